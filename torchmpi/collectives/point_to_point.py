@@ -313,7 +313,7 @@ class _Message:
         return events.begin_event(*self.described_call(), is_task=self.call_queue.origin is not None)
 
     def described_call(self, *_: Any) -> tuple[events.GroupInfo, events.Names, int]:
-        """Return what torch.profiler shows of the message: group, names, number of elements."""
+        """Return the properties of the message for torch.profiler: group, names, number of elements."""
         names = self.collective, "", dtypes.short_name(self.tensor.dtype), -1
         return self.group.info, names, self.tensor.numel()
 
@@ -377,7 +377,7 @@ class _Message:
         ]
 
     def _checked_payload(self) -> torch.Tensor | None:
-        """Receive a header, and return what `unpacked` returns."""
+        """Receive a header; return the values behind it, or None if they are in further messages."""
         begin = events.now()
         if self.group.context.sleeps_before_mpi:
             sleep_until(lambda: bool(self.comm.Iprobe(self.peer, HEADER_TAG)))

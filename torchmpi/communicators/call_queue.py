@@ -92,7 +92,7 @@ class FastCall(Protocol):
         """Describe the call that runs, by the same string as long as it runs; None if none runs."""
 
     def close(self) -> None:
-        """Release what the group keeps for the call."""
+        """Release the resources of the call."""
 
 
 class CallQueue:

@@ -125,7 +125,7 @@ A message of the fast path becomes a SliceRecord."""
 
 
 def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
-    """Return what a plain record contains. The thread of the call has no time for this; that of a reader has."""
+    """Convert a plain record. The thread of a reader does this, so that the thread of the call need not."""
     if type(plain[0]) is not GroupInfo:
         return _fast_record(*plain)
     group, seq, names, num_bytes, backends, begin, end, thread, origin, error = plain
