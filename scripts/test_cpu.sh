@@ -204,13 +204,14 @@ pytest_suite() {
 }
 
 # share_of_ranks NAME RANKS: sets `only` to the options by which tests/mpi runs what is the same under every MPI under one of
-# them: the first on an even number of ranks, the last on an odd one, and some of that not on four.
+# them: the first on an even number of ranks, the last on an odd one, and some of that not on one or not on four.
 share_of_ranks() {
-    local whose=${mpis##* }
+    local whose=${mpis##* } marks="" # that exclude tests
     [ $(($2 % 2)) = 1 ] || whose=${mpis%% *}
-    only=()
-    [ "$2" -lt 4 ] || only=(-m "not up_to_three")
-    [ "$1" = "$whose" ] || only=(-m "not once")
+    [ "$2" -gt 1 ] || marks+="or from_two "
+    [ "$2" -lt 4 ] || marks+="or up_to_three "
+    [ "$1" = "$whose" ] || marks+="or once "
+    only=(${marks:+-m "not (${marks#or })"})
 }
 
 # share_of_jobs NAME: the same for tests/jobs, about half of it under the first and half under the last, as they run side

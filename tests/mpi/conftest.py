@@ -37,18 +37,21 @@ ONCE = (
 )
 
 
-# Training on four ranks differs from training on three only in grids of 2 x 2, which have files of their own.
+# Training on four ranks differs from training on three only in grids of 2 x 2, which have files of their own. In the
+# other files here no size has code of its own but one and two.
 UP_TO_THREE = (
-    *("test_engine_*", "test_nn_[!s]*", "test_nn_sync*", "test_parameterserver_*", "test_training_recipes.py"),
-    *(f"test_distributed_{name}.py" for name in ("buckets", "data", "ddp", "functional", "hooks")),
-    "test_horovod.py",
+    *("test_engine_*", "test_nn_[!s]*", "test_nn_sync*", "test_parameterserver*", "test_training_recipes.py"),
+    *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "ddp", "functional", "hooks")),
+    *("test_direct_reads.py", "test_horovod.py", "test_nccl_over_gloo.py"),
 )
+# On one rank the tests of each interface are enough.
+FROM_TWO = ("test_training_recipes.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.mpi)
-        for patterns, mark in ((ONCE, pytest.mark.once), (UP_TO_THREE, pytest.mark.up_to_three)):
+        for patterns, mark in ((ONCE, "once"), (UP_TO_THREE, "up_to_three"), (FROM_TWO, "from_two")):
             if any(fnmatch(item.path.name, pattern) for pattern in patterns):
                 item.add_marker(mark)
 
