@@ -11,6 +11,9 @@ usage: scripts/hosts.sh COMMAND
   cut HOST [in]   take down the link of a host, or only the direction to it; heal HOST restores it
   crash HOST      kill all processes of a host; revive HOST boots it again
   rate RATE       limit every link, for example to 1gbit; none removes the limit
+  delay MICROSECONDS, loss PERCENT
+                  delay every packet that a host receives (a round trip takes twice as long), or drop that part of them;
+                  0 ends it. Both need the scheduler netem of the kernel (sch_netem)
   down            remove everything
   -h, --help      this text
 
@@ -194,31 +197,59 @@ other_port() {
     done
 }
 
-rate() {
-    local host
+# The settings are kept in files, so that each command leaves the others as they are. Both ends of a link limit the rate; the
+# end that sends to the host also delays and drops.
+shape() {
+    local host rate delay loss
+    rate=$(cat "$state/rate" 2>/dev/null || echo none)
+    delay=$(cat "$state/delay" 2>/dev/null || echo 0)
+    loss=$(cat "$state/loss" 2>/dev/null || echo 0)
     for host in $(hosts); do
         tc qdisc del dev "$prefix-$host" root 2>/dev/null || true
         ip netns exec "$prefix-$host" tc qdisc del dev eth0 root 2>/dev/null || true
-        [ "$1" != none ] || continue
-        tc qdisc add dev "$prefix-$host" root tbf rate "$1" burst 128kb limit 16mb
-        ip netns exec "$prefix-$host" tc qdisc add dev eth0 root tbf rate "$1" burst 128kb limit 16mb
+        if [ "$rate" != none ]; then
+            tc qdisc add dev "$prefix-$host" root handle 1: tbf rate "$rate" burst 128kb limit 16mb
+            ip netns exec "$prefix-$host" tc qdisc add dev eth0 root tbf rate "$rate" burst 128kb limit 16mb
+        fi
+        [ "$delay $loss" != "0 0" ] || continue
+        add_netem "$prefix-$host" "$([ "$rate" = none ] && echo root || echo parent 1:1)" "$delay" "$loss"
     done
+}
+
+# add_netem LINK PLACE DELAY LOSS; the limit holds the packets of 100 ms at 10 Gbit/s.
+add_netem() {
+    local error
+    # shellcheck disable=SC2086 # the place is one word or two
+    error=$(tc qdisc add dev "$1" $2 netem limit 100000 delay "${3}us" loss "${4}%" 2>&1) && return
+    rm -f "$state/delay" "$state/loss"
+    fail "no delay and no loss: $error" "
+This needs the scheduler netem: \`modprobe sch_netem\`, on a kernel built with CONFIG_NET_SCH_NETEM. The rate is set."
+}
+
+# keep SETTING VALUE PATTERN: checks a setting and stores it.
+keep() {
+    [ -e "$state/hosts" ] || fail "there are no hosts: scripts/hosts.sh up"
+    [[ $2 =~ $3 ]] || fail "$1: '$2' is no valid value, see --help"
+    echo "$2" >"$state/$1"
 }
 
 command=${1:--h}
 [ $# = 0 ] || shift
 case $command in
     -h | --help) usage; exit 0 ;;
-    up | down | rate | cut | heal | crash | revive | run | agent | boot)
+    up | down | rate | delay | loss | cut | heal | crash | revive | run | agent | boot)
         [ "$(id -u)" = 0 ] || fail "needs root, since it makes namespaces, links and mounts" ;;
     *) usage >&2; exit 2 ;;
 esac
-case $command in cut | heal | crash | revive | rate | run) [ $# -ge 1 ] || fail "$command: an argument is missing, see --help" ;; esac
+case $command in cut | heal | crash | revive | rate | delay | loss | run) [ $# -ge 1 ] || fail "$command: an argument is missing, see --help" ;; esac
 case $command in
     up) up "${1:-2}" ;;
     cut) cut_link "$@" ;;
     heal) heal_link "$@" ;;
     crash) kill -9 "$(pid "$1")" ;;
     revive) start_host "$1" ;;
+    rate) keep rate "$1" '^(none|[0-9.]+[a-z]*)$' && shape ;;
+    delay) keep delay "$1" '^[0-9]+$' && shape ;;
+    loss) keep loss "$1" '^[0-9]+([.][0-9]+)?$' && shape ;;
     *) "$command" "$@" ;;
 esac

@@ -117,7 +117,8 @@ def test_training(alone, tmp_path):
     file = tmp_path / "a.json"
     rows = rows_of(file, alone(*BENCH, "train", "--model", "mlp", "--seconds", "1", "-n", "2", "--json", file))
     steps = {row["contestant"] for row in rows if row["part"] == "step" and "median_us" in row}
-    assert steps >= {"no communication", "synchronize_gradients", "register_async_backward"}
+    assert steps >= {"no communication", "communication alone", "synchronize_gradients", "register_async_backward"}
+    assert not any("bf16" in name for name in steps)  # within a host it only costs time
     parts = {row["contestant"] for row in rows if row["part"] == "communication" and "median_us" in row}
     assert parts >= {"synchronize_gradients", "mpi4py"}
     named = {row["contestant"] for row in rows}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,61 @@ def test_diloco_is_torch_sgd_on_the_average_change(agree, nesterov, momentum):
     mpinn.check_with_allreduce(net)
 
 
+@pytest.mark.parametrize("overlap_steps", [1, 2, 3])
+def test_overlapped_diloco_adds_the_steps_of_the_exchange_to_the_anchor(agree, overlap_steps):
+    net, twin = make_net(), make_net()
+    update = ps.DiLoCoUpdate(net, update_frequency=3, overlap_steps=overlap_steps, compression="bf16")
+    inner, other = torch.optim.SGD(net.parameters(), lr=LR), torch.optim.SGD(twin.parameters(), lr=LR)
+    anchor, begun = copy.deepcopy(twin), None
+    outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def take_outer_step() -> None:
+        outer.step()
+        with torch.no_grad():
+            for new, start, own in zip(anchor.parameters(), begun.parameters(), twin.parameters(), strict=True):
+                own.copy_(new + (own - start))
+
+    for step in range(10):
+        train(net, update, inner, range(step, step + 1))
+        mpi.allreduce(torch.ones(3))  # calls of the program during the exchange
+        generator = torch.Generator().manual_seed(1000 * step + mpi.rank())
+        quadratic_step(twin, torch.randn(4, 6, generator=generator))
+        other.step()
+        if begun is not None and (step + 1) % 3 == overlap_steps % 3:
+            take_outer_step()
+        if (step + 1) % 3 == 0:
+            begun = copy.deepcopy(twin)
+            for held, own in zip(anchor.parameters(), twin.parameters(), strict=True):
+                held.grad = mpi.allreduce((held - own).detach().bfloat16(), op="avg").float()
+        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            agree.close(ours.detach(), theirs.detach(), f"step {step}")
+        for ours, theirs in zip(update.anchor, anchor.parameters(), strict=True):
+            agree.close(ours, theirs.detach(), f"anchor at step {step}")
+    update.finish()
+    mpinn.check_with_allreduce(net)
+    for ours, theirs in zip(update.anchor, net.parameters(), strict=True):
+        agree.equal(ours, theirs.detach())
+    num_bytes = 4 * sum(parameter.nbytes for parameter in net.parameters()) // 2  # three times, and at the end
+    agree.equal((update.num_sends, update.num_integrations, update.bytes_sent), (4, 4, num_bytes))
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_compressed_diloco_converges_like_the_exact_one(agree, overlap_steps):
+    settings = {"update_frequency": 4, "outer_lr": 0.5, "outer_momentum": 0.0, "overlap_steps": overlap_steps}
+    results = []
+    for compression in (None, mpinn.EightBit(within_hosts=True)):
+        net = make_net()
+        with ps.DiLoCoUpdate(net, **settings, compression=compression) as update:
+            train(net, update, torch.optim.SGD(net.parameters(), lr=LR), range(40))
+        mpinn.check_with_allreduce(net)
+        results.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
+    exact, compressed = results
+    start = torch.cat([parameter.detach().flatten() for parameter in make_net().parameters()])
+    if mpi.size() > 1:
+        agree.equal(update.bytes_sent, compression.payload_bytes)
+    agree(bool((compressed - exact).norm() < 0.02 * (exact - start).norm()), f"{(compressed - exact).norm()}")
+
+
 def test_diloco_without_outer_optimizer_is_local_sgd(agree):
     net, twin = make_net(), make_net()
     with ps.DiLoCoUpdate(net, update_frequency=4, outer_lr=1.0, outer_momentum=0.0) as update:
@@ -134,7 +190,14 @@ def test_diloco_has_an_anchor_if_steps_are_skipped(agree):
 
 
 def test_invalid_outer_options_are_rejected(agree):
-    for options in ({"outer_lr": 0.0}, {"outer_momentum": 1.0}):
+    wrong = (
+        {"outer_lr": 0.0},
+        {"outer_momentum": 1.0},
+        {"overlap_steps": 101},
+        {"overlap_steps": -1},
+        {"compression": "x"},
+    )
+    for options in wrong:
         agree(ArgumentError.__name__ in refusal(lambda options=options: ps.DiLoCoUpdate(make_net(), **options)))
     agree("no trainable parameters" in refusal(lambda: ps.LocalSGDUpdate(nn.Tanh())))
 
@@ -142,7 +205,7 @@ def test_invalid_outer_options_are_rejected(agree):
 # --- resuming
 
 
-@pytest.mark.parametrize("make", [ps.LocalSGDUpdate, ps.DiLoCoUpdate])
+@pytest.mark.parametrize("make", [ps.LocalSGDUpdate, ps.DiLoCoUpdate, partial(ps.DiLoCoUpdate, overlap_steps=4)])
 @pytest.mark.parametrize("init_delay", [0, 2])
 def test_resumed_without_servers(agree, make, init_delay):
     settings = {"update_frequency": 4, "init_delay": init_delay}
@@ -159,6 +222,9 @@ def test_resumed_without_servers(agree, make, init_delay):
     for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
         agree.equal(ours.detach(), theirs.detach())
     agree.equal(after.metrics(), pytest.approx(update.metrics(), nan_ok=True))
+    if state.get("begun_at") is not None:
+        unlike = ps.DiLoCoUpdate(make_net(), **settings)
+        agree("the same overlap_steps" in refusal(lambda: unlike.load_state_dict(state)))
 
 
 @pytest.mark.parametrize("stop_at", [5, 8])

@@ -148,9 +148,12 @@ def test_training_table():
         )
 
     rows = [line("no communication", 50), line("synchronize_gradients", 100), line("ddp", 200)]
+    rows += [line("communication alone", 40), line("register_async_backward", 62)]
     rows += [line("mpi4py", 10, "communication"), line("ddp's way on gloo", None, "communication")]
     text = training.as_text(report.new_report("train", [{"facts": FACTS, "rows": rows}], {}))
-    found = {cells[0]: cells[-4:] for cells in cells_of(text) if len(cells) >= 4}
-    assert found["synchronize_gradients"] == ["100.00", "10%", "50%", "2.00"], text
+    found = {cells[0]: cells[-5:] for cells in cells_of(text) if len(cells) >= 4}
+    assert found["synchronize_gradients"] == ["100.00", "10%", "50%", "-", "2.00"], text
+    assert found["register_async_backward"] == ["62.00", "10%", "19%", "70%", "3.23"], text
+    assert found["communication"] == ["40.00", "10%", "-", "-", "5.00"], text
     assert found["ddp"][-1] == "1.00" and found["mpi4py"][-1] == "-"
     assert "ddp's way on gloo: not installed" in text

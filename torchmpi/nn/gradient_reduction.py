@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,19 @@ from ..communicators.communicator import Communicator
 from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import sparse, streams
-from .buckets import CopiedBucket, ViewBucket
 from .error_feedback import GradientCompressor, GradientView
+
+
+class ReducibleBucket(Protocol):
+    """Parameters, and their gradients as views of a flat tensor."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters."""
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        """Their gradients."""
 
 
 class GradientReduction(NamedTuple):
@@ -64,9 +75,7 @@ class GradientReduction(NamedTuple):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def start(
-        self, flat: Tensor, bucket: ViewBucket | CopiedBucket | None, comm: Communicator
-    ) -> Callable[[], object]:
+    def start(self, flat: Tensor, bucket: ReducibleBucket | None, comm: Communicator) -> Callable[[], object]:
         """Launch the reduction of `flat` in place and return the function that finishes it.
 
         Args:

@@ -23,8 +23,9 @@ from .contestants import open_group, why_absent
 from .models import TrainingTask, make_task, resnet50
 from .timing import TimedCall, measure_calls, timed_on
 
-NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
+NONE, ALONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
     "no communication",
+    "communication alone",
     "synchronize_gradients",
     "the same, gradients kept",
     "register_async_backward",
@@ -33,6 +34,7 @@ NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
     "mpi4py",
     "a plain copy",
 )
+IN_BF16 = {name: f"{name}, bf16" for name in (SYNC, ASYNC)}
 SUMS, IN_BUCKETS, COPIED = "gloo buckets", "ddp's way on gloo", "the same, gradients copied"
 _STEP, _COMMUNICATION = "step", "communication"
 _WEIGHTS = {"mlp": 1.0, "cnn": 2.0, "transformer": 2.0, "resnet": 4.0}
@@ -87,14 +89,20 @@ class Trainer:
         self._optimizer.step()
 
 
-def _trainers(task: TrainingTask, ours: Any, *, has_gloo: bool) -> dict[str, Trainer]:
-    copies = {name: task._replace(net=copy.deepcopy(task.net)) for name in (NONE, SYNC, ASYNC, DDP, OUR_DDP)}
+def _trainers(task: TrainingTask, ours: Any, *, has_gloo: bool, with_bf16: bool) -> dict[str, Trainer]:
+    names = (NONE, SYNC, ASYNC, DDP, OUR_DDP, *IN_BF16.values())
+    copies = {name: task._replace(net=copy.deepcopy(task.net)) for name in names}
     mpinn.register_async_backward(copies[ASYNC].net)
     trainers = {
         NONE: Trainer(copies[NONE], None),
         SYNC: Trainer(copies[SYNC], mpinn.synchronize_gradients),
         ASYNC: Trainer(copies[ASYNC], mpinn.synchronize_gradients_async),
     }
+    if with_bf16:
+        sync, by_hooks = IN_BF16[SYNC], IN_BF16[ASYNC]
+        mpinn.register_async_backward(copies[by_hooks].net, compression="bf16")
+        trainers[sync] = Trainer(copies[sync], partial(mpinn.synchronize_gradients, compression="bf16"))
+        trainers[by_hooks] = Trainer(copies[by_hooks], mpinn.synchronize_gradients_async)
     for name, group in ((OUR_DDP, ours), *([(DDP, None)] if has_gloo else [])):
         # The fastest settings of DistributedDataParallel: no copies in and out of buckets, no broadcast of buffers.
         wrapped = nn.parallel.DistributedDataParallel(
@@ -107,15 +115,24 @@ def _trainers(task: TrainingTask, ours: Any, *, has_gloo: bool) -> dict[str, Tra
 def _steps(job: BenchJob, model: str, ours: Any, why_no_gloo: str | None, seconds: float) -> list[dict[str, Any]]:
     task = make_task(model, rank=job.rank)
     task = TrainingTask(task.net.to(job.device), task.inputs.to(job.device), task.targets.to(job.device))
-    trainers = _trainers(task, ours, has_gloo=why_no_gloo is None)
+    # Within a host, 16 bits only cost time.
+    trainers = _trainers(task, ours, has_gloo=why_no_gloo is None, with_bf16=not job.one_clock)
     for trainer in trainers.values():
         trainer.step()
-    reasons = {name: job.agreed(_difference(trainers, name)) for name in (ASYNC, DDP, OUR_DDP) if name in trainers}
+    compared = (ASYNC, DDP, OUR_DDP, *IN_BF16.values())
+    reasons = {name: job.agreed(_difference(trainers, name)) for name in compared if name in trainers}
+    alone = copy.deepcopy(trainers[SYNC].net)
+    for parameter in alone.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    functions: dict[str, Callable[[], object]] = {ALONE: partial(mpinn.synchronize_gradients, alone)}
+    functions |= {name: trainer.step for name, trainer in trainers.items() if reasons.get(name) is None}
     # A training step writes all buffers itself.
-    calls = {name: (trainer.step, lambda: None) for name, trainer in trainers.items() if reasons.get(name) is None}
+    calls = {name: (function, lambda: None) for name, function in functions.items()}
     reasons |= {} if why_no_gloo is None else {DDP: why_no_gloo}
     rows = _rows(job, {"model": model, "part": _STEP}, calls, seconds, reasons)
-    mpinn.unregister_async_backward(trainers[ASYNC].net)
+    for name in (ASYNC, IN_BF16[ASYNC]):
+        if name in trainers:
+            mpinn.unregister_async_backward(trainers[name].net)
     return rows
 
 
@@ -241,8 +258,8 @@ _GROUP = ("ranks", "model", "part")
 _BASES = {_STEP: DDP, _COMMUNICATION: IN_BUCKETS}
 _LEGEND = (
     "ms: median over batches, spread: half the distance of the quartiles. communication: share of the step that the",
-    "same step without communication does not take. x: time of DistributedDataParallel (or of its buckets on gloo)",
-    "over that of this line.",
+    "same step without communication does not take. hidden: part of the shorter of computing and communicating that",
+    "runs during the other. x: time of DistributedDataParallel (or of its buckets on gloo) over that of this line.",
 )
 
 
@@ -259,12 +276,28 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[Row], part: str) -> list[str]:
     times = {row["contestant"]: row["median_us"] for row in rows if has_figure(row)}
-    base, alone = times.get(_BASES[part]), times.get(NONE)
-    lines = [["", "ms", "spread", *(["communication"] if part == _STEP else []), f"x {_BASES[part]}"]]
+    base, computing = times.get(_BASES[part]), times.get(NONE)
+    lines = [["", "ms", "spread", *(["communication", "hidden"] if part == _STEP else []), f"x {_BASES[part]}"]]
     for row in filter(has_figure, rows):
         timing = timing_of(row)
         line = [row["contestant"], f"{timing.median_us / 1e3:.2f}", f"{timing.spread:.0%}"]
         if part == _STEP:
-            line.append("-" if alone is None else f"{max(0.0, 1 - alone / timing.median_us):.0%}")
+            is_step = row["contestant"] != ALONE
+            line.append(
+                "-" if computing is None or not is_step else f"{max(0.0, 1 - computing / timing.median_us):.0%}"
+            )
+            line.append(_hidden(times, row["contestant"]))
         lines.append([*line, "-" if base is None else f"{base / timing.median_us:.2f}"])
     return table(lines)
+
+
+def _hidden(times: Mapping[str, float], name: str) -> str:
+    """Return the hidden share of a step that sends what ALONE does, and begins before the end of backward.
+
+    >>> _hidden({NONE: 60.0, ALONE: 40.0, ASYNC: 64.0}, ASYNC)
+    '90%'
+    """
+    if name not in (ASYNC, OUR_DDP) or not {NONE, ALONE} <= times.keys():
+        return "-"
+    saved = times[NONE] + times[ALONE] - times[name]
+    return f"{max(0.0, saved / min(times[NONE], times[ALONE])):.0%}"

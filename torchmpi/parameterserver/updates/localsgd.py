@@ -66,15 +66,17 @@ class LocalSGDUpdate(PeriodicUpdate):
         self._check_parameters()
         self._integrate()
         self._has_changed = False
-        self.num_integrations += 1
         self.num_sends += 1
-        # The bytes passed to allreduce, which do not depend on its algorithm.
-        num_bytes = sum(parameter.nbytes for parameter in self._parameters)
-        self._bytes_sent += num_bytes
-        self._bytes_received += num_bytes
 
     def _integrate(self) -> None:
         allreduce_many(self._parameters, op="avg", comm=self.communicator)
+        self.num_integrations += 1
+        self._count_bytes(sum(parameter.nbytes for parameter in self._parameters))
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        """Count the bytes passed to collectives, which do not depend on their algorithms."""
+        self._bytes_sent += num_bytes
+        self._bytes_received += num_bytes
 
     def finish(self) -> None:
         """Average a last time, if steps were taken since. Collective."""
