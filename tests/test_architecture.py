@@ -34,7 +34,8 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 """Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
 KERNEL_MODULES = (
     "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
-    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "compilation",
+    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "noting_code",
+    "compilation",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
-from torchmpi.timeline import events
+from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.trace_reader import read_folder
 
@@ -171,6 +172,45 @@ def test_calls_of_the_fast_path_are_recorded(agree, folder):
         agree.equal(len(cached), 0)
     mpi.allreduce(tensor.fill_(1))
     agree.equal(len(cached), 1)
+
+
+def test_calls_of_the_fast_path_are_noted_by_machine_code(agree, folder, monkeypatch):
+    """Also those of several functions in turn, and of a function of the package that the program has called."""
+    if not fast_path._fast_paths or mpi.size() < 2 or sys.version_info < (3, 11):
+        pytest.skip("machine code notes no calls here")
+    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 60)
+    tensor, code = torch.ones(4), "mpi.allreduce(tensor)"
+    programs = [compile(f"{line}{code}", f"program{number}.py", "exec") for number, line in enumerate(("", "\n\n"))]
+    inside = compile(f"def own(): {code}", events.__file__, "exec")
+    names = {"mpi": mpi, "tensor": tensor}
+    exec(inside, names)
+    notes = []
+    monkeypatch.setattr(events, "fast_notes", Spy(notes))
+    mpi.allreduce(tensor.fill_(1))
+    expected = []
+    with mpi.timeline.start(folder):
+        for _ in range(10):
+            for program, line in zip(programs, (1, 3), strict=True):
+                exec(program, names)
+                expected.append(f"program{programs.index(program)}.py:{line}")
+            names["own"]()
+            expected.append(f"{__file__}:{sys._getframe().f_lineno - 1}")
+    own = [each for each in traces_of(folder)[mpi.rank()].calls if each.collective == "allreduce"]
+    agree.equal([each.details["line"] for each in own], expected)
+    agree.equal([each.seq for each in own], list(range(own[0].seq, own[0].seq + len(own))))
+    agree(len(notes) >= 18, f"{len(notes)}")  # the first call of each program passes through Python
+
+
+class Spy:
+    """Passes notes on, and counts them."""
+
+    def __init__(self, notes):
+        self._notes, self.know = notes, fast_path.notes.know
+
+    def take(self):
+        taken = fast_path.notes.take()
+        self._notes += taken
+        return taken
 
 
 def test_one_timeline_at_a_time(agree, folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import ctypes
 import gzip
 import json
 import struct
@@ -16,6 +18,8 @@ import pytest
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
 from torchmpi.errors import ArgumentError
+from torchmpi.shared_memory import fast_path
+from torchmpi.shared_memory.kernels import records
 from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.clocks import AlignedClock, ClockSample, TickClock, sample
@@ -41,13 +45,24 @@ def call(rank, seq, begin, end, *, size=2, collective="allreduce", root=-1, queu
     return CallRecord(group, seq, collective, "sum", "float32", root, 4096, "shm", *times, thread, origin, "")
 
 
+class PlanOf:
+    """The plan of the call of a record: the writer determines names and backend."""
+
+    def __init__(self, record):
+        self._names = record.collective, record.op, record.dtype, record.root
+        self.backends = ((8, "other"), (None, record.backend))
+
+    def names(self, code):
+        assert code == 99
+        return self._names
+
+
 def plain(record):
-    """The record as `Recorder.call` makes it: the writer determines the backend."""
-    names = record.collective, record.op, record.dtype, record.root
-    backends = ((8, "other"), (None, record.backend))
-    origin = tuple(record.origin)
+    """The record as `Recorder.call` makes it."""
+    code = compile("\n\npass", "train.py", "exec")
+    origin = record.origin.queued, code, 2, record.origin.label
     times = record.begin, record.end, record.thread
-    return (record.group, record.seq, names, record.num_bytes, backends, *times, origin, record.error)
+    return (record.group, record.seq, PlanOf(record), 99, record.num_bytes, *times, origin, record.error)
 
 
 def step(end):
@@ -334,7 +349,7 @@ def test_readers_are_added_and_removed():
     states, found, queue = [], [], events.EventQueue()
 
     def note_state():
-        states.append(None if events.recorder is None else events.recorder.queues)
+        states.append(None if events.recorder is None else events.recorder.others)
 
     events.when_changed.append(note_state)
     try:
@@ -346,7 +361,7 @@ def test_readers_are_added_and_removed():
         events.remove_reader(found.append)
         events.remove_reader(queue.put)
         events.remove_reader(queue.put)
-        assert events.recorder is None and states == [(queue,), None, (queue,), None]
+        assert events.recorder is None and states == [(), (found.append,), (), None]
     finally:
         events.when_changed.remove(note_state)
     assert [each.name for each in found] == [each.name for each in queue] == ["forward"]
@@ -387,4 +402,36 @@ def test_a_call_of_the_fast_path_is_a_record_with_the_line_of_the_program():
 
 
 def test_the_line_of_the_program_is_found():
-    assert events.program_line(0).startswith(f"{__file__}:")
+    def here():
+        return events.origin_of(events.Recorder().origin(5, 0)).line
+
+    assert here() == f"{__file__}:{here.__code__.co_firstlineno + 1}"
+    found = []
+    _thread.start_new_thread(lambda: found.append(events.Recorder().origin(0, 9)), ())
+    while not found:
+        time.sleep(0.001)
+    assert events.origin_of(found[0]).line == ""
+
+
+def test_notes_of_machine_code_are_taken_in_their_order():
+    """The notes are written as `add_note` of the kernels does."""
+    notes, info, code = fast_path.Notes(), object(), compile("1", "train.py", "exec")
+    fields = notes._fields
+    before = sys.getrefcount(info), sys.getrefcount(code)
+
+    def note(seq):
+        for item in (info, code):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+        at = records.FIRST_NOTE + int(fields[records.NUM_NOTED]) % records.NUM_NOTES * records.NOTE_FIELDS
+        fields[at : at + records.NOTE_FIELDS] = [id(info), id(code), 8, 77, seq, 2 * seq, 3 * seq, 4]
+        fields[records.NUM_NOTED] += 1
+
+    fields[[records.NUM_NOTED, records.NUM_TAKEN]] = 5 * records.NUM_NOTES - 3  # so that they pass the end of the ring
+    for seq in range(10):
+        note(seq)
+    taken = []
+    while some := notes.take():
+        taken += some
+    assert taken == [(info, seq, 2 * seq, 3 * seq, 4, 77, code, 8) for seq in range(10)]
+    del taken, some
+    assert (sys.getrefcount(info), sys.getrefcount(code)) == before

@@ -304,7 +304,7 @@ class _Message:
             self.call_queue.doing = None
             events.end_event(event)
             if recorder is not None:
-                line = (self.call_queue.origin or recorder.origin(0)).line
+                line = events.origin_of(self.call_queue.origin or recorder.origin(0)).line
                 details = {"peer": self.group.world_ranks[self.peer], "bytes": self.tensor.nbytes, "line": line}
                 details |= {"dtype": dtypes.short_name(self.tensor.dtype), "communicator": self.group.name}
                 recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)

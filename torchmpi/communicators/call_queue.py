@@ -118,9 +118,9 @@ class CallQueue:
         """The end of the last message of torch.distributed in the timeline."""
         self._threaded = threaded
         self._counting = threading.Lock()
-        self.origin: events.Origin | None = None
+        self.origin: events.PlainOrigin | None = None
         """Where the queued call that is running was made, if calls are recorded."""
-        self._tasks: queue.SimpleQueue[tuple[Task, Handle[Any], events.Origin | None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Task, Handle[Any], events.PlainOrigin | None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
     @property
@@ -189,7 +189,7 @@ class CallQueue:
             recorder = events.recorder
             if events.show_task is not None:
                 task = events.show_task(description, task)
-            origin = None if recorder is None else recorder.origin(events.now())
+            origin = None if recorder is None else recorder.origin(events.now(), 3)
             self._tasks.put((task, handle, origin))
         return handle
 
@@ -229,7 +229,7 @@ class CallQueue:
                     self.run_lock.fields[RUN_LOCK_PENDING] -= 1
             del entry  # otherwise the tensors of the last call would live until the next call
 
-    def _finish(self, task: Task, handle: Handle[Any], origin: events.Origin | None) -> None:
+    def _finish(self, task: Task, handle: Handle[Any], origin: events.PlainOrigin | None) -> None:
         before, self.origin = self.origin, origin
         try:
             result = task()

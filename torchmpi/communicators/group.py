@@ -155,20 +155,32 @@ class Group:
             finally:
                 call_log.abandon()
             if recorder is not None:
-                self._record(recorder, begin, event, plan, code, bytes_of(tensor, out), type(error).__name__)
+                events.end_event(event)
+                recorder.call(
+                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin, events.now(),
+                    self.call_queue.origin, type(error).__name__,
+                )  # fmt: skip
             call = Call(call_log.seq, code, shape)
             raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException as error:
             call_log.abandon()
             if recorder is not None:
-                self._record(recorder, begin, event, plan, code, bytes_of(tensor, out), type(error).__name__)
+                events.end_event(event)
+                recorder.call(
+                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin, events.now(),
+                    self.call_queue.origin, type(error).__name__,
+                )  # fmt: skip
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
         num_bytes = bytes_of(tensor, out, result)
         end = call_log.leave(num_bytes)
         if recorder is not None:
-            self._record(recorder, begin, event, plan, code, num_bytes, end=end)
+            if event is not None:
+                events.end_event(event)
+            recorder.call(
+                self.info, call_log.log_fields[LOG_SEQUENCE], plan, code, num_bytes, begin, end, self.call_queue.origin
+            )
         return result
 
     def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
@@ -183,25 +195,6 @@ class Group:
         numel = sum(each.numel() for each in tensors if each is not None)
         return self.info, call_names(plan.code | root << 32), numel
 
-    def _record(
-        self,
-        recorder: events.Recorder,
-        begin: int,
-        event: Any,
-        plan: Plan,
-        code: int,
-        num_bytes: int,
-        error: str = "",
-        end: int = 0,
-    ) -> None:
-        """Report a call that has ended."""
-        if event is not None:
-            events.end_event(event)
-        recorder.call(
-            self.info, self.call_log.log_fields[LOG_SEQUENCE], call_names(code), num_bytes, plan.backends, begin,
-            self.call_queue.origin, error, end,
-        )  # fmt: skip
-
     def fast_call_info(self, code: int, backend: str, read_ticks: Callable[[], int]) -> events.FastCallInfo:
         """Return the properties of a call on the fast path for a recorder."""
         return events.FastCallInfo(self.info, call_names(code), backend, tick_clock(read_ticks))
@@ -211,7 +204,13 @@ class Group:
         recorder, log = events.recorder, self.call_log
         if recorder is not None and (call := log.ring.read(log.seq)) is not None:
             begin, num_bytes = info.clock.nanoseconds(int(call.begin)), log.log_fields[LOG_BYTES]
-            recorder.call(info.group, log.seq, info.names, num_bytes, ((None, info.backend),), begin, None, error)
+            where = events.origin_of(recorder.origin(0))
+            thread = threading.get_ident()
+            recorder.report(
+                events.CallRecord(
+                    info.group, log.seq, *info.names, num_bytes, info.backend, begin, events.now(), thread, where, error
+                )
+            )
 
     @cached_property
     def info(self) -> events.GroupInfo:

@@ -91,7 +91,7 @@ class Handle(Generic[T_co]):
             )
         self._finished.release()
         if recorder is not None:
-            recorder.slice("wait", "wait", begin, call=self._description)
+            recorder.wait(self._description, begin)
         self._seen = True
         if self._error is not None:
             raise self._error

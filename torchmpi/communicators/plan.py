@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .call_log import call_names
+
 Shape = tuple[int, ...]
 Run = Callable[[Any, Any, int], Any]
 """``run(tensor, out, root) -> result``"""
@@ -34,3 +36,8 @@ class Plan:
     ) -> None:
         self.collective, self.code, self.run, self.shape_of = collective, code, run, shape_of
         self.backends: tuple[tuple[int | None, str], ...] = ()
+
+    @staticmethod
+    def names(code: int) -> tuple[str, str, str, int]:
+        """Return collective, operation, dtype and root of a signature; '' or -1 for none."""
+        return call_names(code)

@@ -95,7 +95,8 @@ class MessageHandle(Handle[torch.Tensor]):
             self._show_end()
         if (recorder := events.recorder) is not None and self._origin is not None:
             peer = self.source if self._is_receive else self._peer
-            details = {"bytes": tensor.nbytes, "line": self._origin.line, "dtype": dtypes.short_name(tensor.dtype)}
+            line = events.origin_of(self._origin).line
+            details = {"bytes": tensor.nbytes, "line": line, "dtype": dtypes.short_name(tensor.dtype)}
             details |= {"communicator": group.name, "queued": self._begin / 1000}
             if peer is not None and peer >= 0:
                 details["peer"] = group.world_ranks[peer]

@@ -133,7 +133,7 @@ class Server:
         recorder, context = events.recorder, self.context
         if recorder is None:
             return
-        origin = context.call_queue.origin or recorder.origin(0)
+        origin = events.origin_of(context.call_queue.origin or recorder.origin(0))
         details |= {"server": self.name, "bytes": data.nbytes, "dtype": dtype_table.short_name(self.dtype)}
         details |= {"communicator": self.group.name, "in memory of ranks": context.local_world_ranks}
         details |= {"line": origin.line} if origin.line else {}

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -118,29 +118,67 @@ class EventQueue(deque[Any]):
 
 Backends = tuple[tuple[int | None, str], ...]
 """The backends of a call, each with the largest size in bytes for which it is used (None: any)."""
+PlainOrigin = tuple[int, CodeType | None, int, str]
+"""When a call was queued, code and offset of the line that has made it, label: :func:`origin_of` makes an Origin."""
 PlainCall = tuple[Any, ...]
-"""A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it. The fast path records
-the info of these calls, numbers and thread, then either code and offset of the line, or line and label.
-A message of the fast path becomes a SliceRecord."""
+"""A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it, or a SliceRecord of a
+message of the fast path or of a wait. The first item determines the others."""
+WAIT = "wait"
+"""The category of the times in which a thread waits for a handle; the first item of their plain records."""
+
+
+class CallPlan(Protocol):
+    """The properties of a call that do not change."""
+
+    backends: Backends
+
+    def names(self, code: int) -> Names:
+        """Return what a signature means."""
+
+
+class FastNotes(Protocol):
+    """The calls of the fast path that wait for :func:`collect`."""
+
+    def know(self, code: CodeType) -> None:
+        """Have calls of this code noted."""
+
+    def take(self) -> list[PlainCall]:
+        """Return some notes; none if there are none."""
 
 
 def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
     """Convert a plain record. The thread of a reader does this, so that the thread of the call need not."""
+    if plain[0] is WAIT:
+        _, description, begin, end, thread = plain
+        return SliceRecord("wait", WAIT, "", begin, end, thread, {"call": description})
     if type(plain[0]) is not GroupInfo:
         return _fast_record(*plain)
-    group, seq, names, num_bytes, backends, begin, end, thread, origin, error = plain
-    collective, op, dtype, root = names
+    group, seq, plan, code, num_bytes, begin, end, thread, origin, error = plain
+    collective, op, dtype, root = plan.names(code)
     return CallRecord(
-        group, seq, collective, op, dtype, root, num_bytes, backend_for(num_bytes, backends), begin, end, thread,
-        Origin(*origin), error,
+        group, seq, collective, op, dtype, root, num_bytes, backend_for(num_bytes, plan.backends), begin, end, thread,
+        origin_of(origin), error,
     )  # fmt: skip
 
 
+def origin_of(plain: PlainOrigin) -> Origin:
+    """Return the origin of a call, given as it was recorded."""
+    queued, code, offset, label = plain
+    return Origin(queued, "" if code is None else _line_at(code, offset), label)
+
+
 def _fast_record(
-    info: FastCallInfo | FastMessageInfo, numbers: bytes, thread: int, where: Any, offset: Any
+    info: FastCallInfo | FastMessageInfo,
+    seq: int,
+    begin: int,
+    end: int,
+    num_bytes: int,
+    thread: int,
+    code: CodeType | None,
+    offset: int,
+    label: str = "",
 ) -> CallRecord | SliceRecord:
-    seq, begin, end, num_bytes = _FAST_NUMBERS.unpack(numbers)
-    line, label = (where, offset) if isinstance(where, str) else (_line_at(where, offset), "")
+    line = "" if code is None else _line_at(code, offset)
     begin, end = info.clock.nanoseconds(begin), info.clock.nanoseconds(end)
     if isinstance(info, FastMessageInfo):
         details = {**info.details, "bytes": num_bytes, "line": line}
@@ -184,37 +222,65 @@ class Recorder:
 
     def __init__(self) -> None:
         self.readers: tuple[Reader, ...] = ()
-        self.queues: tuple[EventQueue, ...] | None = ()
-        """The queues of the readers; None if a reader has none."""
+        self.others: tuple[Reader, ...] = ()
+        """The readers without a queue."""
 
-    def origin(self, queued: int, depth: int = 2) -> Origin:
-        """Return where the program makes the current call."""
-        return Origin(queued, program_line(depth + 1), _labels.label)
+    def origin(self, queued: int, depth: int = 2) -> PlainOrigin:
+        """Return where the program makes the current call; the first `depth` frames are of this package."""
+        code, offset = _place_of_call(depth + 1)
+        return queued, code, offset, _labels.get(_this_thread(), "") if _labels else ""
 
     def call(
         self,
         group: GroupInfo,
         seq: int,
-        names: Names,
+        plan: CallPlan,
+        code: int,
         num_bytes: int,
-        backends: Backends,
         begin: int,
-        origin: Origin | None,
+        end: int,
+        origin: PlainOrigin | None,
         error: str = "",
-        end: int = 0,
     ) -> None:
-        """Report a collective, which ends now if `end` is 0; without an origin, it is the line that makes the call."""
-        # The two callers of the function that reports are of this package: looking at a frame is most of the cost.
-        record = (
-            group, seq, names, num_bytes, backends, begin, end or now(), _this_thread(),
-            origin or (0, program_line(5), _labels.label), error,
-        )  # fmt: skip
+        """Report a collective; without an origin, it is the line that makes the call.
+
+        Called by `Group.perform`, whose caller is of this package, and so is the caller of that one.
+        """
+        thread = _this_thread()
+        if origin is None:
+            # On the path of every call: no function, and few frames, of which CPython makes objects.
+            label = _labels.get(thread, "") if _labels else ""
+            try:
+                frame = _frame_at(4)
+                where = frame.f_code
+                if id(where) in _own_code and (caller := frame.f_back) is not None:
+                    frame, where = caller, caller.f_code
+            except ValueError:  # a thread of autograd, for example, has fewer frames
+                origin = 0, None, 0, label
+            else:
+                is_known = id(where) in _program_code
+                origin = (0, where, frame.f_lasti, label) if is_known else (0, *_place_of_call(5), label)
+        record = group, seq, plan, code, num_bytes, begin, end, thread, origin, error
+        for queue in _queues:
+            if len(queue) < MOST_EVENTS:
+                queue.append(record)
+            else:
+                queue.num_lost += 1
+        for read in self.others:
+            read(record)
+
+    def wait(self, description: str, begin: int) -> None:
+        """Report that this thread has waited for a call until now."""
+        record = WAIT, description, begin, now(), _this_thread()
         for read in self.readers:
             read(record)
 
     def slice(self, name: str, category: str, begin: int, track: str = "", **details: Any) -> None:
         """Report an interval that ends now."""
-        record = SliceRecord(name, category, track, begin, now(), threading.get_ident(), details)
+        self.report(SliceRecord(name, category, track, begin, now(), threading.get_ident(), details))
+
+    def report(self, record: SliceRecord | CallRecord) -> None:
+        """Report something that has ended."""
         for read in self.readers:
             read(record)
 
@@ -235,18 +301,13 @@ class _OpenCalls(threading.local):
     has_event = False
 
 
-class _Labels(threading.local):
-    """The label of the calls that this thread makes."""
-
-    label = ""
-
-
+fast_notes: FastNotes | None = None
+"""The notes of the fast path, set by the package that has one."""
 _calls = _OpenCalls()
-_labels = _Labels()
+_labels: dict[int, str] = {}
+"""The labels of the calls that threads make."""
 _changing = threading.Lock()
 _queues: tuple[EventQueue, ...] = ()
-_last_code: object = object()
-"""The code of the program that made the last call on the fast path."""
 
 
 def begin_event(group: GroupInfo, names: Names, numel: int, *, is_task: bool) -> Any:
@@ -286,87 +347,80 @@ def remove_reader(reader: Reader) -> None:
 
 def _set_readers(readers: tuple[Reader, ...]) -> None:
     global recorder, _queues
-    owners = (getattr(each, "__self__", None) for each in readers)
+    collect()  # for the readers that there have been
+    owners = [getattr(each, "__self__", None) for each in readers]
     queues = tuple(each for each in owners if isinstance(each, EventQueue))
     if readers:
         recorder = recorder or Recorder()
-        recorder.readers, recorder.queues = readers, queues if len(queues) == len(readers) else None
+        others = (read for read, owner in zip(readers, owners, strict=True) if not isinstance(owner, EventQueue))
+        recorder.readers, recorder.others = readers, tuple(others)
     else:
         recorder = None
     _queues = queues
     for changed in when_changed:
         changed()
+    if not queues:
+        collect()  # what other threads have noted meanwhile is of no timeline
 
 
 def note_fast_call(info: FastCallInfo | FastMessageInfo, numbers: bytes) -> None:
-    """Report a call of the fast path that has ended; called by machine code in the public function of the call.
+    """Report a call of the fast path that has ended and that machine code cannot note (:class:`FastNotes`).
+
+    Called by machine code in the public function of the call.
 
     `numbers`: number of the call, begin and end in ticks, bytes.
     """
-    code = None
-    try:
-        frame = _frame_at(2)
-    except ValueError:  # the public function was called by no Python code
-        pass
-    else:
-        code = frame.f_code
-    # On the path of every call: the search for a line of the program is left out if the last call had the same code.
-    if code is _last_code or (code is not None and _is_of_program(code)):
-        record = info, numbers, _this_thread(), code, frame.f_lasti
-    else:
-        record = info, numbers, _this_thread(), program_line(2), _labels.label  # type: ignore[assignment]
+    thread = _this_thread()
+    code, offset = _place_of_call(2)
+    if fast_notes is not None and code is not None and id(code) in _program_code:
+        fast_notes.know(code)
+    record = info, *_FAST_NUMBERS.unpack(numbers), thread, code, offset, _labels.get(thread, "")
     for queue in _queues:
-        if len(queue) < MOST_EVENTS:
-            queue.append(record)
-        else:
-            queue.num_lost += 1
+        queue.put(record)
 
 
-def _is_of_program(code: CodeType) -> bool:
-    """Return whether code is neither of torchmpi nor of torch, and remember it in that case."""
-    global _last_code
-    if id(code) in _own_code or not (id(code) in _program_code or _note_code(code)):
-        return False
-    _last_code = code
-    return True
+def collect() -> None:
+    """Pass the calls that the fast path has noted to the queues."""
+    while fast_notes is not None and (taken := fast_notes.take()):
+        for queue in _queues:
+            for record in taken:
+                queue.put(record)
 
 
 def in_forked_child() -> None:
     """Stop to record in a forked process, which is no rank."""
     global recorder, _changing, _queues, show_call, show_task
     recorder, show_call, show_task, _changing, _queues = None, None, None, threading.Lock(), ()
+    _labels.clear()
 
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
     """Label the calls that this thread makes in a block."""
-    before = _labels.label
-    _labels.label = label
+    thread = _this_thread()
+    before = _labels.get(thread)
+    _labels[thread] = label
     try:
         yield
     finally:
-        _labels.label = before
+        if before is None:
+            del _labels[thread]
+        else:
+            _labels[thread] = before
 
 
-def program_line(depth: int) -> str:
-    """Return the innermost line of this thread outside of torchmpi and torch, as ``file:number``; '' if none is."""
-    frame: FrameType | None = _frame_at(depth)
+def _place_of_call(depth: int) -> tuple[CodeType | None, int]:
+    """Return code and offset of the innermost line of this thread outside of torchmpi and torch; None if none is."""
+    try:
+        frame: FrameType | None = _frame_at(depth)
+    except ValueError:  # the thread has fewer frames
+        return None, 0
     while frame is not None:
-        while id(frame.f_code) in _own_code:  # most frames of a call, on the path of every call
-            frame = frame.f_back
-            if frame is None:
-                return ""
         code = frame.f_code
-        if id(code) in _program_code or _note_code(code):
-            key = id(code), frame.f_lasti
-            line = _lines.get(key)
-            if line is None:
-                if len(_lines) > _MOST_LINES:
-                    _lines.clear()
-                line = _lines[key] = f"{code.co_filename}:{frame.f_lineno}"
-            return line
+        if id(code) not in _own_code and (id(code) in _program_code or _note_code(code)):
+            return code, frame.f_lasti
         frame = frame.f_back
-    return ""
+    return None, 0
 
 
 def _line_at(code: CodeType, offset: int) -> str:
@@ -375,7 +429,9 @@ def _line_at(code: CodeType, offset: int) -> str:
     line = _lines.get(key)
     if line is None:
         numbers = (number for begin, end, number in code.co_lines() if begin <= offset < end and number is not None)
-        line = _lines[key] = f"{code.co_filename}:{next(numbers, code.co_firstlineno)}"
+        line = f"{code.co_filename}:{next(numbers, code.co_firstlineno)}"
+        if len(_lines) < _MOST_LINES and id(code) in _program_code:
+            _lines[key] = line
     return line
 
 
@@ -389,8 +445,6 @@ def _note_code(code: CodeType) -> bool:
     """Remember whether code is of the program, which it returns, or of torchmpi, torch, and the begin of a thread."""
     is_own = code.co_filename.startswith(_OWN_FOLDERS) or code.co_filename in _BETWEEN
     known = _own_code if is_own else _program_code
-    if len(known) > _MOST_LINES:
-        known.clear()
-        _lines.clear()
-    known[id(code)] = code
+    if len(known) < _MOST_LINES:  # a program that makes code for ever must not fill memory
+        known[id(code)] = code
     return not is_own

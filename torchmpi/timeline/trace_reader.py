@@ -86,7 +86,8 @@ class RankTrace:
             raise ArgumentError(f"{path} is no trace file of torchmpi, or one of another version.")
         self.rank: int = self.job["rank"]
         self.clock = AlignedClock(samples)
-        self.calls = [self._call(each) for each in self.events if each.get("cat") == "collective"]
+        calls = (self._call(each) for each in self.events if each.get("cat") == "collective")
+        self.calls = sorted(calls, key=lambda call: call.end)  # those of the fast path are written apart
         self.steps = _steps_of_calls(self.calls)
 
     def seconds(self, microseconds: float) -> float:

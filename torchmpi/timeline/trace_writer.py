@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .clocks import ClockSample
-from .events import CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, now
+from .events import CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, collect, now
 
 FORMAT = 2
 FIRST_ROW = 1000
@@ -79,6 +79,7 @@ class TraceWriter:
                 self._flush()
 
     def _flush(self, *, last: bool = False) -> None:
+        collect()
         events = self._events
         for _ in range(len(events)):
             record = events.popleft()

@@ -21,7 +21,6 @@ from typing import Any
 from llvmlite import ir
 
 from ..memory_layout import (
-    FIELD_BYTES,
     LOG_ACTIVE,
     LOG_BYTES,
     LOG_SEQUENCE,
@@ -38,11 +37,12 @@ from ..memory_layout import (
 )
 from . import records
 from .access import group_of
-from .compilation import BYTES, INT, WORD, Wrapper, inner, kernel, kernels
+from .compilation import BYTES, INT, WORD, inner, kernel, kernels
 from .intrinsics import copy, load_field, store_field, store_field_release, ticks
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, hash_end, hash_step, record_of
 from .movement import MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE, rows_before
+from .noting_code import NotingWrapper
 from .records import (
     ARGUMENT_SEQ,
     ARGUMENT_SIGNATURE,
@@ -374,11 +374,11 @@ def enter_receive(cached_call, target, _, arguments):
     return enter_scattering(cached_call, target, arguments)
 
 
-_DLTENSOR_FIELDS, _NOTED_FIELDS = 6, 4
+_DLTENSOR_FIELDS = 6
 _TYPE = 1  # field of a PyObject
 
 
-class FastPathWrapper(Wrapper):
+class FastPathWrapper(NotingWrapper):
     """``name(tensor, out, key, comm, backend)``, which returns the result, or None if Python must run the call.
 
     `self.record` is the address of its record (see records).
@@ -511,22 +511,6 @@ class FastPathWrapper(Wrapper):
         call_log, run_lock = (self.field(cached_call, field) for field in (records.CALL_LOG, records.RUN_LOCK))
         self.call(kernels["end_call"], [call_log, run_lock])
 
-    def _note(self, cached_call: Any) -> None:
-        """Pass the call to the recorder of calls, if there is one."""
-        builder = self.builder
-        has_recorder = builder.icmp_signed("!=", self.field(self.record, records.NOTE), WORD(0))
-        with builder.if_then(has_recorder, likely=False):
-            noted = self.stack_record(_NOTED_FIELDS)
-            self.call(kernels["note_call"], [self.field(cached_call, records.CALL_LOG), noted])
-            pack = self.declared("PyBytes_FromStringAndSize", BYTES, BYTES, WORD)
-            numbers = builder.call(pack, [builder.inttoptr(noted, BYTES), WORD(_NOTED_FIELDS * FIELD_BYTES)])
-            description = builder.inttoptr(self.field(cached_call, records.DESCRIPTION), BYTES)
-            answer = self._call_python(records.NOTE, description, numbers)
-            self._decref(numbers)
-            with builder.if_then(builder.icmp_signed("==", answer, BYTES(None)), likely=False):
-                builder.ret(BYTES(None))  # KeyboardInterrupt
-            self._decref(answer)
-
     def _settle(self, status: Any, cached_call: Any, seq: Any) -> Any:
         """Return the result of Python's handling of a status; null with an exception set."""
         active, entered = self._call_fields(cached_call)
@@ -568,26 +552,8 @@ class FastPathWrapper(Wrapper):
         self._incref(none)
         self.builder.ret(none)
 
-    # --- Python objects --------------------------------------------------------------------------------------
-
-    def _object(self, index: int) -> Any:
-        return self.builder.inttoptr(self.field(self.record, index), BYTES)
-
-    def _call_python(self, index: int, *arguments: Any) -> Any:
-        call = self.declared("PyObject_CallFunctionObjArgs", BYTES, BYTES, takes_any=True)
-        return self.builder.call(call, [self._object(index), *arguments, BYTES(None)])
-
     def _is_at(self, item: Any, address: Any) -> Any:
         return self.builder.icmp_signed("==", self.builder.ptrtoint(item, WORD), address)
-
-    def _incref(self, item: Any) -> None:
-        self.builder.call(self.declared("Py_IncRef", ir.VoidType(), BYTES), [item])
-
-    def _decref(self, item: Any) -> None:
-        self.builder.call(self.declared("Py_DecRef", ir.VoidType(), BYTES), [item])
-
-    def _clear_error(self) -> None:
-        self.builder.call(self.declared("PyErr_Clear", ir.VoidType()), [])
 
     def _continue_if(self, condition: Any, otherwise: Any) -> None:
         following = self.function.append_basic_block()

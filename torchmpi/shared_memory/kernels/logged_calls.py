@@ -23,6 +23,22 @@ from ..memory_layout import (
 )
 from .compilation import inner, kernel
 from .intrinsics import load_field, store_field, ticks
+from .records import (
+    CODE_SHIFT,
+    FIRST_NOTE,
+    KNOWN_CODES,
+    NOTE_FIELDS,
+    NOTED_CODE,
+    NOTED_INFO,
+    NOTED_NUMBERS,
+    NOTED_OFFSET,
+    NOTED_THREAD,
+    NUM_CODES,
+    NUM_NOTED,
+    NUM_NOTES,
+    NUM_NUMBERS,
+    NUM_TAKEN,
+)
 
 # CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.
 _PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
@@ -84,6 +100,25 @@ def note_call(call_log, noted):
     store_field(noted, 1, load_field(record, RECORD_BEGIN))
     store_field(noted, 2, load_field(record, RECORD_END))
     store_field(noted, 3, load_field(call_log, LOG_BYTES))
+    return 0
+
+
+@kernel
+def add_note(notes, info, code, offset, thread, numbers):
+    """Note a call that has ended; 1 if there is no room, or if the code is not known to be of the program."""
+    noted = load_field(notes, NUM_NOTED)
+    if noted - load_field(notes, NUM_TAKEN) >= NUM_NOTES:
+        return 1
+    if load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1))) != code:
+        return 1
+    note = notes + (FIRST_NOTE + (noted & (NUM_NOTES - 1)) * NOTE_FIELDS) * 8
+    store_field(note, NOTED_INFO, info)
+    store_field(note, NOTED_CODE, code)
+    store_field(note, NOTED_OFFSET, offset)
+    store_field(note, NOTED_THREAD, thread)
+    for index in range(NUM_NUMBERS):
+        store_field(note, NOTED_NUMBERS + index, load_field(numbers, index))
+    store_field(notes, NUM_NOTED, noted + 1)
     return 0
 
 

@@ -204,8 +204,35 @@ TOUCH = 9
 ABORT = 10
 """Of the Python function that aborts a call if SETTLE did not start: (cached call)."""
 NOTE = 11
-"""Of the Python function that records calls that have ended, (description, numbers of `note_call`); 0 for none."""
-FAST_PATH_FIELDS = 12
+"""Of the Python function that records calls that NOTES does not take, (description, numbers); 0 for no recorder."""
+NOTES = 12
+"""Of the ring of notes."""
+FRAME_AT = 13
+"""Of `sys._getframe`."""
+ONE = 14
+FAST_PATH_FIELDS = 15
+
+# --- Ring of notes: the calls that have ended while a timeline is recorded ---------------------------------------
+
+NUM_NOTED = 0
+"""How many notes have been written."""
+NUM_TAKEN = 1
+"""How many of them Python has taken."""
+KNOWN_CODES = 2
+"""Addresses of code of the program, each at the position that its address determines."""
+NUM_CODES, CODE_SHIFT = 64, 5
+FIRST_NOTE = KNOWN_CODES + NUM_CODES
+NUM_NOTES = 1 << 16
+
+NOTED_INFO, NOTED_CODE = 0, 1
+"""Addresses of the description of the call and of the code that has made it; the note has a reference to each."""
+NOTED_OFFSET = 2
+"""The offset of the instruction in the code."""
+NOTED_THREAD = 3
+NOTED_NUMBERS = 4
+"""Number, begin, end and bytes of the call."""
+NUM_NUMBERS = 4
+NOTE_FIELDS = NOTED_NUMBERS + NUM_NUMBERS
 
 # --- Cached call ----------------------------------------------------------------------------------------------
 
@@ -230,7 +257,7 @@ SIGNED_CODE = 8
 FIRST_DIM = 9
 """First dimension that is part of the signature."""
 DESCRIPTION = 10
-"""Address of the object that describes the call to NOTE."""
+"""Address of the object that describes the call to a recorder."""
 CACHED_CALL_FIELDS = 11
 
 # --- Arguments that the fast path writes for a kernel, after the call record ------------------------------------
