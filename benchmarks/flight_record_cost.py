@@ -1,0 +1,79 @@
+"""Measure what the flight record costs a call on the fast path: loops in machine code, without ranks.
+
+    python benchmarks/flight_record_cost.py
+
+The first line is all that the fast path does to enter and end a call besides its kernel: run lock, entry of the record,
+signature, counters of `mpi.metrics()`. So it bounds the cost of the record. The second one is the largest part of the
+record, two readings of the clock. Reported is the fastest of 30 loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from array import array
+from collections.abc import Callable
+
+from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.shared_memory.kernels import compilation, function_at, native_code, records, source_digest
+from torchmpi.shared_memory.kernels.fast_path_code import begin_call
+from torchmpi.shared_memory.kernels.intrinsics import load_field, ticks
+from torchmpi.shared_memory.kernels.logged_calls import end_call
+from torchmpi.shared_memory.memory_layout import RUN_LOCK_FIELDS
+
+_PREFIX, _CALLS, _LOOPS = "torchmpi_bench_", 100_000, 30
+_CALL_LOG, _RUN_LOCK = records.CALL_LOG, records.RUN_LOCK
+_NUM_DIMS_AND_DTYPE, _SHAPE, _DLTENSOR_FIELDS = 2, 3, 6
+
+
+@compilation.kernel
+def enter_and_end(cached_call: int, tensor: int, arguments: int, count: int) -> int:
+    """Enter and end calls."""
+    for _ in range(count):
+        begin_call(cached_call, tensor, 4, arguments)
+        end_call(load_field(cached_call, _CALL_LOG), load_field(cached_call, _RUN_LOCK))
+    return 0
+
+
+@compilation.kernel
+def read_clock_twice(count: int) -> int:
+    """Read the clock of the record twice for each call."""
+    total = 0
+    for _ in range(count):
+        total ^= ticks() ^ (ticks() << 1)
+    return total
+
+
+def main() -> None:
+    """Measure and print."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    names = ("enter_and_end", "read_clock_twice")
+    wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in names]
+    compiler = native_code.compiler()
+    compiler.build(f"{_PREFIX}record", source_digest(), compilation.link(_PREFIX, wrappers))
+    enter, read = (function_at(name, compiler.find(_PREFIX + name)) for name in names)
+    log, code = CallLog("example", 0, 1), call_code("allreduce", "sum", 1)
+    lock, arguments, shape = (array("q", bytes(8 * num_fields)) for num_fields in (RUN_LOCK_FIELDS, 16, 1))
+    tensor, cached_call = (array("q", bytes(8 * num)) for num in (_DLTENSOR_FIELDS, records.CACHED_CALL_FIELDS))
+    shape[0], tensor[_NUM_DIMS_AND_DTYPE], tensor[_SHAPE] = 1, 1, shape.buffer_info()[0]
+    cached_call[_CALL_LOG], cached_call[_RUN_LOCK] = log.log_fields.buffer_info()[0], lock.buffer_info()[0]
+    cached_call[records.CODE] = code
+    addresses = [each.buffer_info()[0] for each in (cached_call, tensor, arguments)]
+    show("enter and end a call of one dimension", lambda: enter(*addresses, _CALLS))
+    show("two readings of the clock", lambda: read(_CALLS))
+    last = log.ring.read(_LOOPS * _CALLS)
+    assert last is not None and last[:3] == (log.seq, code, (1,))
+
+
+def show(name: str, run: Callable[[], int]) -> None:
+    """Print the time of a part of the fastest loop, in nanoseconds."""
+    times = []
+    for _ in range(_LOOPS):
+        begin = time.perf_counter_ns()
+        run()
+        times.append(time.perf_counter_ns() - begin)
+    print(f"{name:40} {min(times) / _CALLS:6.1f} ns a call")
+
+
+if __name__ == "__main__":
+    main()
