@@ -15,6 +15,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
+from torchmpi.shared_memory.kernels import records
 from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.trace_reader import read_folder
@@ -199,6 +200,23 @@ def test_calls_of_the_fast_path_are_noted_by_machine_code(agree, folder, monkeyp
     agree.equal([each.details["line"] for each in own], expected)
     agree.equal([each.seq for each in own], list(range(own[0].seq, own[0].seq + len(own))))
     agree(len(notes) >= 18, f"{len(notes)}")  # the first call of each program passes through Python
+
+
+def test_calls_that_find_the_ring_of_notes_full_are_not_lost(agree):
+    if not fast_path._fast_paths or mpi.size() > 1:
+        pytest.skip("needs a fast path, and one rank, whose calls wait for no other one")
+    tensor, queue, num_calls = torch.ones(1), events.EventQueue(), records.NUM_NOTES + 100
+    mpi.allreduce(tensor)
+    events.add_reader(queue.put)
+    try:
+        for _ in range(num_calls):
+            mpi.allreduce(tensor)
+        waiting = len(queue)
+    finally:
+        events.remove_reader(queue.put)
+    numbers = sorted(each[1] for each in queue)  # of the notes, which follow, and of calls that Python has reported
+    agree.equal(numbers, list(range(numbers[0], numbers[0] + num_calls)))
+    agree(0 < waiting < num_calls and queue.num_lost == 0, f"{waiting}, {queue.num_lost}")
 
 
 class Spy:
