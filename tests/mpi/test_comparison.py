@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,11 +12,14 @@ import torch
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi.backends.comparison import NumberExchange, can_carry
+from torchmpi.backends.comparison import NumberExchange, can_carry, most_carried
 from torchmpi.backends.hierarchical.host_comparison import HostComparison
-from torchmpi.config import Config
+from torchmpi.communicators.group import Group
+from torchmpi.config import BackendName, Config, Operation
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
+from torchmpi.timeline.trace_reader import read_folder
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="needs another rank")
@@ -135,3 +139,135 @@ def test_a_number_that_one_rank_lacks_or_changes(agree):
     agree.equal(lengths, [None] * SIZE)
     agree.equal(nothing, [None] * SIZE)
     agree.equal(torch.stack(gathered), torch.arange(1.0, SIZE + 1)[:, None].expand(SIZE, 3))
+
+
+# --- the fast path ------------------------------------------------------------------
+
+
+OPERATIONS: dict[torch.dtype, tuple[Operation, ...]] = {
+    torch.float32: ("sum", "avg", "prod"),
+    torch.float64: ("sum", "max"),
+    torch.bfloat16: ("sum", "avg", "max"),
+    torch.complex64: ("sum",),
+    torch.int32: ("sum", "bor"),
+    torch.uint8: ("sum", "max"),
+    torch.bool: ("lor",),
+}
+
+
+def automatic(placement: str) -> BackendName:
+    return "hierarchical" if len(set(placement)) < SIZE else "p2p"
+
+
+def fast(tensor: torch.Tensor, op: str = "sum") -> bool:
+    """Reduce by the fast path; return whether it made the call."""
+    return fast_path.allreduce(tensor, None, op, None, None) is tensor
+
+
+@pytest.fixture
+def cached(placement) -> None:
+    """Short sums of float32 are cached."""
+    for _ in range(2):  # the second one is cached
+        mpi.allreduce(ones(SHORT))
+    if fast_path.allreduce is fast_path._not_built or runtime.current().context.sleeps_before_mpi:
+        pytest.skip("no fast path here")
+    local = runtime.current().world.local
+    if mpi.allreduce(local is not None and local.status_board is None, op="max"):
+        pytest.skip("ranks of one simulated host share no memory")
+
+
+def test_the_fast_path_has_the_bits_of_the_path_through_python(agree, placement, cached):
+    num_hosts, numbers = len(set(placement)), random.Random(7)
+    has_steps = num_hosts < SIZE
+    for dtype, operations in OPERATIONS.items():
+        for op in operations:
+            values = torch.randn(66_000, generator=torch.Generator().manual_seed(RANK)).mul(9).to(dtype)
+            for _ in range(2):
+                mpi.allreduce(values[:3].clone(), op=op)
+            most = most_carried(num_hosts) // dtype.itemsize
+            is_exact = op != "avg" and (op == "max" or dtype is not torch.bfloat16)
+            for numel in (0, 1, numbers.randrange(2, 99), numbers.randrange(99, most), most, most + 1):
+                begin = numbers.randrange(100)  # of no alignment
+                quick, plain = (values[begin : begin + numel].clone() for _ in range(2))
+                went = fast(quick, op)
+                is_fast = not dtype.is_complex and (is_exact or not has_steps)
+                agree.equal(went, is_fast and 0 < numel <= most, f"{dtype} {op} [{numel}]")
+                mpi.allreduce(plain, op=op, backend=automatic(placement))
+                if went:
+                    agree.bits(quick, plain, f"{dtype} {op} [{numel}]")
+
+
+def test_ranks_of_both_paths_meet(agree, placement, cached):
+    for odd in range(SIZE):
+        for numel in (SHORT, 3000):
+            tensor, out, expected = ones(numel), torch.zeros(numel), torch.full((numel,), SIZE * (SIZE + 1) / 2)
+            if odd == RANK:
+                mpi.allreduce(tensor, backend=automatic(placement))
+            else:
+                agree(fast(tensor), "not by the fast path")
+            agree.bits(tensor, expected, "in place")
+            mpi.allreduce(ones(numel), out)
+            agree.bits(out, expected, "out")
+
+
+def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, placement, cached):
+    for odd in range(SIZE):
+        for numel in (OTHER, LONG):
+            tensor = ones(numel if odd == RANK else SHORT)
+            call = mpi.allreduce if numel == LONG and odd == RANK else fast
+            agree.raises(MismatchError, lambda: call(tensor), "float32 [5]", f"float32 [{numel}]")  # noqa: B023
+            agree(bool((tensor == RANK + 1).all()), f"the tensor was changed: {tensor}")
+            following = ones(SHORT)
+            agree(fast(following), "the next call is not by the fast path")
+            agree.bits(following, torch.full((SHORT,), SIZE * (SIZE + 1) / 2), "the next call")
+
+
+def test_both_paths_leave_the_same_records(agree, placement, cached):
+    world = runtime.current().world
+    groups = [world] if world.local is None else [world, world.local]
+    seen = []
+    for by_fast_path in (True, False):
+        before = [{call: number["calls"] for call, number in each.items()} for each in counts(groups)]
+        if by_fast_path:
+            agree(fast(ones(SHORT)), "not by the fast path")
+        else:
+            mpi.allreduce(ones(SHORT), backend=automatic(placement))
+        added = []
+        for old, new in zip(before, counts(groups), strict=True):
+            added.append({call: numbers["calls"] - old.get(call, 0) for call, numbers in new.items()})
+        last = [[(type(each.shape), each.code) for each in group.call_log.recent(2)] for group in groups]
+        allreduces = mpi.metrics()["calls"]["world"]["allreduce"]
+        agree(allreduces["seconds"] > 0 == allreduces["waited"] + allreduces["moved"], f"{allreduces}")
+        agree(all(group.call_log.current is None for group in groups), "still active")
+        seen.append((added, last[-1] if world.local else last[0][-1:], world.call_log.recent(1)[0].shape))
+    agree.equal(str(seen[0]).replace("torch.Size", "tuple"), str(seen[1]).replace("torch.Size", "tuple"))
+
+
+def counts(groups: list[Group]) -> list[dict[str, dict[str, float]]]:
+    """Return the metrics of the world, and of its steps within the host."""
+    metrics = mpi.metrics()
+    return [metrics["steps" if number else "calls"][group.name] for number, group in enumerate(groups)]
+
+
+def test_steps_are_recorded_in_a_timeline(agree, placement, cached, tmp_path):
+    folder = tmp_path / str(RANK)  # hosts may have no common folder
+    has_steps = runtime.current().world.local is not None  # of this rank
+    with mpi.timeline.start(folder):
+        for _ in range(3):
+            mpi.allreduce(ones(SHORT))
+        went = fast(ones(SHORT))
+        if not went:
+            mpi.allreduce(ones(SHORT))
+    (own,) = read_folder(folder)
+    agree.equal(went, not has_steps)
+    names = [each.details["communicator"] for each in own.calls]
+    agree.equal(names.count("world"), 4)
+    agree.equal(names.count("world on one host"), 8 if has_steps else 0)
+
+
+def test_shared_tensors_by_the_fast_path(agree, placement, cached):
+    for numel in (SHORT, 6000, 4000):  # in the entry of the call, in several ways through shared memory
+        tensor = mpi.empty_shared((numel,)).fill_(RANK + 1)  # in memory that the other ranks have not mapped yet
+        if 4 * numel <= most_carried(len(set(placement))):
+            agree(fast(tensor), "not by the fast path")
+            agree.bits(tensor, torch.full((numel,), SIZE * (SIZE + 1) / 2), f"[{numel}]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -93,6 +94,9 @@ def by_size(parts: list[tuple[int | None, Operation]], dtype: torch.dtype | None
     for limit, small in smaller:
         assert limit is not None and dtype is not None
         operation = _switch(limit // dtype.itemsize, small, operation)
+    limit, first = parts[0]
+    if smaller and (cached := getattr(first, "cached_up_to", None)) is not None:  # the fast path, for short tensors
+        operation.cached_call = partial(cached, limit)  # type: ignore[attr-defined]
     return operation
 
 

@@ -15,8 +15,12 @@ import numpy as np
 import torch
 
 from ..communicators.group import Group
+from ..shared_memory import fast_path
+from ..shared_memory.kernels.records import MISMATCH
 from . import schedule
 from .base import Operation
+from .fast_allreduce import FastAllreduce
+from .mpi_messages import can_call_from_kernels
 from .rank_order import combiner
 
 _TAG = 3
@@ -33,7 +37,16 @@ def can_carry(num_bytes: int, size: int) -> bool:
     >>> can_carry(64 << 10, 2), can_carry(16 << 10, 4), can_carry(16 << 10, 5), can_carry(0, 2)
     (True, True, False, False)
     """
-    return 0 < num_bytes * size <= (2 * _MOST_BYTES if size == 2 else _MOST_BYTES)
+    return 0 < num_bytes <= most_carried(size)
+
+
+def most_carried(size: int) -> int:
+    """Return the size of the longest vectors that `size` ranks gather in these messages.
+
+    >>> most_carried(2), most_carried(3)
+    (65536, 21845)
+    """
+    return _MOST_BYTES // max(1, size - (size == 2))
 
 
 class NumberExchange:
@@ -42,6 +55,8 @@ class NumberExchange:
     A message begins with the lowest and the highest number of which its sender knows. Vectors follow only while these
     are equal. Every rank receives into memory for the longest message, so lengths need not agree.
     """
+
+    tag = _TAG
 
     def __init__(self, MPI: Any, comm: Any) -> None:
         self.MPI, self.comm, self.rank, self.size = MPI, comm, comm.rank, comm.size
@@ -57,6 +72,11 @@ class NumberExchange:
         self._heard = self._incoming[:_HEADER_BYTES].view(np.int64).data
         self._receive = (MPI.buffer.fromaddress(self._incoming_address, self._incoming.nbytes), MPI.BYTE)
         self._vectors: tuple[Any, list[torch.Tensor]] = (None, [])
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """Addresses of the memory to send and to receive, and the length of the latter."""
+        return self._address, self._incoming_address, self._incoming.nbytes
 
     def agree(self, number: int | None, num_bytes: int = 0) -> bool:
         """Return whether all ranks pass the same number; never if one passes None. Collective.
@@ -76,12 +96,17 @@ class NumberExchange:
                 ctypes.memmove(begin, self._incoming_address + _HEADER_BYTES, count * num_bytes)
         return known[0] == known[1]
 
+    def own_vector(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the memory of this rank's own vector, of the length and dtype of another tensor."""
+        with torch.inference_mode(False):
+            return torch.from_numpy(self._memory)[_HEADER_BYTES : _HEADER_BYTES + like.nbytes].view(like.dtype)
+
     def gather(self, number: int | None, vector: torch.Tensor) -> list[torch.Tensor] | None:
         """Return the vectors of all ranks in rank order, valid until the next call; None if the numbers differ."""
         num_bytes = vector.nbytes
         ctypes.memmove(self._address + _HEADER_BYTES, vector.data_ptr(), num_bytes)
         # Ranks that gather another length, or nothing, have another number.
-        if not self.agree(None if number is None else hash((number, num_bytes)), num_bytes):
+        if not self.agree(None if number is None else number ^ num_bytes, num_bytes):
             return None
         key = vector.dtype, num_bytes
         if self._vectors[0] != key:
@@ -113,6 +138,7 @@ class ComparedAllreduce:
         assert isinstance(group.comparison, MessageComparison)
         self.group, self.exchange, self.longer = group, group.comparison.exchange, longer
         self.combine = combiner(dtype, op)
+        self._dtype, self._op = dtype, op
 
     def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
@@ -126,3 +152,20 @@ class ComparedAllreduce:
             self.group.refuse_call()
         self.combine(vectors, flat)
         return buffer
+
+    def cached_call(self, root: int) -> fast_path.CachedCall | None:
+        """Return the call for the fast path; None if the fast path cannot run it."""
+        return self.cached_up_to(_MOST_BYTES, root)
+
+    def cached_up_to(self, most_bytes: int, root: int) -> fast_path.CachedCall | None:
+        """Return the same for tensors of at most `most_bytes`."""
+        if not can_call_from_kernels(self.group):
+            return None
+        most_bytes = min(most_bytes, most_carried(self.group.size))
+        fast = FastAllreduce(self.group, "p2p", self._dtype, self._op, most_bytes, self.exchange, self._finish)
+        return fast.cached_call()
+
+    def _finish(self, step: int, status: int, tensor: torch.Tensor) -> torch.Tensor:
+        if status != MISMATCH:
+            raise self.group.context.MPI.Exception(status)
+        self.group.refuse_call()

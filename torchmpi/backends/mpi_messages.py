@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,10 +13,13 @@ import torch
 
 from ..communicators.group import Group
 from ..errors import MismatchError
+from ..shared_memory.kernels import records
 from ..tensors import buffers, dtypes, partition
 
 Range = tuple[int, int]
 """Offset and length in elements."""
+STATUS_BYTES = 64
+"""More than an MPI_Status has in any library."""
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -109,3 +113,26 @@ def counts_and_offsets(counts: Sequence[int]) -> tuple[list[int], list[int]]:
     ([2, 0, 3], [0, 2, 2])
     """
     return list(counts), [0, *accumulate(counts[:-1])]
+
+
+def can_call_from_kernels(group: Group) -> bool:
+    """Return whether kernels can call MPI: there is a library, and ranks need not sleep before they call it."""
+    return hasattr(group.context.MPI, "_addressof") and not group.context.sleeps_before_mpi
+
+
+def kernel_fields(MPI: Any, comm: Any, status: np.ndarray) -> dict[int, int]:
+    """Return fields of the record of an exchange: MPI_Sendrecv on a communicator.
+
+    `status`: memory of STATUS_BYTES for an MPI_Status.
+    """
+    return {
+        records.SENDRECV: ctypes.cast(ctypes.CDLL(MPI.__file__).MPI_Sendrecv, ctypes.c_void_p).value or 0,
+        records.BYTE_TYPE: _handle(MPI, MPI.BYTE),
+        records.MPI_COMM: _handle(MPI, comm),
+        records.MPI_STATUS: int(status.ctypes.data),
+    }
+
+
+def _handle(MPI: Any, item: Any) -> int:
+    """Return the handle of an object of mpi4py as a number."""
+    return int.from_bytes(ctypes.string_at(MPI._addressof(item), MPI._sizeof(type(item))), "little")

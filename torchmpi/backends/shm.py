@@ -27,7 +27,6 @@ from ..shared_memory.memory_layout import (
     ENTRY_FIELDS,
     FIELD_BYTES,
     LEFT,
-    LOG_BYTES,
     MEMORY,
     PAYLOAD,
     REFUSED,
@@ -554,17 +553,10 @@ class SharedOperation:
     def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:
         """Continue after a kernel of the fast path that returned a status, or end the call with an error."""
         calls = self._calls
-        calls.call_log.take_over(calls.kernels["read_ticks"]())
-        try:
+
+        def finish() -> Any:
             if status & records.STATUS_KINDS != records.UNEVEN:
                 calls.settle(status)
-            result = self(source, destination, root)
-        except BaseException as error:
-            calls.group.record_settled(self._info(root), type(error).__name__)
-            calls.call_log.abandon()
-            if (lost := calls.group.context.loss_behind(error)) is not None:
-                raise lost from error
-            raise
-        calls.group.record_settled(self._info(root))
-        calls.call_log.leave(calls.call_log.log_fields[LOG_BYTES])
-        return result
+            return self(source, destination, root)
+
+        return calls.group.settle(self._info(root), calls.kernels["read_ticks"](), finish)

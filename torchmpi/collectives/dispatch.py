@@ -21,7 +21,7 @@ from ..shared_memory import fast_path
 from ..tensors import bucket_plan, buffers
 from ..tensors.dtypes import OPS
 from ..tensors.numbers import as_tensor, is_number, restore
-from .prepared import IN_PLACE, PlanKey, PreparedPlan, prepare
+from .prepared import IN_PLACE, PlanKey, PreparedPlan, no_cached_call, prepare
 
 _Tensor = torch.Tensor
 _STRIDED = torch.strided
@@ -217,7 +217,7 @@ def _number_result(result: Any) -> Any:
 
 def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
     """Cache a call for the fast path, so that the next equal call does not run Python code."""
-    if group.is_strict:  # its calls are compared by messages
+    if group.is_strict and collective != "allreduce":  # its calls are compared by messages
         return
     tensor, out, root = arguments
     which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
@@ -239,7 +239,7 @@ def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], o
         except DtypeError:  # raised when the call has ended on all ranks
             return
     plan = group.plans.get(key)
-    if plan is not None:
+    if plan is not None and plan.cached_call is not no_cached_call:
         fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key))
 
 

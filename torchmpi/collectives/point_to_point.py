@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..backends.mpi_messages import can_call_from_kernels
 from ..communicators.call_queue import CallQueue
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import sleep_until
@@ -32,7 +33,7 @@ from ..shared_memory.kernels.records import MISMATCH
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
-from .short_messages import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, cached_exchange, can_exchange
+from .short_messages import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, cached_exchange
 
 _PAYLOAD_TAG = 2
 
@@ -266,7 +267,7 @@ class _Message:
         is_meant = type(comm) in (Communicator, Group) or (
             comm is None and used.get() is None and runtime.communicator(None).intra is group
         )
-        if is_plain and is_meant and can_exchange(group):
+        if is_plain and is_meant and can_call_from_kernels(group):
             name = fast_path.joint_key(self.peer, dst), tensor.dtype, comm
             find = partial(cached_exchange, group, self.peer, dst, tensor.dtype, partial(_settle, group, self.peer))
             fast_path.cache_call("sendreceive", name, find)

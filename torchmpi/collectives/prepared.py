@@ -54,7 +54,7 @@ class PreparedPlan(Plan):
     def __init__(self, collective: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         super().__init__(collective, code, run, _compared_shape(collective))
         self.bare = self
-        self.cached_call: Callable[[int], Any] = _no_cached_call
+        self.cached_call: Callable[[int], Any] = no_cached_call
         self.is_on_device = self.is_simple = False
         self.many: Plan | None = None
 
@@ -84,7 +84,8 @@ def _row_shape(tensor: torch.Tensor) -> Shape:
     return tensor.shape[1:]
 
 
-def _no_cached_call(root: int) -> None:
+def no_cached_call(root: int) -> None:
+    """Return no call: the fast path cannot run it."""
     return None
 
 
@@ -129,7 +130,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     is_known = collective in ("scatter", "barrier") if dtype is None else not dtype.is_complex
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
-        plan.bare.cached_call = getattr(plan.bare.run, "cached_call", _no_cached_call)
+        plan.bare.cached_call = getattr(plan.bare.run, "cached_call", no_cached_call)
     return plan
 
 

@@ -6,7 +6,6 @@ order with all others. It takes the run locks of both queues, of messages to one
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..backends.mpi_messages import STATUS_BYTES, kernel_fields
 from ..communicators.call_log import CallLog, call_code, describe
 from ..communicators.group import Group
 from ..shared_memory import fast_path, kernels
@@ -28,15 +28,9 @@ MOST_HEADER_BYTES = 8 * 66  # dtype, number of dims, and up to 64 dims, the limi
 PACKED_BYTES = 4096
 """Values of at most this size are sent behind their header, in one message."""
 _MOST_EXCHANGES = 64  # of a group, as the fast path looks through all of them
-_STATUS_BYTES = 64  # more than an MPI_Status has in any library
 
 Settle = Callable[[int, torch.Tensor, npt.NDArray[np.uint8]], torch.Tensor]
 """Ends an exchange with an error, given the status of the kernel, the tensor and the received message."""
-
-
-def can_exchange(group: Group) -> bool:
-    """Return whether the kernel can call MPI: there is a library, and ranks need not sleep before they call it."""
-    return hasattr(group.context.MPI, "_addressof") and not group.context.sleeps_before_mpi
 
 
 def cached_exchange(
@@ -66,25 +60,20 @@ class _Exchange:
         self._known: tuple[object, str] = None, ""
         self._messages = np.zeros((2, MOST_HEADER_BYTES + PACKED_BYTES), np.uint8)
         sent, self._received = self._messages
-        self._status = np.zeros(_STATUS_BYTES, np.uint8)
+        self._status = np.zeros(STATUS_BYTES, np.uint8)
         code, queues = dtypes.info(dtype).code, (group.peer_queue("receive", src), group.peer_queue("send", dst))
-        MPI = group.context.MPI
-        sendrecv = ctypes.cast(ctypes.CDLL(MPI.__file__).MPI_Sendrecv, ctypes.c_void_p).value or 0
         self._record = array("q", bytes(8 * records.EXCHANGE_FIELDS))
         values = {
-            records.SENDRECV: sendrecv,
+            **kernel_fields(group.context.MPI, group.side_comm, self._status),
             records.ITEM_BYTES: dtype.itemsize,
             records.SENT_DTYPE: code,
             records.SENT: sent.ctypes.data,
             records.RECEIVED: self._received.ctypes.data,
             records.RECEIVED_BYTES: self._received.nbytes,
             records.VALUE_BYTES: PACKED_BYTES,
-            records.BYTE_TYPE: _handle(MPI, MPI.BYTE),
             records.SEND_TO: dst,
             records.RECEIVE_FROM: src,
             records.MESSAGE_TAG: HEADER_TAG,
-            records.MPI_COMM: _handle(MPI, group.side_comm),
-            records.MPI_STATUS: self._status.ctypes.data,
             records.SEND_LOCK: queues[1].run_lock.address,
             records.EXCHANGE_LOG: self._call_log.log_fields.buffer_info()[0],
         }
@@ -120,8 +109,3 @@ class _Exchange:
         """Remove the exchange from the call log."""
         self._call_log.take_over(kernels.load()["read_ticks"]())
         self._call_log.abandon()
-
-
-def _handle(MPI: Any, item: Any) -> int:
-    """Return the handle of an object of mpi4py as a number."""
-    return int.from_bytes(ctypes.string_at(MPI._addressof(item), MPI._sizeof(type(item))), "little")

@@ -233,10 +233,12 @@ class CallLog:
     def take_over(self, ticks: int) -> None:
         """Continue in Python the call that the fast path has entered. `ticks`: the time of the fast path now."""
         self.entered = self._fast_path_call()
-        if self.entered is not None and (call := self.ring.read(self.entered[0])) is not None:
+        self._begin, self.time_field = monotonic_ns(), COUNTED_KNOWN_NS
+        if (waited := self.log_fields[LOG_WAITED]) < 0:
+            self._begin, self.time_field, self.log_fields[LOG_WAITED] = -waited, COUNTED_NS, 0
+        elif self.entered is not None and (call := self.ring.read(self.entered[0])) is not None:
             counters = LOG_COUNTERS + (call.code & 0xFF) * COUNTER_FIELDS
             self.log_fields[counters + COUNTED_TICKS] += ticks - int(call.begin)
-        self._begin, self.time_field = monotonic_ns(), COUNTED_KNOWN_NS
         self.log_fields[LOG_ACTIVE] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:

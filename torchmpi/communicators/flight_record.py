@@ -38,6 +38,7 @@ from ..shared_memory.memory_layout import (
     RECORD_DIMS,
     RECORD_END,
     RECORD_FIELDS,
+    RECORD_IS_NUMBER,
     RECORD_LENGTH,
     RECORD_NUM_DIMS,
     RECORD_SEQUENCE,
@@ -56,8 +57,6 @@ _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
 _MOST_RANKS = 1 << 20  # of a damaged file
-_IS_NUMBER = 1 << 32
-"""Added to RECORD_NUM_DIMS of a step of a larger call, whose shape is a number that stands for that call."""
 _HAS_FAILED = 1 << 33
 """Added to RECORD_NUM_DIMS of a call that has ended with an error."""
 STARTS = tuple(_PAGE_BYTES + index * _ENTRY_BYTES for index in range(RECORD_LENGTH))
@@ -97,7 +96,7 @@ class Ring:
     def enter(self, seq: int, code: int, shape: tuple[int, ...], *, is_number: bool = False) -> None:
         """Write the entry of a call that begins now. `CallLog.enter` does the same for most calls."""
         num_dims = min(len(shape), MAX_LOG_DIMS)
-        about = num_dims | _IS_NUMBER if is_number else num_dims
+        about = num_dims | RECORD_IS_NUMBER if is_number else num_dims
         begin = -time.monotonic_ns()
         WRITERS[num_dims](self.memory, STARTS[seq & (RECORD_LENGTH - 1)], seq, code, about, begin, 0, *shape[:num_dims])
 
@@ -373,11 +372,11 @@ def _calls_in(fields: Sequence[int], time_of: Callable[[int], float]) -> list[Lo
 
 def _as_call(entry: Sequence[int], time_of: Callable[[int], float]) -> LoggedCall | None:
     """Return the call of an entry; None for an empty one, or one that is being written."""
-    seq, num_dims = entry[RECORD_SEQUENCE], entry[RECORD_NUM_DIMS] & (_IS_NUMBER - 1)
+    seq, num_dims = entry[RECORD_SEQUENCE], entry[RECORD_NUM_DIMS] & (RECORD_IS_NUMBER - 1)
     if seq <= 0 or num_dims > MAX_LOG_DIMS:
         return None
     shape = tuple(entry[RECORD_DIMS : RECORD_DIMS + num_dims])
-    is_number, has_failed = (bool(entry[RECORD_NUM_DIMS] & flag) for flag in (_IS_NUMBER, _HAS_FAILED))
+    is_number, has_failed = (bool(entry[RECORD_NUM_DIMS] & flag) for flag in (RECORD_IS_NUMBER, _HAS_FAILED))
     begin, end = (time_of(entry[field]) for field in (RECORD_BEGIN, RECORD_END))
     return LoggedCall(seq, entry[RECORD_CODE], shape, is_number, begin, end, has_failed)
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import MismatchError, RankLostError, StallError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import LOG_BYTES, LOG_SEQUENCE, num_slots, slots_begin
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LOG_BYTES, LOG_SEQUENCE, num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from ..timeline import events
 from ..timeline.clocks import tick_clock
@@ -199,6 +199,28 @@ class Group:
         """Return the properties of a call on the fast path for a recorder."""
         return events.FastCallInfo(self.info, call_names(code), backend, tick_clock(read_ticks))
 
+    def settle(self, info: events.FastCallInfo, ticks: int, finish: Callable[[], T]) -> T:
+        """End a call that the fast path has entered: take it over, finish it or raise its error, and record it.
+
+        `ticks`: the time of the fast path now.
+        """
+        call_log = self.call_log
+        call_log.take_over(ticks)
+        call = Call(*call_log.current) if call_log.current is not None else None
+        try:
+            result = finish()
+        except BaseException as error:
+            self.record_settled(info, type(error).__name__)
+            call_log.abandon()
+            if (lost := self.context.loss_behind(error)) is not None:
+                raise lost from error
+            if isinstance(error, self.context.MPI.Exception):
+                raise TransportError(f"{self.where}: {call} failed: {error}.") from error
+            raise
+        self.record_settled(info)
+        call_log.leave(call_log.log_fields[LOG_BYTES])
+        return result
+
     def record_settled(self, info: events.FastCallInfo, error: str = "") -> None:
         """Report a call that the fast path has begun and that Python ends now."""
         recorder, log = events.recorder, self.call_log
@@ -249,7 +271,7 @@ class Group:
     @property
     def call_number(self) -> int:
         """A number that stands for the current call: equal on two ranks only if their calls are the same."""
-        return hash(self.call_log.entered)
+        return hash(self.call_log.entered) & ((1 << CALL_NUMBER_BITS) - 1)
 
     def announce(self) -> None:
         """Publish the current call, and in a strict group compare it, unless that has been done.

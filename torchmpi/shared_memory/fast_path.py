@@ -102,6 +102,8 @@ class CachedCall(NamedTuple):
     """Abort the call on this rank, and publish the abort."""
     description: object
     """The properties of the call for a recorder, besides its numbers."""
+    has_steps: bool = False
+    """Whether the call consists of calls on other groups, which a recorder gets only from Python."""
 
 
 class _FastPath:
@@ -276,7 +278,8 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
         if _is_paused or name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
             return
         cached_call = find()
-        if cached_call is not None:
+        is_recorded = fast_path.fields[records.NOTE] != 0
+        if cached_call is not None and not (cached_call.has_steps and is_recorded):
             fast_path.add(name, cached_call)
 
 
@@ -292,10 +295,13 @@ def record_by(note: Callable[[Any, bytes], None] | None) -> None:
     """Have calls that have ended noted (:data:`notes`), until the function is None.
 
     A call of code that is not known is passed to the function instead: its description; number, begin, end and bytes,
-    packed. The function must live as long as the process.
+    packed. The function must live as long as the process. Cached calls with steps are dropped.
     """
-    for fast_path in _fast_paths.values():
-        fast_path.fields[records.NOTE] = 0 if note is None else id(note)
+    with _changing:
+        for fast_path in _fast_paths.values():
+            fast_path.fields[records.NOTE] = 0 if note is None else id(note)
+            if any(cached_call.has_steps for cached_call, _ in fast_path.cached_calls.values()):
+                fast_path.invalidate()
 
 
 def invalidate() -> None:

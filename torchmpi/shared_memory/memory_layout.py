@@ -53,8 +53,8 @@ MEMORY = 2  # field of the payload of a long call from which a rank announces it
 
 # Private memory that machine code and Python share. The call log of a group: number of the last call; number of the
 # call that the fast path has entered and that is active, or 0; address of the first entry of the flight record; bytes
-# of the call that the fast path has entered; nanoseconds that the current call has waited for other ranks; counters of
-# each collective.
+# of the call that the fast path has entered; nanoseconds that the current call has waited for other ranks, or, if these
+# are not known, minus the time of its begin; counters of each collective.
 LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_WAITED, LOG_COUNTERS = range(6)
 # The counters of a collective: calls that have ended; bytes of their tensors; time in them, in ticks of the processor
 # for parts measured by machine code and in nanoseconds for parts measured by Python: of calls whose waits are known
@@ -66,6 +66,8 @@ LOG_FIELDS = LOG_COUNTERS + MAX_COLLECTIVES * COUNTER_FIELDS
 # An entry of the flight record (communicators/flight_record.py): number of the call, its code, number of the dimensions
 # that are signed, begin and end (ticks of the processor; with a minus nanoseconds of the monotonic clock), dimensions.
 RECORD_SEQUENCE, RECORD_CODE, RECORD_NUM_DIMS, RECORD_BEGIN, RECORD_END, RECORD_DIMS = range(6)
+RECORD_IS_NUMBER = 1 << 32  # added to RECORD_NUM_DIMS if the shape is a number that stands for a larger call
+CALL_NUMBER_BITS = 60  # of that number: Python's hash of a number of up to 60 bits is the number itself
 RECORD_FIELDS = 16
 RECORD_LENGTH = 1024  # entries, a power of two
 MAX_LOG_DIMS = RECORD_FIELDS - RECORD_DIMS

@@ -7,6 +7,8 @@ rank of a host. Allgather and reduce-scatter order rows by rank, wherever the ra
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,10 +16,13 @@ import torch
 from ...communicators import splits
 from ...communicators.group import Group
 from ...communicators.handle import Handle
+from ...shared_memory import fast_path
+from ...shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
 from ...tensors import buffers, partition
 from ..base import Operation
-from ..comparison import NumberExchange
-from ..mpi_messages import destination_for, row_counts, rows_of
+from ..comparison import NumberExchange, most_carried
+from ..fast_allreduce import FastAllreduce
+from ..mpi_messages import can_call_from_kernels, destination_for, row_counts, rows_of
 from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults, combiner
 from .host_comparison import HostComparison
@@ -142,7 +147,7 @@ class ComparedHostAllreduce:
     def __init__(self, group: Group, op: str, partial_results: PartialResults, longer: HostAllreduce) -> None:
         assert isinstance(group.comparison, HostComparison)
         self.group, self.comparison, self.longer = group, group.comparison, longer
-        self.partial_results = partial_results
+        self.partial_results, self.op = partial_results, op
         self.runner = self.comparison.runner(op)
         self.combine = combiner(partial_results.accumulator, "sum" if op == "avg" else op)
         self.work = ChunkBuffers(partial_results.accumulator)
@@ -157,9 +162,13 @@ class ComparedHostAllreduce:
         work = flat
         if self.partial_results.is_rounded or self.comparison.exchange is not None:
             work = self.work.take(0, flat.numel()).copy_(flat)
+        self._run(flat, work, partial(self._reduce_inside, work), partial(self._broadcast_inside, flat))
+        return buffer
 
-        def reduce_inside() -> None:
-            self.runner.run(_inside(self.group), "reduce", work)
+    def _run(
+        self, flat: torch.Tensor, work: torch.Tensor, before: Callable[[], object], after: Callable[[], object]
+    ) -> None:
+        """Compare the call in its steps, and raise on all ranks if it differs."""
 
         def sum_across(exchange: NumberExchange, number: int | None) -> bool:
             totals = exchange.gather(number, work)
@@ -169,12 +178,47 @@ class ComparedHostAllreduce:
             self.partial_results.finish(work, flat)
             return True
 
-        def broadcast_inside() -> None:
-            self.runner.run(_inside(self.group), "broadcast", flat)
-
-        if not self.comparison.run(self.group.call_number, reduce_inside, sum_across, broadcast_inside):
+        if not self.comparison.run(self.group.call_number, before, sum_across, after):
             self.group.refuse_call()
-        return buffer
+
+    def _reduce_inside(self, work: torch.Tensor) -> None:
+        self.runner.run(_inside(self.group), "reduce", work)
+
+    def _broadcast_inside(self, flat: torch.Tensor) -> None:
+        self.runner.run(_inside(self.group), "broadcast", flat)
+
+    def cached_call(self, root: int) -> fast_path.CachedCall | None:
+        """Return the call for the fast path; None if the fast path cannot run it."""
+        group, local, dtype = self.group, self.group.local, self.partial_results.dtype
+        if self.op == "avg" or self.partial_results.is_rounded or not can_call_from_kernels(group):
+            return None
+        names = ("reduce", "broadcast") if local is not None else ()
+        found = [self.runner.cached_call(_inside(group), name, torch.empty(0, dtype=dtype)) for name in names]
+        steps = [step for step in found if step is not None]
+        if len(steps) < len(names):  # the ranks of the host share no memory
+            return None
+        most_bytes, exchange = most_carried(self.comparison.num_hosts), self.comparison.exchange
+        finish = partial(self._finish, steps)
+        return FastAllreduce(group, "hierarchical", dtype, self.op, most_bytes, exchange, finish, steps).cached_call()
+
+    def _finish(
+        self, steps: Sequence[fast_path.CachedCall], failed: int, status: int, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the rest of a call of the fast path, from the step that has failed."""
+        flat = tensor.detach().view(-1)
+        exchange = self.comparison.exchange
+        work = flat if exchange is None else exchange.own_vector(flat)
+        if failed == STEP_ACROSS and status != MISMATCH:
+            raise self.group.context.MPI.Exception(status)
+        ended = lambda: None  # noqa: E731
+        if failed == STEP_BEFORE:
+            self._run(flat, work, lambda: steps[0].settle(status, work, None), partial(self._broadcast_inside, flat))
+            return tensor
+        after = (lambda: steps[1].settle(status, flat, None)) if failed == STEP_AFTER else ended
+        is_equal = failed == STEP_AFTER
+        if not self.comparison.run(self.group.call_number, ended, lambda *_: is_equal, after):
+            self.group.refuse_call()
+        return tensor
 
 
 class HostAllgather:

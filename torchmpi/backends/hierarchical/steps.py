@@ -18,6 +18,7 @@ from ...communicators.call_log import call_code
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...communicators.plan import Plan, Shape, no_shape
+from ...shared_memory import fast_path
 from ...tensors import dtypes, partition
 from ..base import Operation
 from ..pipeline import ChunkBuffers, run_pipelined
@@ -72,6 +73,12 @@ class StepRunner:
             return group.call_queue.submit(partial(task, self.perform), f"{group.where}: {group.name}")
         task(self.run)
         return None
+
+    def cached_call(self, group: Group, collective: str, tensor: torch.Tensor) -> fast_path.CachedCall | None:
+        """Return a step with root 0 on tensors like this one for the fast path; None if it cannot run the step."""
+        cached = getattr(self._plan(group, collective, tensor, None).run, "cached_call", None)
+        found: fast_path.CachedCall | None = None if cached is None else cached(0)
+        return found
 
     def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> Plan:
         tensor = destination if source is None else source

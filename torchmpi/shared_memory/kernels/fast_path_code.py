@@ -22,15 +22,8 @@ from llvmlite import ir
 
 from ..memory_layout import (
     LOG_ACTIVE,
-    LOG_BYTES,
     LOG_SEQUENCE,
     MAX_LOG_DIMS,
-    RECORD_BEGIN,
-    RECORD_CODE,
-    RECORD_DIMS,
-    RECORD_END,
-    RECORD_NUM_DIMS,
-    RECORD_SEQUENCE,
     RUN_LOCK_ENTERED,
     RUN_LOCK_HELD,
     RUN_LOCK_PENDING,
@@ -38,9 +31,9 @@ from ..memory_layout import (
 from . import records
 from .access import group_of
 from .compilation import BYTES, INT, WORD, inner, kernel, kernels
-from .intrinsics import copy, load_field, store_field, store_field_release, ticks
+from .intrinsics import copy, load_field, store_field
 from .kernel_sets import FastPathKernel
-from .logged_calls import FIRST_HASH, hash_end, hash_step, record_of
+from .logged_calls import FIRST_HASH, close_entry, hash_end, hash_step, open_entry, set_dim
 from .movement import MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE, rows_before
 from .noting_code import NotingWrapper
 from .records import (
@@ -53,6 +46,7 @@ from .records import (
     DTYPE,
     FIRST_ARGUMENT,
     FIRST_DIM,
+    HOSTS,
     ITEM_BYTES,
     KEY,
     MESSAGE,
@@ -64,6 +58,7 @@ from .records import (
     RUN_LOCK,
     SIGNED_CODE,
     SIZE,
+    VALUE_BYTES,
 )
 
 # Fields of a DLTensor: number of dimensions and dtype share one.
@@ -174,20 +169,12 @@ def begin_call(cached_call, tensor, num_bytes, arguments):
     store_field(run_lock, RUN_LOCK_ENTERED, 1)
     call_log, first = load_field(cached_call, CALL_LOG), load_field(cached_call, FIRST_DIM)
     seq, length, total = load_field(call_log, LOG_SEQUENCE) + 1, max(num_dims(tensor) - first, 0), FIRST_HASH
-    record = record_of(call_log, seq)
-    store_field_release(record, RECORD_SEQUENCE, 0)  # until the entry is complete, for readers in other processes
+    record = open_entry(call_log, seq)
     for index in range(length):
         number = dim(tensor, first + index)
-        store_field(record, RECORD_DIMS + index, number)
+        set_dim(record, index, number)
         total = hash_step(total, number)
-    store_field(record, RECORD_NUM_DIMS, length)
-    store_field(record, RECORD_CODE, load_field(cached_call, CODE))
-    store_field(record, RECORD_END, 0)
-    store_field(record, RECORD_BEGIN, ticks())
-    store_field_release(record, RECORD_SEQUENCE, seq)
-    store_field(call_log, LOG_BYTES, num_bytes)
-    store_field(call_log, LOG_ACTIVE, seq)
-    store_field(call_log, LOG_SEQUENCE, seq)
+    close_entry(call_log, record, seq, load_field(cached_call, CODE), length, num_bytes)
     store_field(arguments, ARGUMENT_SEQ, seq)
     store_field(arguments, ARGUMENT_SIGNATURE, load_field(cached_call, SIGNED_CODE) ^ hash_end(total, length))
     return 0
@@ -196,12 +183,12 @@ def begin_call(cached_call, tensor, num_bytes, arguments):
 @inner
 def enter_in_place(cached_call, tensor, unit, arguments):
     """Enter a kernel that takes an address and a length, of `unit` for each element."""
-    numel = plain_numel(cached_call, tensor)
-    if numel < 0:
+    numel, call = plain_numel(cached_call, tensor), load_field(cached_call, PREPARED_CALL)
+    num_bytes, hosts = numel * load_field(call, ITEM_BYTES), load_field(call, HOSTS)
+    if numel < 0 or (hosts != 0 and not 0 < num_bytes <= load_field(hosts, VALUE_BYTES)):
         return NOT_FAST
     store_field(arguments, FIRST_ARGUMENT, data(tensor))
     store_field(arguments, FIRST_ARGUMENT + 1, numel * unit)
-    num_bytes = numel * load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
     return begin_call(cached_call, tensor, num_bytes, arguments)
 
 

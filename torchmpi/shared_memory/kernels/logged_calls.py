@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..memory_layout import (
     COUNTED_BYTES,
     COUNTED_CALLS,
+    COUNTED_NS,
     COUNTED_TICKS,
     COUNTED_WAITED_NS,
     COUNTER_FIELDS,
@@ -16,13 +17,16 @@ from ..memory_layout import (
     LOG_WAITED,
     RECORD_BEGIN,
     RECORD_CODE,
+    RECORD_DIMS,
     RECORD_END,
     RECORD_FIELDS,
     RECORD_LENGTH,
+    RECORD_NUM_DIMS,
+    RECORD_SEQUENCE,
     RUN_LOCK_ENTERED,
 )
 from .compilation import inner, kernel
-from .intrinsics import load_field, store_field, ticks
+from .intrinsics import load_field, now, store_field, store_field_release, ticks
 from .records import (
     CODE_SHIFT,
     FIRST_NOTE,
@@ -68,25 +72,63 @@ def record_of(call_log, seq):
 
 
 @inner
+def open_entry(call_log, seq):
+    """Begin to write the entry of a call that begins now; return its address."""
+    record = record_of(call_log, seq)
+    store_field_release(record, RECORD_SEQUENCE, 0)  # until the entry is complete, for readers in other processes
+    return record
+
+
+@inner
+def set_dim(record, index, number):
+    """Write a dimension of the shape of a call."""
+    store_field(record, RECORD_DIMS + index, number)
+    return 0
+
+
+@inner
+def close_entry(call_log, record, seq, code, num_dims, num_bytes):
+    """Complete the entry of a call, and enter the call into the call log."""
+    store_field(record, RECORD_NUM_DIMS, num_dims)
+    store_field(record, RECORD_CODE, code)
+    store_field(record, RECORD_END, 0)
+    store_field(record, RECORD_BEGIN, ticks())
+    store_field_release(record, RECORD_SEQUENCE, seq)
+    store_field(call_log, LOG_BYTES, num_bytes)
+    store_field(call_log, LOG_ACTIVE, seq)
+    store_field(call_log, LOG_SEQUENCE, seq)
+    return 0
+
+
+@inner
 def count(counters, field, number):
     """Add to a counter of a collective."""
     store_field(counters, field, load_field(counters, field) + number)
 
 
-@kernel
-def end_call(call_log, run_lock):
-    """End the call that `begin_call` has entered, and count it."""
+@inner
+def count_call(call_log):
+    """End the call that has been entered, and count it."""
     record, end = record_of(call_log, load_field(call_log, LOG_SEQUENCE)), ticks()
     store_field(record, RECORD_END, end)
     counters = call_log + (LOG_COUNTERS + (load_field(record, RECORD_CODE) & 0xFF) * COUNTER_FIELDS) * 8
     count(counters, COUNTED_CALLS, 1)
     count(counters, COUNTED_BYTES, load_field(call_log, LOG_BYTES))
-    count(counters, COUNTED_TICKS, end - load_field(record, RECORD_BEGIN))
     waited = load_field(call_log, LOG_WAITED)
-    if waited != 0:
+    if waited < 0:
+        count(counters, COUNTED_NS, now() + waited)
+    else:
+        count(counters, COUNTED_TICKS, end - load_field(record, RECORD_BEGIN))
         count(counters, COUNTED_WAITED_NS, waited)
-        store_field(call_log, LOG_WAITED, 0)
+    store_field(call_log, LOG_WAITED, 0)
     store_field(call_log, LOG_ACTIVE, 0)
+    return 0
+
+
+@kernel
+def end_call(call_log, run_lock):
+    """End the call that `begin_call` has entered, count it, and release the run lock."""
+    count_call(call_log)
     store_field(run_lock, RUN_LOCK_ENTERED, 0)
     return 0
 

@@ -9,6 +9,7 @@ record      number of fields       contents
 group       `group_fields(size)`   the group on this rank, and the state of its current call
 call        CALL_FIELDS            a prepared call: group, item size, reducer, root
 exchange    EXCHANGE_FIELDS        a prepared short message to one rank and from another
+hosts       HOSTS_FIELDS           a prepared short allreduce over hosts, which begins with an exchange
 transfer    TRANSFER_FIELDS        per rank: addresses and lengths to send and to receive
 tensor      TENSOR_FIELDS          one tensor of a list that is reduced together
 segment     SEGMENT_FIELDS         one shared tensor of this process
@@ -159,7 +160,9 @@ MESSAGE = 5
 """Address of the message in which the root of a scatter describes its tensor: DTYPE, number of dimensions, shape."""
 DTYPE = 6
 """Number of the dtype, the same on all ranks; 0 if unknown."""
-CALL_FIELDS = 7
+HOSTS = 7
+"""Address of the hosts record of an allreduce over hosts, 0 for a call within a host."""
+CALL_FIELDS = 8
 
 # --- Prepared exchange of short messages: the arguments of MPI_Sendrecv -----------------------------------------
 
@@ -183,6 +186,32 @@ SEND_LOCK = 13
 EXCHANGE_LOG = 14
 """Address of the fields of the call log of the exchange."""
 EXCHANGE_FIELDS = 15
+
+# --- Prepared allreduce over hosts: the fields of an exchange, and these --------------------------------------------
+
+HOSTS_CODE = 15
+"""Code of the call."""
+ROUNDS, NUM_ROUNDS = 16, 17
+"""Address of one record for each round of messages; SENDRECV is 0 at ranks that send nothing to other hosts."""
+NUM_HOSTS, OWN_HOST = 18, 19
+"""Number of the vectors to combine, and the place of this rank's own one."""
+OPERANDS = 20
+"""Address of the addresses of these vectors."""
+RESULT = 21
+"""Address of the result."""
+LOCAL_LOG = 22
+"""Address of the fields of the call log of the ranks of this host; 0 if there is only this rank."""
+REDUCE_STEP, BROADCAST_STEP = 23, 26
+"""First fields of the steps within the host."""
+STEP_CALL, STEP_CODE, STEP_SIGNED_CODE = range(3)
+"""Of a step: address of its call record, its code in the call log, and in the signature."""
+FAILED_STEP = 29
+"""The step that has failed."""
+HOSTS_FIELDS = 30
+STEP_BEFORE, STEP_ACROSS, STEP_AFTER = range(3)
+ROUND_TARGET, ROUND_LENGTH, ROUND_ORIGIN, ROUND_POSITION = range(4)
+"""Ranks to send to and to receive from; number of vectors; cyclic position of the first received one."""
+ROUND_FIELDS = 4
 
 # --- Fast path (see torchmpi.shared_memory.fast_path): addresses -------------------------------------------
 
