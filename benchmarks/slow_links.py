@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "async_sg
 from task import Dataset, batches, load  # type: ignore[import-not-found]  # another folder
 
 _MOMENTUM = 0.9
-# The best of 0.01, 0.02, 0.05 and 0.1 in the number of steps, without a slow link.
+# Chosen among 0.02, 0.05 and 0.1 by the number of steps, without a slow link.
 _RATE, _DILOCO_RATE = 0.05, 0.02
 
 
