@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ FILES = ("test_cpu.py", "test_grad_sync.py", "test_scheduler.py", "test_metrics.
 """Those of the folder tests that call debug_launcher."""
 BACKENDS: Mapping[str, Mapping[str, str]] = {"gloo": {}, "torchmpi": {"TORCHMPI_AS_GLOO": "1"}}
 OUTCOMES = ("passed", "failed", "skipped")
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 1200
 
 
 class Outcome(NamedTuple):
@@ -44,13 +45,13 @@ class Outcome(NamedTuple):
         return ", ".join(str(counts[outcome]) for outcome in OUTCOMES)
 
 
-def outcome_of(path: Path, variables: Mapping[str, str]) -> Outcome:
-    """Run the tests of a file."""
+def outcome_of(path: Path, variables: Mapping[str, str], *selection: str) -> Outcome:
+    """Run the tests of a file, or those that options of pytest select."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHMPI_AS_")}
     environment |= {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-s", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        options = ["-q", "-s", "-p", "no:cacheprovider", f"--junitxml={report}", *selection]
         command = ["timeout", "-k", "5", str(TIMEOUT_SECONDS), sys.executable, "-m", "pytest", *options, str(path)]
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, cwd=path.parent.parent, env=environment
@@ -67,7 +68,18 @@ def outcome_of(path: Path, variables: Mapping[str, str]) -> Outcome:
             reasons[str(skipped.get("message"))] += 1
     if "failed" in tests.values():
         print(done.stdout[-8000:], done.stderr[-8000:], file=sys.stderr)
-    return Outcome(tests, reasons, (done.stdout + done.stderr).count("): torchmpi, 2 ranks"))
+    return Outcome(tests, reasons, len(re.findall(r"\): torchmpi, [^1]\d* ranks", done.stdout + done.stderr)))
+
+
+def line_of(title: str, gloo: Outcome, ours: Outcome) -> str:
+    """Return a line of a table."""
+    reasons = "; ".join(f"{reason} ({number})" for reason, number in ours.reasons.items())
+    return f"| {title} | {gloo} | {ours} | {ours.num_groups} | {reasons} |"
+
+
+def has_failed(gloo: Outcome, ours: Outcome) -> bool:
+    """Return whether a test that passes with gloo does not with torchmpi."""
+    return any(ours.tests.get(test) != outcome for test, outcome in gloo.tests.items() if outcome == "passed")
 
 
 def main() -> int:
@@ -83,9 +95,8 @@ def main() -> int:
             continue
         path = options.checkout.resolve() / "tests" / name
         gloo, ours = (outcome_of(path, variables) for variables in BACKENDS.values())
-        failed |= any(ours.tests.get(test) != outcome for test, outcome in gloo.tests.items() if outcome == "passed")
-        reasons = "; ".join(f"{reason} ({number})" for reason, number in ours.reasons.items())
-        line = f"| `{name}` | {gloo} | {ours} | {ours.num_groups} | {reasons} |"
+        failed |= has_failed(gloo, ours)
+        line = line_of(f"`{name}`", gloo, ours)
         print(line, flush=True)
         if options.write:
             place_table.write("tests of Accelerate", [line], PAGE)

@@ -40,7 +40,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 if [ ${#tests[@]} = 0 ]; then
-    for name in fuzz torch_groups communicators many two_level nn_sync nn_async nn_optimizer parameterserver distributed_ddp; do
+    for name in fuzz comparison torch_groups communicators many two_level nn_sync nn_async nn_optimizer parameterserver distributed_ddp; do
         tests+=("tests/mpi/test_$name.py")
     done
 fi
