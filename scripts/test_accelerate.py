@@ -68,17 +68,20 @@ def outcome_of(path: Path, variables: Mapping[str, str], *selection: str) -> Out
             reasons[str(skipped.get("message"))] += 1
     if "failed" in tests.values():
         print(done.stdout[-8000:], done.stderr[-8000:], file=sys.stderr)
-    return Outcome(tests, reasons, len(re.findall(r"\): torchmpi, [^1]\d* ranks", done.stdout + done.stderr)))
+    return Outcome(tests, reasons, len(re.findall(r"\): torchmpi, \d+ ranks", done.stdout + done.stderr)))
 
 
-def line_of(title: str, gloo: Outcome, ours: Outcome) -> str:
-    """Return a line of a table."""
+def compare(title: str, path: Path, section: str, *selection: str) -> bool:
+    """Run tests with each backend, print a line, and write it into a table of the page unless its name is empty.
+
+    Returns whether a test that passes with gloo does not with torchmpi.
+    """
+    gloo, ours = (outcome_of(path, variables, *selection) for variables in BACKENDS.values())
     reasons = "; ".join(f"{reason} ({number})" for reason, number in ours.reasons.items())
-    return f"| {title} | {gloo} | {ours} | {ours.num_groups} | {reasons} |"
-
-
-def has_failed(gloo: Outcome, ours: Outcome) -> bool:
-    """Return whether a test that passes with gloo does not with torchmpi."""
+    line = f"| {title} | {gloo} | {ours} | {ours.num_groups} | {reasons} |"
+    print(line, flush=True)
+    if section:
+        place_table.write(section, [line], PAGE)
     return any(ours.tests.get(test) != outcome for test, outcome in gloo.tests.items() if outcome == "passed")
 
 
@@ -94,12 +97,7 @@ def main() -> int:
         if options.file not in name:
             continue
         path = options.checkout.resolve() / "tests" / name
-        gloo, ours = (outcome_of(path, variables) for variables in BACKENDS.values())
-        failed |= has_failed(gloo, ours)
-        line = line_of(f"`{name}`", gloo, ours)
-        print(line, flush=True)
-        if options.write:
-            place_table.write("tests of Accelerate", [line], PAGE)
+        failed |= compare(f"`{name}`", path, "tests of Accelerate" if options.write else "")
     return int(failed)
 
 

@@ -19,8 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import place_table
-from test_accelerate import BACKENDS, CHECKOUT, PAGE, has_failed, line_of, outcome_of
+from test_accelerate import CHECKOUT, compare
 
 SUITE = CHECKOUT / "tests" / "jobs" / "frameworks" / "transformers_suite"
 CLASSES = ("test_tensor_parallel_mixin.py", "test_expert_parallel_mixin.py", "test_fsdp_mixin.py")
@@ -51,13 +50,8 @@ def main() -> int:
         for title, expression in GROUPS.items():
             if options.only not in title:
                 continue
-            path = tests / "small_models.py"
-            gloo, ours = (outcome_of(path, variables, "-k", expression) for variables in BACKENDS.values())
-            failed |= has_failed(gloo, ours)
-            line = line_of(title, gloo, ours)
-            print(line, flush=True)
-            if options.write:
-                place_table.write("tests of Transformers", [line], PAGE)
+            section = "tests of Transformers" if options.write else ""
+            failed |= compare(title, tests / "small_models.py", section, "-k", expression)
     return int(failed)
 
 

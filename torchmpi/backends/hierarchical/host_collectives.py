@@ -136,6 +136,10 @@ class HostAllreduce:
         run_step(across, "allgather", rounded, out)
 
 
+def _nothing() -> None:
+    """Stand for a step that has ended."""
+
+
 class ComparedHostAllreduce:
     """An allreduce over hosts whose short partial results are sent with the comparison of the call.
 
@@ -210,14 +214,14 @@ class ComparedHostAllreduce:
         work = flat if exchange is None else exchange.own_vector(flat)
         if failed == STEP_ACROSS and status != MISMATCH:
             raise self.group.context.MPI.Exception(status)
-        ended = lambda: None  # noqa: E731
         if failed == STEP_BEFORE:
-            self._run(flat, work, lambda: steps[0].settle(status, work, None), partial(self._broadcast_inside, flat))
-            return tensor
-        after = (lambda: steps[1].settle(status, flat, None)) if failed == STEP_AFTER else ended
-        is_equal = failed == STEP_AFTER
-        if not self.comparison.run(self.group.call_number, ended, lambda *_: is_equal, after):
-            self.group.refuse_call()
+            before = partial(steps[0].settle, status, work, None)
+            self._run(flat, work, before, partial(self._broadcast_inside, flat))
+        else:
+            after = partial(steps[1].settle, status, flat, None) if failed == STEP_AFTER else _nothing
+            is_equal = self.comparison.run(self.group.call_number, _nothing, lambda *_: failed == STEP_AFTER, after)
+            if not is_equal:
+                self.group.refuse_call()
         return tensor
 
 
