@@ -8,10 +8,13 @@ usage() {
     cat <<'HELP'
 usage: scripts/test_gpu.sh [PYTEST OPTIONS]
 
-Runs, on 1, 2 and 4 ranks that share the GPUs of this machine, an example (examples/mnist/mnist_allreduce.py --gpu) and
-the tests marked gpu; before that, those that need no ranks. The example runs with the backends that are chosen by
+Runs, on 1 to 4 ranks that share the GPUs of this machine, an example (examples/mnist/mnist_allreduce.py --gpu) and the
+tests marked gpu; before that, those that start jobs of their own. The example runs with the backends that are chosen by
 default and, from 2 ranks on, with TORCHMPI_GPU_BACKENDS=ipc and none. NCCL needs one GPU for each rank: its collectives
 among several ranks are tested where there are as many GPUs. Skipped tests are listed with their reason.
+
+Ranks that share a GPU wait for each other, which takes a fraction of the time under CUDA's Multi-Process Service. Where
+this machine has the service and none is running, the tests of ranks run under one of their own. WITHOUT_MPS=1 starts none.
 
 HOSTFILE names a file with the hosts, in the format of the MPI, and OMPI_OPTIONS has more words for the mpirun of Open MPI.
 
@@ -52,9 +55,33 @@ gpu_run() {
     [ "$result" = 0 ] || [ "$result" = 5 ] || status=1
 }
 
+# start_mps: starts the Multi-Process Service for this script, in folders of its own, if there is one and none is running.
+start_mps() {
+    type -P nvidia-cuda-mps-control >/dev/null || return 0
+    [ ! -e "${CUDA_MPS_PIPE_DIRECTORY:-/tmp/nvidia-mps}/control" ] || return 0
+    mps=$(mktemp -d)
+    export CUDA_MPS_PIPE_DIRECTORY=$mps/pipe CUDA_MPS_LOG_DIRECTORY=$mps/log
+    mkdir "$mps/pipe" "$mps/log"
+    trap stop_mps EXIT
+    if nvidia-cuda-mps-control -d && timeout 60 "$python" -c 'import torch; torch.ones(1).cuda()'; then
+        say "test_gpu: under the Multi-Process Service"
+    else
+        stop_mps
+        say "test_gpu: without the Multi-Process Service, which does not work here"
+    fi
+}
+
+stop_mps() {
+    [ -n "${mps:-}" ] || return 0
+    echo quit | timeout 20 nvidia-cuda-mps-control >/dev/null 2>&1 || true
+    rm -rf "$mps"
+    unset mps CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+
 "$python" -m torchmpi doctor || status=1
-gpu_run "$python" -m pytest -m gpu -q tests/unit tests/jobs "$@"
-for ranks in 1 2 4; do
+gpu_run "$python" -m pytest -m gpu -q tests/jobs "$@"
+[ -n "${WITHOUT_MPS:-}" ] || start_mps
+for ranks in 1 2 3 4; do
     launch_command "$ranks"
     for backends in default ipc none; do
         setting=()

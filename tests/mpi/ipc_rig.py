@@ -38,13 +38,16 @@ class HostDevice(CudaDevice):
         return self._keep(Segment.open(Ticket(*ticket)), num_bytes)
 
     def make_event(self) -> Any:
-        return SimpleNamespace(record=lambda: None, wait=lambda: None)
+        return SimpleNamespace(record=lambda stream=None: None, wait=lambda stream=None: None)
 
     def share_event(self, event: Any) -> Any:
         return None
 
     def open_event(self, handle: Any) -> Any:
         return self.make_event()
+
+    def current_stream(self) -> None:
+        """Return None: host tensors have no streams."""
 
     def finish(self) -> None:
         """Do nothing: operations on host tensors have ended."""

@@ -201,6 +201,31 @@ def test_distributed_data_parallel(agree, device, process_group):
         agree.close(actual, wanted)
 
 
+def test_distributed_data_parallel_equals_one_process(agree, device, process_group):
+    """A convolutional network trained on parts of a batch, and on the whole of it."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10))
+        return nn.Sequential(*layers).to(device)
+
+    def trained(net: nn.Module, part: slice) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(step)
+            images = torch.randn(4 * mpi.size(), 3, 16, 16, generator=generator)[part].to(device)
+            labels = torch.randint(10, (4 * mpi.size(),), generator=generator)[part].to(device)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+
+    own, alone = make(), make()
+    trained(nn.parallel.DistributedDataParallel(own), slice(4 * mpi.rank(), 4 * mpi.rank() + 4))
+    trained(alone, slice(None))
+    for actual, wanted in zip(own.parameters(), alone.parameters(), strict=True):
+        agree.close(actual.detach().cpu(), wanted.detach().cpu(), rtol=1e-3, atol=1e-4)
+
+
 def test_many_calls_leave_no_memory_allocated(agree, device):
     """Memory of the device and buffers of the host do not grow with the number of calls."""
 

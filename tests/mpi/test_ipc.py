@@ -131,6 +131,15 @@ def test_tensors_larger_than_a_half(rig, agree):
         Call(rig, choice.choice(COLLECTIVES), torch.float32, "sum", (numel,), number).check(rig, agree)
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_single_elements_with_any_stride(rig, agree, collective):
+    """Regression: a single element counts as contiguous whatever its stride, and torch refused to view it as bytes."""
+    call = Call(rig, collective, torch.float32, "sum", (1,), 0)
+    call.tensor = contract.strided(call.tensor)
+    agree.equal(call.tensor.stride(), (2,))
+    call.check(rig, agree)
+
+
 def test_inference_tensors(rig, agree):
     with torch.inference_mode():
         made_there = torch.ones(1000)

@@ -8,8 +8,8 @@ order (:func:`torchmpi.backends.rank_order.combine`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,13 +22,18 @@ from ..base import Operation
 from ..gpus import Devices
 from ..mpi_messages import destination_for, row_counts, rows_of
 from ..rank_order import combine
+from ..torch_groups import as_bytes
 from . import chunk_plan
-from .chunk_plan import EMPTIED, Await, Fill, Publish, Record, ReduceAreas, Room, Step, Take
+from .chunk_plan import EMPTIED, Await, Chunks, Fill, Record, ReduceAreas, Room, Step, Take
 from .stage_sync import StageSync
 from .staging_areas import CudaDevice, Staging
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 _ONE_SHOT_BYTES = 256 << 10  # not measured yet
+_MOST_PLANS = 256
+
+Action = Callable[[torch.Tensor, torch.Tensor, Any], object]
+"""A step of a plan: enqueues work on the source and the output of a call on a stream."""
 
 
 class IpcBackend:
@@ -107,6 +112,8 @@ class StagedGroup:
         self.sync = StageSync(group)
         self.staging: Staging | None = None
         self._device: torch.device | None = None
+        self._plans: dict[Hashable, list[list[Action]]] = {}
+        """The chunks of plans, by the arguments of the plan."""
         self._last_use = [0, 0]
         """The stage that a rank publishes when it has read the last chunk of a half."""
 
@@ -151,46 +158,80 @@ class StagedGroup:
         """Wait until all ranks have entered the call; raise if one has aborted it."""
         self.sync.wait_for(self.others, self.sync.number(0))
 
-    def run(self, chunks: Iterable[list[Step]], source: torch.Tensor, out: torch.Tensor, op: str = "") -> None:
-        """Enqueue a plan that reads from one flat tensor and writes to another."""
+    def run(
+        self, key: Hashable, plan: Callable[[], Chunks], source: torch.Tensor, out: torch.Tensor, op: str = ""
+    ) -> None:
+        """Enqueue a plan that reads from one flat tensor and writes to another. `key`: the arguments of the plan."""
         assert self.staging is not None
-        with torch.inference_mode(out.is_inference()):
-            for index, steps in enumerate(chunks):
-                half = (self.sync.seq + index) & 1
-                areas = self.staging.areas(source.dtype, half)
-                for step in steps:
-                    if isinstance(step, Fill):
-                        areas[self.rank][step.area : step.area + step.numel] = _range(source, step.source, step.numel)
-                    elif isinstance(step, Take):
-                        _range(out, step.out, step.numel).copy_(_range(areas[step.rank], step.area, step.numel))
-                    elif isinstance(step, ReduceAreas):
-                        parts = [_range(area, step.area, step.numel) for area in areas]
-                        combine(parts, op, _range(out, step.out, step.numel))
-                    else:
-                        self._synchronize(step, self.staging, index, half)
-                self._last_use[half] = self.sync.number(chunk_plan.stage(index, EMPTIED))
+        parity = self.sync.seq & 1
+        full_key = (key, op, source.dtype, parity)
+        chunks = self._plans.get(full_key)
+        if chunks is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            chunks = self._plans[full_key] = [
+                [self._action(step, self.staging, index, index + parity & 1, source.dtype, op) for step in steps]
+                for index, steps in enumerate(plan())
+            ]
+        stream = self.staging.device.current_stream()
+        with _mode_of(out):
+            for index, actions in enumerate(chunks):
+                for action in actions:
+                    action(source, out, stream)
+                self._last_use[index + parity & 1] = self.sync.number(chunk_plan.stage(index, EMPTIED))
 
-    def _synchronize(self, step: Step, staging: Staging, index: int, half: int) -> None:
-        sync = self.sync
+    def _action(self, step: Step, staging: Staging, index: int, half: int, dtype: torch.dtype, op: str) -> Action:
+        """Return a step as a function; the areas and events that it uses are looked up only once."""
+        sync, areas = self.sync, staging.areas(dtype, half)
+        if isinstance(step, Fill):
+            area, begin, numel = _range(areas[self.rank], step.area, step.numel), step.source, step.numel
+            return lambda source, out, stream: area.copy_(_range(source, begin, numel))
+        if isinstance(step, Take):
+            taken, begin, numel = _range(areas[step.rank], step.area, step.numel), step.out, step.numel
+            return lambda source, out, stream: _range(out, begin, numel).copy_(taken)
+        if isinstance(step, ReduceAreas):
+            parts, begin, numel = [_range(area, step.area, step.numel) for area in areas], step.out, step.numel
+            return lambda source, out, stream: combine(parts, op, _range(out, begin, numel))
         if isinstance(step, Room):
-            # After the other ranks have enqueued all reads of the last chunk of the half. This rank's own event is
-            # included, since the chunk before may have used another stream.
-            sync.wait_for(self.others, self._last_use[half])
-            for rank in range(self.size):
-                staging.event(rank, EMPTIED, half).wait()
-        elif isinstance(step, Await):
-            sync.wait_for(step.ranks, sync.number(chunk_plan.stage(index, step.event)))
-            for rank in step.ranks:
-                staging.event(rank, step.event, half).wait()
-        else:
-            assert isinstance(step, Record | Publish)
-            if isinstance(step, Record):
-                staging.event(self.rank, step.event, half).record()
-            sync.publish(chunk_plan.stage(index, step.event))
+            return self._room(staging, half)
+        stage = chunk_plan.stage(index, step.event)
+        if isinstance(step, Await):
+            ranks, events = step.ranks, [staging.event(rank, step.event, half) for rank in step.ranks]
+
+            def wait(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
+                sync.wait_for(ranks, sync.number(stage))
+                for event in events:
+                    event.wait(stream)
+
+            return wait
+        if not isinstance(step, Record):
+            return lambda source, out, stream: sync.publish(stage)
+        own = staging.event(self.rank, step.event, half)
+
+        def record(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
+            own.record(stream)
+            sync.publish(stage)
+
+        return record
+
+    def _room(self, staging: Staging, half: int) -> Action:
+        """Return a wait until the other ranks have enqueued all reads of the last chunk of a half, and the reads' end.
+
+        The event of this rank is included, since the chunk before may have used another stream.
+        """
+        events = [staging.event(rank, EMPTIED, half) for rank in range(self.size)]
+
+        def wait(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
+            self.sync.wait_for(self.others, self._last_use[half])
+            for event in events:
+                event.wait(stream)
+
+        return wait
 
     def close(self) -> None:
         """Free the staging areas. Collective."""
         if self.staging is not None:
+            self._plans.clear()
             self.staging.close()
             self.staging = None
 
@@ -204,21 +245,34 @@ class IpcCollectives:
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
-        shots = 1 if self.size <= 2 or buffer.nbytes <= _ONE_SHOT_BYTES else 2
-        plan = chunk_plan.allreduce(self.rank, self.size, buffer.numel(), self._half(buffer), shots=shots)
-        self.staged.run(plan, _flat(buffer), _flat(buffer), self.op)
+        rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
+        shots = 1 if size <= 2 or buffer.nbytes <= _ONE_SHOT_BYTES else 2
+        flat = _flat(buffer)
+        self.staged.run(
+            ("allreduce", numel),
+            lambda: chunk_plan.allreduce(rank, size, numel, half, shots=shots),
+            flat,
+            flat,
+            self.op,
+        )
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on the root; the buffers of other ranks are unchanged."""
-        plan = chunk_plan.reduce(self.rank, self.size, buffer.numel(), self._half(buffer), root=root)
-        self.staged.run(plan, _flat(buffer), _flat(buffer), self.op)
+        rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
+        flat = _flat(buffer)
+        self.staged.run(
+            ("reduce", numel, root), lambda: chunk_plan.reduce(rank, size, numel, half, root=root), flat, flat, self.op
+        )
         return buffer
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Copy the root's values to all ranks, in place."""
-        plan = chunk_plan.broadcast(self.rank, self.size, buffer.nbytes, self.half_bytes, root=root)
-        self.staged.run(plan, _bytes(buffer), _bytes(buffer))
+        rank, size, numel, half = self.rank, self.size, buffer.nbytes, self.half_bytes
+        flat = as_bytes(buffer)
+        self.staged.run(
+            ("broadcast", numel, root), lambda: chunk_plan.broadcast(rank, size, numel, half, root=root), flat, flat
+        )
         return buffer
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
@@ -226,21 +280,25 @@ class IpcCollectives:
         self.staged.wait_for_entry()  # before a call of MPI, which would not detect that a rank has aborted
         rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
-        out, own = _bytes(destination), _bytes(source)
-        lengths = [count * row_bytes for count in rows]
-        with torch.inference_mode(out.is_inference()):
-            _range(out, sum(lengths[: self.rank]), own.numel()).copy_(own)
-        self.staged.run(chunk_plan.allgather(self.rank, self.size, lengths, self.half_bytes), own, out)
+        rank, size, half = self.rank, self.size, self.half_bytes
+        out, own = as_bytes(destination), as_bytes(source)
+        lengths = tuple(count * row_bytes for count in rows)
+        with _mode_of(out):
+            _range(out, sum(lengths[:rank]), own.numel()).copy_(own)
+        self.staged.run(("allgather", lengths), lambda: chunk_plan.allgather(rank, size, lengths, half), own, out)
         return destination
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         num_rows, row_numel = rows_of(source)
-        rows = partition.rows(num_rows, self.size)
-        destination = destination_for(source, rows[self.rank][1], destination)
-        ranges = [(first * row_numel, count * row_numel) for first, count in rows]
-        plan = chunk_plan.reduce_scatter(self.rank, self.size, ranges, self._half(source))
-        self.staged.run(plan, _flat(source), _flat(destination), self.op)
+        rank, size, half = self.rank, self.size, self._half(source)
+        rows = partition.rows(num_rows, size)
+        destination = destination_for(source, rows[rank][1], destination)
+        ranges = tuple((first * row_numel, count * row_numel) for first, count in rows)
+        self.staged.run(
+            ("reduce_scatter", ranges), lambda: chunk_plan.reduce_scatter(rank, size, ranges, half),
+            _flat(source), _flat(destination), self.op,
+        )  # fmt: skip
         return destination
 
     def _half(self, tensor: torch.Tensor) -> int:
@@ -251,9 +309,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return _flat(tensor).view(torch.uint8)
-
-
 def _range(tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor:
-    return tensor[begin : begin + numel]
+    return tensor if numel == tensor.numel() else tensor[begin : begin + numel]
+
+
+def _mode_of(out: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which `out` may be written: tensors of inference mode only within that mode."""
+    mode = out.is_inference()
+    return nullcontext() if mode == torch.is_inference_mode_enabled() else torch.inference_mode(mode)

@@ -55,6 +55,10 @@ class CudaDevice:
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self.device, handle)
         return event
 
+    def current_stream(self) -> Any:
+        """Return the current stream of the GPU."""
+        return torch.cuda.current_stream(self.device)
+
     def finish(self) -> None:
         """Wait until the GPU has finished all enqueued work."""
         torch.cuda.synchronize(self.device)

@@ -1,0 +1,104 @@
+"""Jobs on a GPU: memory over many calls and many starts, and memory errors. They need a GPU, which ranks may share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import job_environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.once,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False here"),
+]
+# CUDA cannot be used in a fork of a process that has used it: ranks are new processes, because of this variable.
+COLD = {"PYTHONFAULTHANDLER": "1"}
+
+CALLS = """
+    import sys, torch, torchmpi as mpi
+
+    def calls(number):
+        for index in range(number):
+            numel = (1, 1000, 100_000)[index % 3]
+            tensor = torch.ones(numel, device=mpi.device())
+            mpi.allreduce(tensor)
+            mpi.broadcast(tensor)
+            handle = mpi.allreduce_async(tensor)
+            mpi.allgather(tensor)
+            mpi.reduce_scatter(tensor)
+            handle.wait()
+
+    def used():
+        torch.cuda.synchronize()
+        mpi.barrier()
+        free, total = torch.cuda.mem_get_info()
+        mpi.barrier()
+        return (total - free) >> 20, torch.cuda.memory_allocated()
+"""
+
+
+@pytest.mark.parametrize("backends", ("ipc", "none"))
+def test_memory_is_constant_over_ten_thousand_collectives(job, backends):
+    code = """
+    mpi.start(with_cuda=True)
+    calls(200)
+    before = used()
+    calls(2000)  # five collectives each
+    print(before, used())
+    mpi.stop()
+    """
+    result = job(2, CALLS + code, env=COLD | {"TORCHMPI_GPU_BACKENDS": backends})
+    assert result.returncode == 0, result.output
+    for line in result.stdout.splitlines():
+        before, after = line.split(") (")
+        assert before.strip("(") == after.strip(")"), result.output
+
+
+def test_a_hundred_starts_give_device_memory_back(job):
+    code = """
+    def cycle():
+        mpi.start(with_cuda=True)
+        calls(3)
+        found = used()[0]
+        mpi.stop()
+        return found
+
+    found = [cycle() for _ in range(100)]
+    print(max(found[50:]) - max(found[:10]))
+    """
+    result = job(2, CALLS + code, env=COLD | {"TORCHMPI_GPU_BACKENDS": "ipc"}, timeout=300)
+    assert result.returncode == 0, result.output
+    assert all(int(growth) <= 0 for growth in result.stdout.split()), result.output
+
+
+def test_memory_checker_of_cuda_finds_nothing(mpirun, tmp_path):
+    checker = shutil.which("compute-sanitizer")
+    if checker is None:
+        pytest.skip("there is no compute-sanitizer on PATH")
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import torch, torchmpi as mpi\n"
+        "mpi.start(with_cuda=True)\n"
+        "for numel in (1, 1000, 3_000_001):\n"
+        "    tensor = torch.ones(numel, device=mpi.device())\n"
+        "    mpi.allreduce(tensor)\n"
+        "    mpi.broadcast(tensor, 1)\n"
+        "    mpi.reduce_scatter(mpi.allgather(tensor))\n"
+        "    handle = mpi.allreduce_async(tensor)\n"
+        "    assert handle.wait().tolist() == [4.0] * numel\n"
+        "mpi.stop()\n"
+    )
+    checked = [checker, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
+    done = subprocess.run(
+        ["timeout", "-k", "5", "280", *mpirun, "-n", "2", *checked],
+        env=job_environment({"TORCHMPI_GPU_BACKENDS": "ipc"}) | {"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ERROR SUMMARY: 0 errors") == 2, done.stdout
