@@ -84,9 +84,10 @@ class Config:
     staging_bytes: int = 32 << 20
     """Size of a staging area of backend `ipc`, the largest chunk of a CUDA tensor that a rank publishes to the others
     of its host. Each rank has two areas on its GPU for each communicator that uses them; 0: no backend `ipc`."""
-    gpu_backends: str = "nccl"
-    """Experimental backends of the GPU that may be chosen for CUDA tensors: `nccl`, `ipc` or both, with a comma.
-    Without one, CUDA tensors are staged through the host. `none`: both are off, also for ``backend=``."""
+    gpu_backends: str = "auto"
+    """Backends of the GPU that may be chosen for CUDA tensors: `nccl`, `ipc` or both, with a comma. `auto`: `nccl`, and
+    `ipc` among ranks that share one GPU. Without one, CUDA tensors are staged through the host. `none`: both are off,
+    also for ``backend=``."""
     backend: Literal["auto"] | BackendName = "auto"
     """Backend of every call that it supports; ``auto``: chosen by the selection table, default or measured."""
     hierarchical: Literal["auto", "on", "off"] = "auto"
@@ -122,9 +123,9 @@ class Config:
             value, choices = getattr(self, name), get_args(get_type_hints(Config)[name])
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}.")
-        if self.gpu_backends != "none" and not set(self.chosen_gpu_backends) <= set(_GPU_BACKENDS):
+        if not set(self.chosen_gpu_backends) <= set(_GPU_BACKENDS):
             raise ConfigError(
-                f"gpu_backends={self.gpu_backends!r} is neither none nor a list of {', '.join(_GPU_BACKENDS)}."
+                f"gpu_backends={self.gpu_backends!r} is neither auto nor none nor a list of {', '.join(_GPU_BACKENDS)}."
             )
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
@@ -138,10 +139,14 @@ class Config:
     def chosen_gpu_backends(self) -> tuple[str, ...]:
         """Backends of the GPU that may be chosen without being requested.
 
-        >>> Config(gpu_backends="nccl,ipc").chosen_gpu_backends, Config(gpu_backends="none").chosen_gpu_backends
-        (('nccl', 'ipc'), ())
+        >>> Config(gpu_backends="ipc,nccl").chosen_gpu_backends, Config(gpu_backends="none").chosen_gpu_backends
+        (('ipc', 'nccl'), ())
+        >>> Config().chosen_gpu_backends
+        ('nccl', 'ipc')
         """
-        return () if self.gpu_backends == "none" else tuple(name.strip() for name in self.gpu_backends.split(","))
+        if self.gpu_backends in ("auto", "none"):
+            return _GPU_BACKENDS if self.gpu_backends == "auto" else ()
+        return tuple(name.strip() for name in self.gpu_backends.split(","))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:

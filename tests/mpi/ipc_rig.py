@@ -37,6 +37,9 @@ class HostDevice(CudaDevice):
         ticket, num_bytes = handle
         return self._keep(Segment.open(Ticket(*ticket)), num_bytes)
 
+    def decline(self, handle: Any) -> None:
+        """Do nothing: nobody counts the users of a segment."""
+
     def make_event(self) -> Any:
         return SimpleNamespace(record=lambda stream=None: None, wait=lambda stream=None: None)
 

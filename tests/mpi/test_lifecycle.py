@@ -224,7 +224,7 @@ def test_a_gpu_on_some_ranks_only_is_no_reason_to_wait(agree, monkeypatch):
     agree.equal([name.split()[0] for name in names], ["world", "host", "ipc"])
     agree.equal((device, together), ("cuda", 1) if has_gpu else ("cpu", MPI.COMM_WORLD.size - 1))
     agree.equal(total, MPI.COMM_WORLD.size)
-    agree("experimental GPU backend nccl (TORCHMPI_GPU_BACKENDS=none: off)" in summary, summary)
+    agree("GPU backend nccl (TORCHMPI_GPU_BACKENDS=none: off)" in summary, summary)
 
 
 def test_cuda_is_refused_where_there_is_none(agree):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,9 +64,12 @@ class Model:
         self.touches: dict[tuple[int, int], tuple[list[Touch], list[Touch]]] = {}
         """The reads and writes of each half."""
         self.last_use = [[0, 0] for _ in range(size)]
+        self.is_free = [[False, False] for _ in range(size)]
+        self.last_stream: dict[int, tuple[int, int]] = {}
 
     def play(self, calls: list[Call]) -> None:
-        """Run the hosts in a random order to their end, then the devices."""
+        """Run the hosts in a random order to their end, then the devices. Other calls may come between these."""
+        self.seqs = list(accumulate(self.random.choice((1, 1, 2, 3)) for _ in calls))
         hosts = {rank: self._host(rank, calls) for rank in range(self.size)}
         waiting: dict[int, Any] = {}
         while hosts:
@@ -90,16 +94,18 @@ class Model:
     # --- the hosts
 
     def _host(self, rank: int, calls: list[Call]) -> Iterator[Any]:
-        for seq, call in enumerate(calls, start=1):
+        for seq, call in zip(self.seqs, calls, strict=True):
             base = seq << chunk_plan.STAGE_BITS
             yield None
             self.fields[rank] = base
             stream = (rank, call.streams[rank])
+            self._follow_last_stream(rank, stream)
             for index, steps in enumerate(call.chunks[rank]):
                 half = seq + index & 1
                 for step in steps:
                     yield from self._step(rank, stream, call, step, (seq, index, base, half))
                 self.last_use[rank][half] = base + chunk_plan.stage(index, chunk_plan.EMPTIED)
+                self.is_free[rank][half] = False
 
     def _step(self, rank: int, stream: tuple[int, int], call: Call, step: Any, place: Any) -> Iterator[Any]:
         seq, index, base, half = place
@@ -110,10 +116,12 @@ class Model:
             yield None
             self.fields[rank] = base + chunk_plan.stage(index, step.event)
         elif isinstance(step, Room):
+            if self.is_free[rank][half]:
+                return
             target = self.last_use[rank][half]
             others = chunk_plan.others(rank, self.size)
             yield lambda: all(self.fields[other] >= target for other in others)
-            for other in range(self.size):
+            for other in others:
                 yield None
                 self._wait(stream, (other, chunk_plan.EMPTIED, half), None, seq, index)
         elif isinstance(step, Await):
@@ -122,8 +130,22 @@ class Model:
             for other in step.ranks:
                 yield None
                 self._wait(stream, (other, step.event, half), (seq, index), seq, index)
+            if step.event == chunk_plan.FILLED and len(step.ranks) == self.size - 1:
+                self.is_free[rank][1 - half] = True
         else:
             self._enqueue(rank, stream, call, step, half)
+
+    def _follow_last_stream(self, rank: int, stream: tuple[int, int]) -> None:
+        """Order the calls of a rank: a stream waits for the one before."""
+        last = self.last_stream.get(rank, stream)
+        self.last_stream[rank] = stream
+        if last != stream:
+            done = [False]
+            self.queues.setdefault(last, []).append(("record", done))
+            self.queues.setdefault(stream, []).append(("wait", done))
+            clock = self.clocks.setdefault(stream, {})
+            for other, tick in self.clocks.get(last, {}).items():
+                clock[other] = max(clock.get(other, 0), tick)
 
     def _tick(self, stream: tuple[int, int]) -> tuple[int, dict[tuple[int, int], int]]:
         clock = self.clocks.setdefault(stream, {})

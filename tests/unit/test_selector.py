@@ -332,9 +332,9 @@ def test_a_group_that_cannot_use_the_table_gets_the_default():
 class OnDevice(Able):
     """Takes CUDA tensors of some ranks, but not every operation."""
 
-    def __init__(self, name, *, ranks, ops=("sum",)):
+    def __init__(self, name, *, ranks, ops=("sum",), tested=None):
         super().__init__(name, devices=("cuda",))
-        self.ranks, self.ops = ranks, ops
+        self.ranks, self.ops, self.tested = ranks, ops, ranks if tested is None else tested
 
     def takes(self, device_type, collective):
         return device_type == "cuda"
@@ -343,6 +343,9 @@ class OnDevice(Able):
         reason = super().why_not(collective, device_type)
         is_apart = group is not None and not set(group.world_ranks) <= set(self.ranks)
         return reason or ("ranks share a GPU" if is_apart else None)
+
+    def is_tested(self, group):
+        return set(group.world_ranks) <= set(self.tested)
 
     def lacks(self, collective, dtype, op):
         return None if op is None or op in self.ops else f"it has no {op}"
@@ -369,10 +372,16 @@ def test_each_group_of_gpus_gets_a_backend_that_supports_it():
 
 
 @pytest.mark.parametrize(
-    ("gpu_backends", "apart", "shared"), [(None, "nccl", "shm"), ("ipc", "shm", "ipc"), ("none", "shm", "shm")]
+    ("gpu_backends", "apart", "shared", "near"),
+    [
+        ("auto", "nccl", "ipc", "shm"),
+        ("nccl", "nccl", "shm", "shm"),
+        ("ipc", "shm", "ipc", "ipc"),
+        ("none", "shm", "shm", "shm"),
+    ],
 )
-def test_experimental_backends_are_chosen_only_if_the_setting_names_them(gpu_backends, apart, shared):
-    selector, _, group = with_gpus(gpu_backends or Config().gpu_backends)
+def test_gpu_backends_are_chosen_where_they_are_tested_or_if_the_setting_names_them(gpu_backends, apart, shared, near):
+    selector, world, group = with_gpus(gpu_backends)
     assert on_gpu(selector, group(0, 1)) == [(None, apart)]
     assert on_gpu(selector, group(2, 3)) == [(None, shared)]
     table = selector.availability()
@@ -384,9 +393,10 @@ def test_experimental_backends_are_chosen_only_if_the_setting_names_them(gpu_bac
         return
     assert on_gpu(selector, group(2, 3), wanted="ipc") == [(None, "ipc")]
     measured = Table({Key("allreduce", "cuda", "host", "sync"): ((None, "ipc"),)})
-    selector.backends["ipc"] = OnDevice("ipc", ranks=range(4))
+    selector.backends["ipc"] = OnDevice("ipc", ranks=range(4), tested=(2, 3))
+    assert on_gpu(selector, world) == [(None, near)]
     assert selector.availability()[("ipc", *allreduce)] == "available (experimental)"
-    assert ("experimental" in selector.refusal(measured)) == (gpu_backends is None)
+    assert ("not chosen here" in selector.refusal(measured)) == (gpu_backends in ("auto", "nccl"))
 
 
 def test_a_cuda_aware_mpi_moves_device_memory_and_computes_nothing_on_it(monkeypatch):

@@ -72,7 +72,7 @@ class Devices(tuple[RankDevice, ...]):
     def first_sharing(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """Return the first two of these ranks that share a GPU."""
         seen: dict[tuple[int, str], int] = {}
-        for rank in ranks:
+        for rank in filter(lambda rank: self[rank].uuid, ranks):
             known = seen.setdefault((self[rank].host, self[rank].uuid), rank)
             if known != rank:
                 return known, rank

@@ -162,8 +162,10 @@ def divide(total: torch.Tensor, size: int) -> None:
     with torch.inference_mode(total.is_inference()):
         values = total.detach()
         values = torch.view_as_real(values) if values.is_complex() else values
-        # Not a Python number: on GPUs torch multiplies by its reciprocal, which rounds twice.
-        values.div_(torch.full((), size, dtype=values.dtype, device=values.device))
+        if size & size - 1 == 0:  # the reciprocal is exact
+            values.mul_(1 / size)
+        else:  # not by a Python number: on GPUs torch multiplies by its reciprocal, which rounds twice
+            values.div_(torch.full((), size, dtype=values.dtype, device=values.device))
 
 
 class PartialResults:

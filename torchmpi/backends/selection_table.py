@@ -24,7 +24,7 @@ BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _SHORT_BYTES = 64 << 10
 DEVICE_TRANSPORTS = ("nccl", "ipc")
-"""Backends that run on the device itself, in order of preference. Experimental: not tested on GPUs."""
+"""Backends that run on the device itself, in order of preference."""
 OF_THE_HOST = ("barrier", "scatter")
 """Collectives that use the rules for the CPU on any device, since ranks without a tensor have no device."""
 HIERARCHICAL = "hierarchical"

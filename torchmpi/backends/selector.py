@@ -133,7 +133,7 @@ class Selector:
 
         rule = self._rule_for(key, can, group)
         if not all(can(name) for _, name in rule):
-            instead = self._default(key, can, hierarchical=None if len(rule) == 1 else "off")
+            instead = self._default(key, can, group, hierarchical=None if len(rule) == 1 else "off")
             rule = checked(key, [(limit, name if can(name) else instead) for limit, name in rule])
         return [Choice(limit, self.backends[name]) for limit, name in rule]
 
@@ -151,7 +151,7 @@ class Selector:
             key,
             can,
             forced=self._config.backend,
-            gpu_backends=self._config.chosen_gpu_backends,
+            gpu_backends=self._gpu_backends(group),
             aware=self._is_aware(key),
         )
         return self._rule_for(key._replace(device="cpu"), can, group) if direct is None else ((None, direct),)
@@ -188,7 +188,7 @@ class Selector:
 
     def may_choose(self, name: str) -> bool:
         """Return whether the settings allow a backend that is not requested."""
-        return name not in DEVICE_TRANSPORTS or name in (*self._config.chosen_gpu_backends, self._config.backend)
+        return name not in DEVICE_TRANSPORTS or name in (*self._gpu_backends(self._world), self._config.backend)
 
     def _is_aware(self, key: Key) -> bool:
         return key.device == "cuda" and self.backends["mpi"].takes("cuda", key.collective)
@@ -199,13 +199,25 @@ class Selector:
         mpi = self.backends["mpi"]
         return mpi if mpi.why_not("barrier", "cpu") is None else self.backends["gloo"]
 
-    def _default(self, key: Key, can: Callable[[str], bool], *, hierarchical: str | None = None) -> str:
+    def _gpu_backends(self, group: Group) -> tuple[str, ...]:
+        """Return the backends of the GPU that the settings allow for a group without a request."""
+        names = self._config.chosen_gpu_backends
+        if self._config.gpu_backends == "auto" and not self._is_tested("ipc", group):
+            names = tuple(name for name in names if name != "ipc")
+        return names
+
+    def _is_tested(self, name: str, group: Group) -> bool:
+        """Return whether such a group has been tested on GPUs with a backend."""
+        is_tested = getattr(self.backends.get(name), "is_tested", None)
+        return is_tested is None or is_tested(group)
+
+    def _default(self, key: Key, can: Callable[[str], bool], group: Group, *, hierarchical: str | None = None) -> str:
         return default_transport(
             key,
             can,
             forced=self._config.backend,
             hierarchical=hierarchical or self._config.hierarchical,
-            gpu_backends=self._config.chosen_gpu_backends,
+            gpu_backends=self._gpu_backends(group),
             aware=self._is_aware(key),
         )
 
@@ -332,7 +344,7 @@ class Selector:
                     num_hosts=len(self._world.hosts),
                     forced=self._config.backend,
                     hierarchical=self._config.hierarchical,
-                    gpu_backends=self._config.chosen_gpu_backends,
+                    gpu_backends=self._gpu_backends(self._world),
                     aware=self._is_aware(key),
                     compared=compared,
                 )
@@ -360,7 +372,7 @@ class Selector:
             for _, name in rule:
                 reason = self.reason_against(key, name)
                 if reason is None and not self.may_choose(name):
-                    reason = "it is experimental, and not in TORCHMPI_GPU_BACKENDS"
+                    reason = "it is not chosen here unless TORCHMPI_GPU_BACKENDS names it"
                 if reason is not None:
                     return f"it takes {name} for {', '.join(key)}: {reason}"
         return ""
@@ -413,7 +425,7 @@ class Selector:
         able = [span for span, reason in reasons.items() if reason is None]
         against = reasons[widest]
         if len(able) == len(reasons):
-            return AVAILABLE[name in DEVICE_TRANSPORTS]
+            return AVAILABLE[not self._is_tested(name, self._world)]
         if not able:
             return f"unavailable: {against}"
         (other,) = reasons.keys() - able

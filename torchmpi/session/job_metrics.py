@@ -49,9 +49,7 @@ def of(context: GroupContext, rank: int, host: str) -> Metrics:
     }
 
 
-def _numbers(
-    calls: int, num_bytes: int, seconds: float, known: float, waited: float, stalls: int
-) -> dict[str, float]:
+def _numbers(calls: int, num_bytes: int, seconds: float, known: float, waited: float, stalls: int) -> dict[str, float]:
     """Return the numbers of calls; `known`: the part of the seconds in which it is known how long the rank waited."""
     waited = min(waited, known)  # two clocks
     times = {"seconds": seconds, "waited": waited, "moved": known - waited}

@@ -241,14 +241,16 @@ class Runtime:
 
     def _why_no_ipc(self) -> str:
         """Return the reason why processes of this job cannot share GPU memory, determined by a test; '' if they can."""
-        config = self.config
+        config, world = self.config, self.MPI.COMM_WORLD
+        is_auto = config.backend != "ipc" and config.gpu_backends == "auto"
         is_wanted = config.backend == "ipc" or "ipc" in config.chosen_gpu_backends
+        is_wanted &= not is_auto or self.devices.first_sharing(range(world.size)) is not None
         if not (is_wanted and all(self.devices.uuids) and config.staging_bytes and config.slot_bytes):
             return ""  # not chosen without being requested (its first call tries then), or unavailable
-        world = self.MPI.COMM_WORLD
-        host = world.Split(self.context.hosts[world.rank], world.rank)
-        problem = staging_areas.trial(host, staging_areas.CudaDevice(self.device)) if host.size > 1 else ""
-        host.Free()
+        places = [(device.host, device.uuid if is_auto else "") for device in self.devices]
+        near = world.Split(places.index(places[world.rank]), world.rank)
+        problem = staging_areas.trial(near, staging_areas.CudaDevice(self.device)) if near.size > 1 else ""
+        near.Free()
         found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
         return found[0] if found else ""
 
@@ -574,10 +576,13 @@ def _about_gpu_backends(config: Config, devices: Devices) -> str:
     if not any(devices.uuids):
         return ""
     names = config.chosen_gpu_backends
+    if config.gpu_backends == "auto":  # `ipc` among ranks that share a GPU, which `nccl` refuses
+        is_shared = devices.first_sharing(range(len(devices))) is not None
+        names = names if is_shared and len({*devices.uuids}) > 1 else ("ipc",) if is_shared else ("nccl",)
     if not names:
         return ", CUDA tensors go through the host"
     plural = "s" * (len(names) > 1)
-    return f", experimental GPU backend{plural} {' and '.join(names)} (TORCHMPI_GPU_BACKENDS=none: off)"
+    return f", GPU backend{plural} {' and '.join(names)} (TORCHMPI_GPU_BACKENDS=none: off)"
 
 
 def _check_settings(settings: list[dict[str, object]]) -> None:

@@ -24,12 +24,13 @@ from ..mpi_messages import destination_for, row_counts, rows_of
 from ..rank_order import combine
 from ..torch_groups import as_bytes
 from . import chunk_plan
-from .chunk_plan import EMPTIED, Await, Chunks, Fill, Record, ReduceAreas, Room, Step, Take
+from .chunk_plan import EMPTIED, FILLED, Await, Chunks, Fill, Record, ReduceAreas, Room, Step, Take
 from .stage_sync import StageSync
 from .staging_areas import CudaDevice, Staging
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
-_ONE_SHOT_BYTES = 256 << 10  # not measured yet
+_ONE_SHOT_BYTES = 32 << 20
+"""Largest size of the tensors of all ranks together that every rank reduces as a whole (benchmarks on one H200)."""
 _MOST_PLANS = 256
 
 Action = Callable[[torch.Tensor, torch.Tensor, Any], object]
@@ -65,6 +66,10 @@ class IpcBackend:
         if not self.config.staging_bytes:
             return "it is switched off (staging_bytes=0)"
         return self.problem or (None if group is None else self._why_not_among(group))
+
+    def is_tested(self, group: Group) -> bool:
+        """Return whether such groups have been tested on GPUs: only ranks that share one."""
+        return len({(self.devices.hosts[rank], self.devices.uuids[rank]) for rank in group.world_ranks}) == 1
 
     def _why_not_among(self, group: Group) -> str | None:
         devices, ranks = self.devices, group.world_ranks
@@ -116,6 +121,8 @@ class StagedGroup:
         """The chunks of plans, by the arguments of the plan."""
         self._last_use = [0, 0]
         """The stage that a rank publishes when it has read the last chunk of a half."""
+        self._is_free = [False, False]
+        """Whether the stream of this rank already follows the other ranks' reads of a half."""
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Enter a call. Collective if the call is the first."""
@@ -143,8 +150,10 @@ class StagedGroup:
             raise
 
     def abort(self) -> None:
-        """Abort the call on all ranks; later calls on any stream come after the work that was enqueued."""
+        """Abort the call on all ranks; later calls come after the work that was enqueued, also on ranks that end it."""
         self.sync.abort()
+        self._is_free = [False, False]
+        self._last_use = [self.sync.number_of_next_call] * 2
         if self.staging is not None:
             with suppress(RuntimeError):  # the device may have failed
                 for half in (0, 1):
@@ -178,7 +187,8 @@ class StagedGroup:
             for index, actions in enumerate(chunks):
                 for action in actions:
                     action(source, out, stream)
-                self._last_use[index + parity & 1] = self.sync.number(chunk_plan.stage(index, EMPTIED))
+                half = index + parity & 1
+                self._last_use[half], self._is_free[half] = self.sync.number(chunk_plan.stage(index, EMPTIED)), False
 
     def _action(self, step: Step, staging: Staging, index: int, half: int, dtype: torch.dtype, op: str) -> Action:
         """Return a step as a function; the areas and events that it uses are looked up only once."""
@@ -197,11 +207,15 @@ class StagedGroup:
         stage = chunk_plan.stage(index, step.event)
         if isinstance(step, Await):
             ranks, events = step.ranks, [staging.event(rank, step.event, half) for rank in step.ranks]
+            # A rank has enqueued its reads of earlier chunks before it fills its area.
+            frees = step.event == FILLED and len(ranks) == self.size - 1
 
             def wait(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
                 sync.wait_for(ranks, sync.number(stage))
                 for event in events:
                     event.wait(stream)
+                if frees:
+                    self._is_free[1 - half] = True
 
             return wait
         if not isinstance(step, Record):
@@ -217,14 +231,16 @@ class StagedGroup:
     def _room(self, staging: Staging, half: int) -> Action:
         """Return a wait until the other ranks have enqueued all reads of the last chunk of a half, and the reads' end.
 
-        The event of this rank is included, since the chunk before may have used another stream.
+        This rank's own reads come before, whatever their stream: the calls of a group are in one order
+        (:class:`~torchmpi.tensors.streams.Order`).
         """
-        events = [staging.event(rank, EMPTIED, half) for rank in range(self.size)]
+        events = [staging.event(rank, EMPTIED, half) for rank in self.others]
 
         def wait(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
-            self.sync.wait_for(self.others, self._last_use[half])
-            for event in events:
-                event.wait(stream)
+            if not self._is_free[half]:
+                self.sync.wait_for(self.others, self._last_use[half])
+                for event in events:
+                    event.wait(stream)
 
         return wait
 
@@ -246,7 +262,7 @@ class IpcCollectives:
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
-        shots = 1 if size <= 2 or buffer.nbytes <= _ONE_SHOT_BYTES else 2
+        shots = 1 if size <= 2 or size * buffer.nbytes <= _ONE_SHOT_BYTES else 2
         flat = _flat(buffer)
         self.staged.run(
             ("allreduce", numel),

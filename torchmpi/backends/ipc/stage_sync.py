@@ -47,6 +47,11 @@ class StageSync:
         """Return the number that is published for a stage of the current call."""
         return self.seq << STAGE_BITS | stage
 
+    @property
+    def number_of_next_call(self) -> int:
+        """The least number that ranks publish when they have ended the current call."""
+        return self.seq + 1 << STAGE_BITS
+
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
         """Wait until these ranks have published `number` or a later one; raise if one of them has aborted."""
         fields, missing = self._fields, ranks

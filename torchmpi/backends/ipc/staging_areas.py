@@ -6,7 +6,8 @@ opens and counts the handles of the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,11 @@ from .chunk_plan import FILLED, NUM_EVENTS
 _NUM_HALVES = 2
 _DEVICE_FIELD = 6
 """Of the arguments of `rebuild_cuda_tensor`: the index of the device, which may have another number in this process."""
+_REF_COUNTER_FIELDS = slice(11, 13)
+"""Of the same: where torch counts the users of the memory."""
 _TRIAL_BYTES = 4096
+_of_failed_devices: list[object] = []
+"""Memory of other processes that is never closed: torch ends the process if that fails."""
 
 
 class CudaDevice:
@@ -41,6 +46,10 @@ class CudaDevice:
         arguments[_DEVICE_FIELD] = self.device.index
         area: torch.Tensor = rebuild_cuda_tensor(*arguments)
         return area
+
+    def decline(self, handle: Any) -> None:
+        """Give up a handle that is not opened: its owner could never free the memory otherwise."""
+        torch.UntypedStorage._release_ipc_counter(*handle[_REF_COUNTER_FIELDS], device=self.device.index)
 
     def make_event(self) -> torch.cuda.Event:
         """Make an event for all processes of the host."""
@@ -84,10 +93,12 @@ class Staging:
         self._areas: dict[int, torch.Tensor] = {}
         self._events: dict[int, list[torch.cuda.Event]] = {}
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._unopened: dict[int, Any] = {}
+        """The handles of other ranks' areas."""
         with torch.inference_mode(False):  # otherwise only calls in inference mode could write to the areas
             try:
-                tickets = self._agree(*_tried(self._make))
-                self._agree(*_tried(lambda: self._open(tickets)))
+                self._agree(*_tried(self._make))
+                self._agree(*_tried(self._open))
                 self._agree(*_tried(self._write))  # all events are recorded
                 self._agree(*_tried(self._read))
             except BackendUnavailableError:  # on all ranks
@@ -108,7 +119,10 @@ class Staging:
 
     def close(self) -> None:
         """Free everything. Collective."""
-        self.device.finish()
+        try:
+            self.device.finish()
+        except RuntimeError:  # the device has failed, in work that may have nothing to do with this group
+            _of_failed_devices.append((dict(self._areas), dict(self._events)))
         self._free()
 
     def _make(self) -> _Ticket:
@@ -118,12 +132,11 @@ class Staging:
         handles = tuple(None if other == rank else device.share(area) for other in range(self.comm.size))
         return _Ticket(handles, tuple(device.share_event(event) for event in events))
 
-    def _open(self, tickets: Sequence[_Ticket]) -> None:
-        own = self.comm.rank
-        for rank, ticket in enumerate(tickets):
-            if rank != own:
-                self._areas[rank] = self.device.open(ticket.areas[own])
-                self._events[rank] = [self.device.open_event(handle) for handle in ticket.events]
+    def _open(self) -> None:
+        for rank, (area, events) in list(self._unopened.items()):
+            self._areas[rank] = self.device.open(area)
+            del self._unopened[rank]
+            self._events[rank] = [self.device.open_event(handle) for handle in events]
 
     def _write(self) -> None:
         own = self.comm.rank
@@ -138,9 +151,15 @@ class Staging:
             if bool((memory != expected).any()) or not torch.equal(torch.empty_like(expected).copy_(memory), expected):
                 raise RuntimeError(f"the memory of rank {rank} of the group was opened, but other bytes were read")
 
-    def _agree(self, result: Any, problem: str) -> list[Any]:
-        """Gather the results of all ranks, or raise the same error on all."""
-        gathered = self.comm.allgather((result, problem))
+    def _agree(self, ticket: _Ticket | None, problem: str) -> None:
+        """Take the tickets of the other ranks; raise the same error on all ranks if one has a problem."""
+        gathered = self.comm.allgather((ticket, problem))
+        own = self.comm.rank
+        self._unopened |= {
+            rank: (ticket.areas[own], ticket.events)
+            for rank, (ticket, _) in enumerate(gathered)
+            if ticket is not None and rank != own
+        }
         problems = [f"rank {rank} of the group: {problem}" for rank, (_, problem) in enumerate(gathered) if problem]
         if problems:
             raise BackendUnavailableError(
@@ -148,7 +167,6 @@ class Staging:
                 "backend=, or take ipc out of TORCHMPI_GPU_BACKENDS. Ranks in several containers must share IPC and "
                 "PID namespaces."
             )
-        return [result for result, _ in gathered]
 
     def _free(self) -> None:
         """Collective: memory may be freed only when no rank has it open."""
@@ -157,9 +175,13 @@ class Staging:
         self._events.clear()
         for rank in [rank for rank in self._areas if rank != own]:
             del self._areas[rank]
+        for area, _ in self._unopened.values():
+            self.device.decline(area)
+        self._unopened.clear()
         self.comm.Barrier()
         self._areas.clear()
-        self.device.collect()
+        with suppress(RuntimeError):  # the device has failed
+            self.device.collect()
 
 
 def _pattern(rank: int, device: torch.device) -> torch.Tensor:

@@ -58,6 +58,10 @@ class NcclBackend:
         self._problems, self._may_share = [""] * len(devices), [False] * len(devices)
         self._torch_groups: WeakKeyDictionary[Group, NcclGroup] = WeakKeyDictionary()
 
+    def is_tested(self, group: Group) -> bool:
+        """Return whether such groups have been tested on GPUs: only single ranks."""
+        return group.size == 1
+
     def offer(self) -> tuple[str, bool]:
         """Return the problem of this rank, '' if there is none, and whether it may share its GPU with other ranks."""
         reason = problem()
