@@ -262,11 +262,10 @@ class IpcCollectives:
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
-        shots = 1 if size <= 2 or size * buffer.nbytes <= _ONE_SHOT_BYTES else 2
         flat = _flat(buffer)
         self.staged.run(
             ("allreduce", numel),
-            lambda: chunk_plan.allreduce(rank, size, numel, half, shots=shots),
+            lambda: chunk_plan.allreduce(rank, size, numel, half, shots=shots(size, flat.nbytes)),
             flat,
             flat,
             self.op,
@@ -319,6 +318,15 @@ class IpcCollectives:
 
     def _half(self, tensor: torch.Tensor) -> int:
         return self.half_bytes // tensor.element_size()
+
+
+def shots(size: int, num_bytes: int) -> int:
+    """Return in how many steps `size` ranks reduce tensors of this size: see :mod:`.chunk_plan`.
+
+    >>> shots(2, 1 << 30), shots(8, 1 << 20), shots(8, 8 << 20)
+    (1, 1, 2)
+    """
+    return 1 if size <= 2 or size * num_bytes <= _ONE_SHOT_BYTES else 2
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
