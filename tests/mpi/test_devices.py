@@ -233,6 +233,7 @@ def test_many_calls_leave_no_memory_allocated(agree, device):
         for numel in (10, 100_000, 3_000_000):
             mpi.allreduce_async(torch.ones(numel, device=device)).wait()
             mpi.allgather(torch.ones(numel, device=device))
+            mpi.allreduce_many_async([torch.ones(numel, device=device) for _ in range(3)]).wait()
         gc.collect()
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 

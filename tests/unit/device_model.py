@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,6 +121,18 @@ class Model:
         """Return initialized memory of the device with these values."""
         return values.clone().as_subclass(DeviceTensor)
 
+    def temporary(self, values: torch.Tensor) -> DeviceTensor:
+        """Like `tensor`; when it is freed, the stream on which it was made reuses the memory, as with an allocator."""
+        tensor = self.tensor(values)
+        tensor.users = []
+        weakref.finalize(tensor, self._reuse, plain(tensor), self.current_stream(), tensor.users)
+        return tensor
+
+    def _reuse(self, memory: torch.Tensor, stream: Stream, users: list[Stream]) -> None:
+        for user in users:
+            stream.wait_stream(user)
+        stream.enqueue(lambda: memory.fill_(-1))
+
     def install(self, monkeypatch: Any) -> None:
         """The replacement of torch.cuda's streams."""
         monkeypatch.setattr(DeviceTensor, "model", self, raising=False)
@@ -137,6 +150,8 @@ class DeviceTensor(torch.Tensor):
     """A tensor whose copies are queued; other operations are not."""
 
     model: Model
+    users: list[Stream]
+    """The streams, besides the one of the allocation, that use the memory of a temporary tensor."""
     is_cuda = True  # type: ignore[assignment]
     is_cpu = False  # type: ignore[assignment]
     device = DEVICE  # type: ignore[assignment]
@@ -145,7 +160,8 @@ class DeviceTensor(torch.Tensor):
         return 0
 
     def record_stream(self, stream: Stream) -> None:
-        """Do nothing: the model does not reuse memory."""
+        """Let the memory of a temporary tensor be reused only after the work that the stream has when it is freed."""
+        self.__dict__.get("users", []).append(stream)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

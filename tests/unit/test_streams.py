@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import types
+import weakref
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from torchmpi import errors
 from torchmpi.collectives import device_staging
 from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.call_queue import CallQueue
-from torchmpi.communicators.handle import DeviceHandle
+from torchmpi.communicators.handle import DeviceHandle, JoinedHandle
 from torchmpi.tensors import streams
 
 SEEDS = range(8)
@@ -242,6 +243,61 @@ def test_memory_in_use_by_the_device_is_kept(model, elsewhere):
     gc.collect()
     group.call_queue.close()
     assert early == [] and alive == [True]
+
+
+PACKS = {"alone": lambda rows: rows, "tuple": lambda rows: (rows, [4]), "list": lambda rows: [[4], rows]}
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS.keys())
+def test_memory_of_results_is_not_reused_while_a_stream_reads_it(model, pack):
+    group, tensor, copy = group_of_one(), model.tensor(torch.zeros(4)), model.tensor(torch.zeros(4))
+    background: list[object] = []
+
+    def task() -> object:
+        background.append(model.current_stream())
+        rows = model.temporary(torch.zeros(4))
+        compute(rows, lambda values: values.fill_(9))
+        return pack(rows)
+
+    with model.use(model.stream()):
+        call = group.call_queue.submit(task, "call", tensor)
+        result = call.wait()
+        copy.copy_(next(part for part in (result, *result) if isinstance(part, DeviceTensor)), non_blocking=True)
+        group.call_queue.drain()
+        del call, result
+        gc.collect()
+        background[0].synchronize()
+        model.current_stream().synchronize()
+    group.call_queue.close()
+    assert plain(copy).tolist() == [9.0] * 4
+
+
+def test_a_callback_that_follows_a_call_does_not_keep_its_memory(model):
+    """As in the handle of several calls, which follows them in a worker thread, and then in that of the user."""
+    group, kept = group_of_one(), model.tensor(torch.zeros(4))
+    with model.use(model.stream()):
+        call = group.call_queue.submit(partial(compute, kept, lambda values: values.add_(1)), "call", kept)
+        joined = JoinedHandle([call], None, "calls")
+        joined.wait()
+        alive = weakref.ref(kept)
+        del kept
+        model.current_stream().synchronize()
+        group.call_queue.drain()
+        gc.collect()
+    group.call_queue.close()
+    assert alive() is None and joined.done()
+
+
+def test_stop_waits_for_the_memory_of_dropped_calls(model):
+    group, kept = group_of_one(), model.tensor(torch.zeros(4))
+    alive = weakref.ref(kept)
+    group.call_queue.submit(partial(compute, kept, lambda values: values.add_(1)), "call", kept)
+    group.call_queue.close()
+    del kept
+    gc.collect()
+    streams.release()
+    gc.collect()
+    assert alive() is None
 
 
 def test_work_on_changing_streams_stays_in_order(model):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, CommunicatorError
 from ..shared_memory import fast_path
+from ..tensors import streams
 from ..timeline import events
 from . import splits
 from .communicator import NO_LEVEL, Communicator, NullCommunicator
@@ -181,6 +182,7 @@ class CommunicatorStack:
         """Free all groups in reverse order of their creation."""
         while self.context.groups:
             self.context.groups[-1].free()  # with its parts
+        streams.release()
 
 
 def _follow_readers() -> None:

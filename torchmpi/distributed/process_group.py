@@ -142,10 +142,11 @@ class ProcessGroup(GroupProperties):
             gathered: torch.Tensor = self._group.perform(plan, rows, None, 0)
             return gathered
 
-        def task() -> None:
+        def task() -> tuple[torch.Tensor, torch.Tensor]:
             total = sparse.total(*sparse.entries(tensor), tensor.shape, gather, divisor=divisor)
             with torch.no_grad():
                 tensor.copy_(total)
+            return tensor._indices(), tensor._values()  # new memory, of which wait() tells the allocator
 
         return self._launch(task, [tensor], opts, "all_reduce")
 

@@ -226,11 +226,12 @@ class Queued:
         """Return the result, which the current stream may use from here on."""
         current = torch.cuda.current_stream(self._origin.device)
         current.wait_event(self._end)
-        if isinstance(self._result, torch.Tensor):
-            use_here(self._result)  # the tensor may have been made on the communication stream
-        if current != self._origin:
-            self._hand_over()
-        self._kept = None  # the allocator reuses memory for its original stream, which follows now
+        # Tensors of the result may have been made on the communication stream.
+        parts = self._result if isinstance(self._result, (tuple, list)) else (self._result,)
+        use_here(*(part for part in parts if isinstance(part, torch.Tensor)))
+        if current == self._origin:
+            self._kept = None  # the allocator reuses memory for its original stream, which follows now
+        _abandoned.sweep()
         return self._result
 
     def has_ended(self) -> bool:
@@ -241,14 +242,10 @@ class Queued:
         """Return :func:`behind` for the end of the call."""
         return behind(self._end, self._origin.device)
 
-    def _hand_over(self) -> None:
-        """Keep the memory: the stream it was allocated on does not follow, so the allocator would reuse it too soon."""
-        if self._kept is not None and not self.has_ended():
-            _abandoned.add(self._end, (self._kept, self._result))
-
     def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._hand_over()  # wait() was not called
+        """Keep the memory: if the stream it was allocated on does not follow, the allocator would reuse it too soon."""
+        if self._kept is not None and not sys.is_finalizing() and not self.has_ended():
+            _abandoned.add(self._end, (self._kept, self._result))
 
 
 class _Abandoned:
@@ -273,7 +270,22 @@ class _Abandoned:
                 self._changing.release()
 
 
+    def close(self) -> None:
+        """Release all objects when the device has finished with them."""
+        for end, _ in list(self._entries):
+            wait(end)
+        self.sweep()
+
+
 _abandoned = _Abandoned()
+
+
+def release() -> None:
+    """Wait until the device has finished the calls whose handles were dropped, and release their memory.
+
+    >>> release()
+    """
+    _abandoned.close()
 
 
 def queue(mark: Mark, device: torch.device, task: Callable[[], Any], kept: object) -> Queued:
