@@ -130,6 +130,21 @@ def test_calls_follow_the_stream_that_is_current(agree):
         agree.equal(result.unique().tolist(), [6.0 * size])
 
 
+def test_a_graph_replays_a_call(agree):
+    tensor, side, graph = put(torch.zeros(1000)), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        mpi.allreduce(tensor, backend="nccl")  # makes the communicator; the capture uses yet another stream
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        mpi.allreduce(tensor, backend="nccl")
+    for step in range(3):
+        tensor.fill_(step + mpi.rank())
+        graph.replay()
+        mpi.allreduce(tensor, backend="nccl")  # outside, in order
+        agree.equal(tensor.tolist(), [float(sum(range(step, step + mpi.size())) * mpi.size())] * 1000)
+
+
 def test_groups_give_their_memory_back(agree):
     world, backend = runtime.current().world, runtime.current().selector.backends["nccl"]
 

@@ -37,10 +37,8 @@ class Event:
 class Stream:
     """A queue of work, of which any number of entries may have been executed."""
 
-    device = DEVICE
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, device: torch.device = DEVICE) -> None:
+        self.model, self.device = model, device
         self.queue: deque[Callable[[], bool]] = deque()
         """Each entry executes and returns True, or returns False if it cannot be executed yet."""
 
@@ -59,6 +57,7 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
+        assert self is not self.model.captured, "a captured stream waits for work outside of the graph"
         with self.model.lock:
             self.queue.append(lambda: event.has_happened)
 
@@ -78,10 +77,14 @@ class Model:
         self._haste = seed % 4  # no work is done until a synchronization
         self._streams: list[Stream] = []
         self._current = threading.local()
+        self.contexts: set[int] = set()
+        """The devices that were current when a stream was set, which costs memory on them."""
         self.default = self.stream()
+        self.captured: Stream | None = None
+        """The stream that a graph captures."""
 
-    def stream(self, *arguments: Any, **options: Any) -> Stream:
-        stream = Stream(self)
+    def stream(self, device: Any = DEVICE, **options: Any) -> Stream:
+        stream = Stream(self, torch.device("cuda", getattr(device, "index", device)))
         self._streams.append(stream)
         return stream
 
@@ -96,6 +99,14 @@ class Model:
             yield
         finally:
             self._current.stream = before
+            self.contexts.add(self.current_device())
+
+    def current_device(self) -> int:
+        return getattr(self._current, "device", 0)
+
+    def set_device(self, device: torch.device) -> None:
+        assert device.index is not None
+        self._current.device = device.index
 
     def drift(self) -> None:
         """Execute a random amount of the queued work."""
@@ -140,7 +151,9 @@ class Model:
             "current_stream": self.current_stream,
             "Stream": self.stream,
             "stream": self.use,
-            "current_device": lambda: DEVICE.index,
+            "current_device": self.current_device,
+            "set_device": self.set_device,
+            "is_current_stream_capturing": lambda: self.current_stream() is self.captured,
             "Event": lambda **options: Event(self),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)

@@ -9,8 +9,10 @@ import traceback
 import numpy as np
 import pytest
 import torch
+from device_model import Model
 
-from torchmpi.engine.data_loading import Prefetcher
+from torchmpi.engine.data_loading import DeviceCopy, Prefetcher
+from torchmpi.engine.state import Sample
 
 
 def threads() -> list[str]:
@@ -45,6 +47,21 @@ def test_loads_up_to_depth_ahead(depth):
             assert len(loaded) == taken + depth
         assert ahead.is_ahead
     assert not threads()
+
+
+def test_copies_to_another_gpu_set_no_stream_of_the_first_one(monkeypatch):
+    """That would create a context there, of hundreds of MB, for every rank on another GPU."""
+    model = Model(0)
+    model.install(monkeypatch)
+    model.set_device(torch.device("cuda", 1))
+    copies = DeviceCopy(torch.device("cuda", 1))
+    thread = threading.Thread(target=copies.send, args=(Sample(1, 2),))
+    thread.start()
+    thread.join()
+    assert model.contexts == {1}
+    model.set_device(torch.device("cuda", 0))
+    copies.send(Sample(1, 2))  # the device of a thread of the user stays
+    assert model.current_device() == 0
 
 
 def fail_at(index):

@@ -173,6 +173,30 @@ def test_callbacks_run_behind_the_call_and_not_on_the_default_stream(model):
     assert current[0] is not model.default
 
 
+def test_callbacks_share_the_stream_of_their_thread(model):
+    """torch has 32 streams: with a new one for each callback, work that has nothing to do with it shares its stream."""
+    group, tensor = group_of_one(), model.tensor(torch.zeros(4))
+    found: list[object] = []
+
+    def note() -> None:
+        found.append(model.current_stream())
+
+    held = threading.Event()
+    group.call_queue.submit(held.wait, "something slow")
+    calls = [group.call_queue.submit(note, "call", tensor) for _ in range(3)]
+    for call in calls:
+        call.when_done(note)  # in the worker
+    held.set()
+    for call in calls:
+        call.wait()
+    num_streams = len(model._streams)
+    group.call_queue.close()
+    for call in calls:
+        call.when_done(note)  # here
+    assert len(set(found[:6])) == len(set(found[6:])) == 1
+    assert num_streams == 2 and len(model._streams) == 3
+
+
 def test_done_waits_for_the_device(model):
     group = group_of_one()
     tensor = model.tensor(torch.zeros(4))
@@ -314,6 +338,21 @@ def test_work_on_changing_streams_stays_in_order(model):
     for index in range(steps):
         expected = expected * 2 + index
     assert found == [expected]
+
+
+def test_a_captured_stream_waits_for_no_work_outside_of_the_graph(model):
+    """A graph would be invalid otherwise; calls outside of it stay in order."""
+    order, tensor, captured = streams.Order(), model.tensor(torch.zeros(1)), model.stream()
+    with model.use(model.stream()):
+        order.enter(tensor)
+        compute(tensor, lambda values: values.add_(1))
+    model.captured = captured
+    with model.use(captured):
+        order.enter(tensor)
+    model.captured = None
+    with model.use(model.stream()):
+        order.enter(tensor)
+        assert seen(tensor) == [1.0]
 
 
 def test_in_order_follows_queued_work_in_another_thread(model):

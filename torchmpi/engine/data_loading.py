@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import timeline
 from ..errors import CheckpointError
+from ..tensors import streams
 from . import rng
 from .state import Sample, as_sample
 
@@ -129,6 +130,7 @@ class DeviceCopy:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
+        self._thread = threading.get_ident()
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
 
@@ -140,6 +142,8 @@ class DeviceCopy:
         """
         if self._stream is None:
             return Sample(*(map_tensors(lambda t, _: t.to(self.device), part) for part in sample))
+        if threading.get_ident() != self._thread:
+            streams.move_to(self._stream.device)
         with torch.cuda.stream(self._stream):
             sent = Sample(*(map_tensors(lambda t, _: t.to(self.device, non_blocking=True), part) for part in sample))
         self._stream.synchronize()

@@ -45,6 +45,15 @@ def fence(tensor: object) -> Mark | None:
     return Mark(stream.record_event(), stream, threading.get_ident())
 
 
+def move_to(device: torch.device) -> None:
+    """Make `device` the current device of a thread of torchmpi.
+
+    Not a with block: its end would set the previous device, in a new thread the first one, which costs a context.
+    """
+    if torch.cuda.current_device() != device.index:
+        torch.cuda.set_device(device)
+
+
 def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> tuple[Any, End]:
     """Run `task` on this thread's communication stream; its work on the device follows `mark`.
 
@@ -56,9 +65,8 @@ def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable
     if mark is None:
         return task(), NOTHING
     assert device is not None
-    if mark.thread != threading.get_ident() and torch.cuda.current_device() != device.index:
-        # Not a with block: its end would set the previous device, in a new thread the first one, which costs a context.
-        torch.cuda.set_device(device)
+    if mark.thread != threading.get_ident():
+        move_to(device)
     stream = communication_stream(device)
     with torch.cuda.stream(stream):
         stream.wait_event(mark.event)
@@ -124,13 +132,17 @@ def wait(end: End) -> None:
 
 
 def behind(end: End, device: torch.device | None) -> AbstractContextManager[Any]:
-    """Return a context in which the current stream is a new one that follows `end`.
+    """Return a context in which the current stream is the communication stream of this thread, behind `end`.
+
+    In the thread that has queued the work, this stream is behind it already. A new stream would be one of the 32 that
+    torch has: after 32 callbacks, that of other work.
 
     >>> with behind(None, None): pass
     """
     if end is NOTHING:
         return nullcontext()
-    stream = torch.cuda.Stream(device)
+    assert device is not None
+    stream = communication_stream(device)
     stream.wait_event(end)
     return torch.cuda.stream(stream)
 
@@ -205,11 +217,16 @@ class Order:
         self._last: torch.cuda.Stream | None = None
 
     def enter(self, tensor: object) -> None:
-        """Make the current stream follow the previous one, if that was another stream."""
+        """Make the current stream follow the previous one, if that was another stream.
+
+        In the capture of a CUDA graph the order is that of the program: a captured stream cannot wait for work outside.
+        """
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
             return
         stream = torch.cuda.current_stream(tensor.device)
-        if self._last is not None and self._last != stream:
+        if stream == self._last or torch.cuda.is_current_stream_capturing():
+            return
+        if self._last is not None:
             stream.wait_stream(self._last)
         self._last = stream
 
@@ -260,8 +277,8 @@ class _Abandoned:
         self._entries.append((end, kept))
 
     def sweep(self) -> None:
-        """Release the objects that the device no longer uses."""
-        if self._entries and self._changing.acquire(False):
+        """Release the objects that the device no longer uses. A query would invalidate the capture of a CUDA graph."""
+        if self._entries and not torch.cuda.is_current_stream_capturing() and self._changing.acquire(False):
             try:
                 for entry in list(self._entries):
                     if entry[0].query():
@@ -269,12 +286,12 @@ class _Abandoned:
             finally:
                 self._changing.release()
 
-
     def close(self) -> None:
         """Release all objects when the device has finished with them."""
-        for end, _ in list(self._entries):
-            wait(end)
-        self.sweep()
+        with suppress(RuntimeError):  # the device has failed
+            for end, _ in list(self._entries):
+                wait(end)
+            self.sweep()
 
 
 _abandoned = _Abandoned()
