@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import DeviceError
+
 
 def choose_device(local_rank: int, with_cuda: bool | None) -> torch.device:
     """Return the device of this rank, and make it the current one of torch if it is a GPU."""
@@ -23,3 +25,13 @@ def device_index(local_rank: int, num_visible_devices: int) -> int | None:
     ([0, 1, 0, 1], 0, None)
     """
     return local_rank % num_visible_devices if num_visible_devices > 0 else None
+
+
+def check_cuda(has_cuda: list[bool]) -> None:
+    """Raise if a rank has no CUDA device."""
+    if not all(has_cuda):
+        without = ", ".join(str(rank) for rank, has in enumerate(has_cuda) if not has)
+        raise DeviceError(
+            f"start(with_cuda=True), but torch sees no CUDA device on rank {without}. Check CUDA_VISIBLE_DEVICES and "
+            "`torchmpi doctor`, or leave with_cuda out to use the CPU."
+        )

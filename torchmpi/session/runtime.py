@@ -35,13 +35,13 @@ from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
-from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError, RankLostError, TorchMPIError
+from ..errors import AlreadyStartedError, ConfigError, NotStartedError, RankLostError, TorchMPIError
 from ..log import HOST, logger, set_place
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
 from ..timeline import torch_profiler
 from . import affinity, clock_samples, host_ring, job_metrics, mpi_library, mpi_progress
-from .devices import choose_device
+from .devices import check_cuda, choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
 from .lost_ranks import LossWatch
@@ -154,7 +154,7 @@ class Runtime:
         mpi_library.remove_attached_segments()  # all ranks have left MPI_Init
         _check_settings([rank.settings for rank in ranks])
         if with_cuda:
-            _check_cuda([rank.has_cuda for rank in ranks])
+            check_cuda([rank.has_cuda for rank in ranks])
         return ranks
 
     def _group_by_host(self, places: Sequence[_Place]) -> list[int]:
@@ -593,12 +593,3 @@ def _check_settings(settings: list[dict[str, object]]) -> None:
                     f"The ranks were started with different settings: {name} is {value!r} on rank 0 and "
                     f"{other[name]!r} on rank {rank}. Use one value on all ranks (mpirun -x, or start(config=...))."
                 )
-
-
-def _check_cuda(has_cuda: list[bool]) -> None:
-    if not all(has_cuda):
-        without = ", ".join(str(rank) for rank, has in enumerate(has_cuda) if not has)
-        raise DeviceError(
-            f"start(with_cuda=True), but torch sees no CUDA device on rank {without}. Check CUDA_VISIBLE_DEVICES and "
-            "`torchmpi doctor`, or leave with_cuda out to use the CPU."
-        )
