@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchmpi as mpi
 from torchmpi import Config
@@ -52,9 +53,9 @@ class Devices:
 class Rig:
     """The backend on a group of its own, over memory of the host."""
 
-    def __init__(self, *, backend: Any = None, check: str | None = None) -> None:
+    def __init__(self, *, backend: Any = None, check: str | None = None, group: Group | None = None) -> None:
         world = mpi.communicator().intra
-        self.group = Group(world.comm.Dup(), "staged", world.world_ranks, world.context, check=check)
+        self.group = group or Group(world.comm.Dup(), "staged", world.world_ranks, world.context, check=check)
         self.rank, self.size = self.group.rank, self.group.size
         self.backend = backend
         if backend is None:
@@ -281,6 +282,20 @@ def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree):
             message = str(error)
     agree("aborted" in message or "timeout" in message, message)
     Call(rig, "allreduce", torch.float32, "sum", (100,), 1).check(rig, agree)
+
+
+def test_abort_of_a_process_group_ends_a_wait_for_a_missing_rank(default_group, agree):
+    """Regression: only waits in shared memory of the host ended, so that abort() never did."""
+    aborted = dist.new_group()
+    rig, message = Rig(group=aborted._group), ""
+    rig.run("allreduce", torch.ones(3))
+    if rig.rank == 0 and rig.size > 1:
+        handle = rig.group.call_queue.submit(lambda: rig.run("allreduce", torch.ones(4)), "alone")
+        aborted.abort()
+        message = repr(handle.error)
+    else:
+        aborted.abort()
+    agree("StallError" in message or rig.rank > 0 or rig.size == 1, message)
 
 
 def test_groups_in_threads_do_not_mix(agree):

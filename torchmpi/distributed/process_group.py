@@ -477,16 +477,15 @@ class ProcessGroup(GroupProperties):
         self._membership.close(self._communicator)
 
     def abort(self) -> None:
-        """Free the group; calls that wait in shared memory end with an error, one after the other."""
+        """Free the group; calls that wait for other ranks of the host end with an error, one after the other."""
         group, call_queue = self._group, self._group.call_queue
         while (
             (call_queue.pending or call_queue.run_lock.locked())
             and not call_queue.closed
             and group.status_board is not None
         ):
-            current, shared = group.call_log.current, group.shared
-            if current is not None and shared is not None:
-                shared.expire(current[0])
+            if (current := group.call_log.current) is not None:
+                group.expire(current[0])
             time.sleep(_ABORT_POLL_SECONDS)
         self.shutdown()
 
