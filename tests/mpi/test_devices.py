@@ -201,6 +201,24 @@ def test_distributed_data_parallel(agree, device, process_group):
         agree.close(actual, wanted)
 
 
+def test_builtin_fp16_hook(agree, device, process_group):
+    """Regression: the hook in C++ failed in the threads of autograd. What it decompresses must follow the allreduce."""
+    own = make_net(device)
+    net = nn.parallel.DistributedDataParallel(copy.deepcopy(own), bucket_cap_mb=0.0001)
+    net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        net(batch(device, 0)).square().sum().backward()
+        found = [parameter.grad.cpu() for parameter in net.parameters()]
+    own(batch(device, 0)).square().sum().backward()
+    by_hand(own)
+    for actual, parameter in zip(found, own.parameters(), strict=True):
+        wanted = parameter.grad.cpu()
+        agree.close(actual, wanted, rtol=4e-3, atol=4e-3 * wanted.abs().max().item())
+
+
 def test_distributed_data_parallel_equals_one_process(agree, device, process_group):
     """A convolutional network trained on parts of a batch, and on the whole of it."""
 

@@ -78,10 +78,45 @@ def test_compressing_hooks(agree, hook, dtype):
 
 
 def test_builtin_fp16_hook(agree):
-    """The hook is written in C++ and needs a future of C++ tensors."""
     model = parallel()
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     check_rounded(agree, model, torch.float16)
+
+
+class Within(torch.autograd.Function):
+    """Calls a function in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.call()
+        return gradient, None
+
+
+def test_builtin_fp16_hook_in_a_thread_of_autograd(agree):
+    """Regression: there, and so with a GPU, the hook in C++ did not get a future of C++ tensors, and asserted that.
+
+    Of backward passes inside each other, the 62nd runs in such a thread on a CPU too.
+    """
+    model = parallel()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+    def call(depth: int = 61) -> None:
+        if depth:
+            Within.apply(torch.ones((), requires_grad=True), lambda: call(depth - 1)).backward()
+        else:
+            loss_of(model, 0, share()).backward()
+
+    call()
+    through_threads = gradients(model)
+    model.zero_grad()
+    check_rounded(agree, model, torch.float16)
+    agree.equal(through_threads, gradients(model))
 
 
 def powersgd_state(rank: int) -> powerSGD_hook.PowerSGDState:

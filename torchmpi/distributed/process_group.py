@@ -115,10 +115,7 @@ class ProcessGroup(GroupProperties):
             task = partial(self._run_composed, task, [tensor], reduction)
         is_bucket = events.recorder is not None and torch_names.is_bucket_of_ddp(tensor)
         with events.labelled(events.DDP_BUCKET) if is_bucket else nullcontext():
-            work = self._launch(task, [tensor], opts, "all_reduce")
-        if tensor.dtype is torch.float16 and isinstance(work, PendingWork) and torch_names.is_bucket_of_ddp(tensor):
-            work.is_for_cpp = True  # of DDP's built-in hook FP16_COMPRESS
-        return work
+            return self._launch(task, [tensor], opts, "all_reduce")
 
     def _run_composed(self, task: Callable[[], object], tensors: Tensors, reduction: Any) -> None:
         """Scale the tensors, run `task`, and divide. Runs in the queue: earlier calls may use the tensors before."""

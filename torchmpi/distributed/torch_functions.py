@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError
 from . import torch_names
@@ -22,6 +23,7 @@ def extend() -> None:
     torch_names.extend_function("monitored_barrier", _monitored_barrier)
     torch_names.extend_function("split_group", _split_group)
     torch_names.extend_function("_set_pg_timeout", _set_timeout)
+    torch_names.extend_function("_register_builtin_comm_hook", _register_builtin_hook, DistributedDataParallel)
     torch_names.implement_out_variants()
 
 
@@ -46,6 +48,19 @@ def _set_timeout(original: Callable[..., None], timeout: timedelta, group: Any =
         chosen.set_timeout(timeout)
     else:
         original(timeout, group)
+
+
+def _register_builtin_hook(original: Callable[..., None], model: DistributedDataParallel, kind: Any) -> None:
+    """Register PyTorch's hook in Python, which computes the same, in the place of that in C++ for float16.
+
+    That in C++ requires a future of C++ tensors, and those which Python can make do not follow the streams of a GPU.
+    """
+    if kind is torch_names.FP16_COMPRESS and isinstance(model.process_group, ProcessGroup):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(model.process_group, fp16_compress_hook)
+    else:
+        original(model, kind)
 
 
 def _split_group(

@@ -45,6 +45,7 @@ GatherOptions = c10d.GatherOptions
 ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
 ScatterOptions = c10d.ScatterOptions
+FP16_COMPRESS = c10d.BuiltinCommHookType.FP16_COMPRESS
 
 Options = TypeVar("Options")
 
@@ -258,33 +259,9 @@ def group_of_gloo(options: BackendOptions) -> dist.ProcessGroup:
     return group
 
 
-def future_of_tensors(ended: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a future of the C++ type ``List[Tensor]`` that completes, or fails, with the future `ended`.
-
-    Futures made in Python have the type of any Python object, which hooks in C++ reject. A forked task of TorchScript
-    has a future of the type of its result.
-    """
-    global _start_waiting
-    if _start_waiting is None:
-        _start_waiting = torch.jit.CompilationUnit(_WAITING).start_waiting
-    return _start_waiting(ended, tensors)
-
-
-_start_waiting: Any = None
-_WAITING = """
-def wait_and_return(ended: Future[int], tensors: List[Tensor]) -> List[Tensor]:
-    torch.jit.wait(ended)
-    return tensors
-
-def start_waiting(ended: Future[int], tensors: List[Tensor]) -> Future[List[Tensor]]:
-    return torch.jit.fork(wait_and_return, ended, tensors)
-"""
-
-
-def extend_function(name: str, extension: Callable[..., Any]) -> None:
-    """Replace a function of torch.distributed by ``extension(original, ...)``, once."""
-    module = dist.distributed_c10d
-    original = getattr(module, name)
+def extend_function(name: str, extension: Callable[..., Any], holder: Any = dist.distributed_c10d) -> None:
+    """Replace a function of torch.distributed, or a method of `holder`, by ``extension(original, ...)``, once."""
+    original = getattr(holder, name)
     if hasattr(original, "is_extended"):
         return
 
@@ -293,9 +270,9 @@ def extend_function(name: str, extension: Callable[..., Any]) -> None:
         return extension(original, *arguments, **options)
 
     extended.is_extended = True  # type: ignore[attr-defined]
-    for holder in (module, dist):
-        if hasattr(holder, name):
-            setattr(holder, name, extended)
+    setattr(holder, name, extended)
+    if getattr(dist, name, None) is original:
+        setattr(dist, name, extended)
 
 
 def implement_out_variants() -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..errors import StallError
-from . import torch_names
 from .transfers import MessageHandle
 
 Future = torch.futures.Future[Any]
@@ -66,8 +65,6 @@ class PendingWork(dist.Work):
         super().__init__()
         self._handle, self._outputs, self._limit_seconds = handle, outputs, limit_seconds
         self._future: Future | None = None
-        self.is_for_cpp = False
-        """Whether the reader of the future is a hook in C++, which needs a list of tensors as C++ knows it."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
@@ -103,8 +100,6 @@ class PendingWork(dist.Work):
             # C++ waits for the child: only a child carries an error in the form that C++ expects. A future that was
             # given an exception in Python returns it as its value (torch 2.13).
             self._future = ended.then(methodcaller("value"))
-            if self.is_for_cpp:
-                self._future = torch_names.future_of_tensors(self._future, self._outputs)
             self._handle.when_done(partial(self._complete, ended))
         return self._future
 
