@@ -23,8 +23,9 @@ from torchmpi.backends.torch_groups import RowMovement, TorchGroup
 from torchmpi.collectives import exchange
 from torchmpi.communicators.call_log import ON_DEVICE
 from torchmpi.config import Config
-from torchmpi.errors import DeviceError
+from torchmpi.errors import DeviceError, TransportError
 from torchmpi.session import runtime
+from torchmpi.session.lost_ranks import LossWatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -139,6 +140,31 @@ def test_a_process_group_exchanges_without_staging(agree, group, torch_group, mo
         agree.equal(part, torch.full((2, 1 + other), 10.0 * other + rank), f"from rank {other}")
     (plan, on_device), *_ = [plan for key, plan in group.plans.items() if key[0] == "exchange"]
     agree(on_device and plan.code & ON_DEVICE)
+
+
+def test_the_loss_of_a_rank_ends_the_work_on_the_device(agree, group, monkeypatch):
+    """Regression: closing a group waited for the device, whose kernels wait for the lost rank."""
+
+    class Closed(OverGloo):
+        close = NcclGroup.close
+
+    context, torch_group = group.context, Closed(group, fake_devices(*"abcdefgh"[: group.size]))
+    calls = NcclReduction(torch_group, torch.float32, "sum")
+    calls.allreduce(torch.ones(2), None, 0)
+    monkeypatch.setattr(context, "groups", [group])
+    monkeypatch.setattr(context, "loss", "")
+    monkeypatch.setattr(context, "raises_lost_ranks", False)
+    watch = LossWatch(context)
+    watch.note("rank 7 has ended")
+    message = ""
+    while not message:
+        try:
+            assert torch_group.opened
+        except TransportError as error:
+            message = str(error)
+    watch.close()
+    torch_group.close()
+    agree("rank 7 has ended" in message, message)
 
 
 def test_tensors_of_autograd_and_of_inference_mode(agree, torch_group):

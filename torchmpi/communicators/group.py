@@ -332,6 +332,12 @@ class Group:
     def _expirable(self) -> list[Any]:
         return [item for item in (self.shared, *self.attachments) if hasattr(item, "expire")]
 
+    def abort_device_work(self) -> None:
+        """End the work on a device that waits for a lost rank. Later calls on the same connections fail."""
+        for item in list(self.attachments):
+            if hasattr(item, "abort_device_work"):
+                item.abort_device_work()
+
     def duplicate(self, name: str) -> Group:
         """Return a group of the same ranks with a separate call queue and call log. Collective."""
         return Group(self.comm.Dup(), name, self.world_ranks, self.context)

@@ -55,7 +55,7 @@ def _register_builtin_hook(original: Callable[..., None], model: DistributedData
 
     That in C++ requires a future of C++ tensors, and those which Python can make do not follow the streams of a GPU.
     """
-    if kind is torch_names.FP16_COMPRESS and isinstance(model.process_group, ProcessGroup):
+    if kind == torch_names.FP16_COMPRESS and isinstance(model.process_group, ProcessGroup):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         model.register_comm_hook(model.process_group, fp16_compress_hook)

@@ -12,8 +12,9 @@ _PERIOD_SECONDS = 0.02
 class LossWatch:
     """Makes all calls on the groups of a runtime fail when a rank is lost.
 
-    Messages fail by themselves. A call in shared memory cannot see that a rank has ended, so a thread ends those that
-    wait, and those that begin later, until the runtime is closed.
+    Messages fail by themselves. A call in shared memory cannot see that a rank has ended, and neither can a kernel of
+    NCCL, which keeps the program waiting for its device. So a thread ends those that wait, and those that begin later,
+    until the runtime is closed.
     """
 
     def __init__(self, context: GroupContext) -> None:
@@ -35,6 +36,7 @@ class LossWatch:
                 group.call_log.is_ended = True
                 if (call := group.call_log.current) is not None:
                     group.expire(call[0])
+                group.abort_device_work()
 
     def close(self) -> None:
         """End the thread."""

@@ -7,6 +7,7 @@ call on a group, which connects the ranks, and where ranks must first exchange t
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,7 @@ SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SHARES_SINCE = (2, 30)
 _OP_NAMES = {"prod": "PRODUCT"}
 _INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def problem() -> str:
@@ -114,7 +116,14 @@ class NcclBackend:
         else:
             calls = RowMovement(group, torch_group)
         operation: Operation = getattr(calls, collective)
-        return operation
+
+        def run(source: Any, destination: Any, root: int) -> Any:
+            try:
+                return operation(source, destination, root)
+            except torch.distributed.DistBackendError as error:
+                raise torch_group.failure(error) from error
+
+        return run
 
 
 class NcclGroup(TorchGroup):
@@ -125,6 +134,8 @@ class NcclGroup(TorchGroup):
 
     def __init__(self, group: Group, devices: Devices) -> None:
         super().__init__(group)
+        self._context, self._aborting = group.context, threading.Lock()
+        self._abort: threading.Thread | None = None
         self._uuid, self._is_on_one_host = devices[group.world_ranks[group.rank]].uuid, devices.num_hosts == 1
 
     @cached_property
@@ -138,6 +149,8 @@ class NcclGroup(TorchGroup):
 
         if self._is_on_one_host:  # NCCL then listens on the loopback interface only
             os.environ.setdefault(_INTERFACE_VARIABLE, "lo")
+        if self._context.raises_lost_ranks:  # otherwise a thread of torch ends the process when a peer does not answer
+            os.environ.setdefault(_ERROR_HANDLING, "0")
         with torch.cuda.device(self.device):
             options = ProcessGroupNCCL.Options()
             options._timeout = NO_TIMEOUT
@@ -150,7 +163,11 @@ class NcclGroup(TorchGroup):
         try:
             work.wait()
         except RuntimeError as error:
-            raise TransportError(f"NCCL reports: {error}. {self.remedy}") from error
+            raise self.failure(error) from error
+
+    def failure(self, error: RuntimeError) -> TransportError:
+        """Return the error that a call raises for one of NCCL."""
+        return TransportError(f"NCCL reports: {error}. {self.remedy}")
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank."""
@@ -175,11 +192,28 @@ class NcclGroup(TorchGroup):
         else:
             super().allgather(source, destination, rows)
 
+    def abort_device_work(self) -> None:
+        """Begin to abort the communicator of NCCL, whose kernels wait for a lost rank.
+
+        In a thread, because the abort of one communicator may wait for the kernels of another one
+        (https://github.com/pytorch/pytorch/issues/119797).
+        """
+        with self._aborting:
+            if self._opened is not None and self._abort is None:
+                self._why_closed = self._context.loss
+                self._abort = threading.Thread(target=self._opened.abort, name="torchmpi abort of NCCL", daemon=True)
+                self._abort.start()
+
     def close(self) -> None:
-        """Release the communicator of NCCL, after the work that is enqueued."""
+        """Release the communicator of NCCL, after the work that is enqueued; if a rank is lost, without waiting."""
         if self._opened is not None:
-            torch.cuda.synchronize(self.device)
-            self._opened.shutdown()
+            if self._context.loss:
+                self.abort_device_work()
+            if self._abort is not None:
+                self._abort.join()
+            else:
+                torch.cuda.synchronize(self.device)
+                self._opened.shutdown()
         super().close()
 
 
