@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine, SGDEngine, State
+from torchmpi.engine.memory_copies import MemoryCopies
 from torchmpi.errors import ArgumentError, DeviceError, GradientError, ReplicaError
+from torchmpi.session import recovery, runtime
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -437,3 +439,23 @@ def test_measures_the_data_of_all_ranks(agree):
         abs(result.error.value(1) - 100 * (output.argmax(1) != y).double().mean().item()) < 1e-9,
         "class error",
     )
+
+
+def test_no_state_is_copied_after_the_loss_of_a_rank(monkeypatch):
+    """Regression: work on a device is aborted then, so that the last update may have used undefined gradients."""
+    context, engine = runtime.current().context, AllReduceSGDEngine(progress=False)
+    monkeypatch.setattr(context, "raises_lost_ranks", True)
+    monkeypatch.setattr(context, "loss", "")
+    copied = []
+    monkeypatch.setattr(MemoryCopies, "take", lambda self, run, kept: copied.append(run.state.t))
+    monkeypatch.setattr(recovery, "recover", lambda timeout: 1 / 0)
+    engine.recover(every=1)
+
+    @engine.on("on_update")
+    def lose(state):
+        if state.t == 2:
+            context.loss = "rank 7 has ended"
+
+    with pytest.raises(ZeroDivisionError):
+        train(engine, network(), lambda: make_batches(3, seed=1))
+    assert copied == [0, 1]

@@ -9,6 +9,7 @@ from .. import nn as mpinn
 from ..errors import ArgumentError, DeviceError, RankLostError, TorchMPIError
 from ..log import logger
 from ..session import api, recovery, runtime
+from ..tensors import streams
 from .checkpoint import Saved
 from .coordination import AllRanks
 from .data_loading import Source, is_function
@@ -110,6 +111,10 @@ class AllReduceSGDEngine(SGDEngine):
     def _copy_state(self, run: TrainingRun) -> None:
         every = self._copy_every
         if every is not None and (run.phase == "between epochs" or run.state.t % every == 0):
+            # A call on a device that was aborted, because a rank is lost, has left undefined values in the parameters.
+            streams.settle(next(run.state.network.parameters()))
+            if loss := runtime.current().context.loss:
+                raise RankLostError(f"{loss}, before a copy of the state.")
             self._copies.take(run, self._kept | run.kept)
 
     def _saved_after_loss(self, run: TrainingRun, error: TorchMPIError) -> Saved:
