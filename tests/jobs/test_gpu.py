@@ -1,4 +1,7 @@
-"""Jobs on a GPU: memory over many calls and many starts, and memory errors. They need a GPU, which ranks may share."""
+"""Jobs on a GPU: memory over many calls and many starts, and memory errors.
+
+The ranks may share the GPU, but nothing else may run on it: CUDA counts its memory for all processes together.
+"""
 
 from __future__ import annotations
 

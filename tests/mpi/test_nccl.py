@@ -137,12 +137,15 @@ def test_a_graph_replays_a_call(agree):
         mpi.allreduce(tensor, backend="nccl")  # makes the communicator; the capture uses yet another stream
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        tensor.mul_(2)  # on one rank NCCL enqueues nothing
         mpi.allreduce(tensor, backend="nccl")
+        tensor.add_(1)
     for step in range(3):
         tensor.fill_(step + mpi.rank())
         graph.replay()
         mpi.allreduce(tensor, backend="nccl")  # outside, in order
-        agree.equal(tensor.tolist(), [float(sum(range(step, step + mpi.size())) * mpi.size())] * 1000)
+        total = 2 * sum(range(step, step + mpi.size())) + 1
+        agree.equal(tensor.tolist(), [float(total * mpi.size())] * 1000)
 
 
 def test_groups_give_their_memory_back(agree):

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from torchmpi.tensors import streams
+
 DEVICE = torch.device("cuda", 0)
 
 
@@ -147,6 +149,7 @@ class Model:
     def install(self, monkeypatch: Any) -> None:
         """The replacement of torch.cuda's streams."""
         monkeypatch.setattr(DeviceTensor, "model", self, raising=False)
+        monkeypatch.setattr(streams, "_address_of_current", None)
         for name, value in {
             "current_stream": self.current_stream,
             "Stream": self.stream,

@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...errors import BackendUnavailableError
+from ...tensors import streams
 from .chunk_plan import FILLED, NUM_EVENTS
 
 _NUM_HALVES = 2
@@ -66,7 +67,7 @@ class CudaDevice:
 
     def current_stream(self) -> Any:
         """Return the current stream of the GPU."""
-        return torch.cuda.current_stream(self.device)
+        return streams.current(self.device)
 
     def finish(self) -> None:
         """Wait until the GPU has finished all enqueued work."""
