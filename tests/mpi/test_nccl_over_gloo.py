@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchmpi as mpi
 from torchmpi.backends.gloo import GlooGroup
@@ -38,6 +39,12 @@ class OverGloo(GlooGroup, NcclGroup):
     """The group of NCCL on a process group of gloo, which has no alltoall of lists of tensors."""
 
     device, close = torch.device("cpu"), TorchGroup.close
+
+
+class Closed(OverGloo):
+    """A group that is closed like that of NCCL."""
+
+    close = NcclGroup.close
 
 
 @pytest.fixture
@@ -144,10 +151,6 @@ def test_a_process_group_exchanges_without_staging(agree, group, torch_group, mo
 
 def test_the_loss_of_a_rank_ends_the_work_on_the_device(agree, group, monkeypatch):
     """Regression: closing a group waited for the device, whose kernels wait for the lost rank."""
-
-    class Closed(OverGloo):
-        close = NcclGroup.close
-
     context, torch_group = group.context, Closed(group, fake_devices(*"abcdefgh"[: group.size]))
     calls = NcclReduction(torch_group, torch.float32, "sum")
     calls.allreduce(torch.ones(2), None, 0)
@@ -165,6 +168,17 @@ def test_the_loss_of_a_rank_ends_the_work_on_the_device(agree, group, monkeypatc
     watch.close()
     torch_group.close()
     agree("rank 7 has ended" in message, message)
+
+
+def test_abort_of_a_process_group_ends_the_work_on_the_device(default_group, agree):
+    """Regression: it waited for the device, whose kernels wait for the missing rank."""
+    aborted = dist.new_group()
+    torch_group = Closed(aborted._group, fake_devices(*"abcdefgh"[: aborted.size()]))
+    NcclReduction(torch_group, torch.float32, "sum").allreduce(torch.ones(2), None, 0)
+    aborted.abort()
+    agree(aborted._group.call_queue.closed)
+    with pytest.raises(TransportError, match="was aborted"):
+        assert torch_group.opened
 
 
 def test_tensors_of_autograd_and_of_inference_mode(agree, torch_group):

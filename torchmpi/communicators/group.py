@@ -333,7 +333,7 @@ class Group:
         return [item for item in (self.shared, *self.attachments) if hasattr(item, "expire")]
 
     def abort_device_work(self) -> None:
-        """End the work on a device that waits for a lost rank. Later calls on the same connections fail."""
+        """End the work on a device that waits for other ranks. Later calls on the same connections fail."""
         for item in list(self.attachments):
             if hasattr(item, "abort_device_work"):
                 item.abort_device_work()

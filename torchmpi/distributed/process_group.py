@@ -474,7 +474,10 @@ class ProcessGroup(GroupProperties):
         self._membership.close(self._communicator)
 
     def abort(self) -> None:
-        """Free the group; calls that wait for other ranks of the host end with an error, one after the other."""
+        """Free the group; calls that wait for other ranks of the host end with an error, one after the other.
+
+        Kernels of NCCL that wait for other ranks end too.
+        """
         group, call_queue = self._group, self._group.call_queue
         while (
             (call_queue.pending or call_queue.run_lock.locked())
@@ -483,7 +486,9 @@ class ProcessGroup(GroupProperties):
         ):
             if (current := group.call_log.current) is not None:
                 group.expire(current[0])
+            group.abort_device_work()
             time.sleep(_ABORT_POLL_SECONDS)
+        group.abort_device_work()
         self.shutdown()
 
     # --- State that torch reads -------------------------------------------------------------------------------------

@@ -193,14 +193,14 @@ class NcclGroup(TorchGroup):
             super().allgather(source, destination, rows)
 
     def abort_device_work(self) -> None:
-        """Begin to abort the communicator of NCCL, whose kernels wait for a lost rank.
+        """Begin to abort the communicator of NCCL, whose kernels wait for a rank that is lost or missing.
 
         In a thread, because the abort of one communicator may wait for the kernels of another one
         (https://github.com/pytorch/pytorch/issues/119797).
         """
         with self._aborting:
             if self._opened is not None and self._abort is None:
-                self._why_closed = self._context.loss
+                self._why_closed = self._context.loss or "its process group was aborted"
                 self._abort = threading.Thread(target=self._opened.abort, name="torchmpi abort of NCCL", daemon=True)
                 self._abort.start()
 
