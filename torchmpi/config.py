@@ -29,7 +29,14 @@ Span = Literal["host", "across", "hosts"]
 Mode = Literal["sync", "async"]
 
 _GPU_BACKENDS = ("nccl", "ipc")
-_POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes", "metrics_seconds")
+_POSITIVE = (
+    "watchdog_period_seconds",
+    "message_bytes",
+    "pipeline_bytes",
+    "bucket_bytes",
+    "gpu_bucket_bytes",
+    "metrics_seconds",
+)
 # Variables with the same prefix that are not settings of a run.
 _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",
@@ -71,6 +78,8 @@ class Config:
     """Size of the chunks in which rank-order reductions are computed, so that the sums stay in the cache."""
     bucket_bytes: int = 4 << 20
     """Largest size of a bucket: tensors that are fused into one message, also those of asynchronous backward."""
+    gpu_bucket_bytes: int = 32 << 20
+    """The same for CUDA tensors, whose calls take longer to begin."""
     slot_bytes: int = 512 << 10
     """Size of a slot in shared memory, the largest chunk that a rank publishes to the others of its host. Each rank has
     two slots, four if there are two ranks, smaller ones if there are many; 0: no shared memory."""
@@ -134,6 +143,14 @@ class Config:
         for name in ("threads", "slot_bytes", "staging_bytes", *seconds):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must not be negative.")
+
+    def bucket_bytes_on(self, device_type: str) -> int:
+        """Return the largest size of a bucket of tensors on a type of device.
+
+        >>> Config().bucket_bytes_on("cpu"), Config().bucket_bytes_on("cuda")
+        (4194304, 33554432)
+        """
+        return self.bucket_bytes if device_type == "cpu" else self.gpu_bucket_bytes
 
     @property
     def chosen_gpu_backends(self) -> tuple[str, ...]:

@@ -52,14 +52,14 @@ def test_memory_is_constant_over_ten_thousand_collectives(job, backends):
     calls(200)
     before = used()
     calls(2000)  # five collectives each
-    print(before, used())
+    found = mpi.allgather_object((before, used()))
+    if mpi.rank() == 0:
+        print(all(before == after for before, after in found), found)
     mpi.stop()
     """
     result = job(2, CALLS + code, env=COLD | {"TORCHMPI_GPU_BACKENDS": backends})
     assert result.returncode == 0, result.output
-    for line in result.stdout.splitlines():
-        before, after = line.split(") (")
-        assert before.strip("(") == after.strip(")"), result.output
+    assert result.stdout.startswith("True"), result.output
 
 
 def test_a_hundred_starts_give_device_memory_back(job):
@@ -72,11 +72,11 @@ def test_a_hundred_starts_give_device_memory_back(job):
         return found
 
     found = [cycle() for _ in range(100)]
-    print(max(found[50:]) - max(found[:10]))
+    print(max(found[50:]) - max(found[:10]), found)
     """
     result = job(2, CALLS + code, env=COLD | {"TORCHMPI_GPU_BACKENDS": "ipc"}, timeout=300)
     assert result.returncode == 0, result.output
-    assert all(int(growth) <= 0 for growth in result.stdout.split()), result.output
+    assert all(int(line.split()[0]) <= 0 for line in result.stdout.splitlines()), result.output
 
 
 def test_memory_checker_of_cuda_finds_nothing(mpirun, tmp_path):

@@ -150,6 +150,7 @@ class Model:
         """The replacement of torch.cuda's streams."""
         monkeypatch.setattr(DeviceTensor, "model", self, raising=False)
         monkeypatch.setattr(streams, "_address_of_current", None)
+        monkeypatch.setattr(streams, "_unused", {})
         for name, value in {
             "current_stream": self.current_stream,
             "Stream": self.stream,

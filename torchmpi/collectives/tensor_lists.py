@@ -271,7 +271,8 @@ def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
 
 def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[Handle[Any]]:
     started: list[Handle[Any]] = []
-    for indices in bucket_plan.plan_buckets(members.tensors, runtime.current().config.bucket_bytes):
+    bucket_bytes = runtime.current().config.bucket_bytes_on(members.tensors[0].device.type)
+    for indices in bucket_plan.plan_buckets(members.tensors, bucket_bytes):
         parts = [members.tensors[index] for index in indices]
         if len(parts) == 1:
             started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))

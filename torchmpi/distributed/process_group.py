@@ -165,7 +165,8 @@ class ProcessGroup(GroupProperties):
 
     def _reduce_packed(self, tensors: Tensors, reduction: Any) -> None:
         scale(tensors, reduction)
-        for members in bucket_plan.plan_buckets(tensors, runtime.current().config.bucket_bytes):
+        bucket_bytes = runtime.current().config.bucket_bytes_on(tensors[0].device.type)
+        for members in bucket_plan.plan_buckets(tensors, bucket_bytes):
             parts = [tensors[index] for index in members]
             flat = parts[0] if len(parts) == 1 else torch.cat([part.detach().reshape(-1) for part in parts])
             plan = self._allreduce_plan(flat, reduction)

@@ -73,8 +73,9 @@ def _start() -> None:
         for variable, name in _SETTINGS.items()
         if os.environ.get(variable) and f"TORCHMPI_{name.upper()}" not in os.environ
     }
-    if changed.get("bucket_bytes") == 0:  # Horovod: no fusion
-        changed["bucket_bytes"] = 1
+    if "bucket_bytes" in changed:
+        # In Horovod 0 means no fusion.
+        changed["bucket_bytes"] = changed["gpu_bucket_bytes"] = max(1, changed["bucket_bytes"])
     api.start(config=dataclasses.replace(config, **changed))
     _owned["torchmpi"] = True
 

@@ -120,7 +120,8 @@ class SynchronizingOptimizer(_Base):
                 raise HorovodInternalError("DistributedOptimizer: the ranks have parameters of other names or shapes.")
         grouped = _as_groups(self._settings.groups, ordered)
         rest = [each for each in ordered if not any(each is other for group in grouped for other in group)]
-        planned = bucket_plan.plan_buckets(rest, runtime.current().config.bucket_bytes)
+        device_type = rest[0].device.type if rest else "cpu"
+        planned = bucket_plan.plan_buckets(rest, runtime.current().config.bucket_bytes_on(device_type))
         buckets = grouped + [[rest[index] for index in indices] for indices in planned]
         position = {parameter: index for index, parameter in enumerate(ordered)}
         return sorted(buckets, key=lambda bucket: max(position[each] for each in bucket))

@@ -51,7 +51,8 @@ def register_async_backward(
         net: The module.
         sync_gradient_frequency: Number of backward passes over which gradients are accumulated; the last of them
             launches the reduction of the sum.
-        bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
+        bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``,
+            or ``gpu_bucket_bytes``.
         average: Divide the sum by the number of ranks; False keeps the sum.
         compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32; or an :class:`EightBit`,
             :class:`TopK` or :class:`PowerSGD`, for what is sent between hosts. The same on all ranks.
@@ -78,7 +79,7 @@ def register_async_backward(
         raise ArgumentError("The net is registered already. Call unregister_async_backward(net) first.")
     refuse_inside_join(net, "register_async_backward")
     _refuse_shared(net)
-    bucket_bytes = default_bucket_bytes(bucket_bytes)
+    bucket_bytes = default_bucket_bytes(bucket_bytes, list(net.parameters()))
     backward = AsyncBackward(
         net,
         sync_gradient_frequency,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from ..communicators.communicator import NO_LEVEL, Communicator
 from ..session import runtime
 
 
-def default_bucket_bytes(bucket_bytes: int | None) -> int:
-    """Return `bucket_bytes`, or the setting if it is None."""
-    return runtime.current().config.bucket_bytes if bucket_bytes is None else bucket_bytes
+def default_bucket_bytes(bucket_bytes: int | None, tensors: Sequence[Tensor]) -> int:
+    """Return `bucket_bytes`, or the setting for the device of `tensors` if it is None."""
+    if bucket_bytes is not None:
+        return bucket_bytes
+    return runtime.current().config.bucket_bytes_on(tensors[0].device.type if tensors else "cpu")
 
 
 def open_private(communicator: Communicator, name: str) -> Communicator:

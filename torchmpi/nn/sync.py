@@ -115,7 +115,8 @@ def synchronize_gradients(
     Args:
         net: A module or an iterable of parameters.
         average: Divide the sum by the number of ranks; False keeps the sum.
-        bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
+        bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``,
+            or ``gpu_bucket_bytes``.
         compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32; or an :class:`EightBit`,
             :class:`TopK` or :class:`PowerSGD`, for what is sent between hosts. The same on all ranks.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
@@ -147,7 +148,9 @@ def synchronize_gradients(
                 "Give join() and the calls inside it the same comm."
             )
         reduction = join_state.reduction(
-            join_state.announce_active(DIRECT, average, default_bucket_bytes(bucket_bytes), compression)
+            join_state.announce_active(
+                DIRECT, average, default_bucket_bytes(bucket_bytes, Replica(net).trainable), compression
+            )
         )
     deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
     if deferred is not None and not average and join_state is None and deferred.is_summed_already(communicator):
@@ -208,7 +211,7 @@ def reduce_gradients(
             break
     in_place = is_within_host and reduction.wire is None and not is_compressed
     if not in_place or not _reduce_within_host(blocks, dense, reduction, comm):
-        _reduce_in_buckets(blocks, rest, dense, reduction, default_bucket_bytes(bucket_bytes), comm)
+        _reduce_in_buckets(blocks, rest, dense, reduction, default_bucket_bytes(bucket_bytes, rest), comm)
     for parameter in presence.sparse:
         reduction.run_sparse(parameter, comm)
 

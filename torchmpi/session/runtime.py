@@ -135,7 +135,7 @@ class Runtime:
             "rank": self.world.rank, "size": self.world.size, "host": self.host_name, "process": os.getpid(),
             "local_rank": self.local_rank, "num_hosts": self.num_hosts, "version": __version__,
             "mpi": mpi_library.short_version(self.MPI), "hierarchical": self.config.hierarchical,
-            "bucket_bytes": self.config.bucket_bytes,
+            "bucket_bytes": self.config.bucket_bytes_on(self.device.type),
         }  # fmt: skip
 
     def _exchange_information(self, with_cuda: bool | None) -> list[_RankInfo]:
@@ -565,8 +565,8 @@ def _place(MPI: Any, config: Config) -> _Place:
 def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
     """Return the settings and arguments of `start()` that must be the same on all ranks."""
     names = (
-        "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "staging_bytes", "gpu_backends",
-        "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
+        "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "gpu_bucket_bytes", "slot_bytes", "staging_bytes",
+        "gpu_backends", "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
 

@@ -216,11 +216,30 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
     With one common stream, calls on different communicators would wait for each other, in different orders on different
     ranks.
     """
-    streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
+    streams: _StreamsOfThread = _own.__dict__.setdefault("streams", _StreamsOfThread())
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in streams:
+        with suppress(IndexError):
+            streams[index] = _unused.setdefault(index, []).pop()
+            return streams[index]
         streams[index] = torch.cuda.Stream(index, priority=_HIGH_PRIORITY)
     return streams[index]
+
+
+class _StreamsOfThread(dict[int, torch.cuda.Stream]):
+    """The communication streams of a thread by device. When it ends, others use them: each stream has memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unused = _unused
+
+    def __del__(self) -> None:
+        for index, stream in self.items():
+            self._unused.setdefault(index, []).append(stream)
+
+
+_unused: dict[int, list[torch.cuda.Stream]] = {}
+"""The communication streams of threads that have ended, by device."""
 
 
 class Order:
