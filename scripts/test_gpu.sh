@@ -92,7 +92,7 @@ for ranks in 1 2 3 4; do
         gpu_run "${setting[@]}" "${launch[@]}" "$python" examples/mnist/mnist_allreduce.py --gpu --assert-accuracy 0.9
     done
     # One thread per rank: the references are computed on small tensors.
-    OMP_NUM_THREADS=1 gpu_run "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$checkout/build/test/gpu-n$ranks" \
+    TORCHMPI_THREADS=1 gpu_run "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$checkout/build/test/gpu-n$ranks" \
         "$python" -m pytest --with-mpi -p no:cacheprovider --capture=sys -m gpu -q tests/mpi "$@"
 done
 if [ "$status" = 0 ]; then
