@@ -113,16 +113,20 @@ def test_gpu_tests_run_an_example_and_the_marked_tests(tmp_path: Path) -> None:
         made = tmp_path / name
         made.write_text(f'#!/bin/sh\necho "GPU 0"\necho "[$TORCHMPI_GPU_BACKENDS] $*" >>"{log}"\n')
         made.chmod(0o755)
-    changed = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHON": str(tmp_path / "python")}
+    changed = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "WITHOUT_MPS": "1",
+    }
     done = run([SCRIPTS / "test_gpu.sh"], place(**changed))
     assert done.returncode == 0 and done.stdout.endswith("test_gpu: passed\n"), done.stdout + done.stderr
     commands = log.read_text().splitlines()
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 3, 4):
         own = [command for command in commands if f"-n {ranks} " in command]
         examples = [command.split("]")[0] for command in own if "mnist_allreduce.py --gpu" in command]
         assert examples == (["["] if ranks == 1 else ["[", "[ipc", "[none"])
         assert sum("-m gpu" in command and "tests/mpi" in command for command in own) == 1
-    assert any("-m gpu" in command and "tests/unit tests/jobs" in command for command in commands)
+    assert any("-m gpu" in command and "-q tests/jobs" in command for command in commands)
 
 
 # ---- common.sh: Python and environments ----

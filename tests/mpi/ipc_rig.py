@@ -52,6 +52,9 @@ class HostDevice(CudaDevice):
     def current_stream(self) -> None:
         """Return None: host tensors have no streams."""
 
+    def is_capturing(self) -> bool:
+        return False
+
     def finish(self) -> None:
         """Do nothing: operations on host tensors have ended."""
 

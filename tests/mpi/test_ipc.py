@@ -260,12 +260,14 @@ def test_different_calls_raise_on_all_ranks(rig, agree):
     Call(rig, "reduce_scatter", torch.bfloat16, "avg", (300, 7), 1).check(rig, agree)
 
 
-def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree):
+@pytest.mark.parametrize("is_first", (False, True))
+def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree, is_first):
     if mpi.size() == 1 or rig.group.log_board is None:
         return
     from mpi4py import MPI
 
-    rig.run("allreduce", torch.ones(3))
+    if not is_first:
+        rig.run("allreduce", torch.ones(3))
     rig.group.timeout_seconds = 1.0
     late, message = rig.rank == 0, ""
     if not late:
@@ -437,6 +439,22 @@ def test_calls_are_ordered_with_the_streams_around_them_on_the_gpu(agree):
     for number, (_, result) in enumerate(results):
         expected = float(sum(range(mpi.size())) + number * mpi.size())
         agree(bool((result == expected).all()), f"round {number}: {result[:3]} instead of {expected}")
+
+
+@pytest.mark.gpu
+def test_a_capture_is_refused_and_the_next_calls_are_right_on_the_gpu(agree):
+    gpu_group()
+    tensor = torch.ones(1000, device=mpi.device())
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            mpi.allreduce(tensor, backend="ipc")
+
+    agree.raises(DeviceError, capture, "cannot be captured in a CUDA graph")
+    mpi.barrier()
+    for _ in range(3):
+        mpi.allreduce(tensor, backend="ipc")
+    agree.equal(tensor.tolist(), [float(mpi.size() ** 3)] * 1000)
 
 
 class ClosedOnTheLast(staging_areas.CudaDevice):

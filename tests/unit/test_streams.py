@@ -36,7 +36,7 @@ def test_calls_on_host_tensors_return_plain_handles():
 def model(request, monkeypatch):
     device = Model(request.param)
     device.install(monkeypatch)
-    monkeypatch.setattr(streams, "_own", threading.local())
+    monkeypatch.setattr(streams, "_own", streams._Own())
     monkeypatch.setattr(streams, "_abandoned", streams._Abandoned())
     return device
 

@@ -50,17 +50,17 @@ def _set_timeout(original: Callable[..., None], timeout: timedelta, group: Any =
         original(timeout, group)
 
 
-def _register_builtin_hook(original: Callable[..., None], model: DistributedDataParallel, kind: Any) -> None:
+def _register_builtin_hook(original: Callable[..., None], model: DistributedDataParallel, comm_hook_type: Any) -> None:
     """Register PyTorch's hook in Python, which computes the same, in the place of that in C++ for float16.
 
     That in C++ requires a future of C++ tensors, and those which Python can make do not follow the streams of a GPU.
     """
-    if kind == torch_names.FP16_COMPRESS and isinstance(model.process_group, ProcessGroup):
+    if comm_hook_type == torch_names.FP16_COMPRESS and isinstance(model.process_group, ProcessGroup):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         model.register_comm_hook(model.process_group, fp16_compress_hook)
     else:
-        original(model, kind)
+        original(model, comm_hook_type)
 
 
 def _split_group(

@@ -73,9 +73,10 @@ def _start() -> None:
         for variable, name in _SETTINGS.items()
         if os.environ.get(variable) and f"TORCHMPI_{name.upper()}" not in os.environ
     }
-    if "bucket_bytes" in changed:
-        # In Horovod 0 means no fusion.
-        changed["bucket_bytes"] = changed["gpu_bucket_bytes"] = max(1, changed["bucket_bytes"])
+    if "bucket_bytes" in changed:  # in Horovod 0 means no fusion
+        changed["bucket_bytes"] = max(1, changed["bucket_bytes"])
+        if "TORCHMPI_GPU_BUCKET_BYTES" not in os.environ:
+            changed["gpu_bucket_bytes"] = changed["bucket_bytes"]
     api.start(config=dataclasses.replace(config, **changed))
     _owned["torchmpi"] = True
 

@@ -103,6 +103,8 @@ def initialise() -> tuple[Any, bool]:
         _check_family(MPI)
         _check_room(MPI)
         _yield_if_crowded(MPI)
+        # Over one TCP connection Open MPI sends and receives by turns: half the speed (docs/design/hierarchy.md).
+        os.environ.setdefault("OMPI_MCA_btl_tcp_links", "2")
         if is_apart_from_launcher():
             # Without this, Open MPI 5.0.11 crashes: both ranks are process 1, and take their own file for the other's.
             os.environ.setdefault("OMPI_MCA_btl", "self,tcp")

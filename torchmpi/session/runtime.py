@@ -245,11 +245,12 @@ class Runtime:
         is_auto = config.backend != "ipc" and config.gpu_backends == "auto"
         is_wanted = config.backend == "ipc" or "ipc" in config.chosen_gpu_backends
         is_wanted &= not is_auto or self.devices.first_sharing(range(world.size)) is not None
-        if not (is_wanted and all(self.devices.uuids) and config.staging_bytes and config.slot_bytes):
+        if not (is_wanted and any(self.devices.uuids) and config.staging_bytes and config.slot_bytes):
             return ""  # not chosen without being requested (its first call tries then), or unavailable
-        places = [(device.host, device.uuid if is_auto else "") for device in self.devices]
-        near = world.Split(places.index(places[world.rank]), world.rank)
-        problem = staging_areas.trial(near, staging_areas.CudaDevice(self.device)) if near.size > 1 else ""
+        places = [(device.host, device.uuid if is_auto else bool(device.uuid)) for device in self.devices]
+        near, has_gpu = world.Split(places.index(places[world.rank]), world.rank), bool(self.devices[world.rank].uuid)
+        is_tried = has_gpu and near.size > 1
+        problem = staging_areas.trial(near, staging_areas.CudaDevice(self.device)) if is_tried else ""
         near.Free()
         found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
         return found[0] if found else ""
@@ -572,13 +573,13 @@ def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
 
 
 def _about_gpu_backends(config: Config, devices: Devices) -> str:
-    """Return the part of the summary on experimental backends; '' if no rank has a GPU."""
+    """Return the part of the summary on the backends of the GPU; '' if no rank has one."""
     if not any(devices.uuids):
         return ""
     names = config.chosen_gpu_backends
     if config.gpu_backends == "auto":  # `ipc` among ranks that share a GPU, which `nccl` refuses
         is_shared = devices.first_sharing(range(len(devices))) is not None
-        names = names if is_shared and len({*devices.uuids}) > 1 else ("ipc",) if is_shared else ("nccl",)
+        names = names if is_shared and len({*devices.uuids} - {""}) > 1 else ("ipc",) if is_shared else ("nccl",)
     if not names:
         return ", CUDA tensors go through the host"
     plural = "s" * (len(names) > 1)

@@ -21,7 +21,6 @@ End = Any
 NOTHING: End = None
 _HIGH_PRIORITY = -1  # other ranks wait for communication, not for computation
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of the process
-_own = threading.local()
 _address_of_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _known: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
@@ -38,6 +37,32 @@ def current(device: torch.device) -> torch.cuda.Stream:
     if stream is None:
         stream = _known[key] = torch.cuda.current_stream(device)
     return stream
+
+
+class _StreamsOfThread(dict[int, torch.cuda.Stream]):
+    """The communication streams of a thread by device. When it ends, others use them: each stream has memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unused = _unused
+
+    def __del__(self) -> None:
+        for index, stream in self.items():
+            self._unused.setdefault(index, []).append(stream)
+
+
+_unused: dict[int, list[torch.cuda.Stream]] = {}
+"""The communication streams of threads that have ended, by device."""
+
+
+class _Own(threading.local):
+    """The streams of the current thread."""
+
+    def __init__(self) -> None:
+        self.streams = _StreamsOfThread()
+
+
+_own = _Own()
 
 
 class Mark(NamedTuple):
@@ -134,7 +159,7 @@ def end_of(*tensors: torch.Tensor) -> End:
         return NOTHING
     stream = torch.cuda.current_stream(devices[0])
     # In the background the host sleeps until then, which takes longer than polling.
-    is_background = stream in _own.__dict__.get("streams", {}).values()
+    is_background = stream in _own.streams.values()
     return stream.record_event(torch.cuda.Event(blocking=is_background))
 
 
@@ -216,7 +241,7 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
     With one common stream, calls on different communicators would wait for each other, in different orders on different
     ranks.
     """
-    streams: _StreamsOfThread = _own.__dict__.setdefault("streams", _StreamsOfThread())
+    streams = _own.streams
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in streams:
         with suppress(IndexError):
@@ -224,22 +249,6 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
             return streams[index]
         streams[index] = torch.cuda.Stream(index, priority=_HIGH_PRIORITY)
     return streams[index]
-
-
-class _StreamsOfThread(dict[int, torch.cuda.Stream]):
-    """The communication streams of a thread by device. When it ends, others use them: each stream has memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._unused = _unused
-
-    def __del__(self) -> None:
-        for index, stream in self.items():
-            self._unused.setdefault(index, []).append(stream)
-
-
-_unused: dict[int, list[torch.cuda.Stream]] = {}
-"""The communication streams of threads that have ended, by device."""
 
 
 class Order:
@@ -296,7 +305,8 @@ class Queued:
 
     def __del__(self) -> None:
         """Keep the memory: if the stream it was allocated on does not follow, the allocator would reuse it too soon."""
-        if self._kept is not None and not sys.is_finalizing() and not self.has_ended():
+        is_needed = self._kept is not None and not sys.is_finalizing()
+        if is_needed and (torch.cuda.is_current_stream_capturing() or not self.has_ended()):
             _abandoned.add(self._end, (self._kept, self._result))
 
 
@@ -316,8 +326,9 @@ class _Abandoned:
         if self._entries and not torch.cuda.is_current_stream_capturing() and self._changing.acquire(False):
             try:
                 for entry in list(self._entries):
-                    if entry[0].query():
-                        self._entries.remove(entry)
+                    with suppress(RuntimeError):  # the event of a capture cannot be queried
+                        if entry[0].query():
+                            self._entries.remove(entry)
             finally:
                 self._changing.release()
 

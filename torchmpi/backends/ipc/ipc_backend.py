@@ -131,14 +131,15 @@ class StagedGroup:
                 "a collective of backend ipc cannot be captured in a CUDA graph, because processes wait for each other "
                 "on the host. Call it outside of the capture, or pass backend='nccl'."
             )
-        if self.staging is None:
-            self.staging, self._device = self._make_staging(tensor.device), tensor.device
-        elif tensor.device != self._device:
+        if self.staging is not None and tensor.device != self._device:
             raise DeviceError(
                 f"{self.group.where}: the tensor is on {tensor.device}, but communicator {self.group.name} has its "
                 f"staging areas on {self._device}. Keep the tensors of a communicator on one GPU."
             )
-        self.sync.begin()
+        self.sync.begin()  # after all checks: a rank that has entered the call takes part in calls of MPI
+        if self.staging is None:
+            self.wait_for_entry()  # expire() ends this wait, but not those of MPI in the next line
+            self.staging, self._device = self._make_staging(tensor.device), tensor.device
 
     def _make_staging(self, device: torch.device) -> Staging:
         group, backend = self.group, self.backend
@@ -156,7 +157,7 @@ class StagedGroup:
         self._last_use = [self.sync.number_of_next_call] * 2
         if self.staging is not None:
             with suppress(RuntimeError):  # the device may have failed
-                for half in (0, 1):
+                for half in () if self.staging.device.is_capturing() else (0, 1):
                     self.staging.event(self.rank, EMPTIED, half).record()
 
     def expire(self, seq: int) -> None:

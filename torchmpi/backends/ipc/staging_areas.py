@@ -69,6 +69,10 @@ class CudaDevice:
         """Return the current stream of the GPU."""
         return streams.current(self.device)
 
+    def is_capturing(self) -> bool:
+        """Return whether work is recorded in a CUDA graph instead of being enqueued."""
+        return torch.cuda.is_current_stream_capturing()
+
     def finish(self) -> None:
         """Wait until the GPU has finished all enqueued work."""
         torch.cuda.synchronize(self.device)

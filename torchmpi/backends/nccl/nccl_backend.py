@@ -210,11 +210,12 @@ class NcclGroup(TorchGroup):
             if self._context.loss:
                 self.abort_device_work()
             if self._abort is not None:
-                self._abort.join()
+                self._abort.join(timeout=10)  # a daemon, which may wait for other communicators
             else:
                 torch.cuda.synchronize(self.device)
                 self._opened.shutdown()
-        super().close()
+        with self._aborting:
+            super().close()
 
 
 class NcclReduction:
