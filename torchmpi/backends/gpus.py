@@ -70,7 +70,7 @@ class Devices(tuple[RankDevice, ...]):
         return self[rank].host == self[other].host and self[other].uuid in self[rank].reaches
 
     def first_sharing(self, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """Return the first two of these ranks that share a GPU."""
+        """Return the first two of these ranks that share a GPU; ranks without one share none."""
         seen: dict[tuple[int, str], int] = {}
         for rank in filter(lambda rank: self[rank].uuid, ranks):
             known = seen.setdefault((self[rank].host, self[rank].uuid), rank)
