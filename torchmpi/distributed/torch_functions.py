@@ -59,7 +59,8 @@ def _register_builtin_hook(original: Callable[..., None], model: DistributedData
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         model.register_comm_hook(model.process_group, fp16_compress_hook)
-        model.logger._set_comm_hook_name(str(comm_hook_type))  # what the program has registered
+        if model.logger is not None:
+            model.logger._set_comm_hook_name(str(comm_hook_type))  # what the program has registered
     else:
         original(model, comm_hook_type)
 
