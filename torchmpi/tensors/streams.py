@@ -157,7 +157,7 @@ def end_of(*tensors: torch.Tensor) -> End:
     devices = [tensor.device for tensor in tensors if tensor.is_cuda]
     if not devices:
         return NOTHING
-    stream = torch.cuda.current_stream(devices[0])
+    stream = current(devices[0])
     # In the background the host sleeps until then, which takes longer than polling.
     is_background = stream in _own.streams.values()
     return stream.record_event(torch.cuda.Event(blocking=is_background))
@@ -204,7 +204,7 @@ def settle(tensor: torch.Tensor) -> None:
     >>> settle(torch.ones(2))
     """
     if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+        current(tensor.device).synchronize()
 
 
 def use_here(*tensors: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ def use_here(*tensors: torch.Tensor) -> None:
     """
     for tensor in tensors:
         if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            tensor.record_stream(current(tensor.device))
 
 
 def pin(memory: torch.Tensor) -> bool:
