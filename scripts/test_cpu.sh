@@ -6,13 +6,15 @@ set -uo pipefail
 
 usage() {
     cat <<'HELP'
-usage: scripts/test_cpu.sh [--quick] [--mpi LIST] [--system] [-k EXPRESSION]
+usage: scripts/test_cpu.sh [--quick | --complete] [--mpi LIST] [--system] [-k EXPRESSION]
 
 Makes one private environment per MPI under .venv/ (the first time only) and runs ruff, mypy, the unit tests, the
 tests that launch jobs, and the tests that run on 1, 2, 3 and 4 ranks. Ends with a table and one line of sums; the
 status is 0 only if nothing failed. Full logs: build/test/.
 
   --quick        one MPI, 1 and 2 ranks, no job tests
+  --complete     every test under every MPI and on 1, 2, 3 and 4 ranks, before a release; otherwise a test that is the
+                 same under every MPI runs under one, on the numbers of ranks that tests/mpi/conftest.py gives
   --mpi LIST     which MPIs, default "openmpi mpich"; system is the one of this machine
   --system       the MPI of this machine too
   -k EXPRESSION  only the tests that match, as in pytest
@@ -25,11 +27,13 @@ As root, kernel.sched_autogroup_enabled is set to 0 until the tests have ended.
 HELP
 }
 
-mpis="openmpi mpich" sizes="1 2 3 4" quick=no pytest_options=()
+time_limit=4500 # seconds for everything; what is left of it limits each suite
+mpis="openmpi mpich" sizes="1 2 3 4" quick=no complete=no pytest_options=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --quick) quick=yes mpis=openmpi sizes="1 2" ;;
+        --complete) complete=yes time_limit=14400 ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
         --system) mpis+=" system" ;;
         -k) pytest_options=(-k "${2:?-k wants an expression}"); shift ;;
@@ -38,7 +42,6 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-time_limit=4500 # seconds for everything; what is left of it limits each suite
 logs=$checkout/build/test
 table=()
 failed_logs=()
@@ -203,21 +206,21 @@ pytest_suite() {
     begin "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
-# share_of_ranks NAME RANKS: sets `only` to the options by which tests/mpi runs what is the same under every MPI under one of
-# them: the first on an even number of ranks, the last on an odd one, and some of that not on one or not on four.
+# share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi. What runs under one MPI
+# runs on two ranks under the last and otherwise under the first, as waiting ranks of MPICH occupy the cores that others need.
 share_of_ranks() {
-    local whose=${mpis##* } marks="" # that exclude tests
-    [ $(($2 % 2)) = 1 ] || whose=${mpis%% *}
-    [ "$2" -gt 1 ] || marks+="or from_two "
-    [ "$2" -lt 4 ] || marks+="or up_to_three "
-    [ "$1" = "$whose" ] || marks+="or once "
-    only=(${marks:+-m "not (${marks#or })"})
+    local whose=${mpis%% *}
+    [ "$2" != 2 ] || whose=${mpis##* }
+    only=(-m "not once")
+    [ "$1" != "$whose" ] || only=(-m "not once or n$2")
+    [ $complete = no ] || only=()
 }
 
 # share_of_jobs NAME: the same for tests/jobs, about half of it under the first and half under the last, as they run side
 # by side. The files named here do not depend on the MPI, or have tests in tests/mpi that run under every MPI.
 share_of_jobs() {
     only=()
+    [ $complete = no ] || return 0
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
     [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_{frameworks,support},docs,notebook,recovery,scripts,site,torch_suite}.py)
 }

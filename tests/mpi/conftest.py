@@ -27,33 +27,45 @@ os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 
 
-# These files reach MPI only through collectives that the other files test under every MPI.
-ONCE = (
-    *("test_engine_*", "test_nn_*", "test_parameterserver_*", "test_training_recipes.py", "test_shm*", "test_many.py"),
-    *("test_direct_reads.py", "test_fast_path.py", "test_ipc.py", "test_large.py", "test_nccl_over_gloo.py"),
-    *("test_preparing.py", "test_selector.py", "test_horovod.py", "test_alltoall_splits.py"),
-    *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "ddp", "fsdp", "hooks")),
-    *(f"test_distributed_{name}.py" for name in ("functional", "pipeline", "sharded", "stack")),
-)
+# Files that reach MPI only through calls that the other files test under every MPI, with the numbers of ranks on which
+# scripts/test_cpu.sh runs them, each under one MPI. An even and an odd number show faults between ranks. One rank: its
+# calls return early, or have a fast path. Four: several groups of several ranks, such as grids of 2 x 2.
+ONCE = {
+    # Combinations of what the files of each interface test on two ranks too.
+    (3,): ("test_training_recipes.py",),
+    (2, 3): (
+        *("test_direct_reads.py", "test_ipc.py", "test_large.py", "test_many.py", "test_nccl_over_gloo.py"),
+        *("test_preparing.py", "test_shm_calls.py", "test_shm_tensors.py", "test_alltoall_splits.py"),
+    ),
+    (1, 2, 3): (
+        *("test_engine_*", "test_nn_[!ms]*", "test_nn_sampler.py", "test_nn_sync*", "test_parameterserver*"),
+        *("test_fast_path.py", "test_flight_record.py", "test_horovod.py", "test_metrics.py", "test_shm.py"),
+        *("test_timeline.py", "test_distributed_works.py"),
+        *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "ddp", "functional", "hooks")),
+    ),
+    (2, 3, 4): ("test_comparison.py", "test_selector.py", "test_torch_groups.py"),
+    (1, 2, 3, 4): (
+        *("test_nn_model_parallel.py", "test_nn_sharding.py"),
+        *(f"test_distributed_{name}.py" for name in ("collectives", "fsdp", "groups", "pipeline", "sharded", "stack")),
+    ),
+}
 
 
-# Training on four ranks differs from training on three only in grids of 2 x 2, which have files of their own. In the
-# other files here no size has code of its own but one and two.
-UP_TO_THREE = (
-    *("test_engine_*", "test_nn_[!s]*", "test_nn_sync*", "test_parameterserver*", "test_training_recipes.py"),
-    *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "ddp", "functional", "hooks")),
-    *("test_direct_reads.py", "test_horovod.py", "test_nccl_over_gloo.py"),
-)
-# On one rank the tests of each interface are enough.
-FROM_TWO = ("test_training_recipes.py",)
+def ranks_of_once(item: pytest.Item) -> tuple[int, ...]:
+    """The numbers of ranks of a test that runs under one MPI; empty for all others."""
+    for ranks, patterns in ONCE.items():
+        if any(fnmatch(item.path.name, pattern) for pattern in patterns):
+            return ranks
+    return (1, 2, 3, 4) if item.get_closest_marker("once") else ()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.mpi)
-        for patterns, mark in ((ONCE, "once"), (UP_TO_THREE, "up_to_three"), (FROM_TWO, "from_two")):
-            if any(fnmatch(item.path.name, pattern) for pattern in patterns):
-                item.add_marker(mark)
+        if ranks := ranks_of_once(item):
+            item.add_marker("once")
+            for number in ranks:
+                item.add_marker(f"n{number}")
 
 
 def pytest_collection_finish() -> None:
