@@ -28,25 +28,35 @@ os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 
 
 # Files that reach MPI only through calls that the other files test under every MPI, with the numbers of ranks on which
-# scripts/test_cpu.sh runs them, each under one MPI. An even and an odd number show faults between ranks. One rank: its
-# calls return early, or have a fast path. Four: several groups of several ranks, such as grids of 2 x 2.
+# scripts/test_cpu.sh runs them, each under one MPI. An even and an odd number show faults in what ranks exchange; two
+# are enough for what uses such exchanges. One rank: calls return early, or have a fast path. Four: several groups of
+# several ranks, such as grids of 2 x 2.
 ONCE = {
-    # Combinations of what the files of each interface test on two ranks too.
-    (3,): ("test_training_recipes.py",),
+    (2,): (
+        *("test_large.py", "test_nccl_over_gloo.py", "test_preparing.py", "test_shm_calls.py"),
+        "test_training_recipes.py",  # combinations of what the files of each interface test
+    ),
+    (1, 2): (
+        *("test_flight_record.py", "test_metrics.py", "test_timeline.py"),
+        *(f"test_engine_{name}.py" for name in ("checkpoint", "meters", "validation")),
+        *("test_nn_clipping.py", "test_nn_closures.py", "test_nn_compression.py", "test_nn_error_feedback.py"),
+        "test_nn_gradient_checks.py",
+        *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "functional", "hooks")),
+    ),
     (2, 3): (
-        *("test_direct_reads.py", "test_ipc.py", "test_large.py", "test_many.py", "test_nccl_over_gloo.py"),
-        *("test_preparing.py", "test_shm_calls.py", "test_shm_tensors.py", "test_alltoall_splits.py"),
+        *("test_alltoall_splits.py", "test_comparison.py", "test_direct_reads.py", "test_ipc.py", "test_many.py"),
+        *("test_shm_tensors.py", "test_torch_groups.py"),
     ),
     (1, 2, 3): (
-        *("test_engine_*", "test_nn_[!ms]*", "test_nn_sampler.py", "test_nn_sync*", "test_parameterserver*"),
-        *("test_fast_path.py", "test_flight_record.py", "test_horovod.py", "test_metrics.py", "test_shm.py"),
-        *("test_timeline.py", "test_distributed_works.py"),
-        *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "ddp", "functional", "hooks")),
+        *("test_engine_allreduce.py", "test_engine_fit.py", "test_parameterserver*", "test_nn_sync*"),
+        *(f"test_nn_{name}.py" for name in ("async", "blocksequential", "functional", "join", "optimizer")),
+        *("test_nn_replica_check.py", "test_nn_sampler.py", "test_fast_path.py", "test_horovod.py", "test_shm.py"),
+        *(f"test_distributed_{name}.py" for name in ("collectives", "ddp", "sharded", "works")),
     ),
-    (2, 3, 4): ("test_comparison.py", "test_selector.py", "test_torch_groups.py"),
-    (1, 2, 3, 4): (
+    (2, 4): ("test_selector.py",),
+    (2, 3, 4): (
         *("test_nn_model_parallel.py", "test_nn_sharding.py"),
-        *(f"test_distributed_{name}.py" for name in ("collectives", "fsdp", "groups", "pipeline", "sharded", "stack")),
+        *(f"test_distributed_{name}.py" for name in ("fsdp", "groups", "pipeline", "stack")),
     ),
 }
 
