@@ -39,16 +39,14 @@ def checks_of(result: Result) -> dict[str, dict[str, str]]:
 # --- run
 
 
-@pytest.mark.parametrize("kind", ("file", pytest.param("module", marks=once)))
-def test_run_starts_more_ranks_than_cores_also_as_root(alone, tmp_path, kind):
+def test_run_starts_more_ranks_than_cores_also_as_root(alone, tmp_path):
     """Nothing in the environment allows root, or more ranks than cores."""
     (tmp_path / "train.py").write_text(
         "import sys, torchmpi as mpi\nmpi.start()\nprint(mpi.size(), *sys.argv[1:])\nsys.exit(7)\n"
     )
     num_ranks = len(os.sched_getaffinity(0)) + 1
-    program = [str(tmp_path / "train.py")] if kind == "file" else ["-m", "train"]
-    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "0", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    result = alone(*COMMAND, "run", "-n", str(num_ranks), *program, "--epochs", "-n", **environment)
+    program = [*COMMAND, "run", "-n", str(num_ranks), str(tmp_path / "train.py"), "--epochs", "-n"]
+    result = alone(*program, OMPI_ALLOW_RUN_AS_ROOT="0")
     assert result.stdout.splitlines().count(f"{num_ranks} --epochs -n") == num_ranks, result.output
     assert result.returncode == 7, result.output
 
@@ -65,6 +63,8 @@ def test_run_shows_its_command(alone, tmp_path, family):
     assert words.count("eth7") == (2 if family == "openmpi" else 1), result.output
     assert "--oversubscribe" not in words, "Open MPI would start all ranks on the first host"
     assert ("--allow-run-as-root" in words) == (family == "openmpi" and os.geteuid() == 0)
+    words = alone(*COMMAND, "run", "--dry-run", "-n", "2", "-m", "train", "--epochs", "-n").stdout.split()
+    assert words[-5:] == [sys.executable, "-m", "train", "--epochs", "-n"], words
 
 
 def test_run_accepts_a_network_in_place_of_an_interface(alone, family):

@@ -177,6 +177,7 @@ for name, (first, second) in CASES.items():
 """
 
 
+@once
 def test_calls_that_differ_raise_on_all_ranks(job):
     """The next call on that group returns the correct result."""
     result = job(3, START + MISMATCHES, timeout=LIMIT_SECONDS, env=QUICK)
@@ -234,6 +235,7 @@ report("wait with a limit", "StallError" in raised and ones.tolist() == [float(s
 """
 
 
+@once
 def test_a_missing_rank_is_named(job):
     """The late rank gets an error too, and no data of a call that the others have aborted."""
     result = job(3, START + MISSING, timeout=LIMIT_SECONDS, env=QUICK)
@@ -286,6 +288,7 @@ report("calls after a refusal on one rank", "Error" in raised and everywhere[0] 
 """
 
 
+@once
 def test_calls_after_a_failed_call_do_not_receive_its_data(job):
     result = job(2, START + AFTERWARDS, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 3, 2)
@@ -332,12 +335,14 @@ report("loader", total.item() == sum(range(64)), total)
 """
 
 
+@once
 def test_a_forked_process_is_no_rank(job):
     result = job(2, START + FORK, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 3, 2)
 
 
-@pytest.mark.parametrize("n", (pytest.param(1, marks=once), 2))
+@once
+@pytest.mark.parametrize("n", (1, 2))
 def test_the_report_explains_an_error_of_torch_in_a_job_of_ours(job, n):
     """`DistributedSampler(dataset)` of torch, and the remedy that the report names."""
     code = """

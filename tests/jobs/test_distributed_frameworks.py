@@ -63,11 +63,8 @@ def check(job, script: str, num_ranks: int = 2, **options: object) -> None:
 
 
 PROGRAMS = Path(__file__).with_name("frameworks")
-NEEDS = {
-    "accelerate_ddp": "accelerate", "trainer": "transformers", "fabric": "lightning", "lightning_trainer": "lightning",
-    "ignite_ddp": "ignite", "fsdp2_loop": "torch", "tp_train": "torch",
-}  # fmt: skip
-"""Programs for gloo, with the package that each needs."""
+NEEDS = {"trainer": "transformers", "lightning_trainer": "lightning"}
+"""Programs for gloo, with the package that each needs; scripts/test_frameworks.py runs all, under each launcher."""
 
 
 def skip_without(package: str) -> None:
@@ -84,15 +81,6 @@ def test_programs_of_other_libraries_run_unchanged(launch, program):
     assert result.returncode == 0, result.output
     assert result.stdout.count(f": {program} like one process") == 2, result.output
     assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
-
-
-def test_accelerate_takes_the_name_of_mpi(launch):
-    skip_without("accelerate")
-    environment = {"TORCHMPI_AS_MPI": "1", "TORCHMPI_AS_TORCHRUN": "1", "OMP_NUM_THREADS": "1"}
-    result = launch(2, [PROGRAMS / "accelerate_ddp.py"], timeout=180, env=environment)
-    assert result.returncode == 0, result.output
-    assert result.stdout.count(": accelerate_ddp like one process") == 2, result.output
-    assert "(TORCHMPI_AS_MPI): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
 
 
 def test_accelerate_launch_with_a_configuration_file(mpirun, tmp_path):

@@ -260,9 +260,6 @@ for name in ("gloo", None):
     dist.all_reduce(tensor, group=pair)
     assert tensor.tolist() == [size * (size + 1) // 2] * 3
     dist.monitored_barrier(timeout=timedelta(seconds=60))
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-    model(torch.full((1, 1), rank + 1.0)).sum().backward()
-    assert model.module.weight.grad.item() == (size + 1) / 2
     dist.destroy_process_group()
 # In one write, since torchrun mixes the output of the ranks.
 sys.stdout.write(f"done by {'torchmpi' if 'torchmpi.distributed.process_group' in sys.modules else 'gloo'}\\n")
@@ -270,23 +267,19 @@ sys.stdout.write(f"done by {'torchmpi' if 'torchmpi.distributed.process_group' i
 
 
 @once
-@pytest.mark.parametrize("started_by", ("mpirun", "torchmpi run", "torchrun"))
-def test_the_name_gloo_on_demand(job, tmp_path, started_by):
-    code = f"LATE = {started_by == 'mpirun'}\nimport sys\n{FOR_GLOO}"
-    if started_by == "mpirun":
-        result = job(2, code, env={"TORCHMPI_AS_GLOO": "1"})
+@pytest.mark.parametrize("started_by", ("torchmpi run", "torchrun"))
+def test_the_name_gloo_on_demand(tmp_path, started_by):
+    script, environment = tmp_path / "job.py", {}
+    script.write_text(f"LATE = {started_by == 'torchmpi run'}\nimport sys\n{FOR_GLOO}")
+    if started_by == "torchrun":
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+        environment["TORCHMPI_AS_GLOO"] = "1"
     else:
-        script, environment = tmp_path / "job.py", {}
-        script.write_text(code)
-        if started_by == "torchrun":
-            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-            environment["TORCHMPI_AS_GLOO"] = "1"
-        else:
-            command = ["-m", "torchmpi", "run", "-n", "2", "--as", "gloo", script]
-        result = subprocess.run(
-            ["timeout", "-k", "5", "90", sys.executable, *map(str, command)],
-            capture_output=True, text=True, env=job_environment(environment),
-        )  # fmt: skip
+        command = ["-m", "torchmpi", "run", "-n", "2", "--as", "gloo", script]
+    result = subprocess.run(
+        ["timeout", "-k", "5", "90", sys.executable, *map(str, command)],
+        capture_output=True, text=True, env=job_environment(environment),
+    )  # fmt: skip
     assert result.returncode == 0 and result.stdout.count("done by torchmpi") == 2, f"{result.stdout}\n{result.stderr}"
     assert result.stderr.count("(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host") == 4, result.stderr
 

@@ -24,6 +24,8 @@ PACKAGE = ROOT / "torchmpi" / "distributed"
 DRIVER = Path(__file__).with_name("distributed_support") / "driver.py"
 BEGIN, END = "<!-- tables: made by tests/jobs/test_distributed_support.py -->\n", "<!-- end of tables -->\n"
 COLUMNS = ("torchmpi", "gloo")
+WITHOUT_MPI = ("Errors", "Groups", "Messages", "Objects", "Operations and dtypes", "Work objects")
+"""The sections of features for which ranks without an MPI have other code."""
 SECONDS = 160
 NO_FEATURES = {
     # Availability of libraries, the start of each check, and names without communication.
@@ -117,7 +119,8 @@ def skip_with_another_torch() -> None:
         pytest.skip(f"the tables are for {tested[0]}, this is {torch.__version__}")
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+# The column of gloo changes only with the version of torch, which is one of the reasons to write the tables anew.
+@pytest.mark.parametrize("column", COLUMNS if os.environ.get("REWRITE_TABLES") else COLUMNS[:1])
 def test_the_tables_are_current(column, launch, tmp_path):
     skip_with_another_torch()
     result = launch(2, [DRIVER, column, tmp_path], timeout=SECONDS)
@@ -132,16 +135,16 @@ def test_the_tables_are_current(column, launch, tmp_path):
 
 
 def test_torchrun_supports_the_same_features(tmp_path, warm_python):
-    """Except for rendezvous, where torchrun's own store prevents other methods for every backend."""
+    """What is above calls and messages does not depend on how ranks were started; PyTorch determines the rendezvous."""
     skip_with_another_torch()
     command = [*warm_python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
-    begun = [*command, *warm_python, DRIVER, "torchmpi", tmp_path, "^(?!Starting)"]
+    begun = [*command, *warm_python, DRIVER, "torchmpi", tmp_path, f"^({'|'.join(WITHOUT_MPI)}):"]
     done = subprocess.run(
         ["timeout", "-k", "5", str(SECONDS), *map(str, begun)], capture_output=True, text=True, env=job_environment({})
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     fresh = cells_from(tmp_path / "rows.json")
-    expected = {key: cell for key, cell in cells_of(shown(), "torchmpi").items() if key[0] != "Starting"}
+    expected = {key: cell for key, cell in cells_of(shown(), "torchmpi").items() if key[0] in WITHOUT_MPI}
     assert fresh == expected, how_it_differs("torchmpi", fresh)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
+once = pytest.mark.once
 PROGRAM = """
 import argparse
 import sys
@@ -44,6 +47,7 @@ if hvd.rank() == 0:
 """  # hvd.shutdown() is not called: most programs leave it to the end
 
 
+@once
 def test_a_program_is_run_unchanged(launch, tmp_path):
     (tmp_path / "beside.py").write_text("NAME = 'found'\n")
     program = tmp_path / "train.py"
@@ -53,6 +57,7 @@ def test_a_program_is_run_unchanged(launch, tmp_path):
     assert result.stdout.splitlines()[-1] == "True 2.0 found __main__ ['--steps', '3'] True", result.output
 
 
+@once
 def test_horovod_is_known_only_there(alone):
     result = alone("-c", "import torchmpi.horovod\ntry:\n    import horovod\nexcept ImportError:\n    print('unknown')")
     assert result.stdout == "unknown\n", result.output
@@ -60,6 +65,7 @@ def test_horovod_is_known_only_there(alone):
     assert usage.returncode == 2 and "mpirun -n 4 python -m torchmpi.horovod train.py" in usage.stderr, usage.output
 
 
+@once
 def test_process_sets_and_ranks_that_are_given_at_the_start(job):
     code = """
     import torch

@@ -32,8 +32,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
-@pytest.mark.parametrize("starter", ("mpirun", "torchmpi run"))
+@pytest.mark.parametrize(("starter", "line"), zip(("mpirun", "torchmpi run"), LINES.values(), strict=True), ids=LINES)
 def test_ctrl_c_is_one_line(mpirun, tmp_path, starter, line):
     """Regression: Open MPI's mpirun discards what ranks print after Ctrl-C, so that there was no line of ours."""
     script = tmp_path / "job.py"

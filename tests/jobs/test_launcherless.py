@@ -17,7 +17,7 @@ from conftest import job_environment
 
 PROGRAM = Path(__file__).parent / "launcherless_program.py"
 LIMIT_SECONDS = 150
-once = pytest.mark.once
+pytestmark = pytest.mark.once
 
 START = """
 import os, signal, sys, threading, time
@@ -123,7 +123,6 @@ def check_program(ranks: list[Ended], num_hosts: int) -> str:
     return reports[0][3]
 
 
-@once
 @pytest.mark.parametrize("n", (1, 4))
 def test_program(begin, n):
     check_program(begin(n, PROGRAM).end(), 1)
@@ -136,7 +135,6 @@ def test_results_have_the_same_bits_as_with_mpi(begin, launch):
     assert REPORT.findall(result.stdout)[0][1:] == ("[]", "1", digest), result.output
 
 
-@once
 @pytest.mark.parametrize("hosts", ("abc", "aab"), ids=("three hosts", "two hosts"))
 def test_ranks_on_different_hosts(begin, hosts):
     """Ranks on different hosts share no memory: collectives run over messages and gloo, also in steps."""
@@ -151,12 +149,10 @@ CALLS = {
     "in shared memory": "mpi.allreduce(tensor)",
     "in messages": "mpi.allreduce(tensor, backend='p2p')",
     "in gloo": "mpi.allreduce(tensor, backend='gloo')",
-    "in a barrier": "MPI.COMM_WORLD.Barrier()",
     "in a receive": "mpi.recv(torch.empty(3), 1)",
 }
 
 
-@once
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
     job = begin(3, f"""
@@ -182,7 +178,6 @@ def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
     )
 
 
-@once
 def test_an_exception_ends_the_job_with_one_traceback(begin):
     ranks = begin(
         3,
@@ -200,7 +195,6 @@ def test_an_exception_ends_the_job_with_one_traceback(begin):
     assert "since rank 1 has ended the job (status=1)" in ranks[0].stderr, ranks
 
 
-@once
 def test_abort_ends_all_with_its_status(begin):
     """The ranks compute, wait for a message, or sleep."""
     ranks = begin(
@@ -223,7 +217,6 @@ def test_abort_ends_all_with_its_status(begin):
         assert ranks[number].stderr.count("since rank 3 has ended the job (status=7)") == 1, ranks
 
 
-@once
 def test_ctrl_c_ends_the_job(begin):
     job = begin(
         2,
@@ -242,7 +235,6 @@ def test_ctrl_c_ends_the_job(begin):
     assert [rank.status for rank in ranks] == [130, 130], ranks
 
 
-@once
 def test_ends_without_stop_and_close_are_clean(begin):
     """The end of Python calls stop() and close() on all ranks."""
     ranks = begin(
@@ -256,7 +248,6 @@ def test_ends_without_stop_and_close_are_clean(begin):
     assert not any("Traceback" in rank.stderr for rank in ranks), ranks
 
 
-@once
 def test_some_may_leave_earlier(begin):
     """A closed connection is not a lost one: other ranks continue, and calls that need the rank raise."""
     ranks = begin(
@@ -278,7 +269,6 @@ def test_some_may_leave_earlier(begin):
     assert re.fullmatch(r"\[0, 1\]\nrank 2 on host \S+ has left: .*\n", ranks[0].stdout), ranks
 
 
-@once
 def test_workers_of_a_data_loader(begin):
     """Workers are forked, and end while the ranks communicate."""
     ranks = begin(
@@ -298,7 +288,6 @@ def test_workers_of_a_data_loader(begin):
     assert [(rank.status, rank.stdout) for rank in ranks] == [(0, "3120.0\n")] * 2, ranks
 
 
-@once
 def test_a_missing_rank_is_named(begin):
     code = "launcherless.connect(dist.FileStore(os.environ['STORE'] + '2', 2), rank, 2, timeout_seconds=1)"
     (rank,) = begin(1, code).end()

@@ -32,8 +32,6 @@ del sys.argv[0]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-once = pytest.mark.once
-UNDER_EVERY_MPI = [NAMES[0], *(pytest.param(name, marks=once) for name in NAMES[1:])]
 
 
 @pytest.fixture
@@ -58,25 +56,21 @@ def parameters(folder):
     return torch.load(file, weights_only=True)[key]
 
 
-@pytest.fixture(scope="module")
-def printed():
-    """The output of each program."""
-    return {}
-
-
-@once
-@pytest.mark.parametrize("name", NAMES)
-def test_loss(launch, bigram_loss, printed, name):
-    """Each program reaches a loss that needs more context than one byte, and all print the same losses."""
-    result = launch(2, [EXAMPLES / f"{name}.py", "--cpu"], env=ONE_THREAD)
+def test_loss(launch, bigram_loss):
+    """A loss that needs more context than one byte."""
+    result = launch(2, [EXAMPLES / "nn_gpt.py", "--cpu"], env=ONE_THREAD)
     assert result.returncode == 0, result.output
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", result.stdout)]
     assert len(losses) == 11 and losses[-1] < bigram_loss - 0.05, result.output
-    printed[name] = result.stdout
-    assert len(set(printed.values())) == 1, printed
 
 
-@pytest.mark.parametrize("name", UNDER_EVERY_MPI)
+def test_all_programs_print_the_same_losses(launch):
+    short = ("--cpu", "--steps=20", "--assert-loss=6")
+    outputs = {name: launch(2, [EXAMPLES / f"{name}.py", *short], env=ONE_THREAD).stdout for name in NAMES}
+    assert len(set(outputs.values())) == 1 and outputs[NAMES[0]].count("loss ") == 3, outputs
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_killed_run_continues_to_the_same_bits(launch, tmp_path, name):
     """Rank 1 is killed in the tenth update, after the checkpoint of update 8."""
     program, whole, parted = EXAMPLES / f"{name}.py", tmp_path / "whole", tmp_path / "parted"
@@ -98,7 +92,6 @@ def test_a_killed_run_continues_to_the_same_bits(launch, tmp_path, name):
     assert continued.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]  # the validation loss
 
 
-@once
 def test_tensor_parallel_generation(launch):
     """The program compares its logits with those of the undivided model."""
     small = ["--width", "256", "--depth", "2", "--tokens", "6", "--rounds", "1"]
@@ -107,24 +100,22 @@ def test_tensor_parallel_generation(launch):
     assert "2 ranks on torchmpi: the logits of one process" in result.stdout, result.output
 
 
-@once
 def test_data_parallel_sharded_and_tensor_parallel_training_are_the_same(launch):
     """The same losses but for roundings, and the same text."""
     outputs = []
     for num_ranks, parallel in ((2, "ddp"), (2, "fsdp"), (4, "tp")):
-        # Ten seeds end between 2.38 and 2.58. The same seed gives other weights where the CPU has AVX-512.
-        options = [f"--parallel={parallel}", "--steps=30", "--assert-loss=2.65"]
+        # Five seeds end between 2.55 and 2.73. The same seed gives other weights where the CPU has AVX-512.
+        options = [f"--parallel={parallel}", "--steps=20", "--tokens=8", "--assert-loss=2.9"]
         result = launch(num_ranks, [EXAMPLES / "parallel_gpt.py", *options], env=ONE_THREAD, timeout=180)
         assert result.returncode == 0, result.output
         assert "Warning" not in result.stderr, result.output
         outputs.append(result.stdout)
     losses = [[float(loss) for loss in re.findall(r"loss (\S+)", output)] for output in outputs]
-    assert len(losses[0]) == 4 and losses[0][0] > losses[0][-1], outputs
+    assert len(losses[0]) == 3 and losses[0][0] > losses[0][-1], outputs
     assert losses[1:] == [pytest.approx(losses[0], abs=1e-3)] * 2, outputs
     assert len({re.search("text: (.*)", output)[1] for output in outputs}) == 1, outputs
 
 
-@once
 def test_own_text_and_too_high_a_loss(launch, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a rank sends, a rank receives. " * 400)
@@ -135,7 +126,6 @@ def test_own_text_and_too_high_a_loss(launch, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-@once
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_length_and_imports(path):
     """Short, and with public names only."""

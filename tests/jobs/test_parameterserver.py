@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+once = pytest.mark.once
+
 START = """
 import os, signal, sys, time
 import torch
@@ -73,6 +75,7 @@ print("all has arrived", bool((ps.receive(server).wait() == 20).all()), flush=Tr
     assert "all has arrived True" in result.stdout, result.output
 
 
+@once
 def test_idle_servers_sleep(job):
     """A wait inside MPI would occupy a core per rank."""
     code = """
@@ -91,6 +94,7 @@ print(f"share {min(shares):.4f}", flush=True)
     assert len(shares) == 2 and max(shares) < 0.05, result.output
 
 
+@once
 def test_a_stalled_wait_for_a_lock_names_its_holder(job):
     """The watchdog reports which rank holds the lock."""
     code = """

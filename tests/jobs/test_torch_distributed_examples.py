@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch_distributed
 PROGRAMS = ("point_to_point", "collectives", "ring_allreduce", "distributed_sgd", "resnet")
 MAX_LINES = 120
 TINY = ("--model", "tiny", "--image-size", "32", "--classes", "4", "--cpu")
-once = pytest.mark.once
+pytestmark = pytest.mark.once
 
 pytest.importorskip("sklearn", reason="an example trains on the digits of scikit-learn: install the extra examples")
 pytest.importorskip("matplotlib", reason="matplotlib draws the chart: install the extra examples")
@@ -75,7 +75,6 @@ def test_point_to_point(launch):
     check_messages(lines_of(launch(2, [EXAMPLES / "point_to_point.py"])), 2)
 
 
-@once
 def test_point_to_point_under_torchrun(torchrun):
     check_messages(lines_of(torchrun(2, "point_to_point")), 2)
 
@@ -93,7 +92,6 @@ def test_ring_allreduce(launch):
     check_sums(lines_of(launch(2, [EXAMPLES / "ring_allreduce.py"])))
 
 
-@once
 def test_ring_allreduce_on_gloo_under_torchrun(torchrun):
     """The programs run without torchmpi."""
     lines = lines_of(torchrun(2, "ring_allreduce", "--backend", "gloo"))
@@ -124,7 +122,6 @@ def test_resnet(launch, tmp_path):
     assert f"chart saved in {chart}" in lines and chart.read_bytes().startswith(b"\x89PNG")
 
 
-@once
 def test_figures_of_several_runs(tmp_path, capsys):
     """Runs on different numbers of ranks share a file; other settings are refused."""
     from resnet_report import SETTINGS, Report
@@ -148,7 +145,6 @@ def test_figures_of_several_runs(tmp_path, capsys):
         Report(options)
 
 
-@once
 @pytest.mark.parametrize(
     ("name", "numel"), [("resnet18", 11_689_512), ("resnet34", 21_797_672), ("resnet50", 25_557_032)]
 )
@@ -162,7 +158,6 @@ def test_sizes_of_the_networks(name, numel):
     assert sum(parameter.numel() for parameter in model.parameters()) == numel
 
 
-@once
 def test_cifar10_files(tmp_path):
     from resnet_data import read_cifar10
 
@@ -181,7 +176,6 @@ def test_cifar10_files(tmp_path):
         read_cifar10(str(tmp_path))
 
 
-@once
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_parts_of_the_images(size):
     from digits import part_of
@@ -194,7 +188,6 @@ def test_parts_of_the_images(size):
     assert len(set(together)) == len(together) and together != sorted(together)
 
 
-@once
 def test_help():
     """The help text contains the commands that start the program."""
     code = f"""
@@ -217,7 +210,6 @@ for name in {PROGRAMS!r}:
         assert "  --backend BACKEND" in text, name
 
 
-@once
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_length_and_imports(path):
     """Short, with public names only, and without torchmpi."""

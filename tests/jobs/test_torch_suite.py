@@ -11,9 +11,7 @@ import pytest
 from conftest import job_environment
 
 SUITE = Path(__file__).resolve().parents[1] / "torch_suite"
-LIMIT_SECONDS = 160  # pytest's own timeout is 180
-# Two jobs, each well within that.
-OF_DDP = ("DistributedDataParallel", "SGD", "graph", "test_ddp")
+LIMIT_SECONDS = 300
 
 pytest.importorskip("expecttest", reason="PyTorch's tests import it: install the extra dev")
 
@@ -38,18 +36,12 @@ def sums(result: subprocess.CompletedProcess[str]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "patterns", "least"),
-    [("-k", OF_DDP, 50), ("--without", OF_DDP, 150)],
-    ids=["ddp", "all but ddp"],
-)
-def test_pytorchs_tests_pass(run_suite, option, patterns, least):
+def test_pytorchs_tests_pass(run_suite):
     """On four ranks, where the fewest tests are skipped; except one that compiles for half a minute."""
-    chosen = [word for pattern in patterns for word in (option, pattern)]
-    result = run_suite(4, *chosen, "--without", "test_ddp_compile_static_graph")
+    result = run_suite(4, "--without", "test_ddp_compile_static_graph")
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr
     passed, _, listed, failed = sums(result)
-    assert passed >= least and listed < 5 and failed == 0, result.stdout
+    assert passed >= 200 and listed < 5 and failed == 0, result.stdout
 
 
 @pytest.mark.slow
