@@ -144,7 +144,8 @@ install_requirements() {
     rm -f "$home/installed" "$home/pip.log"
     requirements "$@" >"$home/requirements.txt"
     say "Installing into $home (the first time takes a minute or two):"
-    pip_install "$name" -r "$home/requirements.txt" -c "$checkout/constraints.txt"
+    # Most modules of these packages are never imported; Python compiles the others when they are imported first.
+    pip_install "$name" --no-compile -r "$home/requirements.txt" -c "$checkout/constraints.txt"
 }
 
 # install_checkout NAME EXTRA...: torchmpi as a link to this checkout, so that changed code needs no new install.
