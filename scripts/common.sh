@@ -138,14 +138,15 @@ show_pip_progress() {
 
 # install_requirements NAME EXTRA...: everything but torchmpi itself. May run for several environments at once.
 install_requirements() {
-    local name=$1 home=$environments/$1
+    local name=$1 home=$environments/$1 options=()
     shift
     make_venv "$home"
     rm -f "$home/installed" "$home/pip.log"
     requirements "$@" >"$home/requirements.txt"
     say "Installing into $home (the first time takes a minute or two):"
-    # Most modules of these packages are never imported; Python compiles the others when they are imported first.
-    pip_install "$name" --no-compile -r "$home/requirements.txt" -c "$checkout/constraints.txt"
+    # Most modules are never imported; Python compiles the others when they are imported first, unless it may not.
+    [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || options=(--no-compile)
+    pip_install "$name" ${options[@]+"${options[@]}"} -r "$home/requirements.txt" -c "$checkout/constraints.txt"
 }
 
 # install_checkout NAME EXTRA...: torchmpi as a link to this checkout, so that changed code needs no new install.
