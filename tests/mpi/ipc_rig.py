@@ -1,17 +1,18 @@
 """Staging areas in memory of the host that processes share, in place of the memory of a GPU.
 
-Operations on host tensors have ended when they return, so events have nothing to do.
+Operations on host tensors have ended when they return, and so have those that synchronize streams: the host waits.
 """
 
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchmpi.backends.ipc.staging_areas import CudaDevice
+from torchmpi.backends.ipc.staging_areas import CudaDevice, Enqueue
 from torchmpi.shared_memory.segments import Segment, Ticket
 
 
@@ -40,20 +41,26 @@ class HostDevice(CudaDevice):
     def decline(self, handle: Any) -> None:
         """Do nothing: nobody counts the users of a segment."""
 
-    def make_event(self) -> Any:
-        return SimpleNamespace(record=lambda stream=None: None, wait=lambda stream=None: None)
+    def page_lock(self, memory: torch.Tensor) -> None:
+        """Do nothing: the host needs no page-locked memory."""
 
-    def share_event(self, event: Any) -> Any:
-        return None
+    def unlock(self, memory: torch.Tensor) -> None:
+        """Do nothing."""
 
-    def open_event(self, handle: Any) -> Any:
-        return self.make_event()
+    def operations(self, written: int | None, awaited: Sequence[int]) -> Enqueue:
+        numbers = [ctypes.c_int64.from_address(address) for address in awaited]
 
-    def current_stream(self) -> None:
-        """Return None: host tensors have no streams."""
+        def run(stream: int, number: int) -> None:
+            if written is not None:
+                ctypes.c_int64.from_address(written).value = number
+            while any(each.value < number for each in numbers):
+                time.sleep(0)
 
-    def is_capturing(self) -> bool:
-        return False
+        return run
+
+    def current_stream(self) -> int:
+        """Return 0: host tensors have no streams."""
+        return 0
 
     def finish(self) -> None:
         """Do nothing: operations on host tensors have ended."""

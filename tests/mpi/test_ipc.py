@@ -200,14 +200,17 @@ def test_a_rank_that_cannot_share_memory_is_an_error_on_all(rig, agree, kind, fa
 
 
 @pytest.mark.parametrize("check", (None, "off", "strict"))
-def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_are_right(agree, monkeypatch, check):
+def test_after_a_failure_in_the_middle_the_next_call_raises_on_all_ranks_and_later_ones_are_right(
+    agree, monkeypatch, check
+):
+    """The other ranks have enqueued their work without waiting, so their streams end it with an undefined result."""
     if mpi.size() == 1:
         return
-    rig = Rig(check=check)
+    rig, failing = Rig(check=check), mpi.size() - 1
     Call(rig, "allreduce", torch.float32, "sum", (1_000_000,), 0).check(rig, agree)
     message = ""
     with monkeypatch.context() as patch:
-        if rig.rank == mpi.size() - 1:
+        if rig.rank == failing:
             calls: list[int] = []
 
             def combine(*arguments: Any) -> None:
@@ -219,14 +222,11 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
             patch.setattr(ipc, "combine", combine)
         try:
             rig.run("allreduce", torch.ones(2_000_000))
-        except MismatchError as error:
-            message = str(error)
-            agree("has aborted it" in message, message)
         except RuntimeError as error:
             message = str(error)
-            agree(rig.rank == mpi.size() - 1)
-    agree(message, "no error on this rank")
-    for collective in COLLECTIVES:
+    agree(("for the test" in message) == (rig.rank == failing), message)
+    agree.raises(MismatchError, lambda: rig.run("broadcast", torch.ones(3)), "has aborted")
+    for collective in ("broadcast", *COLLECTIVES):
         Call(rig, collective, torch.float32, "sum", (600_000,), 1).check(rig, agree)
     rig.group.free()
 
@@ -455,6 +455,33 @@ def test_a_capture_is_refused_and_the_next_calls_are_right_on_the_gpu(agree):
     for _ in range(3):
         mpi.allreduce(tensor, backend="ipc")
     agree.equal(tensor.tolist(), [float(mpi.size() ** 3)] * 1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_released_by", ("the lost rank is known", "the rank that failed"))
+def test_a_stream_that_waits_for_a_rank_is_released_on_the_gpu(agree, is_released_by):
+    gpu_group()
+    if mpi.size() == 1:
+        return
+    from mpi4py import MPI
+
+    rig = Rig(backend=runtime.current().selector.backends["ipc"])
+    tensor = torch.ones(1000, device=mpi.device())
+    rig.run("allreduce", tensor)
+    torch.cuda.synchronize()
+    staging, late = rig.staged.staging, rig.rank == 0
+    number = 1 << 40
+    if not late:
+        staging.operations(awaits=(0,))(staging.device.current_stream(), number)
+        agree(not torch.cuda.current_stream().query(), "the stream does not wait")
+    MPI.COMM_WORLD.Barrier()
+    if is_released_by == "the rank that failed":
+        if late:
+            staging.publish_from_host(number)
+    elif not late:
+        rig.group.abort_device_work()
+    torch.cuda.synchronize()
+    rig.group.free()
 
 
 class ClosedOnTheLast(staging_areas.CudaDevice):

@@ -1,10 +1,12 @@
-"""The plans of ipc, executed by a model of hosts, streams and interprocess events in random interleavings."""
+"""The plans of ipc, executed by a model of streams that publish and await numbers, in random interleavings."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchmpi.backends.ipc import chunk_plan
-from torchmpi.backends.ipc.chunk_plan import ALIGNMENT, Await, Fill, Publish, Record, Room, Take
+from torchmpi.backends.ipc.chunk_plan import ALIGNMENT, EMPTIED, FILLED, REDUCED, Fill, Room, Sync, Take
 from torchmpi.tensors import partition
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -127,25 +129,34 @@ def broken(steps: list[list], change) -> list[list]:
     return [[new for step in chunk for new in change(step)] for chunk in steps]
 
 
+def without(stage: int, *, waits: bool) -> Callable[[Any], list]:
+    """A change that omits the waits for a stage, or its publication."""
+
+    def change(step: Any) -> list:
+        if type(step) is not Sync or step.stage != stage:
+            return [step]
+        return [step._replace(awaits=())] if waits else [step._replace(publishes=False)]
+
+    return change
+
+
+def published_early(stage: int, kind: type) -> Callable[[Any], list]:
+    """A change that publishes a stage before a step instead of after it."""
+
+    def change(step: Any) -> list:
+        return [Sync(stage, True), step] if type(step) is kind else without(stage, waits=False)(step)
+
+    return change
+
+
 BREAKAGES = {
     "no room is made": ("broadcast", lambda step: [] if type(step) is Room else [step]),
-    "filled is not awaited": ("allreduce 1", lambda step: [] if type(step) is Await else [step]),
-    "emptied is recorded before the reading": (
-        "broadcast",
-        lambda step: [Record(chunk_plan.EMPTIED), step] if type(step) is Take else [step],
-    ),
-    "reduced is published and not recorded": (
-        "allreduce 2",
-        lambda step: [Publish(step.event)] if step == Record(chunk_plan.REDUCED) else [step],
-    ),
-    "emptied is published and not recorded": (
-        "broadcast",
-        lambda step: [Publish(step.event)] if step == Record(chunk_plan.EMPTIED) else [step],
-    ),
-    "filled is never published": (
-        "reduce_scatter",
-        lambda step: [] if step == Record(chunk_plan.FILLED) else [step],
-    ),
+    "filled is not awaited": ("allreduce 1", without(FILLED, waits=True)),
+    "reduced is not awaited": ("allreduce 2", without(REDUCED, waits=True)),
+    "filled is published before the filling": ("allreduce 1", published_early(FILLED, Fill)),
+    "emptied is published before the reading": ("broadcast", published_early(EMPTIED, Take)),
+    "filled is never published": ("reduce_scatter", without(FILLED, waits=False)),
+    "emptied is never published": ("broadcast", without(EMPTIED, waits=False)),
 }
 
 

@@ -14,7 +14,7 @@ ANSWERED       number of status requests that it has answered
 DYING          whether the rank is terminating
 FETCHES_SLOWLY consecutive trials in which copies through the caches were slow (see kernels.copying)
 CLOSED         whether the rank has closed the group
-ENQUEUED       number of the last call enqueued on its device
+ENQUEUED       number of the last call entered that enqueues its work on a device
 BLAMES         call (upper bits) and rank (last BLAMED_RANK_BITS) that this rank holds responsible for an abort
 CORE           core on which it last waited, where there are more ranks than cores
 EXITED         whether the rank is at the end of its program; with the status of ``sys.exit()``, if it called that

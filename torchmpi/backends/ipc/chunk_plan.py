@@ -1,17 +1,19 @@
 """Plans of the collectives over staging areas on the GPUs of one host: the steps of each rank, as data.
 
 Each rank has a staging area of two halves that all other ranks can read. Chunks use the halves alternately: one half is
-filled while other ranks still read the other. :mod:`torchmpi.backends.ipc.ipc_backend` runs the steps: copies and
-reductions in the order of a stream, and between streams through events.
+filled while other ranks still read the other. :mod:`torchmpi.backends.ipc.ipc_backend` enqueues the steps, each on the
+stream of its rank.
 
-A rank *records* an event after the work that it has enqueued, and *publishes* the number of the stage, so that other
-processes may wait for the event: a stream waits for the last record of an event, so the record must
-exist before the wait, and must not be repeated before all ranks have called their wait. Per chunk:
+A stream *publishes* the number of a stage after all earlier work, and *awaits* the numbers of other ranks. The numbers
+only grow, so a later stage also ends a wait. Per chunk:
 
-1. `Room`: wait for the *emptied* events of the last chunk in this half. `Fill`; record *filled*.
-2. `Await` *filled* of the ranks that contribute; reduce or take their data; record *emptied*.
-   Or, in *two shots*: reduce this rank's part of the chunk, and copy the result into its own area; record *reduced*;
-   `Await` *reduced* of all ranks; take their parts; record *emptied*.
+1. `Room`: await that the other ranks have read the last chunk in this half. `Fill`; publish *filled*.
+2. Await *filled* of the ranks that contribute; reduce or take their data.
+   Or, in *two shots*: reduce this rank's part of the chunk, and copy the result into its own area; publish *reduced*;
+   await *reduced* of all ranks; take their parts.
+
+Every rank publishes at least one stage in each chunk, those that fill nothing *emptied* at its end. So the first stage
+that a rank publishes in the next chunk also states that it has read this one.
 
 All lengths and offsets are elements. Areas are cut at multiples of `ALIGNMENT`, so that kernels read aligned memory.
 """
@@ -27,9 +29,9 @@ ALIGNMENT = 512
 _LARGEST_ITEM_BYTES = 16
 
 FILLED, REDUCED, EMPTIED = range(3)
-"""Events, and the stages of a chunk."""
-NUM_EVENTS = 3
-_FIRST_STAGE = 1  # 0: this rank has entered the call
+"""The stages of a chunk."""
+NUM_STAGES = 3
+_FIRST_STAGE = 1  # 0: before the first chunk
 STAGE_BITS = 24
 
 
@@ -45,23 +47,12 @@ class Fill(NamedTuple):
     numel: int
 
 
-class Record(NamedTuple):
-    """Record an event after everything enqueued, and publish its stage."""
+class Sync(NamedTuple):
+    """Publish a stage after everything enqueued, or not; then wait until ranks have published the same stage."""
 
-    event: int
-
-
-class Publish(NamedTuple):
-    """Publish a stage without an event: this rank reads no other area in this chunk."""
-
-    event: int
-
-
-class Await(NamedTuple):
-    """Wait until ranks have published the stage of an event, and let the stream wait for it."""
-
-    event: int
-    ranks: tuple[int, ...]
+    stage: int
+    publishes: bool
+    awaits: tuple[int, ...] = ()
 
 
 class ReduceAreas(NamedTuple):
@@ -81,17 +72,17 @@ class Take(NamedTuple):
     numel: int
 
 
-Step = Room | Fill | Record | Publish | Await | ReduceAreas | Take
+Step = Room | Fill | Sync | ReduceAreas | Take
 Chunks = Iterator[list[Step]]
 
 
-def stage(index: int, event: int) -> int:
-    """Return the stage number of an event of a chunk.
+def stage_number(index: int, stage: int) -> int:
+    """Return the number of a stage of a chunk within its call.
 
-    >>> stage(0, FILLED), stage(1, EMPTIED)
+    >>> stage_number(0, FILLED), stage_number(1, EMPTIED)
     (1, 6)
     """
-    return _FIRST_STAGE + NUM_EVENTS * index + event
+    return _FIRST_STAGE + NUM_STAGES * index + stage
 
 
 def half_bytes(wanted: int, size: int) -> int:
@@ -129,60 +120,56 @@ def allreduce(rank: int, size: int, numel: int, half: int, *, shots: int) -> Chu
     >>> for step in next(allreduce(0, 2, 64, 4096, shots=1)): print(step)
     Room()
     Fill(source=0, area=0, numel=64)
-    Record(event=0)
-    Await(event=0, ranks=(1,))
+    Sync(stage=0, publishes=True, awaits=(1,))
     ReduceAreas(area=0, out=0, numel=64)
-    Record(event=2)
     """
     for begin, length in partition.chunks(numel, half):
         steps = _fill(rank, size, begin, length)
         if shots == 1:
-            yield [*steps, ReduceAreas(0, begin, length), Record(EMPTIED)]
+            yield [*steps, ReduceAreas(0, begin, length)]
             continue
         ranges = parts(length, size)  # until *reduced*, only its owner reads a part of the areas
         offset, part = ranges[rank]
         if part:
             steps += [ReduceAreas(offset, begin + offset, part), Fill(begin + offset, offset, part)]
-        steps += [Record(REDUCED), Await(REDUCED, others(rank, size))]
+        steps.append(Sync(REDUCED, True, others(rank, size)))
         steps += [Take(owner, ranges[owner][0], begin + ranges[owner][0], ranges[owner][1])
                   for owner in others(rank, size) if ranges[owner][1]]  # fmt: skip
-        yield [*steps, Record(EMPTIED)]
+        yield steps
 
 
 def reduce(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:
     """Plan a reduce in place on the root, which computes the whole result."""
     for begin, length in partition.chunks(numel, half):
         steps = _fill(rank, size, begin, length)
-        if rank == root:
-            yield [*steps, ReduceAreas(0, begin, length), Record(EMPTIED)]
-        else:
-            yield [*steps[:-1], Publish(EMPTIED)]
+        yield [*steps, ReduceAreas(0, begin, length)] if rank == root else [*steps[:-1], Sync(FILLED, True)]
 
 
 def broadcast(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:
     """Plan a broadcast."""
-    if size == 1:  # without a reader, no event would order one filling after the other
+    if size == 1:
         return
     for begin, length in partition.chunks(numel, half):
         if rank == root:
-            yield [Room(), Fill(begin, 0, length), Record(FILLED), Publish(EMPTIED)]
+            yield [Room(), Fill(begin, 0, length), Sync(FILLED, True)]
         else:
-            yield [Await(FILLED, (root,)), Take(root, 0, begin, length), Record(EMPTIED)]
+            yield [Sync(FILLED, False, (root,)), Take(root, 0, begin, length), Sync(EMPTIED, True)]
 
 
 def allgather(rank: int, size: int, lengths: Sequence[int], half: int) -> Chunks:
     """Plan an allgather of other ranks' data; a rank copies its own data directly to the result."""
     ends = [sum(lengths[: index + 1]) for index in range(size)]
     for begin, _ in partition.chunks(max(lengths), half):
+        has_more = size > 1 and lengths[rank] > begin
         steps: list[Step] = []
-        if size > 1 and lengths[rank] > begin:
-            steps += [Room(), Fill(begin, 0, min(half, lengths[rank] - begin)), Record(FILLED)]
+        if has_more:
+            steps += [Room(), Fill(begin, 0, min(half, lengths[rank] - begin))]
         senders = tuple(other for other in others(rank, size) if lengths[other] > begin)
-        steps.append(Await(FILLED, senders))
+        steps.append(Sync(FILLED, has_more, senders))
         for other in senders:
             first = ends[other] - lengths[other] + begin
             steps.append(Take(other, 0, first, min(half, lengths[other] - begin)))
-        yield [*steps, Record(EMPTIED) if senders else Publish(EMPTIED)]
+        yield steps if has_more else [*steps, Sync(EMPTIED, True)]
 
 
 def reduce_scatter(rank: int, size: int, ranges: Sequence[tuple[int, int]], half: int) -> Chunks:
@@ -195,11 +182,11 @@ def reduce_scatter(rank: int, size: int, ranges: Sequence[tuple[int, int]], half
             for index, ((offset, _), section) in enumerate(zip(ranges, sections, strict=True))
             if section
         ]
-        steps: list[Step] = [Room(), *fills, Record(FILLED), Await(FILLED, others(rank, size))]
+        steps: list[Step] = [Room(), *fills, Sync(FILLED, True, others(rank, size))]
         if sections[rank]:
             steps.append(ReduceAreas(rank * slot, begin, sections[rank]))
-        yield [*steps, Record(EMPTIED)]
+        yield steps
 
 
 def _fill(rank: int, size: int, begin: int, length: int) -> list[Step]:
-    return [Room(), Fill(begin, 0, length), Record(FILLED), Await(FILLED, others(rank, size))]
+    return [Room(), Fill(begin, 0, length), Sync(FILLED, True, others(rank, size))]

@@ -1,16 +1,17 @@
 """The backend for GPUs of one host: collectives through staging areas that all ranks can read by CUDA IPC.
 
 :mod:`torchmpi.backends.ipc.chunk_plan` plans the steps; this module enqueues them on torch's current stream and does
-not wait for the device. The processes synchronize in shared memory (:mod:`torchmpi.backends.ipc.stage_sync`), since an
-event of another process can be awaited only after it has been recorded. Reductions are operations of torch in rank
+not wait for the device. The processes wait for each other only until all have entered the call
+(:mod:`torchmpi.backends.ipc.stage_sync`); then their streams synchronize
+(:mod:`torchmpi.backends.ipc.stream_memory`). Reductions are operations of torch in rank
 order (:func:`torchmpi.backends.rank_order.combine`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,17 +25,24 @@ from ..mpi_messages import destination_for, row_counts, rows_of
 from ..rank_order import combine
 from ..torch_groups import as_bytes
 from . import chunk_plan
-from .chunk_plan import EMPTIED, FILLED, Await, Chunks, Fill, Record, ReduceAreas, Room, Step, Take
+from .chunk_plan import EMPTIED, FILLED, STAGE_BITS, Chunks, Fill, ReduceAreas, Room, Step, Sync, Take
 from .stage_sync import StageSync
-from .staging_areas import CudaDevice, Staging
+from .staging_areas import CudaDevice, Enqueue, Staging
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 _ONE_SHOT_BYTES = 32 << 20
 """Largest size of the tensors of all ranks together that every rank reduces as a whole (benchmarks on one H200)."""
 _MOST_PLANS = 256
 
-Action = Callable[[torch.Tensor, torch.Tensor, Any], object]
+Action = Callable[[torch.Tensor, torch.Tensor, int], object]
 """A step of a plan: enqueues work on the source and the output of a call on a stream."""
+
+
+class Chunk(NamedTuple):
+    """The steps of a chunk: those that concern only this rank's area, and all later ones."""
+
+    before_entry: list[Action]
+    after_entry: list[Action]
 
 
 class IpcBackend:
@@ -117,10 +125,16 @@ class StagedGroup:
         self.sync = StageSync(group)
         self.staging: Staging | None = None
         self._device: torch.device | None = None
-        self._plans: dict[Hashable, list[list[Action]]] = {}
+        self._publish: Enqueue
+        """Publishes a number of this rank."""
+        self._await_others: Enqueue
+        """Waits for a number of all other ranks."""
+        self._plans: dict[Hashable, list[Chunk]] = {}
         """The chunks of plans, by the arguments of the plan."""
+        self._half = 0
+        """The half for the next chunk: the same on all ranks."""
         self._last_use = [0, 0]
-        """The stage that a rank publishes when it has read the last chunk of a half."""
+        """The number after which a rank has read the last chunk of a half."""
         self._is_free = [False, False]
         """Whether the stream of this rank already follows the other ranks' reads of a half."""
 
@@ -128,8 +142,8 @@ class StagedGroup:
         """Enter a call. Collective if the call is the first."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise DeviceError(
-                "a collective of backend ipc cannot be captured in a CUDA graph, because processes wait for each other "
-                "on the host. Call it outside of the capture, or pass backend='nccl'."
+                "a collective of backend ipc cannot be captured in a CUDA graph, because its streams synchronize by "
+                "numbers that differ in each call. Call it outside of the capture, or pass backend='nccl'."
             )
         if self.staging is not None and tensor.device != self._device:
             raise DeviceError(
@@ -138,62 +152,88 @@ class StagedGroup:
             )
         self.sync.begin()  # after all checks: a rank that has entered the call takes part in calls of MPI
         if self.staging is None:
-            self.wait_for_entry()  # expire() ends this wait, but not those of MPI in the next line
-            self.staging, self._device = self._make_staging(tensor.device), tensor.device
+            self.enter()  # expire() ends this wait, but not those of MPI in the next line
+            self._open_staging(tensor.device)
 
-    def _make_staging(self, device: torch.device) -> Staging:
+    def _open_staging(self, device: torch.device) -> None:
         group, backend = self.group, self.backend
         try:
-            return Staging(group.comm, backend.make_device(device), self.half_bytes)
+            staging = Staging(group.comm, backend.make_device(device), self.half_bytes)
         except BackendUnavailableError as error:
             backend.refused[group.key] = str(error)
             group.plans.clear()  # the next call selects another backend, on all ranks
             raise
+        self._publish = staging.operations(publishes=True)
+        self._await_others = staging.operations(awaits=self.others)
+        self.staging, self._device = staging, device
+
+    def enter(self) -> None:
+        """Wait until all ranks have entered the call; raise if one has aborted it."""
+        if self.sync.wait_for_entry() and self.staging is not None:
+            # Calls were aborted since the last one, perhaps by different numbers of chunks. All ranks come here, and
+            # none waits for another one before it has published
+            # this number.
+            number = self.sync.number(0)
+            self._publish(self.staging.device.current_stream(), number)
+            self._half, self._last_use[:], self._is_free[:] = 0, [number] * 2, [False, False]
 
     def abort(self) -> None:
-        """Abort the call on all ranks; later calls come after the work that was enqueued, also on ranks that end it."""
-        self.sync.abort()
-        self._is_free = [False, False]
-        self._last_use = [self.sync.number_of_next_call] * 2
+        """Abort the call on all ranks: none waits for a stage of this rank any longer."""
+        number = self.sync.abort()
+        if self.staging is not None and number is not None:
+            try:
+                self._publish(self.staging.device.current_stream(), number)
+            except RuntimeError:
+                self.staging.publish_from_host(number)
+
+    def abort_device_work(self) -> None:
+        """End the waits of the device for other ranks: one is lost, or the group is being freed."""
         if self.staging is not None:
-            with suppress(RuntimeError):  # the device may have failed
-                for half in () if self.staging.device.is_capturing() else (0, 1):
-                    self.staging.event(self.rank, EMPTIED, half).record()
+            self.staging.release_waits()
 
     def expire(self, seq: int) -> None:
         """End the wait of this call for other processes."""
         self.sync.expired_seq = seq
-
-    def wait_for_entry(self) -> None:
-        """Wait until all ranks have entered the call; raise if one has aborted it."""
-        self.sync.wait_for(self.others, self.sync.number(0))
 
     def run(
         self, key: Hashable, plan: Callable[[], Chunks], source: torch.Tensor, out: torch.Tensor, op: str = ""
     ) -> None:
         """Enqueue a plan that reads from one flat tensor and writes to another. `key`: the arguments of the plan."""
         assert self.staging is not None
-        parity = self.sync.seq & 1
-        full_key = (key, op, source.dtype, parity)
+        first = self._half
+        full_key = (key, op, source.dtype, first)
         chunks = self._plans.get(full_key)
         if chunks is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             chunks = self._plans[full_key] = [
-                [self._action(step, self.staging, index, index + parity & 1, source.dtype, op) for step in steps]
+                self._chunk(steps, self.staging, index, index + first & 1, source.dtype, op)
                 for index, steps in enumerate(plan())
             ]
         stream = self.staging.device.current_stream()
         with _mode_of(out):
-            for index, actions in enumerate(chunks):
-                for action in actions:
+            for index, (before_entry, after_entry) in enumerate(chunks):
+                for action in before_entry:
                     action(source, out, stream)
-                half = index + parity & 1
-                self._last_use[half], self._is_free[half] = self.sync.number(chunk_plan.stage(index, EMPTIED)), False
+                if not self.sync.has_entered:
+                    self.enter()
+                    if self._half != first:  # after aborted calls all ranks use the same half again
+                        self.run(key, plan, source, out, op)
+                        return
+                for action in after_entry:
+                    action(source, out, stream)
+                half = self._half
+                self._last_use[half] = self.sync.number(chunk_plan.stage_number(index, EMPTIED))
+                self._is_free[half], self._half = False, 1 - half
+
+    def _chunk(self, steps: list[Step], staging: Staging, index: int, half: int, dtype: torch.dtype, op: str) -> Chunk:
+        actions = [self._action(step, staging, index, half, dtype, op) for step in steps]
+        num_own = next((at for at, step in enumerate(steps) if not isinstance(step, Room | Fill)), len(steps))
+        return Chunk(actions[:num_own], actions[num_own:])
 
     def _action(self, step: Step, staging: Staging, index: int, half: int, dtype: torch.dtype, op: str) -> Action:
-        """Return a step as a function; the areas and events that it uses are looked up only once."""
-        sync, areas = self.sync, staging.areas(dtype, half)
+        """Return a step as a function; the ranges of the areas are determined once."""
+        areas = staging.areas(dtype, half)
         if isinstance(step, Fill):
             area, begin, numel = _range(areas[self.rank], step.area, step.numel), step.source, step.numel
             return lambda source, out, stream: area.copy_(_range(source, begin, numel))
@@ -203,51 +243,40 @@ class StagedGroup:
         if isinstance(step, ReduceAreas):
             parts, begin, numel = [_range(area, step.area, step.numel) for area in areas], step.out, step.numel
             return lambda source, out, stream: combine(parts, op, _range(out, begin, numel))
-        if isinstance(step, Room):
-            return self._room(staging, half)
-        stage = chunk_plan.stage(index, step.event)
-        if isinstance(step, Await):
-            ranks, events = step.ranks, [staging.event(rank, step.event, half) for rank in step.ranks]
-            # A rank has enqueued its reads of earlier chunks before it fills its area.
-            frees = step.event == FILLED and len(ranks) == self.size - 1
+        return self._room(half) if isinstance(step, Room) else self._synchronization(step, staging, index, half)
 
-            def wait(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
-                sync.wait_for(ranks, sync.number(stage))
-                for event in events:
-                    event.wait(stream)
-                if frees:
-                    self._is_free[1 - half] = True
+    def _synchronization(self, step: Sync, staging: Staging, index: int, half: int) -> Action:
+        sync, is_free, stage = self.sync, self._is_free, chunk_plan.stage_number(index, step.stage)
+        enqueue = staging.operations(publishes=step.publishes, awaits=step.awaits)
+        # A rank has enqueued its reads of earlier chunks before it publishes that it has filled its area.
+        frees = step.stage == FILLED and len(step.awaits) == self.size - 1
 
-            return wait
-        if not isinstance(step, Record):
-            return lambda source, out, stream: sync.publish(stage)
-        own = staging.event(self.rank, step.event, half)
+        def synchronize(source: torch.Tensor, out: torch.Tensor, stream: int) -> None:
+            enqueue(stream, sync.seq << STAGE_BITS | stage)
+            if frees:
+                is_free[1 - half] = True
 
-        def record(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
-            own.record(stream)
-            sync.publish(stage)
+        return synchronize
 
-        return record
-
-    def _room(self, staging: Staging, half: int) -> Action:
-        """Return a wait until the other ranks have enqueued all reads of the last chunk of a half, and the reads' end.
+    def _room(self, half: int) -> Action:
+        """Return a wait for the end of the other ranks' reads of the last chunk of a half.
 
         This rank's own reads come before, whatever their stream: the calls of a group are in one order
         (:class:`~torchmpi.tensors.streams.Order`).
         """
-        events = [staging.event(rank, EMPTIED, half) for rank in self.others]
+        is_free, last_use = self._is_free, self._last_use
 
-        def wait(source: torch.Tensor, out: torch.Tensor, stream: Any) -> None:
-            if not self._is_free[half]:
-                self.sync.wait_for(self.others, self._last_use[half])
-                for event in events:
-                    event.wait(stream)
+        def wait(source: torch.Tensor, out: torch.Tensor, stream: int) -> None:
+            if not is_free[half]:
+                self._await_others(stream, last_use[half])
 
         return wait
 
     def close(self) -> None:
         """Free the staging areas. Collective."""
         if self.staging is not None:
+            if self.group.context.loss:
+                self.staging.release_waits()
             self._plans.clear()
             self.staging.close()
             self.staging = None
@@ -293,7 +322,7 @@ class IpcCollectives:
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks on all ranks."""
-        self.staged.wait_for_entry()  # before a call of MPI, which would not detect that a rank has aborted
+        self.staged.enter()  # before a call of MPI, which would not detect that a rank has aborted
         rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
         rank, size, half = self.rank, self.size, self.half_bytes
@@ -331,7 +360,7 @@ def shots(size: int, num_bytes: int) -> int:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1)
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
 def _range(tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor:

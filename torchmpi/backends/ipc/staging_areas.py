@@ -1,21 +1,28 @@
-"""Staging areas on GPUs and their events, which all ranks of a group open: CUDA IPC by PyTorch.
+"""Staging areas on GPUs, which all ranks of a group open by CUDA IPC, and the numbers that synchronize their streams.
 
 A group makes its areas in its first call and frees them with the group. An area is a tensor of torch's allocator, which
-opens and counts the handles of the memory.
+opens and counts the handles of the memory. The numbers, one for each rank, lie in page-locked host memory that the
+ranks share, so that a rank can also end the waits of its stream from the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from ...communicators.group import share
 from ...errors import BackendUnavailableError
+from ...shared_memory.segments import Segment
 from ...tensors import streams
-from .chunk_plan import FILLED, NUM_EVENTS
+from .stream_memory import StreamOperations
+
+Enqueue = Callable[[int, int], None]
+"""``enqueue(stream, number)``: enqueues operations with a number on a stream, given by its address."""
 
 _NUM_HALVES = 2
 _DEVICE_FIELD = 6
@@ -23,12 +30,17 @@ _DEVICE_FIELD = 6
 _REF_COUNTER_FIELDS = slice(11, 13)
 """Of the same: where torch counts the users of the memory."""
 _TRIAL_BYTES = 4096
+_TRIAL_NUMBER = 1
+_PAGE_BYTES = 4096
+_LINE_BYTES = 128  # between the numbers of two ranks
+_LAST_NUMBER = 1 << 62
+"""Ends all waits."""
 _of_failed_devices: list[object] = []
 """Memory of other processes that is never closed: torch ends the process if that fails."""
 
 
 class CudaDevice:
-    """The memory and events of a GPU; their handles can be pickled."""
+    """The memory and streams of a GPU; handles of its memory can be pickled."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,26 +64,22 @@ class CudaDevice:
         """Give up a handle that is not opened: its owner could never free the memory otherwise."""
         torch.UntypedStorage._release_ipc_counter(*handle[_REF_COUNTER_FIELDS], device=self.device.index)
 
-    def make_event(self) -> torch.cuda.Event:
-        """Make an event for all processes of the host."""
-        return torch.cuda.Event(interprocess=True)
+    def page_lock(self, memory: torch.Tensor) -> None:
+        """Page-lock host memory, so that streams can write and read it."""
+        if not streams.pin(memory):
+            raise RuntimeError(f"cudaHostRegister refuses to page-lock {memory.nbytes} bytes that the ranks share")
 
-    def share_event(self, event: torch.cuda.Event) -> Any:
-        """Return the handle of an event."""
-        return event.ipc_handle()
+    def unlock(self, memory: torch.Tensor) -> None:
+        """Undo `page_lock`."""
+        streams.unpin(memory)
 
-    def open_event(self, handle: Any) -> torch.cuda.Event:
-        """Open an event of another process."""
-        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self.device, handle)
-        return event
+    def operations(self, written: int | None, awaited: Sequence[int]) -> Enqueue:
+        """Return a function that enqueues a write of a number to an address, and waits for it at other addresses."""
+        return StreamOperations(written, awaited)
 
-    def current_stream(self) -> Any:
-        """Return the current stream of the GPU."""
-        return streams.current(self.device)
-
-    def is_capturing(self) -> bool:
-        """Return whether work is recorded in a CUDA graph instead of being enqueued."""
-        return torch.cuda.is_current_stream_capturing()
+    def current_stream(self) -> int:
+        """Return the address of the current stream of the GPU."""
+        return streams.current(self.device).cuda_stream
 
     def finish(self) -> None:
         """Wait until the GPU has finished all enqueued work."""
@@ -82,29 +90,25 @@ class CudaDevice:
         torch.cuda.ipc_collect()
 
 
-class _Ticket(NamedTuple):
-    """The handles with which the other ranks open the area, one for each rank, and the events of a rank."""
-
-    areas: tuple[Any, ...]
-    events: tuple[Any, ...]
-
-
 class Staging:
-    """The areas and events of all ranks of a group, opened by this rank."""
+    """The areas and numbers of all ranks of a group, opened by this rank."""
 
     def __init__(self, comm: Any, device: CudaDevice, half_bytes: int) -> None:
         """Make, open and test the areas of all ranks. Collective; if one rank fails, all raise and free everything."""
         self.comm, self.device, self.half_bytes = comm, device, half_bytes
         self._areas: dict[int, torch.Tensor] = {}
-        self._events: dict[int, list[torch.cuda.Event]] = {}
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._unopened: dict[int, Any] = {}
         """The handles of other ranks' areas."""
+        self._segment: Segment | None = share(comm, "stages", -(-comm.size * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES)
+        self._closing = threading.Lock()
+        self._numbers: torch.Tensor | None = None
+        """The memory of the segment, when it is page-locked."""
         with torch.inference_mode(False):  # otherwise only calls in inference mode could write to the areas
             try:
                 self._agree(*_tried(self._make))
                 self._agree(*_tried(self._open))
-                self._agree(*_tried(self._write))  # all events are recorded
+                self._agree(*_tried(self._write))
                 self._agree(*_tried(self._read))
             except BackendUnavailableError:  # on all ranks
                 self._free()
@@ -118,52 +122,78 @@ class Staging:
             self._views[dtype] = [[area[place].view(dtype) for area in areas] for place in ranges]
         return self._views[dtype][half]
 
-    def event(self, rank: int, event: int, half: int) -> torch.cuda.Event:
-        """Return an event of a rank."""
-        return self._events[rank][NUM_EVENTS * half + event]
+    def operations(self, *, publishes: bool = False, awaits: Sequence[int] = ()) -> Enqueue:
+        """Return a function that enqueues the publication of a number, and waits for that number of other ranks."""
+        base = self._opened_segment.address
+        written = base + self.comm.rank * _LINE_BYTES if publishes else None
+        return self.device.operations(written, [base + rank * _LINE_BYTES for rank in awaits])
+
+    def publish_from_host(self, number: int) -> None:
+        """Publish a number without the device, which has failed."""
+        self._numbers_on_host()[_position(self.comm.rank)] = number
+
+    def release_waits(self) -> None:
+        """End all waits for other ranks, from any thread. Later calls must not use these areas."""
+        with self._closing:
+            for rank in range(self.comm.size) if self._segment is not None else ():
+                if rank != self.comm.rank:
+                    self._numbers_on_host()[_position(rank)] = _LAST_NUMBER
 
     def close(self) -> None:
         """Free everything. Collective."""
         try:
             self.device.finish()
         except RuntimeError:  # the device has failed, in work that may have nothing to do with this group
-            _of_failed_devices.append((dict(self._areas), dict(self._events)))
+            _of_failed_devices.append(dict(self._areas))
         self._free()
 
-    def _make(self) -> _Ticket:
+    @property
+    def _opened_segment(self) -> Segment:
+        if self._segment is None:
+            raise OSError("the system provides no shared memory, or the ranks cannot open that of others")
+        return self._segment
+
+    def _numbers_on_host(self) -> memoryview:
+        return memoryview(self._opened_segment.memory).cast("q")
+
+    def _make(self) -> tuple[Any, ...]:
+        """Make the area of this rank; return the handles with which the other ranks open it, one for each rank."""
         device, rank = self.device, self.comm.rank
+        numbers = torch.frombuffer(self._opened_segment.memory, dtype=torch.uint8)
+        device.page_lock(numbers)
+        self._numbers = numbers
         area = self._areas[rank] = device.allocate(_NUM_HALVES * self.half_bytes)
-        events = self._events[rank] = [device.make_event() for _ in range(_NUM_HALVES * NUM_EVENTS)]
-        handles = tuple(None if other == rank else device.share(area) for other in range(self.comm.size))
-        return _Ticket(handles, tuple(device.share_event(event) for event in events))
+        return tuple(None if other == rank else device.share(area) for other in range(self.comm.size))
 
     def _open(self) -> None:
-        for rank, (area, events) in list(self._unopened.items()):
+        for rank, area in list(self._unopened.items()):
             self._areas[rank] = self.device.open(area)
             del self._unopened[rank]
-            self._events[rank] = [self.device.open_event(handle) for handle in events]
 
     def _write(self) -> None:
         own = self.comm.rank
         self._areas[own][:_TRIAL_BYTES] = _pattern(own, self._areas[own].device)
-        self.event(own, FILLED, 0).record()
+        self.operations(publishes=True)(self.device.current_stream(), _TRIAL_NUMBER)
+        self.device.finish()
 
     def _read(self) -> None:
-        """Compare the bytes of all ranks with the expected ones: by a kernel that reads them, and after a copy."""
+        """Compare the numbers and bytes of all ranks with the expected ones: by a kernel, and after a copy."""
+        others = [rank for rank in self._areas if rank != self.comm.rank]
+        numbers = self._numbers_on_host()
+        if any(numbers[_position(rank)] != _TRIAL_NUMBER for rank in self._areas):
+            raise RuntimeError("a number that a stream has written to host memory was not read there")
+        self.operations(awaits=others)(self.device.current_stream(), _TRIAL_NUMBER)
         for rank, area in self._areas.items():
-            self.event(rank, FILLED, 0).wait()
             expected, memory = _pattern(rank, area.device), area[:_TRIAL_BYTES]
             if bool((memory != expected).any()) or not torch.equal(torch.empty_like(expected).copy_(memory), expected):
                 raise RuntimeError(f"the memory of rank {rank} of the group was opened, but other bytes were read")
 
-    def _agree(self, ticket: _Ticket | None, problem: str) -> None:
-        """Take the tickets of the other ranks; raise the same error on all ranks if one has a problem."""
-        gathered = self.comm.allgather((ticket, problem))
+    def _agree(self, handles: tuple[Any, ...] | None, problem: str) -> None:
+        """Take the handles of the other ranks; raise the same error on all ranks if one has a problem."""
+        gathered = self.comm.allgather((handles, problem))
         own = self.comm.rank
         self._unopened |= {
-            rank: (ticket.areas[own], ticket.events)
-            for rank, (ticket, _) in enumerate(gathered)
-            if ticket is not None and rank != own
+            rank: handles[own] for rank, (handles, _) in enumerate(gathered) if handles is not None and rank != own
         }
         problems = [f"rank {rank} of the group: {problem}" for rank, (_, problem) in enumerate(gathered) if problem]
         if problems:
@@ -177,16 +207,28 @@ class Staging:
         """Collective: memory may be freed only when no rank has it open."""
         own = self.comm.rank
         self._views.clear()
-        self._events.clear()
         for rank in [rank for rank in self._areas if rank != own]:
             del self._areas[rank]
-        for area, _ in self._unopened.values():
+        for area in self._unopened.values():
             self.device.decline(area)
         self._unopened.clear()
         self.comm.Barrier()
         self._areas.clear()
+        if self._numbers is not None:
+            with suppress(RuntimeError):
+                self.device.unlock(self._numbers)
+            self._numbers = None
+        with self._closing:
+            if self._segment is not None:
+                self._segment.close()
+                self._segment = None
         with suppress(RuntimeError):  # the device has failed
             self.device.collect()
+
+
+def _position(rank: int) -> int:
+    """Return the position of a rank's number in the segment."""
+    return rank * _LINE_BYTES // 8
 
 
 def _pattern(rank: int, device: torch.device) -> torch.Tensor:
