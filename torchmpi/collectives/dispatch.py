@@ -112,15 +112,29 @@ def submit(
 def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle[Any]:
     """Run the allreduce of several tensors of one dtype and device, packed into one, in the background."""
     group = communicator.intra
-    flat = torch.cat([part.detach().reshape(-1) for part in parts])
-    shapes = tuple([part.shape for part in parts])
-    plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, asynchronous=True).for_many(shapes)
+    flat, plan = _packed(communicator, parts, op, backend, asynchronous=True)
 
     def task() -> None:
         group.perform(plan, flat, None, 0)
         bucket_plan.unpack(flat, parts)
 
     return group.call_queue.submit(task, f"{group.where}: {plan.collective}", flat if plan.is_on_device else None)
+
+
+def run_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> None:
+    """Run the call of `submit_packed` on the current stream, for a backend that enqueues its work on a device."""
+    group = communicator.intra
+    flat, plan = _packed(communicator, parts, op, backend, asynchronous=False)
+    group.call_queue.run(group.perform, plan, flat, None, 0, subject=flat)
+    bucket_plan.unpack(flat, parts)
+
+
+def _packed(
+    communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None, *, asynchronous: bool
+) -> tuple[_Tensor, PreparedPlan]:
+    flat, shapes = bucket_plan.pack(parts), tuple([part.shape for part in parts])
+    plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, asynchronous=asynchronous)
+    return flat, plan.for_many(shapes)
 
 
 def plan_of(
@@ -142,7 +156,7 @@ def plan_of(
         key: PlanKey = (collective, op, None, device_type, False, backend, asynchronous)
     else:
         is_written = out is None and collective in IN_PLACE
-        direct = is_simple(tensor) and not tensor.is_conj()
+        direct = (is_simple(tensor) and not tensor.is_conj()) or buffers.is_simple_on_gpu(tensor)
         if not direct:
             buffers.check(tensor, f"{communicator.intra.where}: {collective}", written=is_written)
             direct = buffers.is_direct(tensor)

@@ -42,6 +42,7 @@ class PreparedPlan(Plan):
 
     Attributes:
         bare: The same call without the copies around the operation of the backend, for contiguous host memory.
+        enqueues: Whether the call enqueues its work on the device of its tensors and returns.
         cached_call: Returns the :class:`~torchmpi.shared_memory.fast_path.CachedCall` for a root, or None.
         is_on_device: Whether the tensors are on a device, so that the caller's stream matters.
         is_simple: Whether `bare` may be used for contiguous host tensors that are not part of an autograd graph.
@@ -49,13 +50,13 @@ class PreparedPlan(Plan):
             at separate addresses.
     """
 
-    __slots__ = ("bare", "cached_call", "is_on_device", "is_simple", "many")
+    __slots__ = ("bare", "cached_call", "enqueues", "is_on_device", "is_simple", "many")
 
     def __init__(self, collective: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         super().__init__(collective, code, run, _compared_shape(collective))
         self.bare = self
         self.cached_call: Callable[[int], Any] = no_cached_call
-        self.is_on_device = self.is_simple = False
+        self.enqueues = self.is_on_device = self.is_simple = False
         self.many: Plan | None = None
 
     def for_many(self, shapes: tuple[Shape, ...]) -> PreparedPlan:
@@ -118,6 +119,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     plan = PreparedPlan(collective, code, by_size(runners, dtype))
     plan.backends = names
     plan.is_on_device = device_type != "cpu"
+    plan.enqueues = plan.is_on_device and names[-1][1] != HIERARCHICAL and all(each.enqueues for _, _, each in bound)
     if direct or collective not in IN_PLACE:
         plan.bare = PreparedPlan(collective, code, by_size(operations, dtype))
         plan.bare.backends = names
@@ -154,7 +156,7 @@ def _packing(operation: Operation) -> Operation:
     """Return an operation on tensor lists that packs them for an operation on a flat tensor."""
 
     def run(tensors: Any, _: None, root: int) -> None:
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.work])
+        flat = bucket_plan.pack(tensors.work)
         operation(flat, None, root)
         bucket_plan.unpack(flat, tensors.work)
 

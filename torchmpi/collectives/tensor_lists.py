@@ -122,7 +122,7 @@ def tensor_lists(
             and not tensor.is_nested
             and tensor.is_contiguous()
             and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
-        )
+        ) or buffers.is_simple_on_gpu(tensor)
         address = tensor.data_ptr() if is_direct else 0
         if not address:
             buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
@@ -246,7 +246,7 @@ def _start(
             else:
                 operations.allreduce(members.tensors[0], op=op, comm=communicator, backend=backend)
         elif members.plan.many is None:
-            started += _start_packed(members, communicator, op, backend)
+            started += _start_packed(members, communicator, op, backend, asynchronous=asynchronous)
         elif asynchronous:
             started.append(_submit_unpacked(members, group))
         else:
@@ -269,13 +269,18 @@ def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
     return group.call_queue.submit(task, f"{group.where}: allreduce_many")
 
 
-def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[Handle[Any]]:
+def _start_packed(
+    members: TensorList, comm: Communicator, op: str, backend: str | None, *, asynchronous: bool
+) -> list[Handle[Any]]:
+    """Pack the tensors into messages; one is sent while the next is packed, unless the device does both in order."""
     started: list[Handle[Any]] = []
     bucket_bytes = runtime.current().config.bucket_bytes_on(members.tensors[0].device.type)
     for indices in bucket_plan.plan_buckets(members.tensors, bucket_bytes):
         parts = [members.tensors[index] for index in indices]
         if len(parts) == 1:
             started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
-        else:
+        elif asynchronous or not members.plan.enqueues:
             started.append(dispatch.submit_packed(comm, parts, op, backend))
+        else:
+            dispatch.run_packed(comm, parts, op, backend)
     return started

@@ -168,7 +168,7 @@ class ProcessGroup(GroupProperties):
         bucket_bytes = runtime.current().config.bucket_bytes_on(tensors[0].device.type)
         for members in bucket_plan.plan_buckets(tensors, bucket_bytes):
             parts = [tensors[index] for index in members]
-            flat = parts[0] if len(parts) == 1 else torch.cat([part.detach().reshape(-1) for part in parts])
+            flat = parts[0] if len(parts) == 1 else bucket_plan.pack(parts)
             plan = self._allreduce_plan(flat, reduction)
             if len(parts) == 1:
                 self._group.perform(plan, flat, None, 0)

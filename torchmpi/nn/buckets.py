@@ -126,7 +126,7 @@ class CopiedBucket:
         """Return a flat tensor of the values."""
         if len(self.gradients) == 1 and self.gradients[0].is_contiguous():
             return self.gradients[0].view(-1)
-        self._flat = torch.cat([gradient.reshape(-1) for gradient in self.gradients])
+        self._flat = bucket_plan.pack(self.gradients)
         return self._flat
 
     def unpack(self) -> None:

@@ -31,6 +31,17 @@ def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[lis
     return buckets
 
 
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of several tensors as one flat tensor.
+
+    >>> pack([torch.zeros(2), torch.ones(1, 1)])
+    tensor([0., 0., 1.])
+    """
+    with torch.no_grad():  # one call of C++: a call of Python per tensor would take longer than its copy
+        flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
+    return flat
+
+
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy consecutive parts of `flat` into the tensors.
 
@@ -39,11 +50,11 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     >>> a, b
     (tensor([0., 1.]), tensor([2.]))
     """
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    shaped = [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # of empty ones torch does not keep the shape
+    parts = torch._utils._unflatten_dense_tensors(flat, tensors)
     if any(tensor.is_inference() or tensor.is_conj() or tensor.is_neg() for tensor in tensors):
-        for tensor, part in zip(tensors, shaped, strict=True):
+        for tensor, part in zip(tensors, parts, strict=True):
             buffers.overwrite(tensor, part)
-    else:  # one call: a call per tensor would take longer than its copy
+    elif tensors:
         with torch.no_grad():
-            torch._foreach_copy_([tensor.detach() for tensor in tensors], shaped)
+            torch._foreach_copy_([tensor.detach() for tensor in tensors], parts)

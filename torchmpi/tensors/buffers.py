@@ -33,6 +33,22 @@ def is_direct(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
+def is_simple_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a direct one on a GPU that needs no further checks.
+
+    >>> is_simple_on_gpu(torch.ones(2))
+    False
+    """
+    return (
+        tensor.is_cuda
+        and type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and is_direct(tensor)
+        and not tensor.requires_grad
+    )
+
+
 def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
     """Raise if a tensor cannot be sent or, if `written`, received into.
 
