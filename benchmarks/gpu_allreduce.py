@@ -4,7 +4,8 @@
     mpirun -n 4 python benchmarks/gpu_allreduce.py --sizes 1048576,268435456
 
 All sides alternate in short batches, in both orders, on a tensor that is written before each batch; a batch ends when
-the device has finished. Reported are medians of the slowest rank, in microseconds. "launch" is the time until
+the device has finished. Reported are medians of the slowest rank, in microseconds. "copy, add": the operations of torch
+that `ipc` enqueues on two ranks, without a collective, the least time of a short call. "launch" is the time until
 allreduce_async() has returned. "memory": the time in which all ranks together copy the bytes that `ipc` reads and
 writes, at the speed of the copy of this run, over the time of `ipc`. "to mpi4py": how many times as fast `ipc` is.
 """
@@ -62,7 +63,7 @@ def main() -> None:
 
 def sides(comm: Any, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """Return the calls to measure; a handle is waited for at the end of a batch."""
-    host, copied = torch.zeros(tensor.shape, pin_memory=True), torch.empty_like(tensor)
+    host, copied, added = torch.zeros(tensor.shape, pin_memory=True), torch.empty_like(tensor), torch.empty_like(tensor)
     array = host.numpy()
 
     def by_hand() -> None:
@@ -70,7 +71,11 @@ def sides(comm: Any, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
         comm.Allreduce(mpi_in_place(), array)
         tensor.copy_(host)
 
-    calls: dict[str, Callable[[], Any]] = {"copy": lambda: copied.copy_(tensor)}
+    def copy_and_add() -> None:
+        copied.copy_(tensor)
+        torch.add(copied, copied, out=added)
+
+    calls: dict[str, Callable[[], Any]] = {"copy": lambda: copied.copy_(tensor), "copy, add": copy_and_add}
     available = mpi.collective_availability()
     for name in ("nccl", "ipc", "shm"):
         if available[name, "allreduce", "cuda", "sync"].startswith("available"):

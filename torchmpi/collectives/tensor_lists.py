@@ -142,6 +142,11 @@ def tensor_lists(
     return list(lists.values())
 
 
+def enqueues(tensor: _Tensor, comm: Communicator) -> bool:
+    """Return whether an allreduce of such a tensor enqueues its work on a device and returns."""
+    return dispatch.plan_of(comm, "allreduce", tensor, op="sum").enqueues
+
+
 def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator) -> None:
     """Reduce lists with plans that need no packing, in place."""
     group = comm.intra

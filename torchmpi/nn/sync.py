@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
-from ..collectives.tensor_lists import reduce_unpacked, tensor_lists
+from ..collectives.tensor_lists import enqueues, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError
@@ -241,11 +241,19 @@ def _reduce_in_buckets(
     bucket_bytes: int,
     comm: Communicator,
 ) -> None:
-    """Pack some buckets and unpack others while some are sent; `gradients` are those of the parameters `rest`."""
+    """Reduce buckets; `gradients` are those of the parameters `rest`.
+
+    Some buckets are packed and others unpacked while some are sent, unless a device does all that in order.
+    """
     packed = [[rest[index] for index in indices] for indices in bucket_plan.plan_buckets(gradients, bucket_bytes)]
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
     buckets: Iterable[ViewBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
+    is_in_order = len(gradients) > 0 and enqueues(gradients[0], comm)
     for bucket in buckets:  # a bucket is freed as soon as it is unpacked
+        if is_in_order and not reduction.is_compressed(comm):
+            reduction.run(bucket.pack(), comm)
+            bucket.unpack()
+            continue
         in_flight.append((reduction.start(bucket.pack(), bucket, comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
             _finish(in_flight.popleft())
