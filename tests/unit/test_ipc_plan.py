@@ -89,7 +89,7 @@ def test_any_sequence_of_calls_in_any_interleaving(size, factor, specifications,
     play(size, size * ALIGNMENT * factor, specifications, seed)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 32])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 64])
 def test_every_collective_on_many_ranks(size):
     """Three chunks per call, so that both halves are used again; two if the model would take seconds."""
     choice = random.Random(size)
