@@ -47,12 +47,13 @@ class HostDevice(CudaDevice):
     def unlock(self, memory: torch.Tensor) -> None:
         """Do nothing."""
 
-    def operations(self, written: int | None, awaited: Sequence[int]) -> Enqueue:
+    def operations(self, written: Sequence[int], awaited: Sequence[int]) -> Enqueue:
+        published = [ctypes.c_int64.from_address(address) for address in written]
         numbers = [ctypes.c_int64.from_address(address) for address in awaited]
 
         def run(stream: int, number: int) -> None:
-            if written is not None:
-                ctypes.c_int64.from_address(written).value = number
+            for each in published:
+                each.value = number
             while any(each.value < number for each in numbers):
                 time.sleep(0)
 

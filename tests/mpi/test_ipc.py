@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def test_inference_tensors(rig, agree):
     for _ in range(3):
         rig.run("allreduce", made_there)
     agree.equal(made_there.tolist(), [float(rig.size**3)] * 1000)
+    # Regression: plans made in inference mode could not be used outside of it.
+    agree.equal(rig.run("allreduce", torch.ones(3)).tolist(), [float(rig.size)] * 3)
 
 
 def test_freeing_the_group_releases_everything(rig, agree):
@@ -225,9 +228,42 @@ def test_after_a_failure_in_the_middle_the_next_call_raises_on_all_ranks_and_lat
         except RuntimeError as error:
             message = str(error)
     agree(("for the test" in message) == (rig.rank == failing), message)
+    rig.group.call_action("barrier", lambda: None)  # calls of others do not matter
     agree.raises(MismatchError, lambda: rig.run("broadcast", torch.ones(3)), "has aborted")
     for collective in ("broadcast", *COLLECTIVES):
         Call(rig, collective, torch.float32, "sum", (600_000,), 1).check(rig, agree)
+    rig.group.free()
+
+
+def test_an_empty_call_after_a_failure_in_the_middle_raises_too(rig, agree, monkeypatch):
+    """The halves of the ranks differ then, and the next call must find that."""
+    if mpi.size() == 1:
+        return
+    rig.run("allreduce", torch.ones(3))
+    with monkeypatch.context() as patch:
+        if rig.rank == 0:
+            patch.setattr(ipc, "combine", lambda *arguments: 1 / 0)
+        try:
+            rig.run("allreduce", torch.ones(500_000))  # two chunks
+        except ZeroDivisionError:
+            agree(rig.rank == 0)
+    agree.raises(MismatchError, lambda: rig.run("allreduce", torch.ones(0)), "has aborted")
+    rig.run("allreduce", torch.ones(0))
+    Call(rig, "broadcast", torch.float32, "sum", (600_000,), 1).check(rig, agree)
+    Call(rig, "allreduce", torch.float32, "sum", (600_000,), 1).check(rig, agree)
+
+
+def test_calls_raise_after_the_waits_of_the_device_were_released(agree):
+    """A result might have been computed before the other ranks had filled their areas."""
+    rig = Rig()
+    rig.run("allreduce", torch.ones(3))
+    rig.group.abort_device_work()
+    message = ""
+    try:
+        rig.run("allreduce", torch.ones(3))
+    except (StallError, MismatchError) as error:  # of this rank, or because another one has it
+        message = str(error)
+    agree("cannot be used" in message or "has aborted" in message, message)
     rig.group.free()
 
 
@@ -478,10 +514,35 @@ def test_a_stream_that_waits_for_a_rank_is_released_on_the_gpu(agree, is_release
     if is_released_by == "the rank that failed":
         if late:
             staging.publish_from_host(number)
+        torch.cuda.synchronize()
     elif not late:
         rig.group.abort_device_work()
-    torch.cuda.synchronize()
     rig.group.free()
+
+
+@pytest.mark.gpu
+def test_many_communicators_in_different_orders_on_the_gpu(agree):
+    """Streams that share a queue of the hardware would wait for each other: CUDA_DEVICE_MAX_CONNECTIONS."""
+    gpu_group()
+    rigs = [Rig(backend=runtime.current().selector.backends["ipc"]) for _ in range(12)]
+    tensors = [torch.full((10_000,), float(mpi.rank() + 1), device=mpi.device()) for _ in rigs]
+    for rig, tensor in zip(rigs, tensors, strict=True):
+        rig.run("allreduce", tensor)
+    for number in range(20):
+        order = random.Random(number * mpi.size() + mpi.rank()).sample(range(len(rigs)), len(rigs))
+        handles = [
+            rigs[at].group.call_queue.submit(
+                partial(rigs[at].run, "allreduce", tensors[at], op="max"), "max", tensors[at]
+            )
+            for at in order
+        ]
+        for handle in handles:
+            handle.wait()
+    torch.cuda.synchronize()
+    total = float(sum(range(1, mpi.size() + 1)))
+    agree(all(bool((tensor == total).all()) for tensor in tensors))
+    for rig in rigs:
+        rig.group.free()
 
 
 class ClosedOnTheLast(staging_areas.CudaDevice):

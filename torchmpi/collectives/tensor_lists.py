@@ -282,10 +282,10 @@ def _start_packed(
     bucket_bytes = runtime.current().config.bucket_bytes_on(members.tensors[0].device.type)
     for indices in bucket_plan.plan_buckets(members.tensors, bucket_bytes):
         parts = [members.tensors[index] for index in indices]
-        if len(parts) == 1:
-            started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
-        elif asynchronous or not members.plan.enqueues:
-            started.append(dispatch.submit_packed(comm, parts, op, backend))
-        else:
+        if members.plan.enqueues and not asynchronous:
             dispatch.run_packed(comm, parts, op, backend)
+        elif len(parts) == 1:
+            started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
+        else:
+            started.append(dispatch.submit_packed(comm, parts, op, backend))
     return started

@@ -248,13 +248,14 @@ def _reduce_in_buckets(
     packed = [[rest[index] for index in indices] for indices in bucket_plan.plan_buckets(gradients, bucket_bytes)]
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
     buckets: Iterable[ViewBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
-    is_in_order = len(gradients) > 0 and enqueues(gradients[0], comm)
+    is_plain = reduction.wire is None and not reduction.is_compressed(comm)
     for bucket in buckets:  # a bucket is freed as soon as it is unpacked
-        if is_in_order and not reduction.is_compressed(comm):
-            reduction.run(bucket.pack(), comm)
+        flat = bucket.pack()
+        if is_plain and flat.device.type != "cpu" and enqueues(flat, comm):
+            reduction.run(flat, comm)
             bucket.unpack()
             continue
-        in_flight.append((reduction.start(bucket.pack(), bucket, comm), bucket.unpack))
+        in_flight.append((reduction.start(flat, bucket, comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
             _finish(in_flight.popleft())
     for steps in in_flight:

@@ -18,6 +18,7 @@ ENQUEUED       number of the last call entered that enqueues its work on a devic
 BLAMES         call (upper bits) and rank (last BLAMED_RANK_BITS) that this rank holds responsible for an abort
 CORE           core on which it last waited, where there are more ranks than cores
 EXITED         whether the rank is at the end of its program; with the status of ``sys.exit()``, if it called that
+BROKEN         number of the last call aborted on a device, whose work other ranks may have enqueued
 READY          chunks that this rank has put into its slots
 REDUCED        chunks that this rank has reduced, or read
 KEPT           two fields, by chunk parity: whether the result of a reduction is in the slot of this rank
@@ -33,7 +34,7 @@ FIELD_BYTES = 8
 _LINE_FIELDS = 16  # 128 bytes
 
 ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BLAMES, CORE = range(11)
-EXITED = 11
+EXITED, BROKEN = 11, 12
 BLAMED_RANK_BITS = 24
 EXIT_STATUS = 2  # added to the status in EXITED; 1 without status
 

@@ -40,8 +40,8 @@ def is_simple_on_gpu(tensor: torch.Tensor) -> bool:
     False
     """
     return (
-        tensor.is_cuda
-        and type(tensor) is torch.Tensor
+        type(tensor) is torch.Tensor
+        and tensor.is_cuda
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and is_direct(tensor)

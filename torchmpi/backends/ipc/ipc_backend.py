@@ -17,7 +17,7 @@ import torch
 
 from ...communicators.group import Group
 from ...config import Config
-from ...errors import BackendUnavailableError, DeviceError
+from ...errors import BackendUnavailableError, DeviceError, StallError
 from ...tensors import partition
 from ..base import Operation
 from ..gpus import Devices
@@ -165,17 +165,19 @@ class StagedGroup:
             raise
         self._publish = staging.operations(publishes=True)
         self._await_others = staging.operations(awaits=self.others)
+        self._half, self._last_use[:], self._is_free[:] = 0, [0] * 2, [False] * 2
         self.staging, self._device = staging, device
 
     def enter(self) -> None:
         """Wait until all ranks have entered the call; raise if one has aborted it."""
-        if self.sync.wait_for_entry() and self.staging is not None:
-            # Calls were aborted since the last one, perhaps by different numbers of chunks. All ranks come here, and
-            # none waits for another one before it has published
-            # this number.
+        was_broken = self.sync.wait_for_entry()
+        self._check_release()
+        if was_broken and self.staging is not None:
+            # Ranks may have enqueued different numbers of chunks. All come here, and none waits for another one before
+            # it has published this number.
             number = self.sync.number(0)
             self._publish(self.staging.device.current_stream(), number)
-            self._half, self._last_use[:], self._is_free[:] = 0, [number] * 2, [False, False]
+            self._half, self._last_use[:], self._is_free[:] = 0, [number] * 2, [False] * 2
 
     def abort(self) -> None:
         """Abort the call on all ranks: none waits for a stage of this rank any longer."""
@@ -183,16 +185,19 @@ class StagedGroup:
         if self.staging is not None and number is not None:
             try:
                 self._publish(self.staging.device.current_stream(), number)
-            except RuntimeError:
+            except BaseException as error:
                 self.staging.publish_from_host(number)
+                if not isinstance(error, RuntimeError):
+                    raise
 
     def abort_device_work(self) -> None:
-        """End the waits of the device for other ranks: one is lost, or the group is being freed."""
-        if self.staging is not None:
-            self.staging.release_waits()
+        """End the waits of the device for other ranks: one is lost, or the group is being freed. From any thread."""
+        staging = self.staging
+        if staging is not None:
+            staging.release_waits()
 
     def expire(self, seq: int) -> None:
-        """End the wait of this call for other processes."""
+        """End the wait of this call for ranks that have not entered it."""
         self.sync.expired_seq = seq
 
     def run(
@@ -206,10 +211,11 @@ class StagedGroup:
         if chunks is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            chunks = self._plans[full_key] = [
-                self._chunk(steps, self.staging, index, index + first & 1, source.dtype, op)
-                for index, steps in enumerate(plan())
-            ]
+            with torch.inference_mode(False):  # otherwise only calls in inference mode could write to these views
+                chunks = self._plans[full_key] = [
+                    self._chunk(steps, self.staging, index, index + first & 1, source.dtype, op)
+                    for index, steps in enumerate(plan())
+                ]
         stream = self.staging.device.current_stream()
         with _mode_of(out):
             for index, (before_entry, after_entry) in enumerate(chunks):
@@ -225,6 +231,15 @@ class StagedGroup:
                 half = self._half
                 self._last_use[half] = self.sync.number(chunk_plan.stage_number(index, EMPTIED))
                 self._is_free[half], self._half = False, 1 - half
+            if not self.sync.has_entered:  # a call without chunks
+                self.enter()
+        self._check_release()
+
+    def _check_release(self) -> None:
+        """Raise if streams may have continued before other ranks had filled their areas."""
+        if self.staging is not None and self.staging.is_released:
+            reason = self.group.context.loss or "its process group was aborted"
+            raise StallError(f"{self.group.where}: communicator {self.group.name} cannot be used: {reason}.")
 
     def _chunk(self, steps: list[Step], staging: Staging, index: int, half: int, dtype: torch.dtype, op: str) -> Chunk:
         actions = [self._action(step, staging, index, half, dtype, op) for step in steps]
@@ -276,7 +291,7 @@ class StagedGroup:
         """Free the staging areas. Collective."""
         if self.staging is not None:
             if self.group.context.loss:
-                self.staging.release_waits()
+                self.staging.release_waits()  # close() would wait for a lost rank
             self._plans.clear()
             self.staging.close()
             self.staging = None

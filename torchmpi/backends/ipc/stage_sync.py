@@ -1,28 +1,26 @@
 """Synchronization of the processes at the begin of a call, in shared memory.
 
 After all ranks have entered a call, each enqueues its work without regard to the others: from there on the streams
-synchronize (:mod:`torchmpi.backends.ipc.stream_memory`). So a missing rank, a different call or an aborted one is an
-error on the host, and no stream waits for it. A wait yields the interpreter to other threads: the worker of
-a call queue must not slow down the thread that computes.
+synchronize (:mod:`torchmpi.backends.ipc.stream_memory`). So a missing rank, a different call, and one that was aborted
+before all had entered it, are errors on the host, and no stream waits for them. A wait yields the interpreter to other
+threads: the worker of a call queue must not slow down the thread that computes.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import sys
 import time
 from collections.abc import Sequence
 
 from ...communicators.group import Group
 from ...errors import MismatchError
-from ...shared_memory.memory_layout import BLOCK_FIELDS, ENQUEUED, REFUSED
+from ...shared_memory.memory_layout import BLOCK_FIELDS, BROKEN, ENQUEUED, REFUSED
 from .chunk_plan import STAGE_BITS
 
 # Polling takes a fraction of a microsecond, yielding to other threads about one.
 _NUM_POLLS, _YIELD_SECONDS = 20, 0.002
 _LEAST_SLEEP_SECONDS, _MOST_SLEEP_SECONDS = 0.00005, 0.001
-_NO_CALL = sys.maxsize
 
 
 class StageSync:
@@ -35,8 +33,11 @@ class StageSync:
         self._fields = group.status_board.fields
         self._entries = {rank: rank * BLOCK_FIELDS + ENQUEUED for rank in range(group.size)}
         self._refusals = [rank * BLOCK_FIELDS + REFUSED for rank in range(group.size)]
-        self.seq = self._previous = _NO_CALL
-        """Sequence numbers of the current call and of the one before on this backend."""
+        self._broken = [rank * BLOCK_FIELDS + BROKEN for rank in range(group.size)]
+        self.seq = 0
+        """Sequence number of the current call."""
+        self._last_broken = 0
+        """The last call whose abort this rank has taken into account."""
         self.has_entered = False
         """Whether all ranks are known to have entered the current call."""
         self.expired_seq = 0
@@ -45,7 +46,7 @@ class StageSync:
 
     def begin(self) -> None:
         """Enter the current call of the call log."""
-        self._previous, self.seq, self.has_entered = self.seq, self._seq_of_call_log(), False
+        self.seq, self.has_entered = self._seq_of_call_log(), False
         self._fields[self._entries[self._rank]] = self.seq
 
     def _seq_of_call_log(self) -> int:
@@ -57,10 +58,10 @@ class StageSync:
         return self.seq << STAGE_BITS | stage
 
     def wait_for_entry(self) -> bool:
-        """Wait until all ranks have entered the call; return whether a call since the last one was aborted.
+        """Wait until all ranks have entered the call; return whether an earlier one was aborted since the last wait.
 
         Raises:
-            MismatchError: A rank has aborted this call, or the last one after other ranks had enqueued it.
+            MismatchError: A rank has aborted this call, or an earlier one after other ranks had enqueued it.
         """
         if self.has_entered:
             return False
@@ -78,11 +79,12 @@ class StageSync:
                 self._yield()
             missing = [rank for rank in missing if fields[entries[rank]] < seq]
         self.has_entered = True
-        refused = [fields[refusal] for refusal in self._refusals]
-        if max(refused) < self._previous:
+        self._check_current()
+        broken = [fields[each] for each in self._broken]
+        if max(broken) <= self._last_broken:
             return False
-        self._check_current(refused)
-        self._check_previous(refused)
+        self._last_broken = max(broken)
+        self._check_earlier(broken)
         return True
 
     def _yield(self) -> None:
@@ -93,30 +95,36 @@ class StageSync:
     def _wait_long(self, missing: Sequence[int]) -> None:
         seconds = _LEAST_SLEEP_SECONDS
         while missing:
-            self._check_current([self._fields[refusal] for refusal in self._refusals])
+            self._check_current()
             if self.expired_seq >= self.seq:
                 self._call_log.expired()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MOST_SLEEP_SECONDS)
             missing = [rank for rank in missing if self._fields[self._entries[rank]] < self.seq]
 
-    def _check_current(self, refused: Sequence[int]) -> None:
+    def _check_current(self) -> None:
         """Raise if a rank has aborted this call."""
-        for rank, seq in enumerate(refused):
-            if rank != self._rank and seq >= self.seq:
+        fields, seq = self._fields, self.seq
+        for rank, refusal in enumerate(self._refusals):
+            # A rank that has entered this call may have ended it, and aborted a later one.
+            last = fields[refusal]
+            if last < seq or rank == self._rank:
+                continue
+            if last == seq or fields[self._broken[rank]] == seq or fields[self._entries[rank]] < seq:
                 self._call_log.compare()  # raises the more informative error if the calls differ
                 self._call_log.raise_aborted(rank)
 
-    def _check_previous(self, refused: Sequence[int]) -> None:
-        """Raise on all ranks if some of them, but not all, have aborted the last call."""
-        previous = self._previous
-        if previous in refused and min(refused) < previous:
-            first = refused.index(previous)
-            unaware = ", ".join(str(rank) for rank, seq in enumerate(refused) if seq < previous)
+    def _check_earlier(self, broken: Sequence[int]) -> None:
+        """Raise on all ranks if some of them, but not all, have aborted the last call that was aborted."""
+        last = max(broken)
+        # A rank that finds a mismatch before it enters a call refuses the call only.
+        unaware = [r for r, seq in enumerate(broken) if seq < last and self._fields[self._refusals[r]] != last]
+        if unaware:
+            first, names = broken.index(last), ", ".join(map(str, unaware))
             error = MismatchError(
-                f"rank {self._rank} of communicator {self._call_log.name}: rank {first} has aborted call #{previous} "
-                f"after it was enqueued on rank {unaware}, where its result is undefined. The message of rank {first} "
-                f"has the reason. All ranks abort call #{self.seq}, and may continue after it."
+                f"rank {self._rank} of communicator {self._call_log.name}: rank {first} has aborted call #{last} after "
+                f"it was enqueued on rank {names}, where its result is undefined. The message of rank {first} has the "
+                f"reason. All ranks abort call #{self.seq}, and may continue after it."
             )
             error.reason_is_elsewhere = True
             raise error
@@ -130,4 +138,7 @@ class StageSync:
         """
         seq = self._seq_of_call_log()
         self._status_board.set(self._rank, REFUSED, seq)
-        return seq + 1 << STAGE_BITS if seq == self.seq else None
+        if seq != self.seq:
+            return None
+        self._status_board.set(self._rank, BROKEN, seq)
+        return seq + 1 << STAGE_BITS

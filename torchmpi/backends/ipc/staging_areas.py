@@ -1,8 +1,8 @@
 """Staging areas on GPUs, which all ranks of a group open by CUDA IPC, and the numbers that synchronize their streams.
 
 A group makes its areas in its first call and frees them with the group. An area is a tensor of torch's allocator, which
-opens and counts the handles of the memory. The numbers, one for each rank, lie in page-locked host memory that the
-ranks share, so that a rank can also end the waits of its stream from the host.
+opens and counts the handles of the memory. The numbers lie in page-locked host memory that the ranks share: for each
+rank a row with one number of each other rank, so that a rank can end the waits of its own streams from the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _REF_COUNTER_FIELDS = slice(11, 13)
 _TRIAL_BYTES = 4096
 _TRIAL_NUMBER = 1
 _PAGE_BYTES = 4096
-_LINE_BYTES = 128  # between the numbers of two ranks
+_NUMBER_BYTES, _LINE_BYTES = 8, 128  # a row has lines of its own
+_RELEASE_SECONDS = 0.01
 _LAST_NUMBER = 1 << 62
 """Ends all waits."""
 _of_failed_devices: list[object] = []
@@ -73,8 +74,8 @@ class CudaDevice:
         """Undo `page_lock`."""
         streams.unpin(memory)
 
-    def operations(self, written: int | None, awaited: Sequence[int]) -> Enqueue:
-        """Return a function that enqueues a write of a number to an address, and waits for it at other addresses."""
+    def operations(self, written: Sequence[int], awaited: Sequence[int]) -> Enqueue:
+        """Return a function that enqueues writes of a number to some addresses, and waits for it at others."""
         return StreamOperations(written, awaited)
 
     def current_stream(self) -> int:
@@ -100,8 +101,11 @@ class Staging:
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._unopened: dict[int, Any] = {}
         """The handles of other ranks' areas."""
-        self._segment: Segment | None = share(comm, "stages", -(-comm.size * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES)
+        self._row_bytes = _rounded(comm.size * _NUMBER_BYTES, _LINE_BYTES)
+        self._segment: Segment | None = share(comm, "stages", _rounded(comm.size * self._row_bytes, _PAGE_BYTES))
         self._closing = threading.Lock()
+        self.is_released = False
+        """Whether the waits for other ranks were ended, so that results of calls are undefined."""
         self._numbers: torch.Tensor | None = None
         """The memory of the segment, when it is page-locked."""
         with torch.inference_mode(False):  # otherwise only calls in inference mode could write to the areas
@@ -112,6 +116,9 @@ class Staging:
                 self._agree(*_tried(self._read))
             except BackendUnavailableError:  # on all ranks
                 self._free()
+                raise
+            except BaseException:
+                self._free_numbers()
                 raise
 
     def areas(self, dtype: torch.dtype, half: int) -> list[torch.Tensor]:
@@ -124,28 +131,48 @@ class Staging:
 
     def operations(self, *, publishes: bool = False, awaits: Sequence[int] = ()) -> Enqueue:
         """Return a function that enqueues the publication of a number, and waits for that number of other ranks."""
-        base = self._opened_segment.address
-        written = base + self.comm.rank * _LINE_BYTES if publishes else None
-        return self.device.operations(written, [base + rank * _LINE_BYTES for rank in awaits])
+        base, own = self._opened_segment.address, self.comm.rank
+        written = [base + self._offset(reader, own) for reader in self._others] if publishes else []
+        return self.device.operations(written, [base + self._offset(own, writer) for writer in awaits])
 
     def publish_from_host(self, number: int) -> None:
         """Publish a number without the device, which has failed."""
-        self._numbers_on_host()[_position(self.comm.rank)] = number
+        for reader in self._others:
+            self._set(reader, self.comm.rank, number)
 
     def release_waits(self) -> None:
-        """End all waits for other ranks, from any thread. Later calls must not use these areas."""
+        """End the waits of this rank for others, from any thread. The results of these calls are undefined."""
         with self._closing:
-            for rank in range(self.comm.size) if self._segment is not None else ():
-                if rank != self.comm.rank:
-                    self._numbers_on_host()[_position(rank)] = _LAST_NUMBER
+            self.is_released = True
+            for writer in self._others if self._segment is not None else ():
+                self._set(self.comm.rank, writer, _LAST_NUMBER)
 
     def close(self) -> None:
         """Free everything. Collective."""
         try:
-            self.device.finish()
+            self._finish()
         except RuntimeError:  # the device has failed, in work that may have nothing to do with this group
             _of_failed_devices.append(dict(self._areas))
         self._free()
+
+    def _finish(self) -> None:
+        """Wait until the device has finished; if the waits were released, release those that follow, too."""
+        if not self.is_released:
+            self.device.finish()
+            return
+        errors: list[str] = []
+        # A stream of another rank may still publish a smaller number.
+        thread = threading.Thread(target=lambda: errors.append(_tried(self.device.finish)[1]), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.release_waits()
+            thread.join(_RELEASE_SECONDS)
+        if errors != [""]:
+            raise RuntimeError(*errors)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
     @property
     def _opened_segment(self) -> Segment:
@@ -153,8 +180,15 @@ class Staging:
             raise OSError("the system provides no shared memory, or the ranks cannot open that of others")
         return self._segment
 
-    def _numbers_on_host(self) -> memoryview:
-        return memoryview(self._opened_segment.memory).cast("q")
+    def _offset(self, reader: int, writer: int) -> int:
+        """Return the position of a writer's number in the row of a reader."""
+        return reader * self._row_bytes + writer * _NUMBER_BYTES
+
+    def _set(self, reader: int, writer: int, number: int) -> None:
+        memoryview(self._opened_segment.memory).cast("q")[self._offset(reader, writer) // _NUMBER_BYTES] = number
+
+    def _get(self, reader: int, writer: int) -> int:
+        return memoryview(self._opened_segment.memory).cast("q")[self._offset(reader, writer) // _NUMBER_BYTES]
 
     def _make(self) -> tuple[Any, ...]:
         """Make the area of this rank; return the handles with which the other ranks open it, one for each rank."""
@@ -178,11 +212,9 @@ class Staging:
 
     def _read(self) -> None:
         """Compare the numbers and bytes of all ranks with the expected ones: by a kernel, and after a copy."""
-        others = [rank for rank in self._areas if rank != self.comm.rank]
-        numbers = self._numbers_on_host()
-        if any(numbers[_position(rank)] != _TRIAL_NUMBER for rank in self._areas):
+        if any(self._get(self.comm.rank, writer) != _TRIAL_NUMBER for writer in self._others):
             raise RuntimeError("a number that a stream has written to host memory was not read there")
-        self.operations(awaits=others)(self.device.current_stream(), _TRIAL_NUMBER)
+        self.operations(awaits=self._others)(self.device.current_stream(), _TRIAL_NUMBER)
         for rank, area in self._areas.items():
             expected, memory = _pattern(rank, area.device), area[:_TRIAL_BYTES]
             if bool((memory != expected).any()) or not torch.equal(torch.empty_like(expected).copy_(memory), expected):
@@ -212,8 +244,15 @@ class Staging:
         for area in self._unopened.values():
             self.device.decline(area)
         self._unopened.clear()
-        self.comm.Barrier()
-        self._areas.clear()
+        try:
+            self.comm.Barrier()
+        finally:
+            self._areas.clear()
+            self._free_numbers()
+        with suppress(RuntimeError):  # the device has failed
+            self.device.collect()
+
+    def _free_numbers(self) -> None:
         if self._numbers is not None:
             with suppress(RuntimeError):
                 self.device.unlock(self._numbers)
@@ -222,13 +261,15 @@ class Staging:
             if self._segment is not None:
                 self._segment.close()
                 self._segment = None
-        with suppress(RuntimeError):  # the device has failed
-            self.device.collect()
 
 
-def _position(rank: int) -> int:
-    """Return the position of a rank's number in the segment."""
-    return rank * _LINE_BYTES // 8
+def _rounded(num_bytes: int, unit: int) -> int:
+    """Return a size as a multiple of a unit.
+
+    >>> _rounded(5, 4)
+    8
+    """
+    return -(-num_bytes // unit) * unit
 
 
 def _pattern(rank: int, device: torch.device) -> torch.Tensor:

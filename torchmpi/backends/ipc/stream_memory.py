@@ -16,7 +16,7 @@ import torch
 
 _WAIT_64, _WRITE_64 = 4, 5  # CU_STREAM_MEM_OP_*; the default flags wait for >=, and write after all earlier work
 _VALUE, _NUM_WORDS = 2, 6  # position of the number in the words of an operation
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_NO_CONTEXT, _NOT_SUPPORTED = 201, 801  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_NOT_SUPPORTED
 
 
 class _Operation(ctypes.Structure):
@@ -45,15 +45,15 @@ def _driver_function() -> Callable[..., int]:
 
 
 class StreamOperations:
-    """Writes a number to an address, then waits until other addresses hold this number or a larger one.
+    """Writes a number to some addresses, then waits until others hold this number or a larger one.
 
     The memory must be page-locked for CUDA.
     """
 
     __slots__ = ("_address", "_count", "_enqueue", "_operations", "_positions", "_words")
 
-    def __init__(self, written: int | None, awaited: Sequence[int]) -> None:
-        operations = [] if written is None else [_Operation(_WRITE_64, written)]
+    def __init__(self, written: Sequence[int], awaited: Sequence[int]) -> None:
+        operations = [_Operation(_WRITE_64, address) for address in written]
         operations += [_Operation(_WAIT_64, address) for address in awaited]
         self._count = len(operations)
         self._operations = (_Operation * self._count)(*operations)
@@ -82,4 +82,5 @@ class StreamOperations:
 
 
 def _fail(status: int) -> NoReturn:
-    raise RuntimeError(f"cuStreamBatchMemOp: the CUDA driver refuses to synchronize streams, with error {status}")
+    reason = "this GPU or its driver does not support it" if status == _NOT_SUPPORTED else f"error {status}"
+    raise RuntimeError(f"cuStreamBatchMemOp: the CUDA driver cannot synchronize streams by numbers in memory: {reason}")
