@@ -203,17 +203,14 @@ def test_a_rank_that_cannot_share_memory_is_an_error_on_all(rig, agree, kind, fa
 
 
 @pytest.mark.parametrize("check", (None, "off", "strict"))
-def test_after_a_failure_in_the_middle_the_next_call_raises_on_all_ranks_and_later_ones_are_right(
-    agree, monkeypatch, check
-):
-    """The other ranks have enqueued their work without waiting, so their streams end it with an undefined result."""
+def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_are_right(agree, monkeypatch, check):
     if mpi.size() == 1:
         return
-    rig, failing = Rig(check=check), mpi.size() - 1
+    rig = Rig(check=check)
     Call(rig, "allreduce", torch.float32, "sum", (1_000_000,), 0).check(rig, agree)
     message = ""
     with monkeypatch.context() as patch:
-        if rig.rank == failing:
+        if rig.rank == mpi.size() - 1:
             calls: list[int] = []
 
             def combine(*arguments: Any) -> None:
@@ -225,32 +222,16 @@ def test_after_a_failure_in_the_middle_the_next_call_raises_on_all_ranks_and_lat
             patch.setattr(ipc, "combine", combine)
         try:
             rig.run("allreduce", torch.ones(2_000_000))
+        except MismatchError as error:
+            message = str(error)
+            agree("has aborted it" in message, message)
         except RuntimeError as error:
             message = str(error)
-    agree(("for the test" in message) == (rig.rank == failing), message)
-    rig.group.call_action("barrier", lambda: None)  # calls of others do not matter
-    agree.raises(MismatchError, lambda: rig.run("broadcast", torch.ones(3)), "has aborted")
-    for collective in ("broadcast", *COLLECTIVES):
+            agree(rig.rank == mpi.size() - 1)
+    agree(message, "no error on this rank")
+    for collective in COLLECTIVES:
         Call(rig, collective, torch.float32, "sum", (600_000,), 1).check(rig, agree)
     rig.group.free()
-
-
-def test_an_empty_call_after_a_failure_in_the_middle_raises_too(rig, agree, monkeypatch):
-    """The halves of the ranks differ then, and the next call must find that."""
-    if mpi.size() == 1:
-        return
-    rig.run("allreduce", torch.ones(3))
-    with monkeypatch.context() as patch:
-        if rig.rank == 0:
-            patch.setattr(ipc, "combine", lambda *arguments: 1 / 0)
-        try:
-            rig.run("allreduce", torch.ones(500_000))  # two chunks
-        except ZeroDivisionError:
-            agree(rig.rank == 0)
-    agree.raises(MismatchError, lambda: rig.run("allreduce", torch.ones(0)), "has aborted")
-    rig.run("allreduce", torch.ones(0))
-    Call(rig, "broadcast", torch.float32, "sum", (600_000,), 1).check(rig, agree)
-    Call(rig, "allreduce", torch.float32, "sum", (600_000,), 1).check(rig, agree)
 
 
 def test_calls_raise_after_the_waits_of_the_device_were_released(agree):
@@ -272,7 +253,6 @@ def test_a_tensor_on_another_device_is_an_error_on_all_ranks(rig, agree, collect
     if mpi.size() == 1:
         return
     Call(rig, collective, torch.float32, "sum", (100,), 0).check(rig, agree)
-    mpi.barrier()  # a rank that is still in the first call could take the abort of the next one for its own
     is_wrong, message = rig.rank == mpi.size() - 1, ""
     try:
         rig.run(collective, torch.ones(5, device="meta" if is_wrong else "cpu"))
@@ -494,8 +474,7 @@ def test_a_capture_is_refused_and_the_next_calls_are_right_on_the_gpu(agree):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_released_by", ("the lost rank is known", "the rank that failed"))
-def test_a_stream_that_waits_for_a_rank_is_released_on_the_gpu(agree, is_released_by):
+def test_a_stream_that_waits_for_a_lost_rank_is_released_on_the_gpu(agree):
     gpu_group()
     if mpi.size() == 1:
         return
@@ -511,18 +490,14 @@ def test_a_stream_that_waits_for_a_rank_is_released_on_the_gpu(agree, is_release
         staging.operations(awaits=(0,))(staging.device.current_stream(), number)
         agree(not torch.cuda.current_stream().query(), "the stream does not wait")
     MPI.COMM_WORLD.Barrier()
-    if is_released_by == "the rank that failed":
-        if late:
-            staging.publish_from_host(number)
-        torch.cuda.synchronize()
-    elif not late:
+    if not late:
         rig.group.abort_device_work()
     rig.group.free()
 
 
 @pytest.mark.gpu
 def test_many_communicators_in_different_orders_on_the_gpu(agree):
-    """Streams that share a queue of the hardware would wait for each other: CUDA_DEVICE_MAX_CONNECTIONS."""
+    """Streams that share a queue of the hardware must not wait for work that is not enqueued yet."""
     gpu_group()
     rigs = [Rig(backend=runtime.current().selector.backends["ipc"]) for _ in range(12)]
     tensors = [torch.full((10_000,), float(mpi.rank() + 1), device=mpi.device()) for _ in rigs]

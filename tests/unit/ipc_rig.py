@@ -1,13 +1,15 @@
-"""A model for the ipc backend: streams that publish numbers and wait for them.
+"""A model for the ipc backend: processes that synchronize by published numbers, and streams that do the same.
 
-A rank enqueues the steps of its calls without regard to the other ranks; a stream runs its work in order, and the
-streams in a random order. Vector clocks determine the order of accesses: two accesses to one location, one of them a
-write, must be ordered for any timing of the devices. A wait follows the first number that ends it.
+A stream runs what was enqueued on it in order. It writes numbers and waits for those of other streams; a wait may only
+be enqueued after the write that ends it. So the order of the work depends
+only on the order in which the hosts run, which is chosen at random. Vector clocks determine the order of
+accesses: two accesses to one location, one of them a write, must be ordered for any timing of the devices.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,10 +17,6 @@ import numpy as np
 
 from torchmpi.backends.ipc import chunk_plan
 from torchmpi.backends.ipc.chunk_plan import Fill, ReduceAreas, Room, Sync, Take
-
-Stream = tuple[int, int]
-"""A rank, and the number of the stream on which it enqueues."""
-Clock = dict[Stream, int]
 
 
 class Call(NamedTuple):
@@ -35,39 +33,17 @@ class Touch(NamedTuple):
 
     begin: int
     end: int
-    stream: Stream
+    stream: tuple[int, int]
     tick: int
     what: str
 
 
-class Work(NamedTuple):
-    """A step of a call on a half."""
+class Written(NamedTuple):
+    """The write of a number by a stream, and its position in the order of the work."""
 
-    rank: int
-    call: Call
-    step: Any
-    half: int
-
-
-class Write(NamedTuple):
-    """Publish a number of a rank."""
-
-    rank: int
     number: int
-
-
-class Wait(NamedTuple):
-    """Wait for a number of a rank."""
-
-    rank: int
-    number: int
-
-
-class Follow(NamedTuple):
-    """Wait until another stream of the same rank has done its first `count` entries."""
-
-    stream: Stream
-    count: int
+    clock: dict[tuple[int, int], int]
+    done: list[bool]
 
 
 class Problem(AssertionError):
@@ -75,109 +51,164 @@ class Problem(AssertionError):
 
 
 class Model:
-    """All ranks, their staging areas and streams."""
+    """All ranks; the thread of each host is a generator that yields before visible operations and while it waits."""
 
     def __init__(self, size: int, half: int, seed: int) -> None:
         self.size, self.half, self.random = size, half, random.Random(seed)
+        self.fields = [0] * size
         self.areas = np.full((size, 2, half), 255, np.uint8)
-        self.queues: dict[Stream, list[Any]] = {}
-        self.clocks: dict[Stream, Clock] = {}
-        self.ends: dict[Stream, list[Clock]] = {}
-        """The clock of a stream after each entry that it has done."""
-        self.published: list[list[tuple[int, Clock]]] = [[(0, {})] for _ in range(size)]
+        self.writes: list[list[Written]] = [[Written(0, {}, [True])] for _ in range(size)]
+        self.queues: dict[tuple[int, int], list[Any]] = {}
+        self.clocks: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
         self.touches: dict[tuple[int, int], tuple[list[Touch], list[Touch]]] = {}
         """The reads and writes of each half."""
+        self.last_use = [[0, 0] for _ in range(size)]
+        self.is_free = [[False, False] for _ in range(size)]
+        self.last_stream: dict[int, tuple[int, int]] = {}
 
     def play(self, calls: list[Call]) -> None:
-        """Enqueue the calls on all ranks, then run the streams. Calls of other backends may come between these."""
-        seqs = list(accumulate(self.random.choice((1, 1, 2, 3)) for _ in calls))
-        for rank in range(self.size):
-            self._enqueue(rank, list(zip(seqs, calls, strict=True)))
-        self._run()
-
-    def _enqueue(self, rank: int, calls: list[tuple[int, Call]]) -> None:
-        """Enqueue as `StagedGroup.run` does."""
-        half, last_use, is_free = 0, [0, 0], [False, False]
-        others, last = chunk_plan.others(rank, self.size), None
-        for seq, call in calls:
-            base, stream = seq << chunk_plan.STAGE_BITS, (rank, call.streams[rank])
-            queue = self.queues.setdefault(stream, [])
-            if last not in (None, stream):  # the calls of a group are in one order
-                queue.append(Follow(last, len(self.queues[last])))
-            last = stream
-            for index, steps in enumerate(call.chunks[rank]):
-                for step in steps:
-                    if isinstance(step, Room):
-                        queue += [Wait(other, last_use[half]) for other in others if not is_free[half]]
-                    elif isinstance(step, Sync):
-                        number = base + chunk_plan.stage_number(index, step.stage)
-                        queue += [Write(rank, number)] * step.publishes + [Wait(other, number) for other in step.awaits]
-                        if step.stage == chunk_plan.FILLED and len(step.awaits) == self.size - 1:
-                            is_free[1 - half] = True
-                    else:
-                        queue.append(Work(rank, call, step, half))
-                last_use[half] = base + chunk_plan.stage_number(index, chunk_plan.EMPTIED)
-                is_free[half], half = False, 1 - half
-
-    def _run(self) -> None:
-        heads = {stream: 0 for stream, queue in self.queues.items() if queue}
-        while heads:
-            able = [stream for stream, at in heads.items() if self._is_able(self.queues[stream][at])]
+        """Run the hosts in a random order to their end, then the devices. Other calls may come between these."""
+        self.seqs = list(accumulate(self.random.choice((1, 1, 2, 3)) for _ in calls))
+        hosts = {rank: self._host(rank, calls) for rank in range(self.size)}
+        waiting: dict[int, Any] = {}
+        while hosts:
+            able = [rank for rank in hosts if rank not in waiting or waiting[rank]()]
             if not able:
-                raise Problem(
-                    f"the streams wait for each other, after {[numbers[-1][0] for numbers in self.published]}"
-                )
-            stream = self.random.choice(able)
-            # Some streams run much faster than others.
+                raise Problem(f"the hosts wait for each other: {sorted(hosts)}, words {self.fields}")
+            rank = self.random.choice(able)
+            # Some hosts run much faster than others.
             for _ in range(self.random.choice((1, 1, 2, 5, 50))):
-                entry = self.queues[stream][heads[stream]]
-                if not self._is_able(entry):
+                waiting.pop(rank, None)
+                try:
+                    condition = next(hosts[rank])
+                except StopIteration:
+                    del hosts[rank]
                     break
-                self._do(stream, entry)
-                heads[stream] += 1
-                if heads[stream] == len(self.queues[stream]):
-                    del heads[stream]
-                    break
+                if condition is not None:
+                    waiting[rank] = condition
+                    if not condition():
+                        break
+        self._run_devices()
 
-    def _is_able(self, entry: Any) -> bool:
-        if isinstance(entry, Wait):
-            return self.published[entry.rank][-1][0] >= entry.number
-        return not isinstance(entry, Follow) or len(self.ends.get(entry.stream, ())) >= entry.count
+    # --- the hosts
 
-    def _do(self, stream: Stream, entry: Any) -> None:
+    def _host(self, rank: int, calls: list[Call]) -> Iterator[Any]:
+        for seq, call in zip(self.seqs, calls, strict=True):
+            base = seq << chunk_plan.STAGE_BITS
+            yield None
+            self.fields[rank] = base
+            stream = (rank, call.streams[rank])
+            self._follow_last_stream(rank, stream)
+            for index, steps in enumerate(call.chunks[rank]):
+                half = seq + index & 1
+                for step in steps:
+                    yield from self._step(rank, stream, call, step, (index, base, half))
+
+    def _step(self, rank: int, stream: tuple[int, int], call: Call, step: Any, place: Any) -> Iterator[Any]:
+        index, base, half = place
+        if isinstance(step, Room):
+            if not self.is_free[rank][half]:
+                yield from self._await(rank, stream, chunk_plan.others(rank, self.size), self.last_use[rank][half])
+            self.last_use[rank][half] = base + chunk_plan.stage_number(index, chunk_plan.EMPTIED)
+            self.is_free[rank][half] = False
+        elif isinstance(step, Sync):
+            number = base + chunk_plan.stage_number(index, step.stage)
+            if step.publishes:
+                yield None
+                self._write(rank, stream, number)
+                yield None
+                self.fields[rank] = number
+            yield from self._await(rank, stream, step.awaits, number)
+            if step.stage == chunk_plan.FILLED and len(step.awaits) == self.size - 1:
+                self.is_free[rank][1 - half] = True
+        else:
+            self._enqueue(rank, stream, call, step, half)
+
+    def _await(self, rank: int, stream: tuple[int, int], others: tuple[int, ...], number: int) -> Iterator[Any]:
+        yield lambda: all(self.fields[other] >= number for other in others)
+        for other in others:
+            yield None
+            self._wait(stream, other, number)
+
+    def _follow_last_stream(self, rank: int, stream: tuple[int, int]) -> None:
+        """Order the calls of a rank: a stream waits for the one before."""
+        last = self.last_stream.get(rank, stream)
+        self.last_stream[rank] = stream
+        if last != stream:
+            done = [False]
+            self.queues.setdefault(last, []).append(("record", done))
+            self.queues.setdefault(stream, []).append(("wait", done))
+            clock = self.clocks.setdefault(stream, {})
+            for other, tick in self.clocks.get(last, {}).items():
+                clock[other] = max(clock.get(other, 0), tick)
+
+    def _tick(self, stream: tuple[int, int]) -> tuple[int, dict[tuple[int, int], int]]:
         clock = self.clocks.setdefault(stream, {})
         clock[stream] = clock.get(stream, 0) + 1
-        if isinstance(entry, Work):
-            self._touch_all(entry, stream, clock)
-            self._work(*entry)
-        elif isinstance(entry, Write):
-            numbers = self.published[entry.rank]
-            if entry.number <= numbers[-1][0]:
-                raise Problem(f"rank {entry.rank} publishes {entry.number} after {numbers[-1][0]}")
-            numbers.append((entry.number, dict(clock)))
-        else:
-            if isinstance(entry, Wait):
-                followed = next(each for number, each in self.published[entry.rank] if number >= entry.number)
-            else:
-                followed = self.ends[entry.stream][entry.count - 1] if entry.count else {}
-            for other, tick in followed.items():
-                clock[other] = max(clock.get(other, 0), tick)
-        self.ends.setdefault(stream, []).append(dict(clock))
+        return clock[stream], dict(clock)
 
-    def _touch_all(self, work: Work, stream: Stream, clock: Clock) -> None:
-        rank, _, step, half = work
-        owners = [rank] if isinstance(step, Fill) else [step.rank] if isinstance(step, Take) else range(self.size)
-        for owner in owners:
-            what = f"{step} of rank {rank}"
-            if step.area < 0 or step.numel < 1 or step.area + step.numel > self.half:
-                raise Problem(f"{what} goes beyond the half of {self.half}")
-            new = Touch(step.area, step.area + step.numel, stream, clock[stream], what)
-            reads, writes = self.touches.setdefault((owner, half), ([], []))
-            for old in reads + writes if isinstance(step, Fill) else writes:
+    def _write(self, rank: int, stream: tuple[int, int], number: int) -> None:
+        done = [False]
+        _, clock = self._tick(stream)
+        if number <= self.writes[rank][-1].number:
+            raise Problem(f"rank {rank} writes {number} after {self.writes[rank][-1].number}")
+        self.writes[rank].append(Written(number, clock, done))
+        self.queues.setdefault(stream, []).append(("record", done))
+
+    def _wait(self, stream: tuple[int, int], other: int, number: int) -> None:
+        found = next((each for each in self.writes[other] if each.number >= number), None)
+        if found is None:
+            raise Problem(f"{stream} waits for {number} of rank {other}, which is not enqueued")
+        clock = self.clocks.setdefault(stream, {})
+        for writer, tick in found.clock.items():
+            clock[writer] = max(clock.get(writer, 0), tick)
+        self.queues.setdefault(stream, []).append(("wait", found.done))
+
+    # --- the devices
+
+    def _enqueue(self, rank: int, stream: tuple[int, int], call: Call, step: Any, half: int) -> None:
+        tick, clock = self._tick(stream)
+
+        def touch(owner: int, begin: int, numel: int, writes: bool) -> None:
+            if begin < 0 or numel < 1 or begin + numel > self.half:
+                raise Problem(f"{step} of rank {rank} goes beyond the half of {self.half}")
+            new = Touch(begin, begin + numel, stream, tick, f"{step} of rank {rank}")
+            known = self.touches.setdefault((owner, half), ([], []))
+            for old in known[1] if not writes else known[0] + known[1]:
                 is_ordered = old.stream == stream or clock.get(old.stream, 0) >= old.tick
                 if max(old.begin, new.begin) < min(old.end, new.end) and not is_ordered:
                     raise Problem(f"nothing orders {new.what} on the area of {owner} after {old.what}")
-            (writes if isinstance(step, Fill) else reads).append(new)
+            known[writes].append(new)
+
+        if isinstance(step, Fill):
+            touch(rank, step.area, step.numel, True)
+        elif isinstance(step, Take):
+            touch(step.rank, step.area, step.numel, False)
+        else:
+            assert isinstance(step, ReduceAreas)
+            for owner in range(self.size):
+                touch(owner, step.area, step.numel, False)
+        self.queues.setdefault(stream, []).append(("work", rank, call, step, half))
+
+    def _run_devices(self) -> None:
+        heads = dict.fromkeys(self.queues, 0)
+        while heads:
+            able = []
+            for stream, at in heads.items():
+                kind, *rest = self.queues[stream][at]
+                if kind != "wait" or rest[0][0]:
+                    able.append(stream)
+            if not able:
+                raise Problem("the streams wait for each other")
+            stream = self.random.choice(able)
+            kind, *rest = self.queues[stream][heads[stream]]
+            if kind == "record":
+                rest[0][0] = True
+            elif kind == "work":
+                self._work(*rest)
+            heads[stream] += 1
+            if heads[stream] == len(self.queues[stream]):
+                del heads[stream]
 
     def _work(self, rank: int, call: Call, step: Any, half: int) -> None:
         source, out = call.sources[rank], call.outs[rank]
@@ -190,7 +221,6 @@ class Model:
         if isinstance(step, Take):
             result = self.areas[step.rank, half, step.area : end]
         else:
-            assert isinstance(step, ReduceAreas)
             result = self.areas[:, half, step.area : end].sum(0, dtype=np.uint8)
         assert step.out + step.numel <= len(out)
         out[step.out : step.out + step.numel] = result

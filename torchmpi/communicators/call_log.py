@@ -170,6 +170,7 @@ class CallLog:
         "entered",
         "free",
         "is_ended",
+        "last_aborted",
         "log_board",
         "log_fields",
         "name",
@@ -206,8 +207,10 @@ class CallLog:
         """Positions of the entries of neighbours that had not arrived when this rank announced its call."""
         self.is_ended = False
         """Whether a rank has been lost, so that no call waits any longer."""
+        self.last_aborted = 0
+        """The last call that has failed on this rank."""
         self._spoiled = 0
-        """The last call that this rank has aborted."""
+        """The last call whose entry this rank has invalidated."""
         self.report_when_late = ""
         """The report of the watchdog on the current call, raised if the call times out."""
 
@@ -391,6 +394,7 @@ class CallLog:
     def _abort(self, *, has_done_its_part: bool = False) -> Call:
         assert self.current is not None
         call = Call(*self.current)
+        self.last_aborted = call.seq
         if self.log_board is not None:
             if not has_done_its_part:
                 self.spoil_entry()

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from ..errors import DeviceError
 
-_NUM_QUEUES = 32  # the most that CUDA supports
-
 
 def choose_device(local_rank: int, with_cuda: bool | None) -> torch.device:
     """Return the device of this rank, and make it the current one of torch if it is a GPU."""
-    if torch.version.cuda is not None and with_cuda is not False:
-        # Streams that share a queue of the hardware wait for each other. Each communicator has a stream, and ranks may
-        # call two communicators in different orders. The variable has no effect if the program has used CUDA before.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(_NUM_QUEUES))
     index = device_index(local_rank, torch.cuda.device_count()) if torch.cuda.is_available() else None
     if with_cuda is False or index is None:
         return torch.device("cpu")

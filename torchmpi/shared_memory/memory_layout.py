@@ -14,11 +14,11 @@ ANSWERED       number of status requests that it has answered
 DYING          whether the rank is terminating
 FETCHES_SLOWLY consecutive trials in which copies through the caches were slow (see kernels.copying)
 CLOSED         whether the rank has closed the group
-ENQUEUED       number of the last call entered that enqueues its work on a device
+ENQUEUED       number of the last stage enqueued on its device (backends/ipc)
 BLAMES         call (upper bits) and rank (last BLAMED_RANK_BITS) that this rank holds responsible for an abort
 CORE           core on which it last waited, where there are more ranks than cores
 EXITED         whether the rank is at the end of its program; with the status of ``sys.exit()``, if it called that
-BROKEN         number of the last call aborted on a device, whose work other ranks may have enqueued
+COMPLETED      number of the last call completed that enqueues its work on a device
 READY          chunks that this rank has put into its slots
 REDUCED        chunks that this rank has reduced, or read
 KEPT           two fields, by chunk parity: whether the result of a reduction is in the slot of this rank
@@ -34,7 +34,7 @@ FIELD_BYTES = 8
 _LINE_FIELDS = 16  # 128 bytes
 
 ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BLAMES, CORE = range(11)
-EXITED, BROKEN = 11, 12
+EXITED, COMPLETED = 11, 12
 BLAMED_RANK_BITS = 24
 EXIT_STATUS = 2  # added to the status in EXITED; 1 without status
 

@@ -4,16 +4,13 @@ Each rank has a staging area of two halves that all other ranks can read. Chunks
 filled while other ranks still read the other. :mod:`torchmpi.backends.ipc.ipc_backend` enqueues the steps, each on the
 stream of its rank.
 
-A stream *publishes* the number of a stage after all earlier work, and *awaits* the numbers of other ranks. The numbers
-only grow, so a later stage also ends a wait. Per chunk:
+A rank *publishes* a stage: its stream writes the number of the stage after all earlier work. Another rank *awaits* it:
+the process waits until the write is enqueued, then its stream waits for the number. The numbers only grow. Per chunk:
 
-1. `Room`: await that the other ranks have read the last chunk in this half. `Fill`; publish *filled*.
-2. Await *filled* of the ranks that contribute; reduce or take their data.
+1. `Room`: await *emptied* of the last chunk in this half. `Fill`; publish *filled*.
+2. Await *filled* of the ranks that contribute; reduce or take their data; publish *emptied*.
    Or, in *two shots*: reduce this rank's part of the chunk, and copy the result into its own area; publish *reduced*;
-   await *reduced* of all ranks; take their parts.
-
-Every rank publishes at least one stage in each chunk, those that fill nothing *emptied* at its end. So the first stage
-that a rank publishes in the next chunk also states that it has read this one.
+   await *reduced* of all ranks; take their parts; publish *emptied*.
 
 All lengths and offsets are elements. Areas are cut at multiples of `ALIGNMENT`, so that kernels read aligned memory.
 """
@@ -31,7 +28,7 @@ _LARGEST_ITEM_BYTES = 16
 FILLED, REDUCED, EMPTIED = range(3)
 """The stages of a chunk."""
 NUM_STAGES = 3
-_FIRST_STAGE = 1  # 0: before the first chunk
+_FIRST_STAGE = 1  # 0: this rank has entered the call
 STAGE_BITS = 24
 
 
@@ -122,11 +119,12 @@ def allreduce(rank: int, size: int, numel: int, half: int, *, shots: int) -> Chu
     Fill(source=0, area=0, numel=64)
     Sync(stage=0, publishes=True, awaits=(1,))
     ReduceAreas(area=0, out=0, numel=64)
+    Sync(stage=2, publishes=True, awaits=())
     """
     for begin, length in partition.chunks(numel, half):
         steps = _fill(rank, size, begin, length)
         if shots == 1:
-            yield [*steps, ReduceAreas(0, begin, length)]
+            yield [*steps, ReduceAreas(0, begin, length), Sync(EMPTIED, True)]
             continue
         ranges = parts(length, size)  # until *reduced*, only its owner reads a part of the areas
         offset, part = ranges[rank]
@@ -135,14 +133,20 @@ def allreduce(rank: int, size: int, numel: int, half: int, *, shots: int) -> Chu
         steps.append(Sync(REDUCED, True, others(rank, size)))
         steps += [Take(owner, ranges[owner][0], begin + ranges[owner][0], ranges[owner][1])
                   for owner in others(rank, size) if ranges[owner][1]]  # fmt: skip
-        yield steps
+        yield [*steps, Sync(EMPTIED, True)]
 
 
 def reduce(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:
     """Plan a reduce in place on the root, which computes the whole result."""
     for begin, length in partition.chunks(numel, half):
         steps = _fill(rank, size, begin, length)
-        yield [*steps, ReduceAreas(0, begin, length)] if rank == root else [*steps[:-1], Sync(FILLED, True)]
+        reduction = [ReduceAreas(0, begin, length)] if rank == root else []
+        yield [
+            *steps[:-1],
+            Sync(FILLED, True, others(rank, size) if rank == root else ()),
+            *reduction,
+            Sync(EMPTIED, True),
+        ]
 
 
 def broadcast(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:
@@ -151,7 +155,7 @@ def broadcast(rank: int, size: int, numel: int, half: int, *, root: int) -> Chun
         return
     for begin, length in partition.chunks(numel, half):
         if rank == root:
-            yield [Room(), Fill(begin, 0, length), Sync(FILLED, True)]
+            yield [Room(), Fill(begin, 0, length), Sync(FILLED, True), Sync(EMPTIED, True)]
         else:
             yield [Sync(FILLED, False, (root,)), Take(root, 0, begin, length), Sync(EMPTIED, True)]
 
@@ -169,7 +173,7 @@ def allgather(rank: int, size: int, lengths: Sequence[int], half: int) -> Chunks
         for other in senders:
             first = ends[other] - lengths[other] + begin
             steps.append(Take(other, 0, first, min(half, lengths[other] - begin)))
-        yield steps if has_more else [*steps, Sync(EMPTIED, True)]
+        yield [*steps, Sync(EMPTIED, True)]
 
 
 def reduce_scatter(rank: int, size: int, ranges: Sequence[tuple[int, int]], half: int) -> Chunks:
@@ -185,7 +189,7 @@ def reduce_scatter(rank: int, size: int, ranges: Sequence[tuple[int, int]], half
         steps: list[Step] = [Room(), *fills, Sync(FILLED, True, others(rank, size))]
         if sections[rank]:
             steps.append(ReduceAreas(rank * slot, begin, sections[rank]))
-        yield steps
+        yield [*steps, Sync(EMPTIED, True)]
 
 
 def _fill(rank: int, size: int, begin: int, length: int) -> list[Step]:

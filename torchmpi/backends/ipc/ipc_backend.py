@@ -1,17 +1,17 @@
 """The backend for GPUs of one host: collectives through staging areas that all ranks can read by CUDA IPC.
 
 :mod:`torchmpi.backends.ipc.chunk_plan` plans the steps; this module enqueues them on torch's current stream and does
-not wait for the device. The processes wait for each other only until all have entered the call
-(:mod:`torchmpi.backends.ipc.stage_sync`); then their streams synchronize
-(:mod:`torchmpi.backends.ipc.stream_memory`). Reductions are operations of torch in rank
-order (:func:`torchmpi.backends.rank_order.combine`).
+not wait for the device. The streams of the ranks synchronize by numbers in memory
+(:mod:`torchmpi.backends.ipc.stream_memory`), after the processes have synchronized
+(:mod:`torchmpi.backends.ipc.stage_sync`), since a stream must not wait for work that is not enqueued. Reductions are
+operations of torch in rank order (:func:`torchmpi.backends.rank_order.combine`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from ..mpi_messages import destination_for, row_counts, rows_of
 from ..rank_order import combine
 from ..torch_groups import as_bytes
 from . import chunk_plan
-from .chunk_plan import EMPTIED, FILLED, STAGE_BITS, Chunks, Fill, ReduceAreas, Room, Step, Sync, Take
+from .chunk_plan import EMPTIED, FILLED, Chunks, Fill, ReduceAreas, Room, Step, Sync, Take
 from .stage_sync import StageSync
 from .staging_areas import CudaDevice, Enqueue, Staging
 
@@ -36,13 +36,6 @@ _MOST_PLANS = 256
 
 Action = Callable[[torch.Tensor, torch.Tensor, int], object]
 """A step of a plan: enqueues work on the source and the output of a call on a stream."""
-
-
-class Chunk(NamedTuple):
-    """The steps of a chunk: those that concern only this rank's area, and all later ones."""
-
-    before_entry: list[Action]
-    after_entry: list[Action]
 
 
 class IpcBackend:
@@ -106,7 +99,9 @@ class IpcBackend:
         def run(source: Any, destination: Any, root: int) -> Any:
             try:
                 staged.begin(source)
-                return operation(source, destination, root)
+                result = operation(source, destination, root)
+                staged.sync.complete()
+                return result
             except BaseException:
                 staged.abort()
                 raise
@@ -129,12 +124,10 @@ class StagedGroup:
         """Publishes a number of this rank."""
         self._await_others: Enqueue
         """Waits for a number of all other ranks."""
-        self._plans: dict[Hashable, list[Chunk]] = {}
+        self._plans: dict[Hashable, list[list[Action]]] = {}
         """The chunks of plans, by the arguments of the plan."""
-        self._half = 0
-        """The half for the next chunk: the same on all ranks."""
         self._last_use = [0, 0]
-        """The number after which a rank has read the last chunk of a half."""
+        """The number after which a rank has read the last chunk that this rank has put into a half."""
         self._is_free = [False, False]
         """Whether the stream of this rank already follows the other ranks' reads of a half."""
 
@@ -150,10 +143,14 @@ class StagedGroup:
                 f"{self.group.where}: the tensor is on {tensor.device}, but communicator {self.group.name} has its "
                 f"staging areas on {self._device}. Keep the tensors of a communicator on one GPU."
             )
-        self.sync.begin()  # after all checks: a rank that has entered the call takes part in calls of MPI
+        has_failed = self.sync.begin()
+        if has_failed and self.staging is not None:  # it may not have published that it has read the areas
+            self._publish(self.staging.device.current_stream(), self.sync.number(0))
+        self.sync.publish(0)  # after all checks: a rank that has entered the call takes part in calls of MPI
         if self.staging is None:
-            self.enter()  # expire() ends this wait, but not those of MPI in the next line
+            self.wait_for_entry()  # expire() ends this wait, but not those of MPI in the next line
             self._open_staging(tensor.device)
+        self._check_release()
 
     def _open_staging(self, device: torch.device) -> None:
         group, backend = self.group, self.backend
@@ -165,30 +162,16 @@ class StagedGroup:
             raise
         self._publish = staging.operations(publishes=True)
         self._await_others = staging.operations(awaits=self.others)
-        self._half, self._last_use[:], self._is_free[:] = 0, [0] * 2, [False] * 2
+        self._last_use[:], self._is_free[:] = [0] * 2, [False] * 2
         self.staging, self._device = staging, device
 
-    def enter(self) -> None:
+    def wait_for_entry(self) -> None:
         """Wait until all ranks have entered the call; raise if one has aborted it."""
-        was_broken = self.sync.wait_for_entry()
-        self._check_release()
-        if was_broken and self.staging is not None:
-            # Ranks may have enqueued different numbers of chunks. All come here, and none waits for another one before
-            # it has published this number.
-            number = self.sync.number(0)
-            self._publish(self.staging.device.current_stream(), number)
-            self._half, self._last_use[:], self._is_free[:] = 0, [number] * 2, [False] * 2
+        self.sync.wait_for(self.others, self.sync.number(0))
 
     def abort(self) -> None:
-        """Abort the call on all ranks: none waits for a stage of this rank any longer."""
-        number = self.sync.abort()
-        if self.staging is not None and number is not None:
-            try:
-                self._publish(self.staging.device.current_stream(), number)
-            except BaseException as error:
-                self.staging.publish_from_host(number)
-                if not isinstance(error, RuntimeError):
-                    raise
+        """Abort the call on all ranks."""
+        self.sync.abort()
 
     def abort_device_work(self) -> None:
         """End the waits of the device for other ranks: one is lost, or the group is being freed. From any thread."""
@@ -197,7 +180,7 @@ class StagedGroup:
             staging.release_waits()
 
     def expire(self, seq: int) -> None:
-        """End the wait of this call for ranks that have not entered it."""
+        """End the wait of this call for other processes."""
         self.sync.expired_seq = seq
 
     def run(
@@ -205,34 +188,22 @@ class StagedGroup:
     ) -> None:
         """Enqueue a plan that reads from one flat tensor and writes to another. `key`: the arguments of the plan."""
         assert self.staging is not None
-        first = self._half
-        full_key = (key, op, source.dtype, first)
+        parity = self.sync.seq & 1
+        full_key = (key, op, source.dtype, parity)
         chunks = self._plans.get(full_key)
         if chunks is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             with torch.inference_mode(False):  # otherwise only calls in inference mode could write to these views
                 chunks = self._plans[full_key] = [
-                    self._chunk(steps, self.staging, index, index + first & 1, source.dtype, op)
+                    [self._action(step, self.staging, index, index + parity & 1, source.dtype, op) for step in steps]
                     for index, steps in enumerate(plan())
                 ]
         stream = self.staging.device.current_stream()
         with _mode_of(out):
-            for index, (before_entry, after_entry) in enumerate(chunks):
-                for action in before_entry:
+            for actions in chunks:
+                for action in actions:
                     action(source, out, stream)
-                if not self.sync.has_entered:
-                    self.enter()
-                    if self._half != first:  # after aborted calls all ranks use the same half again
-                        self.run(key, plan, source, out, op)
-                        return
-                for action in after_entry:
-                    action(source, out, stream)
-                half = self._half
-                self._last_use[half] = self.sync.number(chunk_plan.stage_number(index, EMPTIED))
-                self._is_free[half], self._half = False, 1 - half
-            if not self.sync.has_entered:  # a call without chunks
-                self.enter()
         self._check_release()
 
     def _check_release(self) -> None:
@@ -240,11 +211,6 @@ class StagedGroup:
         if self.staging is not None and self.staging.is_released:
             reason = self.group.context.loss or "its process group was aborted"
             raise StallError(f"{self.group.where}: communicator {self.group.name} cannot be used: {reason}.")
-
-    def _chunk(self, steps: list[Step], staging: Staging, index: int, half: int, dtype: torch.dtype, op: str) -> Chunk:
-        actions = [self._action(step, staging, index, half, dtype, op) for step in steps]
-        num_own = next((at for at, step in enumerate(steps) if not isinstance(step, Room | Fill)), len(steps))
-        return Chunk(actions[:num_own], actions[num_own:])
 
     def _action(self, step: Step, staging: Staging, index: int, half: int, dtype: torch.dtype, op: str) -> Action:
         """Return a step as a function; the ranges of the areas are determined once."""
@@ -258,32 +224,43 @@ class StagedGroup:
         if isinstance(step, ReduceAreas):
             parts, begin, numel = [_range(area, step.area, step.numel) for area in areas], step.out, step.numel
             return lambda source, out, stream: combine(parts, op, _range(out, begin, numel))
-        return self._room(half) if isinstance(step, Room) else self._synchronization(step, staging, index, half)
+        if isinstance(step, Room):
+            return self._room(half, chunk_plan.stage_number(index, EMPTIED))
+        return self._synchronization(step, staging, half, chunk_plan.stage_number(index, step.stage))
 
-    def _synchronization(self, step: Sync, staging: Staging, index: int, half: int) -> Action:
-        sync, is_free, stage = self.sync, self._is_free, chunk_plan.stage_number(index, step.stage)
-        enqueue = staging.operations(publishes=step.publishes, awaits=step.awaits)
-        # A rank has enqueued its reads of earlier chunks before it publishes that it has filled its area.
-        frees = step.stage == FILLED and len(step.awaits) == self.size - 1
+    def _synchronization(self, step: Sync, staging: Staging, half: int, stage: int) -> Action:
+        """Return the publication of a stage, the wait for it, or both."""
+        sync, is_free, publishes, ranks = self.sync, self._is_free, step.publishes, step.awaits
+        publish, wait = self._publish, staging.operations(awaits=ranks)
+        # A rank has enqueued its reads of earlier chunks before it fills its area.
+        frees = step.stage == FILLED and len(ranks) == self.size - 1
 
         def synchronize(source: torch.Tensor, out: torch.Tensor, stream: int) -> None:
-            enqueue(stream, sync.seq << STAGE_BITS | stage)
+            number = sync.number(stage)
+            if publishes:
+                publish(stream, number)
+                sync.publish(stage)
+            if ranks:
+                sync.wait_for(ranks, number)
+                wait(stream, number)
             if frees:
                 is_free[1 - half] = True
 
         return synchronize
 
-    def _room(self, half: int) -> Action:
-        """Return a wait for the end of the other ranks' reads of the last chunk of a half.
+    def _room(self, half: int, stage: int) -> Action:
+        """Return a wait for the end of the other ranks' reads of the last chunk of a half. `stage`: of this chunk's.
 
         This rank's own reads come before, whatever their stream: the calls of a group are in one order
         (:class:`~torchmpi.tensors.streams.Order`).
         """
-        is_free, last_use = self._is_free, self._last_use
+        sync, is_free, last_use = self.sync, self._is_free, self._last_use
 
         def wait(source: torch.Tensor, out: torch.Tensor, stream: int) -> None:
             if not is_free[half]:
+                sync.wait_for(self.others, last_use[half])
                 self._await_others(stream, last_use[half])
+            last_use[half], is_free[half] = sync.number(stage), False
 
         return wait
 
@@ -337,7 +314,7 @@ class IpcCollectives:
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks on all ranks."""
-        self.staged.enter()  # before a call of MPI, which would not detect that a rank has aborted
+        self.staged.wait_for_entry()  # before a call of MPI, which would not detect that a rank has aborted
         rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
         rank, size, half = self.rank, self.size, self.half_bytes

@@ -135,11 +135,6 @@ class Staging:
         written = [base + self._offset(reader, own) for reader in self._others] if publishes else []
         return self.device.operations(written, [base + self._offset(own, writer) for writer in awaits])
 
-    def publish_from_host(self, number: int) -> None:
-        """Publish a number without the device, which has failed."""
-        for reader in self._others:
-            self._set(reader, self.comm.rank, number)
-
     def release_waits(self) -> None:
         """End the waits of this rank for others, from any thread. The results of these calls are undefined."""
         with self._closing:

@@ -1,8 +1,10 @@
 """Operations of a CUDA stream on numbers in memory: write one, wait for others.
 
-With these operations streams of different processes synchronize, and no process waits for another one: unlike for an
-event, a stream may wait for a number that no process has enqueued yet. PyTorch has no such operations, so this module
-calls one function of the CUDA driver. While a stream waits, it occupies no multiprocessor.
+With these operations streams of different processes synchronize, at a fraction of the price of events. PyTorch has
+none, so this module calls one function of the CUDA driver. While a stream waits, it occupies no multiprocessor.
+
+Streams may share a queue of the hardware, in which a wait also stops the work of the others. So a wait is enqueued
+after the write that ends it: otherwise two processes that use two communicators in different orders would wait forever.
 """
 
 from __future__ import annotations
