@@ -4,9 +4,9 @@
     mpirun -n 1 python benchmarks/timeline_cost.py --parts calls
 
 Batches with and without a timeline alternate in one job. Reported are medians of the slowest rank, the median of the
-differences of neighboring batches, and the difference of the fastest batches. Times are those of the processor: of the
-calling thread for calls, which should be measured on one rank, and of all threads for steps. The last line of the calls
-is a reading of the clock, the line of the program, and an append to a list, without which no recorder in Python works.
+differences of neighboring batches, and the difference of the fastest batches. Times are those of the processor: of one
+thread for calls, which should be measured on one rank, and of all threads for steps. The threads of asynchronous calls
+do not take turns: the worker waits until some calls have been queued, and each wait finds a call that has just ended.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import torch.distributed
 
 import torchmpi as mpi
 from torchmpi.cli.bench.models import make_task
+from torchmpi.communicators.handle import Handle
+from torchmpi.session import runtime
 
 _MODELS = ("mlp", "cnn", "transformer", "resnet")
 
@@ -62,14 +64,52 @@ def measure_calls(folder: str, rounds: int) -> None:
         for _ in range(repeats):
             mpi.allreduce(tensor, backend="mpi")
 
-    def in_background() -> None:
-        for _ in range(repeats):
-            mpi.allreduce_async(tensor).wait()
-
-    for name, batch in (("allreduce", fast), ("allreduce by MPI", through_python), ("asynchronous", in_background)):
+    for name, batch in (
+        ("allreduce", timed(fast)),
+        ("allreduce by MPI", timed(through_python)),
+        ("asynchronous, the call", lambda: queued(tensor, repeats)[0]),
+        ("asynchronous, the worker", lambda: queued(tensor, repeats)[1]),
+        ("asynchronous, a wait", lambda: waited(repeats)),
+    ):
         show(f"{name}, 4 bytes", "us", [1e6 * value / repeats for value in compared(batch, folder, rounds)])
-    if mpi.rank() == 0:
-        print(f"{'a record in Python, at least':34} {1e6 * least_record():11.2f} us")
+
+
+def queued(tensor: torch.Tensor, repeats: int) -> tuple[float, float]:
+    """Return the seconds that asynchronous calls take in the calling thread, and in the worker."""
+    own, calls = 0.0, runtime.communicator(None).intra.call_queue
+    in_worker, at_once = 0.0, 20
+    for _ in range(repeats // at_once):
+        with calls.run_lock:
+            first = calls.submit(time.thread_time, "begin")
+            begin = time.thread_time()
+            for _ in range(at_once):
+                mpi.allreduce_async(tensor, backend="mpi")
+            own += time.thread_time() - begin
+            last = calls.submit(time.thread_time, "end")
+        in_worker += last.wait() - first.wait()
+    return own, in_worker
+
+
+def waited(repeats: int) -> float:
+    """Return the seconds that waits take apart from the waiting: the lock of each handle is free, as at its end."""
+    handles: list[Handle[None]] = [Handle("allreduce") for _ in range(repeats)]
+    for handle in handles:
+        handle._finished.release()
+    begin = time.thread_time()
+    for handle in handles:
+        handle.wait()
+    return time.thread_time() - begin
+
+
+def timed(batch: Callable[[], None], clock: Callable[[], float] = time.thread_time) -> Callable[[], float]:
+    """Return a function that returns how long a batch takes."""
+
+    def run() -> float:
+        begin = clock()
+        batch()
+        return clock() - begin
+
+    return run
 
 
 def measure_steps(model: str, folder: str, rounds: int) -> None:
@@ -88,7 +128,7 @@ def measure_steps(model: str, folder: str, rounds: int) -> None:
     before = num_calls()
     step()
     name = f"DDP step, {model}, {num_calls() - before} calls"
-    show(name, "ms", [1e3 * value for value in compared(step, folder, rounds, time.process_time)])
+    show(name, "ms", [1e3 * value for value in compared(timed(step, time.process_time), folder, rounds)])
 
 
 def num_calls() -> int:
@@ -97,9 +137,7 @@ def num_calls() -> int:
     return sum(int(each["calls"]) for collectives in found for each in collectives.values())
 
 
-def compared(
-    batch: Callable[[], None], folder: str, rounds: int, clock: Callable[[], float] = time.thread_time
-) -> list[float]:
+def compared(batch: Callable[[], float], folder: str, rounds: int) -> list[float]:
     """Return seconds of a batch: medians without and with a timeline and of the differences; that of the fastest."""
     times: dict[bool, list[float]] = {False: [], True: []}
     gc.disable()
@@ -108,9 +146,7 @@ def compared(
             with mpi.timeline.start(folder) if is_on else nullcontext():
                 batch()  # fills the caches of this side
                 mpi.barrier()
-                begin = clock()
-                batch()
-                own = clock() - begin
+                own = batch()
             times[is_on].append(mpi.allreduce(own, op="max"))
     gc.enable()
     off, on = times[False], times[True]
@@ -124,21 +160,6 @@ def show(name: str, unit: str, values: list[float]) -> None:
         off, on, more, least = values
         difference = f"difference {more:6.2f} ({100 * more / off:5.1f} %), fastest {least:6.2f}"
         print(f"{name:34} off {off:7.2f} {unit}, on {on:7.2f}, {difference}", flush=True)
-
-
-def least_record() -> float:
-    """Return the seconds that a clock reading, the calling line and an append take."""
-    records: list[tuple[int, object, int]] = []
-    append, now, frame_at, rounds = records.append, time.monotonic_ns, sys._getframe, 100_000
-    best = float("inf")
-    for _ in range(5):
-        records.clear()
-        begin = time.thread_time()
-        for _ in range(rounds):
-            frame = frame_at()
-            append((now(), frame.f_code, frame.f_lasti))
-        best = min(best, (time.thread_time() - begin) / rounds)
-    return best
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi.communicators.call_log import COLLECTIVES
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
 from torchmpi.shared_memory.kernels import records
@@ -210,6 +212,43 @@ def test_calls_of_the_fast_path_are_noted_by_machine_code(agree, folder, monkeyp
     agree(len(notes) > 10, f"{len(notes)}")  # of 20; a call passes through Python if other code had its place before
 
 
+def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypatch):
+    """Also queued ones, and waits; not those of a function of the package that the program has called."""
+    if not fast_path._fast_paths or sys.version_info < (3, 11):
+        pytest.skip("machine code notes no calls here")
+    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 60)
+    names, notes = {"mpi": mpi, "tensor": torch.ones(4)}, []
+    exec(compile("def own(): mpi.broadcast(tensor, 0, backend='mpi')", events.__file__, "exec"), names)
+    monkeypatch.setattr(events, "fast_notes", Spy(notes))
+    queue = mpi.communicator().intra.call_queue
+    with mpi.timeline.start(folder):
+        lines = [sys._getframe().f_lineno + number for number in (2, 2, 2, 3, 5)]
+        for _ in range(3):  # the first one makes the code known
+            mpi.broadcast(names["tensor"], 0, backend="mpi")
+        names["own"]()
+        with queue.run_lock:
+            handle = mpi.broadcast_async(names["tensor"], 0, backend="mpi")
+            threading.Timer(0.3, queue.run_lock.release).start()
+            handle.wait()
+            queue.run_lock.acquire()
+        with events.labelled("a bucket"):
+            mpi.broadcast(names["tensor"], 0, backend="mpi")
+            lines.append(sys._getframe().f_lineno - 1)
+    own = traces_of(folder)[mpi.rank()]
+    calls = [each for each in own.calls if each.collective == "broadcast"]
+    agree.equal([each.details["line"] for each in calls], [f"{__file__}:{line}" for line in lines])
+    agree.equal([each.details.get("label") for each in calls], [None] * 5 + ["a bucket"])
+    agree.equal({(each.details["backend"], each.details["root"], each.num_bytes) for each in calls}, {("mpi", 0, 16)})
+    agree.equal([each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + 6)))
+    agree.equal([each.is_queued for each in calls], [False] * 4 + [True, False])
+    agree(all(first.end <= second.begin for first, second in pairwise(calls)), f"{calls}")
+    (wait,) = own.intervals("wait")
+    agree(calls[4].queued <= wait.begin and calls[4].end <= wait.end + 0.001, f"{wait}, {calls[4]}")
+    noted = [each[1] for each in notes if len(each) == 10 and each[3] & 0xFF == COLLECTIVES.index("broadcast")]
+    agree.equal(noted[-3:], [calls[number].seq for number in (1, 2, 4)])
+    agree.equal([each[:2] for each in notes if len(each) == 5], [("wait", f"rank {mpi.rank()}: broadcast")])
+
+
 def test_calls_that_find_the_ring_of_notes_full_are_not_lost(agree):
     if not fast_path._fast_paths or mpi.size() > 1:
         pytest.skip("needs a fast path, and one rank, whose calls wait for no other one")
@@ -239,6 +278,7 @@ class Spy:
 
     def __init__(self, notes):
         self._notes, self.know = notes, fast_path.notes.know
+        self.note, self.note_wait = fast_path.notes.note, fast_path.notes.note_wait
 
     def take(self):
         taken = fast_path.notes.take()

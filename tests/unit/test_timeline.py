@@ -375,7 +375,7 @@ def test_a_call_of_the_fast_path_is_a_record_with_the_line_of_the_program():
 
     def note(seq):
         begin = time.monotonic_ns()
-        return begin, (info, struct.pack("4q", seq, 3 * begin, 3 * begin + 300, 4))
+        return begin, (info, struct.pack("5q", seq, 3 * begin, 3 * begin + 300, 4, 99))
 
     names = {"note": note, "record": events.note_fast_call}
     source = "def public_function(seq):\n    begin, call = note(seq)\n    record(*call)\n    return begin"
@@ -415,23 +415,35 @@ def test_the_line_of_the_program_is_found():
 
 def test_notes_of_machine_code_are_taken_in_their_order():
     """The notes are written as `add_note` of the kernels does."""
-    notes, info, code = fast_path.Notes(), object(), compile("1", "train.py", "exec")
-    fields = notes._fields
-    before = sys.getrefcount(info), sys.getrefcount(code)
+    notes, info, plan, code = fast_path.Notes(), object(), object(), compile("1", "train.py", "exec")
+    fields, origin = notes._fields, (5, code, 8, "bucket 0")
+    objects = info, plan, code, origin, events.WAIT
+    before = [sys.getrefcount(each) for each in objects]
 
-    def note(seq):
-        for item in (info, code):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+    def note(info, plan, code, *numbers):
         at = records.FIRST_NOTE + int(fields[records.NUM_NOTED]) % records.NUM_NOTES * records.NOTE_FIELDS
-        fields[at : at + records.NOTE_FIELDS] = [id(info), id(code), 8, 77, seq, 2 * seq, 3 * seq, 4]
+        for item in (each for each in (info, plan, code) if each is not None):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+        addresses = [0 if each is None else id(each) for each in (info, plan, code)]
+        fields[at : at + records.NOTE_FIELDS] = [*addresses, *numbers]
         fields[records.NUM_NOTED] += 1
 
-    fields[[records.NUM_NOTED, records.NUM_TAKEN]] = 5 * records.NUM_NOTES - 3  # so that they pass the end of the ring
-    for seq in range(10):
-        note(seq)
+    fields[[records.NUM_NOTED, records.NUM_TAKEN]] = 5 * records.NUM_NOTES - 5  # so that they pass the end of the ring
+    expected = []
+    for seq in range(1, 5):
+        note(info, None, code, 8, 77, seq, 2 * seq, 3 * seq, 4, 99)
+        note(info, plan, code, 8, 77, seq, -2 * seq, -3 * seq, 4, 99)
+        note(info, plan, origin, records.IS_ORIGIN, 77, seq, -2 * seq, -3 * seq, 4, 99)
+        note(events.WAIT, "rank 0: allreduce", events.WAIT, records.IS_ORIGIN, 77, 0, 2 * seq, 3 * seq, 0, 0)
+        expected += [
+            (info, seq, 2 * seq, 3 * seq, 4, 77, code, 8),
+            (info, seq, plan, 99, 4, 2 * seq, 3 * seq, 77, (0, code, 8, ""), ""),
+            (info, seq, plan, 99, 4, 2 * seq, 3 * seq, 77, origin, ""),
+            (events.WAIT, "rank 0: allreduce", 2 * seq, 3 * seq, 77),
+        ]
     taken = []
     while some := notes.take():
         taken += some
-    assert taken == [(info, seq, 2 * seq, 3 * seq, 4, 77, code, 8) for seq in range(10)]
-    del taken, some
-    assert (sys.getrefcount(info), sys.getrefcount(code)) == before
+    assert taken == expected
+    del taken, some, expected
+    assert [sys.getrefcount(each) for each in objects] == before

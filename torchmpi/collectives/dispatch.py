@@ -106,7 +106,8 @@ def submit(
     if call.finish is not None:
         finish = call.finish
         return call.group.call_queue.submit(lambda: finish(task()), description, call.subject(out))
-    return call.group.call_queue.submit(task, description, call.subject(out))
+    # Three frames of this package: CallQueue.submit, this function, and the one that calls it.
+    return call.group.call_queue.submit(task, description, call.subject(out), 3)
 
 
 def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle[Any]:

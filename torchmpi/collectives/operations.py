@@ -494,7 +494,7 @@ def _call(
             if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) in _LASTING):
                 cache_call(group, collective, (tensor, out, root), op, comm)
             if out is None:
-                result = group.call_queue.run(group.perform, plan, tensor, None, root)
+                result = group.call_queue.run(group.perform, plan, tensor, None, root, 4)  # depth: run, _call, caller
                 if result is tensor:
                     try:  # buffers.touch without a call
                         buffers.increment_version((tensor,))
@@ -502,7 +502,7 @@ def _call(
                         buffers.touch(tensor)
                 return result
             if tensor is None or _is_separate(tensor, out):
-                result = group.call_queue.run(group.perform, plan, tensor, out, root)
+                result = group.call_queue.run(group.perform, plan, tensor, out, root, 4)
                 if result is None:  # gathered by another rank
                     return None
                 if result is not out:

@@ -161,12 +161,13 @@ class CallLog:
     """
 
     __slots__ = (
-        "_begin",
         "_fields",
         "_missing",
         "_neighbours",
         "_slots",
         "_spoiled",
+        "address",
+        "begin",
         "entered",
         "free",
         "is_ended",
@@ -190,10 +191,11 @@ class CallLog:
         self.log_fields = array("q", bytes(8 * LOG_FIELDS))
         """The number of the last call, whether the fast path has entered it, and counters of the ended ones."""
         self.log_fields[LOG_RECORD] = self.ring.address
+        self.address, _ = self.log_fields.buffer_info()
         self.entered: tuple[int, int, tuple[int, ...]] | None = None
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without overwriting entries that other ranks have not compared."""
-        self._begin = 0
+        self.begin = 0
         """When the current call began."""
         self.time_field = COUNTED_NS
         """The counter of the time of the current call: COUNTED_KNOWN_NS if its waits for other ranks are measured."""
@@ -236,9 +238,9 @@ class CallLog:
     def take_over(self, ticks: int) -> None:
         """Continue in Python the call that the fast path has entered. `ticks`: the time of the fast path now."""
         self.entered = self._fast_path_call()
-        self._begin, self.time_field = monotonic_ns(), COUNTED_KNOWN_NS
+        self.begin, self.time_field = monotonic_ns(), COUNTED_KNOWN_NS
         if (waited := self.log_fields[LOG_WAITED]) < 0:
-            self._begin, self.time_field, self.log_fields[LOG_WAITED] = -waited, COUNTED_NS, 0
+            self.begin, self.time_field, self.log_fields[LOG_WAITED] = -waited, COUNTED_NS, 0
         elif self.entered is not None and (call := self.ring.read(self.entered[0])) is not None:
             counters = LOG_COUNTERS + (call.code & 0xFF) * COUNTER_FIELDS
             self.log_fields[counters + COUNTED_TICKS] += ticks - int(call.begin)
@@ -247,7 +249,7 @@ class CallLog:
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
         """Enter the next call; the other ranks see it after `announce`."""
         seq = self.log_fields[0] = self.log_fields[0] + 1
-        self._begin = begin = monotonic_ns()
+        self.begin = begin = monotonic_ns()
         self.time_field = COUNTED_NS
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
@@ -326,7 +328,7 @@ class CallLog:
             counters = LOG_COUNTERS + (self.entered[1] & 0xFF) * COUNTER_FIELDS
             fields[counters + COUNTED_CALLS] += num_calls
             fields[counters + COUNTED_BYTES] += num_bytes
-            fields[counters + self.time_field] += end - self._begin
+            fields[counters + self.time_field] += end - self.begin
             if waited := fields[LOG_WAITED]:
                 fields[counters + COUNTED_WAITED_NS] += waited
                 fields[LOG_WAITED] = 0

@@ -161,8 +161,10 @@ class CallQueue:
             return task(*arguments)
         return self.submit(partial(task, *arguments), self.name, subject).wait()
 
-    def submit(self, task: Task, description: str, subject: object = None) -> Handle[Any]:
+    def submit(self, task: Task, description: str, subject: object = None, depth: int = 2) -> Handle[Any]:
         """Run `task` in the background, after all calls submitted before.
+
+        `depth`: how many frames of this package are around the call, that of this function included.
 
         If `subject` is a tensor on a device, the work of the task on that device follows the work that the calling
         thread has queued on its current stream, and the handle is a
@@ -170,7 +172,8 @@ class CallQueue:
         """
         mark = None if subject is None else streams.fence(subject)
         if mark is not None:
-            queued = self.submit(partial(streams.queue, mark, mark.stream.device, task, task), description)
+            task = partial(streams.queue, mark, mark.stream.device, task, task)
+            queued = self.submit(task, description, None, depth + 1)
             return DeviceHandle(queued, description)
         handle: Handle[Any] = Handle(description)
         if not self._threaded or self.is_worker():
@@ -189,7 +192,7 @@ class CallQueue:
             recorder = events.recorder
             if events.show_task is not None:
                 task = events.show_task(description, task)
-            origin = None if recorder is None else recorder.origin(events.now(), 3)
+            origin = None if recorder is None else recorder.origin(events.now(), depth + 1)
             self._tasks.put((task, handle, origin))
         return handle
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import MismatchError, RankLostError, StallError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LOG_BYTES, LOG_SEQUENCE, num_slots, slots_begin
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LOG_BYTES, num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from ..timeline import events
 from ..timeline.clocks import tick_clock
@@ -64,6 +64,7 @@ class Group:
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
             worker of the call queue, and there must be one count of calls.
         key: A number that is the same on all ranks of the group and differs from those of other groups.
+        info: The description of the group for readers of recorded calls.
         timeout_seconds: The timeout of calls in shared memory; 0 for none.
         attachments: Objects to close before the group.
         communicator: The communicator of which this is the intra group; None until a call needs one.
@@ -101,6 +102,7 @@ class Group:
         self.log_board = self.status_board if self.checking == "board" else None
         twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
         self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
+        self.info = events.GroupInfo(self.key, name, self.rank, world_ranks, len(self.hosts))
         record = context.flight_record
         ring = None if record is None else record.ring(self.key, name, world_ranks)
         self.call_log = CallLog(name, self.rank, self.size, self.log_board, ring)
@@ -135,16 +137,18 @@ class Group:
         result: T = self.call(Plan(collective, call_code(collective), run))
         return result
 
-    def perform(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
-        """Run a plan, with an entry in the call log. The caller holds the run lock of the call queue."""
+    def perform(self, plan: Plan, tensor: Any, out: Any, root: int, depth: int = 3) -> Any:
+        """Run a plan, with an entry in the call log. The caller holds the run lock of the call queue.
+
+        `depth`: how many frames of this package are around the call, that of this function included.
+        """
         call_log = self.call_log
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
         recorder = events.recorder
-        event, begin = None, 0
-        if recorder is not None:
-            event = None if events.show_call is None else self._begin_event(plan, tensor, out, root)
-            begin = events.now()
+        event = None
+        if recorder is not None and events.show_call is not None:
+            event = self._begin_event(plan, tensor, out, root)
         try:
             call_log.enter(code, shape)
             result = plan.run(tensor, out, root)
@@ -157,8 +161,8 @@ class Group:
             if recorder is not None:
                 events.end_event(event)
                 recorder.call(
-                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin, events.now(),
-                    self.call_queue.origin, type(error).__name__,
+                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), call_log.begin, events.now(),
+                    self.call_queue.origin, depth + 1, type(error).__name__,
                 )  # fmt: skip
             call = Call(call_log.seq, code, shape)
             raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
@@ -167,8 +171,8 @@ class Group:
             if recorder is not None:
                 events.end_event(event)
                 recorder.call(
-                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin, events.now(),
-                    self.call_queue.origin, type(error).__name__,
+                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), call_log.begin, events.now(),
+                    self.call_queue.origin, depth + 1, type(error).__name__,
                 )  # fmt: skip
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
@@ -178,9 +182,9 @@ class Group:
         if recorder is not None:
             if event is not None:
                 events.end_event(event)
-            recorder.call(
-                self.info, call_log.log_fields[LOG_SEQUENCE], plan, code, num_bytes, begin, end, self.call_queue.origin
-            )
+            origin = self.call_queue.origin
+            if events.labels or not recorder.note(self.info, plan, origin, depth, num_bytes, call_log.address):
+                recorder.call(self.info, call_log.seq, plan, code, num_bytes, call_log.begin, end, origin, depth + 1)
         return result
 
     def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
@@ -233,11 +237,6 @@ class Group:
                     info.group, log.seq, *info.names, num_bytes, info.backend, begin, events.now(), thread, where, error
                 )
             )
-
-    @cached_property
-    def info(self) -> events.GroupInfo:
-        """The description of the group for readers of recorded calls."""
-        return events.GroupInfo(self.key, self.name, self.rank, self.world_ranks, len(self.hosts))
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -199,6 +199,21 @@ class Notes:
         self._fields = np.zeros(num_fields, np.int64)
         self.address = self._fields.ctypes.data
         self._taking = threading.Lock()
+        self._record = array("q", bytes(8 * records.FAST_PATH_FIELDS))
+        self.note: Callable[[Any, Any, Any, int, int, int], int] = _noting_nothing
+        """Notes a call that Python has run (:class:`.kernels.noting_code.NotingCalls`)."""
+        self.note_wait: Callable[[str, str, int], int] = _noting_nothing
+        """Notes a wait that ends now: category, description, begin in nanoseconds."""
+
+    def build(self) -> None:
+        """Make the functions of machine code."""
+        objects = {records.NONE: None, records.FRAME_AT: sys._getframe}  # which are never freed
+        for index, item in objects.items():
+            self._record[index] = id(item)
+        self._record[records.NOTES] = self.address
+        self.note, self.note_wait = (
+            kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_wait")
+        )
 
     def know(self, code: CodeType) -> None:
         """Have the further calls of code of the program noted; the code must live as long as the process."""
@@ -209,7 +224,9 @@ class Notes:
         """Return some of the oldest notes and remove them; none only if there are none.
 
         Returns:
-            Of each: description, number, begin, end and bytes of the call, thread, code and offset of the line.
+            Of a call of the fast path: description, number, begin, end and bytes, thread, code and offset of the line.
+            Of another call: group, number, plan, code, bytes, begin, end, thread, origin, ''.
+            Of a wait: category, description, begin, end, thread.
         """
         with self._taking:
             num_noted, num_taken = self._fields[[records.NUM_NOTED, records.NUM_TAKEN]].tolist()
@@ -217,10 +234,23 @@ class Notes:
             count = min(num_noted - num_taken, records.NUM_NOTES - position, _MOST_TAKEN)
             begin = records.FIRST_NOTE + position * records.NOTE_FIELDS
             block = self._fields[begin : begin + count * records.NOTE_FIELDS].reshape(count, records.NOTE_FIELDS)
-            taken = []
-            for info, code, offset, thread, *numbers in block.tolist():
-                objects = [_owned_object(address) for address in (info, code)]
-                taken.append((objects[0], *numbers, thread, objects[1], offset))
+            taken: list[tuple[Any, ...]] = []
+            notes = block.tolist()
+            addresses = block[:, : records.NOTED_OFFSET].ravel()
+            addresses = addresses[addresses != 0].tolist()
+            objects = {address: ctypes.cast(address, ctypes.py_object).value for address in set(addresses)}
+            for address in addresses:  # the references of the notes; `objects` has one too
+                _decrease_count(address)
+            for info, plan, code, offset, thread, seq, begin, end, num_bytes, signature in notes:
+                if plan == 0:
+                    taken.append((objects[info], seq, begin, end, num_bytes, thread, objects[code], offset))
+                    continue
+                times = abs(begin), abs(end)  # the flight record has times of Python with a minus
+                if seq == 0:
+                    taken.append((objects[info], objects[plan], *times, thread))
+                    continue
+                origin = objects[code] if offset == records.IS_ORIGIN else (0, objects[code], offset, "")
+                taken.append((objects[info], seq, objects[plan], signature, num_bytes, *times, thread, origin, ""))
             self._fields[records.NUM_TAKEN] = num_taken + count
         return taken
 
@@ -230,13 +260,12 @@ class Notes:
         self._fields[records.NUM_TAKEN] = self._fields[records.NUM_NOTED]
 
 
-def _owned_object(address: int) -> Any:
-    """Return the object at an address, whose reference the caller gives up."""
-    found = ctypes.cast(address, ctypes.py_object).value
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(found))
-    return found
+def _noting_nothing(*arguments: object) -> int:
+    """Stand in for the function that notes calls."""
+    return 0
 
 
+_decrease_count = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("Py_DecRef", ctypes.pythonapi))
 notes = Notes()
 _fast_paths: dict[str, _FastPath] = {}
 _is_enabled = True
@@ -261,6 +290,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)
         globals()[name] = _fast_paths[name].function
+    notes.build()
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:

@@ -33,7 +33,7 @@ _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
 _frame_at, _this_thread = sys._getframe, threading.get_ident
-_FAST_NUMBERS = struct.Struct("4q")
+_FAST_NUMBERS = struct.Struct("4q8x")
 DDP_BUCKET = "bucket of DistributedDataParallel"
 """The label of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
@@ -137,7 +137,12 @@ class CallPlan(Protocol):
 
 
 class FastNotes(Protocol):
-    """The calls of the fast path that wait for :func:`collect`."""
+    """The calls noted by machine code that wait for :func:`collect`."""
+
+    note: Callable[[GroupInfo, CallPlan, PlainOrigin | None, int, int, int], int]
+    """Notes a call that Python has run: group, plan, origin, depth, bytes, address of the call log; 0 if it cannot."""
+    note_wait: Callable[[str, str, int], int]
+    """Notes a wait that ends now: category, description, begin; 0 if it cannot."""
 
     def know(self, code: CodeType) -> None:
         """Have calls of this code noted."""
@@ -224,11 +229,22 @@ class Recorder:
         self.readers: tuple[Reader, ...] = ()
         self.others: tuple[Reader, ...] = ()
         """The readers without a queue."""
+        self.note: Callable[..., int] = _note_nothing
+        self.note_wait: Callable[..., int] = _note_nothing
+        """Note calls and waits in machine code (:class:`FastNotes`), if all readers are queues."""
 
     def origin(self, queued: int, depth: int = 2) -> PlainOrigin:
         """Return where the program makes the current call; the first `depth` frames are of this package."""
-        code, offset = _place_of_call(depth + 1)
-        return queued, code, offset, _labels.get(_this_thread(), "") if _labels else ""
+        label = labels.get(_this_thread(), "") if labels else ""
+        # On the path of every call: no function, and one frame, of which CPython makes an object.
+        try:
+            frame = _frame_at(depth)
+            code = frame.f_code
+            if id(code) in _program_code:
+                return queued, code, frame.f_lasti, label
+        except ValueError:  # a thread of autograd, for example, has fewer frames
+            return queued, None, 0, label
+        return queued, *_place_of_call(depth + 1), label
 
     def call(
         self,
@@ -240,27 +256,18 @@ class Recorder:
         begin: int,
         end: int,
         origin: PlainOrigin | None,
+        depth: int,
         error: str = "",
     ) -> None:
         """Report a collective; without an origin, it is the line that makes the call.
 
-        Called by `Group.perform`, whose caller is of this package, and so is the caller of that one.
+        The first `depth` frames are of this package. The next one should be the program: the search takes time.
         """
-        thread = _this_thread()
         if origin is None:
-            # On the path of every call: no function, and few frames, of which CPython makes objects.
-            label = _labels.get(thread, "") if _labels else ""
-            try:
-                frame = _frame_at(4)
-                where = frame.f_code
-                if id(where) in _own_code and (caller := frame.f_back) is not None:
-                    frame, where = caller, caller.f_code
-            except ValueError:  # a thread of autograd, for example, has fewer frames
-                origin = 0, None, 0, label
-            else:
-                is_known = id(where) in _program_code
-                origin = (0, where, frame.f_lasti, label) if is_known else (0, *_place_of_call(5), label)
-        record = group, seq, plan, code, num_bytes, begin, end, thread, origin, error
+            origin = self.origin(0, depth + 1)
+            if fast_notes is not None and id(origin[1]) in _program_code:
+                fast_notes.know(_program_code[id(origin[1])])
+        record = group, seq, plan, code, num_bytes, begin, end, _this_thread(), origin, error
         for queue in _queues:
             if len(queue) < MOST_EVENTS:
                 queue.append(record)
@@ -271,9 +278,10 @@ class Recorder:
 
     def wait(self, description: str, begin: int) -> None:
         """Report that this thread has waited for a call until now."""
-        record = WAIT, description, begin, now(), _this_thread()
-        for read in self.readers:
-            read(record)
+        if not self.note_wait(WAIT, description, begin):
+            record = WAIT, description, begin, now(), _this_thread()
+            for read in self.readers:
+                read(record)
 
     def slice(self, name: str, category: str, begin: int, track: str = "", **details: Any) -> None:
         """Report an interval that ends now."""
@@ -283,6 +291,11 @@ class Recorder:
         """Report something that has ended."""
         for read in self.readers:
             read(record)
+
+
+def _note_nothing(*arguments: object) -> int:
+    """Leave a call to :meth:`Recorder.call`."""
+    return 0
 
 
 recorder: Recorder | None = None
@@ -304,8 +317,8 @@ class _OpenCalls(threading.local):
 fast_notes: FastNotes | None = None
 """The notes of the fast path, set by the package that has one."""
 _calls = _OpenCalls()
-_labels: dict[int, str] = {}
-"""The labels of the calls that threads make."""
+labels: dict[int, str] = {}
+"""The labels of the calls that threads make; machine code notes no labels."""
 _changing = threading.Lock()
 _queues: tuple[EventQueue, ...] = ()
 
@@ -354,6 +367,9 @@ def _set_readers(readers: tuple[Reader, ...]) -> None:
         recorder = recorder or Recorder()
         others = (read for read, owner in zip(readers, owners, strict=True) if not isinstance(owner, EventQueue))
         recorder.readers, recorder.others = readers, tuple(others)
+        notes = None if recorder.others else fast_notes
+        recorder.note = _note_nothing if notes is None else notes.note
+        recorder.note_wait = _note_nothing if notes is None else notes.note_wait
     else:
         recorder = None
     _queues = queues
@@ -368,13 +384,13 @@ def note_fast_call(info: FastCallInfo | FastMessageInfo, numbers: bytes) -> None
 
     Called by machine code in the public function of the call.
 
-    `numbers`: number of the call, begin and end in ticks, bytes.
+    `numbers`: number of the call, begin and end in ticks, bytes, code.
     """
     thread = _this_thread()
     code, offset = _place_of_call(2)
     if fast_notes is not None and code is not None and id(code) in _program_code:
         fast_notes.know(code)
-    record = info, *_FAST_NUMBERS.unpack(numbers), thread, code, offset, _labels.get(thread, "")
+    record = info, *_FAST_NUMBERS.unpack(numbers), thread, code, offset, labels.get(thread, "")
     for queue in _queues:
         queue.put(record)
 
@@ -391,22 +407,22 @@ def in_forked_child() -> None:
     """Stop to record in a forked process, which is no rank."""
     global recorder, _changing, _queues, show_call, show_task
     recorder, show_call, show_task, _changing, _queues = None, None, None, threading.Lock(), ()
-    _labels.clear()
+    labels.clear()
 
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
     """Label the calls that this thread makes in a block."""
     thread = _this_thread()
-    before = _labels.get(thread)
-    _labels[thread] = label
+    before = labels.get(thread)
+    labels[thread] = label
     try:
         yield
     finally:
         if before is None:
-            del _labels[thread]
+            del labels[thread]
         else:
-            _labels[thread] = before
+            labels[thread] = before
 
 
 def _place_of_call(depth: int) -> tuple[CodeType | None, int]:

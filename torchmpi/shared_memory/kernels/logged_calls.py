@@ -30,12 +30,14 @@ from .intrinsics import load_field, now, store_field, store_field_release, ticks
 from .records import (
     CODE_SHIFT,
     FIRST_NOTE,
+    IS_ORIGIN,
     KNOWN_CODES,
     NOTE_FIELDS,
     NOTED_CODE,
     NOTED_INFO,
     NOTED_NUMBERS,
     NOTED_OFFSET,
+    NOTED_PLAN,
     NOTED_THREAD,
     NUM_CODES,
     NUM_NOTED,
@@ -135,26 +137,39 @@ def end_call(call_log, run_lock):
 
 @kernel
 def note_call(call_log, noted):
-    """Write number, begin, end and bytes of the call that has just ended."""
+    """Write number, begin, end, bytes and code of the call that has just ended."""
     seq = load_field(call_log, LOG_SEQUENCE)
     record = record_of(call_log, seq)
     store_field(noted, 0, seq)
     store_field(noted, 1, load_field(record, RECORD_BEGIN))
     store_field(noted, 2, load_field(record, RECORD_END))
     store_field(noted, 3, load_field(call_log, LOG_BYTES))
+    store_field(noted, 4, load_field(record, RECORD_CODE))
     return 0
 
 
 @kernel
-def add_note(notes, info, code, offset, thread, numbers):
+def note_wait(begin, noted):
+    """Write begin and end of a wait that ends now, in the fields of a call."""
+    store_field(noted, 0, 0)
+    store_field(noted, 1, begin)
+    store_field(noted, 2, now())
+    store_field(noted, 3, 0)
+    store_field(noted, 4, 0)
+    return 0
+
+
+@kernel
+def add_note(notes, info, plan, code, offset, thread, numbers):
     """Note a call that has ended; 1 if there is no room, or if the code is not known to be of the program."""
     noted = load_field(notes, NUM_NOTED)
     if noted - load_field(notes, NUM_TAKEN) >= NUM_NOTES:
         return 1
-    if load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1))) != code:
+    if offset != IS_ORIGIN and load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1))) != code:
         return 1
     note = notes + (FIRST_NOTE + (noted & (NUM_NOTES - 1)) * NOTE_FIELDS) * 8
     store_field(note, NOTED_INFO, info)
+    store_field(note, NOTED_PLAN, plan)
     store_field(note, NOTED_CODE, code)
     store_field(note, NOTED_OFFSET, offset)
     store_field(note, NOTED_THREAD, thread)

@@ -34,22 +34,27 @@ class NotingWrapper(Wrapper):
                 frame = self._call_python(records.FRAME_AT, self._object(records.ONE))
                 with builder.if_else(builder.icmp_signed("!=", frame, BYTES(None))) as (found, missing):
                     with found:
-                        builder.store(self._add_note(info, frame, numbers), is_noted)
+                        builder.store(self._add_note(info, BYTES(None), frame, numbers), is_noted)
                     with missing:  # no Python code has called the public function
                         self._clear_error()
             with builder.if_then(builder.icmp_signed("==", builder.load(is_noted), WORD(0)), likely=False):
                 self._note_in_python(info, numbers)
 
-    def _add_note(self, info: Any, frame: Any, numbers: Any) -> Any:
+    def _add_note(self, info: Any, plan: Any, frame: Any, numbers: Any) -> Any:
         """Note a call by the line that a frame executes; return whether that was possible."""
         builder = self.builder
         code = builder.call(self.declared("PyFrame_GetCode", BYTES, BYTES), [frame])
         offset = builder.call(self.declared("PyFrame_GetLasti", INT, BYTES), [frame])
         self._decref(frame)
+        return self._write_note(info, plan, code, builder.sext(offset, WORD), numbers)
+
+    def _write_note(self, info: Any, plan: Any, code: Any, offset: Any, numbers: Any) -> Any:
+        """Note a call, with the reference to its code or origin; return whether that was possible."""
+        builder = self.builder
         thread = builder.call(self.declared("PyThread_get_thread_ident", WORD), [])
-        addresses = [builder.ptrtoint(item, WORD) for item in (info, code)]
+        addresses = [builder.ptrtoint(item, WORD) for item in (info, plan, code)]
         notes = self.field(self.record, records.NOTES)
-        status = self.call(kernels["add_note"], [notes, *addresses, builder.sext(offset, WORD), thread, numbers])
+        status = self.call(kernels["add_note"], [notes, *addresses, offset, thread, numbers])
         is_refused = builder.icmp_signed("!=", status, WORD(0))
         with builder.if_then(is_refused, likely=False):
             self._decref(code)
@@ -81,3 +86,69 @@ class NotingWrapper(Wrapper):
 
     def _clear_error(self) -> None:
         self.builder.call(self.declared("PyErr_Clear", ir.VoidType()), [])
+
+
+class NotingCalls(NotingWrapper):
+    """``note(info, plan, origin, depth, num_bytes, call_log)``, which notes a call that Python has run.
+
+    It returns 1, or 0 if Python must report the call (:meth:`torchmpi.timeline.events.Recorder.call`).
+
+    Args:
+        info: The group, as the readers see it.
+        plan: The plan of the call.
+        origin: The origin of a queued call; None for the line of the frame at `depth`.
+        depth: As of `sys._getframe` in the function that calls this one.
+        num_bytes: The size of the call.
+        call_log: Address of the fields of the call log.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        builder = self.builder
+        self.record = self.number(self.function.args[0])
+        info, plan, origin, depth = (self.argument(index) for index in range(4))
+        num_bytes, call_log = (self.number(self.argument(index)) for index in (4, 5))
+        numbers, is_noted = self.stack_record(records.NUM_NUMBERS), builder.alloca(WORD)
+        builder.store(WORD(0), is_noted)
+        self.call(kernels["note_call"], [call_log, numbers])
+        builder.store(num_bytes, self.field_pointer(numbers, records.NUMBER_OF_BYTES))
+        for item in (info, plan):
+            self._incref(item)
+        is_here = builder.icmp_signed("==", builder.ptrtoint(origin, WORD), self.field(self.record, records.NONE))
+        with builder.if_else(is_here) as (here, queued):
+            with here:
+                if _HAS_OFFSETS:
+                    frame = self._call_python(records.FRAME_AT, depth)
+                    with builder.if_else(builder.icmp_signed("!=", frame, BYTES(None))) as (found, missing):
+                        with found:
+                            builder.store(self._add_note(info, plan, frame, numbers), is_noted)
+                        with missing:  # a thread of autograd, for example, has fewer frames
+                            self._clear_error()
+            with queued:
+                self._incref(origin)
+                offset = WORD(records.IS_ORIGIN)
+                builder.store(self._write_note(info, plan, origin, offset, numbers), is_noted)
+        with builder.if_then(builder.icmp_signed("==", builder.load(is_noted), WORD(0)), likely=False):
+            for item in (info, plan):
+                self._decref(item)
+        builder.ret(self.as_number(builder.load(is_noted)))
+
+
+class NotingWaits(NotingWrapper):
+    """``note_wait(category, description, begin)``, which notes a wait that ends now; 0 if there is no room."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        builder = self.builder
+        self.record = self.number(self.function.args[0])
+        category, description = self.argument(0), self.argument(1)
+        numbers = self.stack_record(records.NUM_NUMBERS)
+        self.call(kernels["note_wait"], [self.number(self.argument(2)), numbers])
+        objects = category, description, category
+        for item in objects:
+            self._incref(item)
+        is_noted = self._write_note(*objects, WORD(records.IS_ORIGIN), numbers)
+        with builder.if_then(builder.icmp_signed("==", is_noted, WORD(0)), likely=False):
+            for item in objects[:2]:
+                self._decref(item)
+        builder.ret(self.as_number(is_noted))

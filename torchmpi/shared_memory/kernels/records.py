@@ -253,14 +253,16 @@ NUM_CODES, CODE_SHIFT = 64, 5
 FIRST_NOTE = KNOWN_CODES + NUM_CODES
 NUM_NOTES = 1 << 16
 
-NOTED_INFO, NOTED_CODE = 0, 1
-"""Addresses of the description of the call and of the code that has made it; the note has a reference to each."""
-NOTED_OFFSET = 2
-"""The offset of the instruction in the code."""
-NOTED_THREAD = 3
-NOTED_NUMBERS = 4
-"""Number, begin, end and bytes of the call."""
-NUM_NUMBERS = 4
+NOTED_INFO, NOTED_PLAN, NOTED_CODE = range(3)
+"""Addresses of objects, of which the note has references: the description of the call; its plan, 0 for a call of the
+fast path; the code that has made it."""
+NOTED_OFFSET = 3
+"""The offset of the instruction in the code; IS_ORIGIN if NOTED_CODE is the origin of a queued call."""
+IS_ORIGIN = -1
+NOTED_THREAD = 4
+NOTED_NUMBERS = 5
+"""Number, begin, end, bytes and code of the call, as the flight record has them."""
+NUM_NUMBERS, NUMBER_OF_BYTES = 5, 3
 NOTE_FIELDS = NOTED_NUMBERS + NUM_NUMBERS
 
 # --- Cached call ----------------------------------------------------------------------------------------------
