@@ -40,7 +40,7 @@ ONCE = {
         *("test_flight_record.py", "test_metrics.py", "test_timeline.py"),
         *(f"test_engine_{name}.py" for name in ("checkpoint", "meters", "validation")),
         *("test_nn_clipping.py", "test_nn_closures.py", "test_nn_compression.py", "test_nn_error_feedback.py"),
-        "test_nn_gradient_checks.py",
+        *("test_nn_functional.py", "test_nn_gradient_checks.py"),
         *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "functional", "hooks")),
     ),
     (2, 3): (
@@ -49,7 +49,7 @@ ONCE = {
     ),
     (1, 2, 3): (
         *("test_engine_allreduce.py", "test_engine_fit.py", "test_parameterserver*", "test_nn_sync*"),
-        *(f"test_nn_{name}.py" for name in ("async", "blocksequential", "functional", "join", "optimizer")),
+        *(f"test_nn_{name}.py" for name in ("async", "blocksequential", "join", "optimizer")),
         *("test_nn_replica_check.py", "test_nn_sampler.py", "test_fast_path.py", "test_horovod.py", "test_shm.py"),
         *(f"test_distributed_{name}.py" for name in ("collectives", "ddp", "sharded", "works")),
     ),
