@@ -20,6 +20,7 @@ from torchmpi.shared_memory import fast_path
 from torchmpi.shared_memory.kernels import records
 from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
+from torchmpi.timeline.merging import merged_events
 from torchmpi.timeline.trace_reader import read_folder
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -284,6 +285,34 @@ class Spy:
         taken = fast_path.notes.take()
         self._notes += taken
         return taken
+
+
+def test_combining_and_staging_are_parts_of_the_call(agree, folder):
+    if mpi.size() < 2:
+        pytest.skip("needs two ranks")
+    with mpi.timeline.start(folder):
+        mpi.allreduce(torch.ones(300, 200).t(), backend="p2p")
+        mpi.broadcast(torch.ones(3), 0, backend="mpi")
+    traces = traces_of(folder)
+    own = traces[mpi.rank()]
+    call = next(each for each in own.calls if each.collective == "allreduce")
+    parts = [each for each in own.events if each.get("cat") == events.PART]
+    agree.equal([parts[0]["name"], parts[-1]["name"]], ["staging", "staging"])
+    agree.equal({each["name"] for each in parts[1:-1]}, {"combining"})
+    agree.equal({(each["args"]["group"], each["args"]["call"]) for each in parts}, {(call.group, call.seq)})
+    for part in parts:
+        agree(call.begin - 1e-6 <= own.seconds(part["ts"]) <= own.seconds(part["ts"]) + part["dur"] / 1e6)
+        agree(own.seconds(part["ts"]) + part["dur"] / 1e6 <= call.end + 1e-6, f"{part}, {call}")
+    rows = {}
+    for event in merged_events(traces):
+        if event["ph"] == "X" and event.get("cat") in ("phase", events.PART):
+            rows.setdefault((event["pid"], event["tid"], event["cat"]), []).append(event)
+    for (pid, tid, category), found in rows.items():
+        if category == events.PART:
+            phases = [(each["ts"] - 0.01, each["ts"] + each["dur"] + 0.01) for each in rows[pid, tid, "phase"]]
+            for each in found:
+                times = each["ts"], each["ts"] + each["dur"]
+                agree(any(begin <= times[0] and times[1] <= end for begin, end in phases), f"{each}, {phases}")
 
 
 def test_one_timeline_at_a_time(agree, folder):

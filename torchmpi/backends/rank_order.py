@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..communicators import call_parts
 from ..shared_memory.kernels import reduction
 from ..tensors import buffers, dtypes
 
@@ -39,7 +40,10 @@ def combiner(dtype: torch.dtype, op: str) -> Combiner:
         return partial(_combine_apart, op)
 
     def run(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        since = call_parts.begin()
         reduce([out.data_ptr()], [part.data_ptr() for part in parts], out.numel())
+        if since:
+            call_parts.end("combining", since)
 
     return run
 

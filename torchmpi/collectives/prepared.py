@@ -27,6 +27,7 @@ from ..errors import ArgumentError, DtypeError
 from ..log import logger
 from ..session.runtime import Runtime
 from ..tensors import bucket_plan, buffers, dtypes, streams
+from ..timeline import events
 from . import device_staging
 
 CHECKSUM_MODULUS = 1_000_000
@@ -285,15 +286,21 @@ def _direct(operation: Operation) -> Operation:
 def _copying(collective: str, operation: Operation, group: Group) -> Operation:
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         receives = collective != "reduce" or group.rank == root
-        target = tensor if out is None else out
+        target, recorder = tensor if out is None else out, events.recorder
+        begin = 0 if recorder is None else events.now()
         work = buffers.plain(tensor, to_host=False)
         if out is not None and receives and work.data_ptr() == tensor.data_ptr():
             work = work.clone()
+        if recorder is not None and work.data_ptr() != tensor.data_ptr():
+            recorder.slice("staging", events.PART, begin)
         operation(work, None, root)
         if not receives:
             return tensor
         if work.data_ptr() != target.data_ptr() or not buffers.is_direct(target):
+            begin = 0 if recorder is None else events.now()
             buffers.overwrite(target, work)
+            if recorder is not None:
+                recorder.slice("staging", events.PART, begin)
         else:
             buffers.touch(target)
         return target

@@ -40,6 +40,8 @@ SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
 """Categories of the parameter server: calls of a client, its requests to one rank, and requests that a rank serves."""
 BACKGROUND_MESSAGE = "background message"
 """The category of messages that have begun in one call and end while the program runs, or waits for them."""
+PART = "part"
+"""The category of parts of the call that a thread runs: `combining`, and `staging`, copies before and after it."""
 now = time.monotonic_ns
 """The clock of all events, in nanoseconds; the processes of a host share it."""
 

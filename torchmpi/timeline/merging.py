@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .aligned_calls import AlignedCall, align
+from .events import PART
 from .trace_reader import Event, RankTrace
 
 _COMPRESSION = 6
@@ -27,6 +28,7 @@ def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
     times = [trace.seconds(each["ts"]) for trace in traces for each in trace.events if each["ph"] != "M"]
     first = min(times, default=0.0)
     tracks: dict[tuple[int, str], int] = {}
+    ready = {(rank, call.group, call.seq): each.ready(rank) for each in aligned for rank, call in each.calls.items()}
     for trace in traces:
         for event in trace.events:
             if event["ph"] == "M":
@@ -34,10 +36,29 @@ def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
                 if event["name"] == "torchmpi_group":
                     tracks[trace.rank, f"{event['args']['key']:x}"] = event["tid"]
             else:
-                yield {**event, "ts": _microseconds(trace.seconds(event["ts"]) - first)}
+                shifted = {**event, "ts": _microseconds(trace.seconds(event["ts"]) - first)}
+                if event.get("cat") == PART:
+                    limit = ready[trace.rank, event["args"]["group"], event["args"]["call"]]
+                    yield from _divided(shifted, _microseconds(limit - first))
+                else:
+                    yield shifted
     for number, each in enumerate(aligned, 1):
         yield from _phases(each, tracks, first)
         yield from _flow(each, tracks, first, number)
+
+
+def _divided(event: Event, limit: float) -> Iterator[Event]:
+    """Divide a part of a call where its waiting ends, as slices of a row must not overlap.
+
+    >>> [each["dur"] for each in _divided({"ts": 1.0, "dur": 4.0}, 2.0)]
+    [1.0, 3.0]
+    """
+    begin, end = event["ts"], event["ts"] + event["dur"]
+    if not begin < limit < end:
+        yield event
+        return
+    yield {**event, "dur": round(limit - begin, 3)}
+    yield {**event, "ts": limit, "dur": round(end - limit, 3)}
 
 
 def _phases(aligned: AlignedCall, tracks: dict[tuple[int, str], int], first: float) -> Iterator[Event]:

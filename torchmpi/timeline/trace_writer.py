@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .clocks import ClockSample
-from .events import CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, collect, now
+from .events import PART, CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, collect, now
 
 FORMAT = 2
 FIRST_ROW = 1000
@@ -26,6 +26,7 @@ it puts the rows 0 of all ranks together, and drops slices that overlap there. I
 process for its main thread."""
 _FLUSH_SECONDS = 0.5
 _MOST_TEXTS = 10_000
+_MOST_PARTS = 1000
 _COMPRESSION = 1  # of 9: events are alike, so that more effort hardly pays
 QUEUED = "queued"
 
@@ -44,6 +45,8 @@ class TraceWriter:
         self._pid = os.getpid()
         self._tracks: dict[str, int] = {}
         self._fixed: dict[tuple[object, ...], tuple[str, str]] = {}
+        self._parts: dict[int, list[SliceRecord]] = {}
+        """Of each thread, the parts of a call that has not been written."""
         self._main_thread = threading.main_thread().ident or 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._begin = "[\n"
@@ -85,7 +88,9 @@ class TraceWriter:
             record = events.popleft()
             if not isinstance(record, (SliceRecord, CallRecord)):
                 record = call_record(record)
-            if isinstance(record, SliceRecord):
+            if isinstance(record, SliceRecord) and record.category == PART:
+                self._parts.setdefault(record.thread, []).append(record)
+            elif isinstance(record, SliceRecord):
                 self._format_slice(record)
             else:
                 self._format_call(record)
@@ -135,6 +140,17 @@ class TraceWriter:
             tail = f',"queued":{_microseconds(queued)}{tail}'
         duration = (record.end - record.begin) / 1000
         self._lines.append(f'{head},"ts":{begin},"dur":{duration},"args":{{"call":{record.seq}{tail}')
+        if record.thread in self._parts:
+            self._format_parts(record, tid)
+
+    def _format_parts(self, call: CallRecord, tid: int) -> None:
+        """Write the parts of a call on its row; those of a call around it are left."""
+        parts, details = self._parts.pop(call.thread), {"group": f"{call.group.key:x}", "call": call.seq}
+        for each in parts:
+            if call.begin <= each.begin and each.end <= call.end:
+                self._complete(each.name, PART, tid, each.begin, each.end, details)
+        if later := [each for each in parts if each.begin < call.begin or each.end > call.end][-_MOST_PARTS:]:
+            self._parts[call.thread] = later
 
     def _fixed_text(self, tid: int, record: CallRecord) -> tuple[str, str]:
         """Return the text of a call before and after its numbers, which is the same for equal calls."""
