@@ -79,7 +79,7 @@ stop_mps() {
 }
 
 "$python" -m torchmpi doctor || status=1
-gpu_run "$python" -m pytest -m gpu -q tests/jobs "$@"
+gpu_run "$python" -m pytest -m gpu -q tests/jobs/test_gpu.py "$@"
 [ -n "${WITHOUT_MPS:-}" ] || start_mps
 for ranks in 1 2 3 4; do
     launch_command "$ranks"
