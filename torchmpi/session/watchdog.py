@@ -301,7 +301,8 @@ class Watchdog(threading.Thread):
             if state is None or state.entered < call.seq
         ]
         if not lines:
-            return f"{text} All ranks have arrived, but the MPI library has not completed the call."
+            missing = "the device or the MPI library" if call.code & call_log.ON_DEVICE else "the MPI library"
+            return f"{text} All ranks have arrived, but {missing} has not completed the call."
         return "\n".join([f"{text} Not arrived:", *lines])
 
     def _state_and_stacks(self) -> str:
