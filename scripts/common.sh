@@ -155,6 +155,8 @@ install_checkout() {
     local name=$1
     shift
     pip_install "$name" --no-deps --editable "$checkout" || return 1
+    # Compiles in one process what otherwise all ranks of the first job would compile at the same time.
+    "$environments/$name/bin/python" -c 'import torch, torchmpi' >/dev/null 2>&1 || true
     { fingerprint "$name"; printf '%s\n' "$@"; } >"$environments/$name/installed"
 }
 

@@ -28,12 +28,12 @@ HELP
 }
 
 time_limit=4500 # seconds for everything; what is left of it limits each suite
-mpis="openmpi mpich" sizes="1 2 3 4" quick=no complete=no pytest_options=()
+mpis="openmpi mpich" sizes="1 2 3 4" quick=no complete=no mpi_limit=600 pytest_options=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --quick) quick=yes mpis=openmpi sizes="1 2" ;;
-        --complete) complete=yes time_limit=14400 ;;
+        --complete) complete=yes time_limit=14400 mpi_limit=2400 ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
         --system) mpis+=" system" ;;
         -k) pytest_options=(-k "${2:?-k wants an expression}"); shift ;;
@@ -80,10 +80,13 @@ turn_autogroups_off() {
 # ---- environments ------------------------------------------------------------------------------------------------
 
 # extras_of NAME: sets `extras` to those of an environment. Only the first MPI runs the programs of other libraries and
-# the notebook, and builds the documentation.
+# the notebook, and builds the documentation, unless every MPI runs every test.
 extras_of() {
     extras=(dev examples "$1")
-    [ $quick = yes ] || [ "$1" != "${mpis%% *}" ] || extras+=(frameworks docs notebook)
+    [ $quick = no ] || return 0
+    if [ "$1" = "${mpis%% *}" ] || [ $complete = yes ]; then
+        extras+=(frameworks docs notebook)
+    fi
 }
 
 # The packages of all environments at once, then torchmpi itself one by one.
@@ -235,7 +238,7 @@ mpi_suites() {
         use_environment "$name"
         share_of_ranks "$name" "$ranks"
         launch_command "$ranks"
-        begin "$name-n$ranks" 600 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
+        begin "$name-n$ranks" "$mpi_limit" "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
             python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q tests/mpi \
             ${only[@]+"${only[@]}"} ${pytest_options[@]+"${pytest_options[@]}"}
     done

@@ -66,8 +66,10 @@ def test_loss(launch, bigram_loss):
 
 def test_all_programs_print_the_same_losses(launch):
     short = ("--cpu", "--steps=20", "--assert-loss=6")
-    outputs = {name: launch(2, [EXAMPLES / f"{name}.py", *short], env=ONE_THREAD).stdout for name in NAMES}
-    assert len(set(outputs.values())) == 1 and outputs[NAMES[0]].count("loss ") == 3, outputs
+    results = {name: launch(2, [EXAMPLES / f"{name}.py", *short], env=ONE_THREAD) for name in NAMES}
+    assert not any(result.returncode for result in results.values()), results
+    outputs = {result.stdout for result in results.values()}
+    assert len(outputs) == 1 and outputs.pop().count("loss ") == 3, results
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -33,28 +33,29 @@ os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 # several ranks, such as grids of 2 x 2.
 ONCE = {
     (2,): (
-        *("test_large.py", "test_nccl_over_gloo.py", "test_preparing.py", "test_shm_calls.py"),
+        *("test_large.py", "test_preparing.py"),
         "test_training_recipes.py",  # combinations of what the files of each interface test
     ),
     (1, 2): (
-        *("test_flight_record.py", "test_metrics.py", "test_timeline.py"),
-        *(f"test_engine_{name}.py" for name in ("checkpoint", "meters", "validation")),
+        *("test_engine_validation.py", "test_flight_record.py", "test_timeline.py"),
         *("test_nn_clipping.py", "test_nn_closures.py", "test_nn_compression.py", "test_nn_error_feedback.py"),
-        *("test_nn_functional.py", "test_nn_gradient_checks.py"),
+        "test_nn_gradient_checks.py",
         *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "functional", "hooks")),
     ),
     (2, 3): (
-        *("test_alltoall_splits.py", "test_comparison.py", "test_direct_reads.py", "test_ipc.py", "test_many.py"),
-        *("test_shm_tensors.py", "test_torch_groups.py"),
+        *("test_direct_reads.py", "test_nccl_over_gloo.py", "test_shm_calls.py", "test_shm_tensors.py"),
+        "test_torch_groups.py",
     ),
     (1, 2, 3): (
-        *("test_engine_allreduce.py", "test_engine_fit.py", "test_parameterserver*", "test_nn_sync*"),
-        *(f"test_nn_{name}.py" for name in ("async", "blocksequential", "join", "optimizer")),
+        *("test_alltoall_splits.py", "test_ipc.py", "test_many.py", "test_metrics.py"),
+        *(f"test_engine_{name}.py" for name in ("allreduce", "checkpoint", "fit", "meters")),
+        *("test_parameterserver*", "test_nn_sync*"),
+        *(f"test_nn_{name}.py" for name in ("async", "blocksequential", "functional", "join", "optimizer")),
         *("test_nn_replica_check.py", "test_nn_sampler.py", "test_fast_path.py", "test_horovod.py", "test_shm.py"),
         *(f"test_distributed_{name}.py" for name in ("collectives", "ddp", "sharded", "works")),
     ),
-    (2, 4): ("test_selector.py",),
-    (2, 3, 4): (
+    (2, 4): ("test_comparison.py", "test_selector.py"),
+    (1, 2, 3, 4): (
         *("test_nn_model_parallel.py", "test_nn_sharding.py"),
         *(f"test_distributed_{name}.py" for name in ("fsdp", "groups", "pipeline", "stack")),
     ),

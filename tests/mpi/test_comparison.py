@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(SIZE == 1, reason="needs another rank")
 
 # The host of each rank.
 PLACEMENTS = {"each": "abcd", "block": "aabb", "cyclic": "abab", "uneven": "aaab", "three": "abca"}
-PLACEMENTS = {name: hosts for name, hosts in PLACEMENTS.items() if len(set(hosts[:SIZE])) > 1}
+PLACEMENTS = {hosts[:SIZE]: name for name, hosts in PLACEMENTS.items() if len(set(hosts[:SIZE])) > 1}  # each once
+PLACEMENTS = {name: hosts for hosts, name in PLACEMENTS.items()}
 SHORT, OTHER, LONG = 5, 6, 300_000
 
 
