@@ -15,9 +15,11 @@ import torch
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.communicators.call_log import COLLECTIVES
+from torchmpi.communicators.plan import Plan
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
 from torchmpi.shared_memory.kernels import records
+from torchmpi.tensors.dtypes import OPS
 from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.merging import merged_events
@@ -313,6 +315,42 @@ def test_combining_and_staging_are_parts_of_the_call(agree, folder):
             for each in found:
                 times = each["ts"], each["ts"] + each["dur"]
                 agree(any(begin <= times[0] and times[1] <= end for begin, end in phases), f"{each}, {phases}")
+
+
+def test_a_call_in_several_chunks_is_recorded_from_its_begin(agree, folder):
+    """Regression: chunks of calls of device tensors are calls of their own in the log, and only the last was recorded."""
+    group = mpi.communicator().intra
+    entered = []
+
+    def run(*arguments):
+        log = group.call_log
+        for _ in range(2):
+            _, code, shape = log.current
+            entered.append(events.now())
+            log.leave(num_calls=0)
+            log.enter(code, shape)
+
+    code = COLLECTIVES.index("allreduce") | OPS.index("sum") << 8
+    with mpi.timeline.start(folder):
+        for _ in range(2):  # the first one makes the line known to machine code
+            entered.clear()
+            group.call(Plan("allreduce", code, run), torch.ones(3))
+    found = traces_of(folder)[mpi.rank()].calls[-1]
+    clock = traces_of(folder)[mpi.rank()].clock
+    agree(found.begin <= clock.aligned(entered[0]) / 1e9, f"{found}, {entered}")
+
+
+def test_a_call_of_a_callback_has_a_line_of_its_own(agree, folder):
+    """Regression: it had the line, and the time in the queue, of the call that had ended."""
+    done = threading.Event()
+    with mpi.timeline.start(folder):
+        handle = mpi.allreduce_async(torch.ones(3), backend="mpi")
+        line = sys._getframe().f_lineno + 1
+        handle.when_done(lambda: (mpi.broadcast(torch.ones(3), 0, backend="mpi"), done.set()))
+        done.wait(10)
+    (found,) = [each for each in traces_of(folder)[mpi.rank()].calls if each.collective == "broadcast"]
+    agree.equal(found.details["line"], f"{__file__}:{line}")
+    agree(not found.is_queued or found.queued <= found.begin, f"{found}")
 
 
 def test_one_timeline_at_a_time(agree, folder):

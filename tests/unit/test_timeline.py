@@ -100,6 +100,17 @@ def test_drift_is_removed_between_samples_and_bounded_after_the_last_one():
     assert AlignedClock([ClockSample(0, 0, 0)]).error(10**12) == 0  # the clock of rank 0 itself
 
 
+def test_parts_come_before_their_calls(tmp_path):
+    """Regression: only the last 1,000 parts of a flush were written, and each call searched them all."""
+    count = 3 * trace_writer._MOST_PARTS
+    parts = [SliceRecord("combining", events.PART, "", 10 * k + 2, 10 * k + 5, MAIN, {}) for k in range(count)]
+    calls = [call(0, k + 1, 0, 0)._replace(begin=10 * k, end=10 * k + 9) for k in range(count)]
+    alone = SliceRecord("combining", events.PART, "", 10 * count, 10 * count + 1, MAIN, {})
+    (trace, _) = write(tmp_path, [[*parts, *calls, alone], []])
+    found = [each["args"]["call"] for each in trace.events if each.get("cat") == events.PART]
+    assert found == list(range(1, count + 1))
+
+
 def test_a_closed_file_is_json_and_has_all_events(tmp_path):
     write(tmp_path, [[call(0, seq, seq, seq + 1) for seq in range(1, 101)], []])
     with gzip.open(tmp_path / "rank0.json.gz", "rt") as file:

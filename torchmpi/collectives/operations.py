@@ -511,7 +511,7 @@ def _call(
                 return out
     # 2. Any other call.
     call = check_call(collective, tensor, out, root, op, comm, backend, asynchronous=False)
-    arguments = call.plan, call.tensor, out, call.root
+    arguments = call.plan, call.tensor, out, call.root, 4
     result = call.group.call_queue.run(call.group.perform, *arguments, subject=call.subject(out))
     return result if call.finish is None else call.finish(result)
 

@@ -237,9 +237,9 @@ class CallQueue:
         try:
             result = task()
         except BaseException as error:  # every error is raised by wait()
+            self.origin = before  # callbacks of the handle make calls of their own
             self.failed = [*(other for other in self.failed if other.unseen_error is not None), handle]
             handle.set_error(error)
         else:
-            handle.set_result(result)
-        finally:
             self.origin = before
+            handle.set_result(result)

@@ -146,24 +146,28 @@ class Group:
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
         recorder = events.recorder
-        event = None
+        event, begin = None, 0
         if recorder is not None and events.show_call is not None:
             event = self._begin_event(plan, tensor, out, root)
         try:
             call_log.enter(code, shape)
+            if recorder is not None:
+                begin = call_log.begin
             result = plan.run(tensor, out, root)
+            num_bytes = bytes_of(tensor, out, result)
+            end = call_log.leave(num_bytes)
         except (self.context.MPI.Exception, TransportError) as error:
             try:
                 if (lost := self.context.loss_behind(error)) is None:
                     call_log.compare()  # raises MismatchError if that is the reason
             finally:
                 call_log.abandon()
-            if recorder is not None:
-                events.end_event(event)
-                recorder.call(
-                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), call_log.begin, events.now(),
-                    self.call_queue.origin, depth + 1, type(error).__name__,
-                )  # fmt: skip
+                if recorder is not None:
+                    events.end_event(event)
+                    recorder.call(
+                        self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin or call_log.begin,
+                        events.now(), self.call_queue.origin, depth + 1, type(error).__name__,
+                    )  # fmt: skip
             call = Call(call_log.seq, code, shape)
             raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException as error:
@@ -171,20 +175,20 @@ class Group:
             if recorder is not None:
                 events.end_event(event)
                 recorder.call(
-                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), call_log.begin, events.now(),
+                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin or call_log.begin, events.now(),
                     self.call_queue.origin, depth + 1, type(error).__name__,
                 )  # fmt: skip
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
-        num_bytes = bytes_of(tensor, out, result)
-        end = call_log.leave(num_bytes)
         if recorder is not None:
             if event is not None:
                 events.end_event(event)
             origin = self.call_queue.origin
-            if events.labels or not recorder.note(self.info, plan, origin, depth, num_bytes, call_log.address):
-                recorder.call(self.info, call_log.seq, plan, code, num_bytes, call_log.begin, end, origin, depth + 1)
+            # Notes have the times of the call log; of a call in several chunks, that is the last one.
+            is_noted = begin == call_log.begin and not events.labels
+            if not is_noted or not recorder.note(self.info, plan, origin, depth, num_bytes, call_log.address):
+                recorder.call(self.info, call_log.seq, plan, code, num_bytes, begin, end, origin, depth + 1)
         return result
 
     def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:

@@ -194,7 +194,7 @@ class Notes:
     """
 
     def __init__(self) -> None:
-        # 4 MB, which the system provides page by page when they are written.
+        # 5 MB, which the system provides page by page when they are written.
         num_fields = records.FIRST_NOTE + records.NUM_NOTES * records.NOTE_FIELDS
         self._fields = np.zeros(num_fields, np.int64)
         self.address = self._fields.ctypes.data
@@ -207,8 +207,8 @@ class Notes:
 
     def build(self) -> None:
         """Make the functions of machine code."""
-        objects = {records.NONE: None, records.FRAME_AT: sys._getframe}  # which are never freed
-        for index, item in objects.items():
+        self._objects = {records.NONE: None, records.FRAME_AT: sys._getframe}  # machine code has their addresses
+        for index, item in self._objects.items():
             self._record[index] = id(item)
         self._record[records.NOTES] = self.address
         self.note, self.note_wait = (
@@ -239,6 +239,8 @@ class Notes:
             addresses = block[:, : records.NOTED_OFFSET].ravel()
             addresses = addresses[addresses != 0].tolist()
             objects = {address: ctypes.cast(address, ctypes.py_object).value for address in set(addresses)}
+            # All above are copies. First, so that an interrupt in the loop leaves references and takes none twice.
+            self._fields[records.NUM_TAKEN] = num_taken + count
             for address in addresses:  # the references of the notes; `objects` has one too
                 _decrease_count(address)
             for info, plan, code, offset, thread, seq, begin, end, num_bytes, signature in notes:
@@ -251,7 +253,6 @@ class Notes:
                     continue
                 origin = objects[code] if offset == records.IS_ORIGIN else (0, objects[code], offset, "")
                 taken.append((objects[info], seq, objects[plan], signature, num_bytes, *times, thread, origin, ""))
-            self._fields[records.NUM_TAKEN] = num_taken + count
         return taken
 
     def forget(self) -> None:

@@ -13,6 +13,8 @@ import json
 import os
 import threading
 import time
+from bisect import bisect_left, bisect_right
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,11 @@ class TraceWriter:
                 self._format_slice(record)
             else:
                 self._format_call(record)
+        for thread, parts in list(self._parts.items()):
+            # Calls come after their parts, possibly in the next flush. Of some there is no record.
+            self._parts[thread] = parts[-_MOST_PARTS:]
+            if not parts:
+                del self._parts[thread]
         if events.num_lost or last:
             self._lines.append(self._metadata("torchmpi_lost", events=events.num_lost))
         if last:
@@ -145,12 +152,12 @@ class TraceWriter:
 
     def _format_parts(self, call: CallRecord, tid: int) -> None:
         """Write the parts of a call on its row; those of a call around it are left."""
-        parts, details = self._parts.pop(call.thread), {"group": f"{call.group.key:x}", "call": call.seq}
-        for each in parts:
-            if call.begin <= each.begin and each.end <= call.end:
-                self._complete(each.name, PART, tid, each.begin, each.end, details)
-        if later := [each for each in parts if each.begin < call.begin or each.end > call.end][-_MOST_PARTS:]:
-            self._parts[call.thread] = later
+        parts, details = self._parts[call.thread], {"group": f"{call.group.key:x}", "call": call.seq}
+        first = bisect_left(parts, call.begin, key=attrgetter("begin"))  # the parts of a thread follow each other
+        end = bisect_right(parts, call.end, lo=first, key=attrgetter("end"))
+        for each in parts[first:end]:
+            self._complete(each.name, PART, tid, each.begin, each.end, details)
+        del parts[first:end]
 
     def _fixed_text(self, tid: int, record: CallRecord) -> tuple[str, str]:
         """Return the text of a call before and after its numbers, which is the same for equal calls."""
