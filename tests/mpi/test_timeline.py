@@ -318,7 +318,7 @@ def test_combining_and_staging_are_parts_of_the_call(agree, folder):
 
 
 def test_a_call_in_several_chunks_is_recorded_from_its_begin(agree, folder):
-    """Regression: chunks of calls of device tensors are calls of their own in the log, and only the last was recorded."""
+    """Regression: chunks of calls of device tensors are calls in the log, and only the last was recorded."""
     group = mpi.communicator().intra
     entered = []
 
