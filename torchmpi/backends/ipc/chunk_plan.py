@@ -140,13 +140,11 @@ def reduce(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:
     """Plan a reduce in place on the root, which computes the whole result."""
     for begin, length in partition.chunks(numel, half):
         steps = _fill(rank, size, begin, length)
-        reduction = [ReduceAreas(0, begin, length)] if rank == root else []
-        yield [
-            *steps[:-1],
-            Sync(FILLED, True, others(rank, size) if rank == root else ()),
-            *reduction,
-            Sync(EMPTIED, True),
-        ]
+        if rank == root:
+            steps.append(ReduceAreas(0, begin, length))
+        else:
+            steps[-1] = Sync(FILLED, True)
+        yield [*steps, Sync(EMPTIED, True)]
 
 
 def broadcast(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:

@@ -103,7 +103,7 @@ class IpcBackend:
                 staged.sync.complete()
                 return result
             except BaseException:
-                staged.abort()
+                staged.sync.abort()
                 raise
 
         return run
@@ -168,10 +168,6 @@ class StagedGroup:
     def wait_for_entry(self) -> None:
         """Wait until all ranks have entered the call; raise if one has aborted it."""
         self.sync.wait_for(self.others, self.sync.number(0))
-
-    def abort(self) -> None:
-        """Abort the call on all ranks."""
-        self.sync.abort()
 
     def abort_device_work(self) -> None:
         """End the waits of the device for other ranks: one is lost, or the group is being freed. From any thread."""

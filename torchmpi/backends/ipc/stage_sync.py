@@ -67,7 +67,7 @@ class StageSync:
             self._check(ranks)  # a rank in a later call has completed this one, or aborted it
 
     def _yield(self) -> None:
-        """Let other threads of this process run, and other processes. time.sleep(0) would take 50 us and more."""
+        """Let other threads of this process run, and other processes. time.sleep(0) waits for a timer."""
         self._nothing.poll(0)
         os.sched_yield()
 
