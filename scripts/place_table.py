@@ -16,8 +16,8 @@ from pathlib import Path
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "places.md"
 
 
-def written(text: str, section: str, lines: Iterable[str]) -> str:
-    """Return the page with the lines in the table of a section, and the other lines as they were."""
+def written(text: str, section: str, lines: Iterable[str], *, is_sorted: bool = False) -> str:
+    """Return the page with the lines in the table of a section, alphabetically if asked; the others as they were."""
     before, end, after = text.partition(f"<!-- end of {section} -->")
     if not end:
         raise ValueError(f"the page has no table {section!r}")
@@ -30,12 +30,15 @@ def written(text: str, section: str, lines: Iterable[str]) -> str:
             before = pattern.sub(lambda _, line=line: f"{line}\n", before)
         else:
             before += f"{line}\n"
+    if is_sorted:
+        *head, rows = re.split(r"(?<=\|---\|\n)", before)
+        before = "".join([*head, *sorted(rows.splitlines(keepends=True), key=str.casefold)])
     return others + before + end + after
 
 
-def write(section: str, lines: Iterable[str], page: Path = TABLE) -> None:
+def write(section: str, lines: Iterable[str], page: Path = TABLE, *, is_sorted: bool = False) -> None:
     """Write the lines into a page."""
-    page.write_text(written(page.read_text(), section, lines))
+    page.write_text(written(page.read_text(), section, lines, is_sorted=is_sorted))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ The programs are in tests/jobs/frameworks and examples/llm; they name gloo, or n
 or logits with those of one process themselves. Each runs with the mpirun of the environment, with torchrun and, if its
 library has one, with the launcher of the library, all with TORCHMPI_AS_GLOO=1 or TORCHMPI_AS_MPI=1; and with torchrun
 alone, which is gloo. The launchers alternate, and each time is divided by that of gloo in the same round; a cell has
-the median of the rounds. --write replaces these lines in docs/frameworks.md; launchers that do not run keep their
-cells. Needs the extra "frameworks".
+the median of the rounds. --write replaces these lines in docs/frameworks.md, in alphabetical order; launchers that do
+not run keep their cells. Needs the extra "frameworks".
 """
 
 from __future__ import annotations
@@ -187,16 +187,19 @@ def program_line(runner: Runner, program: Program, num_ranks: int, launchers: se
     found = alternate(chosen, num_rounds, lambda name: runner.seconds(program, name, num_ranks))
     title = f"{program.title}, {num_ranks} ranks"
     cells, before = [program.backend], cells_on_page(runner.mpi, title)
-    for name in (MPIRUN, TORCHRUN, ACCELERATE):
-        failures = [each for each in found.get(name, []) if isinstance(each, str)]
-        pairs = zip(found.get(name, []), found[GLOO], strict=False)
-        ratios = [ours / gloo for ours, gloo in pairs if not isinstance(ours, str) and not isinstance(gloo, str)]
-        compared = f", {statistics.median(ratios):.2f}" if ratios and num_rounds > 1 else ""
-        measured = f"no: {failures[0]}" if failures else f"yes{compared}"
-        cells.append(measured if name in found else before.get(name, ""))
-    times = [each for each in found[GLOO] if not isinstance(each, str)]
-    seconds = f"{statistics.median(times):.3g} s" if num_rounds > 1 else "yes"  # one round is no measurement
-    cells.append(seconds if times else f"no: {found[GLOO][0]}")
+    for name in LAUNCHERS:
+        times = found.get(name, [])
+        failures = [each for each in times if isinstance(each, str)]
+        if name not in found:
+            cells.append(before.get(name, ""))
+        elif failures or num_rounds == 1:  # one round is no measurement
+            cells.append(f"no: {failures[0]}" if failures else "yes")
+        elif name == GLOO:
+            cells.append(f"{statistics.median(times):.3g} s")
+        else:
+            pairs = zip(times, found[GLOO], strict=True)
+            ratios = [ours / gloo for ours, gloo in pairs if not isinstance(gloo, str)]
+            cells.append(f"yes, {statistics.median(ratios):.2f}" if ratios else "yes")
     return f"| {title} | {' | '.join(cells)} |"
 
 
@@ -248,7 +251,9 @@ def lines_of(runner: Runner, options: argparse.Namespace) -> Iterator[str]:
                 for length in BATCH_SIZES:
                     yield generation_line(runner, program, length, num_ranks, options.rounds)
             else:
-                yield program_line(runner, program, num_ranks, {*options.launchers.split(","), GLOO}, options.rounds)
+                always = [GLOO] if options.rounds > 1 else []  # what the times are divided by
+                launchers = {*options.launchers.split(","), *always}
+                yield program_line(runner, program, num_ranks, launchers, options.rounds)
 
 
 def main() -> int:
@@ -256,7 +261,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--ranks", default="2,4", metavar="LIST", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="WORD", help="programs with this word in their title")
-    parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="default: %(default)s; gloo always runs")
+    parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="default: %(default)s; with rounds, gloo too")
     parser.add_argument("--rounds", type=int, default=3, help="runs with each launcher (default: %(default)s)")
     parser.add_argument("--transformers", type=Path, metavar="CHECKOUT", help="run tests of the Trainer of a checkout")
     parser.add_argument("--generation", action="store_true", help="measure tokens per second instead")
@@ -271,7 +276,7 @@ def main() -> int:
             print(line, flush=True)
             failed |= "| no: " in line or "| 0 |" in line
             if options.write:
-                place_table.write(section, [line], PAGE)
+                place_table.write(section, [line], PAGE, is_sorted=not options.generation)
     return int(failed)
 
 
