@@ -237,19 +237,24 @@ def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypat
         with events.labelled("a bucket"):
             mpi.broadcast(names["tensor"], 0, backend="mpi")
             lines.append(sys._getframe().f_lineno - 1)
+        for _ in range(3):
+            mpi.broadcast_async(names["tensor"], 0, backend="mpi").wait()
+            lines.append(sys._getframe().f_lineno - 1)
     own = traces_of(folder)[mpi.rank()]
     calls = [each for each in own.calls if each.collective == "broadcast"]
     agree.equal([each.details["line"] for each in calls], [f"{__file__}:{line}" for line in lines])
-    agree.equal([each.details.get("label") for each in calls], [None] * 5 + ["a bucket"])
+    agree.equal([each.details.get("label") for each in calls], [None] * 5 + ["a bucket"] + [None] * 3)
     agree.equal({(each.details["backend"], each.details["root"], each.num_bytes) for each in calls}, {("mpi", 0, 16)})
-    agree.equal([each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + 6)))
-    agree.equal([each.is_queued for each in calls], [False] * 4 + [True, False])
+    agree.equal([each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + 9)))
+    agree.equal([each.is_queued for each in calls], [False] * 4 + [True, False] + [True] * 3)
     agree(all(first.end <= second.begin for first, second in pairwise(calls)), f"{calls}")
-    (wait,) = own.intervals("wait")
+    wait = own.intervals("wait")[0]
     agree(calls[4].queued <= wait.begin and calls[4].end <= wait.end + 0.001, f"{wait}, {calls[4]}")
     noted = [each[1] for each in notes if len(each) == 10 and each[3] & 0xFF == COLLECTIVES.index("broadcast")]
-    agree.equal(noted[-3:], [calls[number].seq for number in (1, 2, 4)])
-    agree.equal([each[:2] for each in notes if len(each) == 5], [("wait", f"rank {mpi.rank()}: broadcast")])
+    agree.equal(noted[-6:], [calls[number].seq for number in (1, 2, 4, 6, 7, 8)])
+    origins = [each[8] for each in notes if len(each) == 10 and each[1] in noted[-3:]]
+    agree.equal([type(each) for each in origins], [bytes] * 3)
+    agree.equal({each[:2] for each in notes if len(each) == 5}, {("wait", f"rank {mpi.rank()}: broadcast")})
 
 
 def test_calls_that_find_the_ring_of_notes_full_are_not_lost(agree):
@@ -280,8 +285,8 @@ class Spy:
     """Passes notes on, and counts them."""
 
     def __init__(self, notes):
-        self._notes, self.know = notes, fast_path.notes.know
-        self.note, self.note_wait = fast_path.notes.note, fast_path.notes.note_wait
+        self._notes, self.know, self.note = notes, fast_path.notes.know, fast_path.notes.note
+        self.note_wait, self.note_origin = fast_path.notes.note_wait, fast_path.notes.note_origin
 
     def take(self):
         taken = fast_path.notes.take()

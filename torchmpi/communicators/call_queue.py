@@ -192,7 +192,11 @@ class CallQueue:
             recorder = events.recorder
             if events.show_task is not None:
                 task = events.show_task(description, task)
-            origin = None if recorder is None else recorder.origin(events.now(), depth + 1)
+            origin: events.PlainOrigin | None = None
+            if recorder is not None:
+                if not events.labels:
+                    origin = recorder.note_origin(depth)
+                origin = origin or recorder.origin(events.now(), depth + 1)
             self._tasks.put((task, handle, origin))
         return handle
 

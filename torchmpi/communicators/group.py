@@ -186,7 +186,7 @@ class Group:
                 events.end_event(event)
             origin = self.call_queue.origin
             # Notes have the times of the call log; of a call in several chunks, that is the last one.
-            is_noted = begin == call_log.begin and not events.labels
+            is_noted = begin == call_log.begin and (origin is not None or not events.labels)
             if not is_noted or not recorder.note(self.info, plan, origin, depth, num_bytes, call_log.address):
                 recorder.call(self.info, call_log.seq, plan, code, num_bytes, begin, end, origin, depth + 1)
         return result

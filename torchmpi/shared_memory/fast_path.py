@@ -204,6 +204,8 @@ class Notes:
         """Notes a call that Python has run (:class:`.kernels.noting_code.NotingCalls`)."""
         self.note_wait: Callable[[str, str, int], int] = _noting_nothing
         """Notes a wait that ends now: category, description, begin in nanoseconds."""
+        self.note_origin: Callable[[int], bytes | None] = _noting_no_origin
+        """Returns the origin of a call that is queued now (:class:`.kernels.noting_code.NotingOrigins`)."""
 
     def build(self) -> None:
         """Make the functions of machine code."""
@@ -211,8 +213,8 @@ class Notes:
         for index, item in self._objects.items():
             self._record[index] = id(item)
         self._record[records.NOTES] = self.address
-        self.note, self.note_wait = (
-            kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_wait")
+        self.note, self.note_wait, self.note_origin = (
+            kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_wait", "note_origin")
         )
 
     def know(self, code: CodeType) -> None:
@@ -264,6 +266,10 @@ class Notes:
 def _noting_nothing(*arguments: object) -> int:
     """Stand in for the function that notes calls."""
     return 0
+
+
+def _noting_no_origin(depth: int) -> None:
+    """Stand in for the function that returns origins."""
 
 
 _decrease_count = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("Py_DecRef", ctypes.pythonapi))

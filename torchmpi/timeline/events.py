@@ -33,7 +33,7 @@ _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
 _frame_at, _this_thread = sys._getframe, threading.get_ident
-_FAST_NUMBERS = struct.Struct("4q8x")
+_FAST_NUMBERS, _ORIGIN_FIELDS = struct.Struct("4q8x"), struct.Struct("3q")
 DDP_BUCKET = "bucket of DistributedDataParallel"
 """The label of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
@@ -120,8 +120,9 @@ class EventQueue(deque[Any]):
 
 Backends = tuple[tuple[int | None, str], ...]
 """The backends of a call, each with the largest size in bytes for which it is used (None: any)."""
-PlainOrigin = tuple[int, CodeType | None, int, str]
-"""When a call was queued, code and offset of the line that has made it, label: :func:`origin_of` makes an Origin."""
+PlainOrigin = tuple[int, CodeType | None, int, str] | bytes
+"""When a call was queued, code and offset of the line that has made it, label; machine code packs the time, the id of
+the code and the offset (records.ORIGIN_FIELDS). :func:`origin_of` makes an Origin."""
 PlainCall = tuple[Any, ...]
 """A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it, or a SliceRecord of a
 message of the fast path or of a wait. The first item determines the others."""
@@ -145,6 +146,8 @@ class FastNotes(Protocol):
     """Notes a call that Python has run: group, plan, origin, depth, bytes, address of the call log; 0 if it cannot."""
     note_wait: Callable[[str, str, int], int]
     """Notes a wait that ends now: category, description, begin; 0 if it cannot."""
+    note_origin: Callable[[int], bytes | None]
+    """Returns the origin of a call that is queued now by the frame at a depth; None if it cannot."""
 
     def know(self, code: CodeType) -> None:
         """Have calls of this code noted."""
@@ -170,6 +173,9 @@ def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
 
 def origin_of(plain: PlainOrigin) -> Origin:
     """Return the origin of a call, given as it was recorded."""
+    if isinstance(plain, bytes):
+        queued, address, offset = _ORIGIN_FIELDS.unpack(plain)
+        return Origin(queued, _line_at(_program_code[address], offset), "")
     queued, code, offset, label = plain
     return Origin(queued, "" if code is None else _line_at(code, offset), label)
 
@@ -233,7 +239,9 @@ class Recorder:
         """The readers without a queue."""
         self.note: Callable[..., int] = _note_nothing
         self.note_wait: Callable[..., int] = _note_nothing
-        """Note calls and waits in machine code (:class:`FastNotes`), if all readers are queues."""
+        self.note_origin: Callable[[int], bytes | None] = _no_origin
+        self.know: Callable[[CodeType], None] = _know_nothing
+        """The functions of :class:`FastNotes`, if all readers are queues."""
 
     def origin(self, queued: int, depth: int = 2) -> PlainOrigin:
         """Return where the program makes the current call; the first `depth` frames are of this package."""
@@ -241,12 +249,15 @@ class Recorder:
         # On the path of every call: no function, and one frame, of which CPython makes an object.
         try:
             frame = _frame_at(depth)
-            code = frame.f_code
-            if id(code) in _program_code:
-                return queued, code, frame.f_lasti, label
         except ValueError:  # a thread of autograd, for example, has fewer frames
             return queued, None, 0, label
-        return queued, *_place_of_call(depth + 1), label
+        code: CodeType | None = frame.f_code
+        offset = frame.f_lasti
+        if id(code) not in _program_code:
+            code, offset = _place_of_call(depth + 1)
+        if code is not None and id(code) in _program_code:
+            self.know(code)
+        return queued, code, offset, label
 
     def call(
         self,
@@ -267,8 +278,6 @@ class Recorder:
         """
         if origin is None:
             origin = self.origin(0, depth + 1)
-            if fast_notes is not None and id(origin[1]) in _program_code:
-                fast_notes.know(_program_code[id(origin[1])])
         record = group, seq, plan, code, num_bytes, begin, end, _this_thread(), origin, error
         for queue in _queues:
             if len(queue) < MOST_EVENTS:
@@ -298,6 +307,14 @@ class Recorder:
 def _note_nothing(*arguments: object) -> int:
     """Leave a call to :meth:`Recorder.call`."""
     return 0
+
+
+def _no_origin(depth: int) -> None:
+    """Leave the search for the line to :meth:`Recorder.origin`."""
+
+
+def _know_nothing(code: CodeType) -> None:
+    """Stand in for `FastNotes.know`."""
 
 
 recorder: Recorder | None = None
@@ -372,6 +389,8 @@ def _set_readers(readers: tuple[Reader, ...]) -> None:
         notes = None if recorder.others else fast_notes
         recorder.note = _note_nothing if notes is None else notes.note
         recorder.note_wait = _note_nothing if notes is None else notes.note_wait
+        recorder.note_origin = _no_origin if notes is None else notes.note_origin
+        recorder.know = _know_nothing if notes is None else notes.know
     else:
         recorder = None
     _queues = queues

@@ -44,6 +44,9 @@ from .records import (
     NUM_NOTES,
     NUM_NUMBERS,
     NUM_TAKEN,
+    ORIGIN_CODE,
+    ORIGIN_OFFSET,
+    ORIGIN_QUEUED,
 )
 
 # CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.
@@ -135,6 +138,11 @@ def end_call(call_log, run_lock):
     return 0
 
 
+@inner
+def is_known_code(notes, code):
+    return load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1))) == code
+
+
 @kernel
 def note_call(call_log, noted):
     """Write number, begin, end, bytes and code of the call that has just ended."""
@@ -160,12 +168,23 @@ def note_wait(begin, noted):
 
 
 @kernel
+def note_origin(notes, code, offset, noted):
+    """Write the fields of an origin, with the time of now; 1 if the code is not known to be of the program."""
+    if not is_known_code(notes, code):
+        return 1
+    store_field(noted, ORIGIN_QUEUED, now())
+    store_field(noted, ORIGIN_CODE, code)
+    store_field(noted, ORIGIN_OFFSET, offset)
+    return 0
+
+
+@kernel
 def add_note(notes, info, plan, code, offset, thread, numbers):
     """Note a call that has ended; 1 if there is no room, or if the code is not known to be of the program."""
     noted = load_field(notes, NUM_NOTED)
     if noted - load_field(notes, NUM_TAKEN) >= NUM_NOTES:
         return 1
-    if offset != IS_ORIGIN and load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1))) != code:
+    if offset != IS_ORIGIN and not is_known_code(notes, code):
         return 1
     note = notes + (FIRST_NOTE + (noted & (NUM_NOTES - 1)) * NOTE_FIELDS) * 8
     store_field(note, NOTED_INFO, info)

@@ -42,11 +42,15 @@ class NotingWrapper(Wrapper):
 
     def _add_note(self, info: Any, plan: Any, frame: Any, numbers: Any) -> Any:
         """Note a call by the line that a frame executes; return whether that was possible."""
+        return self._write_note(info, plan, *self._place(frame), numbers)
+
+    def _place(self, frame: Any) -> tuple[Any, Any]:
+        """Return a reference to the code of a frame, and the offset of its instruction, and release the frame."""
         builder = self.builder
         code = builder.call(self.declared("PyFrame_GetCode", BYTES, BYTES), [frame])
         offset = builder.call(self.declared("PyFrame_GetLasti", INT, BYTES), [frame])
         self._decref(frame)
-        return self._write_note(info, plan, code, builder.sext(offset, WORD), numbers)
+        return code, builder.sext(offset, WORD)
 
     def _write_note(self, info: Any, plan: Any, code: Any, offset: Any, numbers: Any) -> Any:
         """Note a call, with the reference to its code or origin; return whether that was possible."""
@@ -60,10 +64,14 @@ class NotingWrapper(Wrapper):
             self._decref(code)
         return builder.zext(builder.not_(is_refused), WORD)
 
+    def _packed(self, numbers: Any, count: int) -> Any:
+        """Make an object of `bytes` of some fields."""
+        pack = self.declared("PyBytes_FromStringAndSize", BYTES, BYTES, WORD)
+        return self.builder.call(pack, [self.builder.inttoptr(numbers, BYTES), WORD(count * FIELD_BYTES)])
+
     def _note_in_python(self, info: Any, numbers: Any) -> None:
         builder = self.builder
-        pack = self.declared("PyBytes_FromStringAndSize", BYTES, BYTES, WORD)
-        packed = builder.call(pack, [builder.inttoptr(numbers, BYTES), WORD(records.NUM_NUMBERS * FIELD_BYTES)])
+        packed = self._packed(numbers, records.NUM_NUMBERS)
         answer = self._call_python(records.NOTE, info, packed)
         self._decref(packed)
         self._decref(info)
@@ -132,6 +140,34 @@ class NotingCalls(NotingWrapper):
             for item in (info, plan):
                 self._decref(item)
         builder.ret(self.as_number(builder.load(is_noted)))
+
+
+class NotingOrigins(NotingWrapper):
+    """``note_origin(depth)``, which returns the origin of a call that is queued now, as fields in an object of `bytes`.
+
+    It returns None if Python must search the line (:meth:`torchmpi.timeline.events.Recorder.origin`). `depth` is that
+    of `sys._getframe` in the function that calls this one.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        builder = self.builder
+        self.record = self.number(self.function.args[0])
+        if _HAS_OFFSETS:
+            frame = self._call_python(records.FRAME_AT, self.argument(0))
+            with builder.if_else(builder.icmp_signed("!=", frame, BYTES(None))) as (found, missing):
+                with found:
+                    code, offset = self._place(frame)
+                    fields = self.stack_record(records.ORIGIN_FIELDS)
+                    notes, address = self.field(self.record, records.NOTES), builder.ptrtoint(code, WORD)
+                    status = self.call(kernels["note_origin"], [notes, address, offset, fields])
+                    self._decref(code)  # code that is known is never freed
+                    with builder.if_then(builder.icmp_signed("==", status, WORD(0))):
+                        builder.ret(self._packed(fields, records.ORIGIN_FIELDS))
+                with missing:  # a thread of autograd, for example, has fewer frames
+                    self._clear_error()
+        self._incref(self._object(records.NONE))
+        builder.ret(self._object(records.NONE))
 
 
 class NotingWaits(NotingWrapper):

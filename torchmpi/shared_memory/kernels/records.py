@@ -265,6 +265,10 @@ NOTED_NUMBERS = 5
 NUM_NUMBERS, NUMBER_OF_BYTES = 5, 3
 NOTE_FIELDS = NOTED_NUMBERS + NUM_NUMBERS
 
+ORIGIN_QUEUED, ORIGIN_CODE, ORIGIN_OFFSET = range(3)
+"""The time at which a call was queued, address of the code that has made it, and offset of the instruction."""
+ORIGIN_FIELDS = 3
+
 # --- Cached call ----------------------------------------------------------------------------------------------
 
 NEXT_CALL = 0
