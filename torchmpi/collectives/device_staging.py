@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from ..backends.base import Operation
+from ..communicators import call_parts
 from ..communicators.group import Group
 from ..tensors import buffers, partition, streams
-from ..timeline import events
 
 _NUM_BUFFERS = 3  # one receives a copy from the device, the backend uses one, one is copied to the device
 
@@ -130,11 +130,9 @@ class StagedOperation:
                 if source is not None and k + 1 < len(spans):
                     _copy_to_host(ring[(k + 1) % len(ring)], source, spans[k + 1])
                 buffer = ring[k % len(ring)]
-                recorder = events.recorder
-                since = 0 if recorder is None else events.now()
+                since = call_parts.begin()
                 buffer.wait()
-                if recorder is not None:
-                    recorder.slice("staging", events.PART, since)
+                call_parts.end("staging", since)
                 if k > 0:  # for the backend and the other ranks, each chunk is a separate call
                     assert call_log.current is not None
                     _, code, shape = call_log.current

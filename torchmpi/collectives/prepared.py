@@ -19,6 +19,7 @@ import torch
 from ..backends import hierarchical
 from ..backends.base import Backend, Operation, announced, bind, by_size
 from ..backends.selection_table import BY_SIZE, HIERARCHICAL
+from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
@@ -27,7 +28,6 @@ from ..errors import ArgumentError, DtypeError
 from ..log import logger
 from ..session.runtime import Runtime
 from ..tensors import bucket_plan, buffers, dtypes, streams
-from ..timeline import events
 from . import device_staging
 
 CHECKSUM_MODULUS = 1_000_000
@@ -286,21 +286,20 @@ def _direct(operation: Operation) -> Operation:
 def _copying(collective: str, operation: Operation, group: Group) -> Operation:
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         receives = collective != "reduce" or group.rank == root
-        target, recorder = tensor if out is None else out, events.recorder
-        begin = 0 if recorder is None else events.now()
+        target = tensor if out is None else out
+        begin = call_parts.begin()
         work = buffers.plain(tensor, to_host=False)
         if out is not None and receives and work.data_ptr() == tensor.data_ptr():
             work = work.clone()
-        if recorder is not None and work.data_ptr() != tensor.data_ptr():
-            recorder.slice("staging", events.PART, begin)
+        if begin and work.data_ptr() != tensor.data_ptr():
+            call_parts.end("staging", begin)
         operation(work, None, root)
         if not receives:
             return tensor
         if work.data_ptr() != target.data_ptr() or not buffers.is_direct(target):
-            begin = 0 if recorder is None else events.now()
+            begin = call_parts.begin()
             buffers.overwrite(target, work)
-            if recorder is not None:
-                recorder.slice("staging", events.PART, begin)
+            call_parts.end("staging", begin)
         else:
             buffers.touch(target)
         return target
@@ -315,7 +314,10 @@ def _producing(operation: Operation, *, takes: bool) -> Operation:
     """
 
     def run(tensor: torch.Tensor | None, out: torch.Tensor | None, root: int) -> torch.Tensor | None:
+        begin = call_parts.begin()
         source = None if tensor is None else buffers.plain(tensor, to_host=not takes)
+        if begin and tensor is not None and source is not None and source.data_ptr() != tensor.data_ptr():
+            call_parts.end("staging", begin)
         given: torch.Tensor | None = None
         if out is not None and not takes:
             given = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=out.device.type != "cpu")
@@ -326,11 +328,16 @@ def _producing(operation: Operation, *, takes: bool) -> Operation:
         result: torch.Tensor | None = operation(source, given, root)
         if result is None:
             return None
-        if out is None:
-            return result if tensor is None else result.to(tensor.device)
-        if result.data_ptr() != out.data_ptr() or result.shape != out.shape or result.dtype != out.dtype:
-            buffers.copy_result(result, out)
-        buffers.touch(out)
-        return out
+        begin = call_parts.begin()
+        target = out
+        if target is None:
+            target = result if tensor is None else result.to(tensor.device)
+        elif result.data_ptr() != target.data_ptr() or result.shape != target.shape or result.dtype != target.dtype:
+            buffers.copy_result(result, target)
+        if begin and result.data_ptr() != target.data_ptr():
+            call_parts.end("staging", begin)
+        if out is not None:
+            buffers.touch(out)
+        return target
 
     return run

@@ -217,10 +217,14 @@ class Notes:
             kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_wait", "note_origin")
         )
 
-    def know(self, code: CodeType) -> None:
-        """Have the further calls of code of the program noted; the code must live as long as the process."""
+    def know(self, code: CodeType, is_own: bool) -> None:
+        """Have the further calls of code of the program noted, and the callers of own code, of torchmpi or torch.
+
+        The code must live as long as the process.
+        """
         address = id(code)
-        self._fields[records.KNOWN_CODES + ((address >> records.CODE_SHIFT) & (records.NUM_CODES - 1))] = address
+        position = records.KNOWN_CODES + ((address >> records.CODE_SHIFT) & (records.NUM_CODES - 1))
+        self._fields[position] = address + is_own * records.IS_OWN
 
     def take(self) -> list[tuple[Any, ...]]:
         """Return some of the oldest notes and remove them; none only if there are none.

@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import typing_extensions
 
 from .clocks import TickClock
 
@@ -27,8 +29,8 @@ _OWN_FOLDERS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 )
-_BETWEEN = (threading.__file__, contextlib.__file__)
-"""Files of the standard library whose functions call those of this package, or are called by them."""
+_BETWEEN = tuple(module.__file__ for module in (contextlib, threading, typing_extensions, warnings))
+"""Files of other modules whose functions call those of this package and of torch, or are called by them."""
 _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
@@ -149,8 +151,8 @@ class FastNotes(Protocol):
     note_origin: Callable[[int], bytes | None]
     """Returns the origin of a call that is queued now by the frame at a depth; None if it cannot."""
 
-    def know(self, code: CodeType) -> None:
-        """Have calls of this code noted."""
+    def know(self, code: CodeType, is_own: bool) -> None:
+        """Have calls of this code noted, or those of its callers if it is own code: of torchmpi or torch."""
 
     def take(self) -> list[PlainCall]:
         """Return some notes; none if there are none."""
@@ -240,7 +242,6 @@ class Recorder:
         self.note: Callable[..., int] = _note_nothing
         self.note_wait: Callable[..., int] = _note_nothing
         self.note_origin: Callable[[int], bytes | None] = _no_origin
-        self.know: Callable[[CodeType], None] = _know_nothing
         """The functions of :class:`FastNotes`, if all readers are queues."""
 
     def origin(self, queued: int, depth: int = 2) -> PlainOrigin:
@@ -251,13 +252,11 @@ class Recorder:
             frame = _frame_at(depth)
         except ValueError:  # a thread of autograd, for example, has fewer frames
             return queued, None, 0, label
-        code: CodeType | None = frame.f_code
-        offset = frame.f_lasti
-        if id(code) not in _program_code:
-            code, offset = _place_of_call(depth + 1)
-        if code is not None and id(code) in _program_code:
-            self.know(code)
-        return queued, code, offset, label
+        code = frame.f_code
+        if id(code) in _program_code:
+            _know(code, False)
+            return queued, code, frame.f_lasti, label
+        return queued, *_place_of_call(depth + 1), label
 
     def call(
         self,
@@ -313,7 +312,7 @@ def _no_origin(depth: int) -> None:
     """Leave the search for the line to :meth:`Recorder.origin`."""
 
 
-def _know_nothing(code: CodeType) -> None:
+def _know_nothing(code: CodeType, is_own: bool) -> None:
     """Stand in for `FastNotes.know`."""
 
 
@@ -340,6 +339,7 @@ labels: dict[int, str] = {}
 """The labels of the calls that threads make; machine code notes no labels."""
 _changing = threading.Lock()
 _queues: tuple[EventQueue, ...] = ()
+_know: Callable[[CodeType, bool], None] = _know_nothing
 
 
 def begin_event(group: GroupInfo, names: Names, numel: int, *, is_task: bool) -> Any:
@@ -378,7 +378,7 @@ def remove_reader(reader: Reader) -> None:
 
 
 def _set_readers(readers: tuple[Reader, ...]) -> None:
-    global recorder, _queues
+    global recorder, _queues, _know
     collect()  # for the readers that there have been
     owners = [getattr(each, "__self__", None) for each in readers]
     queues = tuple(each for each in owners if isinstance(each, EventQueue))
@@ -390,7 +390,7 @@ def _set_readers(readers: tuple[Reader, ...]) -> None:
         recorder.note = _note_nothing if notes is None else notes.note
         recorder.note_wait = _note_nothing if notes is None else notes.note_wait
         recorder.note_origin = _no_origin if notes is None else notes.note_origin
-        recorder.know = _know_nothing if notes is None else notes.know
+        _know = _know_nothing if notes is None else notes.know
     else:
         recorder = None
     _queues = queues
@@ -408,10 +408,7 @@ def note_fast_call(info: FastCallInfo | FastMessageInfo, numbers: bytes) -> None
     `numbers`: number of the call, begin and end in ticks, bytes, code.
     """
     thread = _this_thread()
-    code, offset = _place_of_call(2)
-    if fast_notes is not None and code is not None and id(code) in _program_code:
-        fast_notes.know(code)
-    record = info, *_FAST_NUMBERS.unpack(numbers), thread, code, offset, labels.get(thread, "")
+    record = info, *_FAST_NUMBERS.unpack(numbers), thread, *_place_of_call(2), labels.get(thread, "")
     for queue in _queues:
         queue.put(record)
 
@@ -454,7 +451,10 @@ def _place_of_call(depth: int) -> tuple[CodeType | None, int]:
         return None, 0
     while frame is not None:
         code = frame.f_code
-        if id(code) not in _own_code and (id(code) in _program_code or _note_code(code)):
+        is_own = id(code) in _own_code or (id(code) not in _program_code and not _note_code(code))
+        if id(code) in (_own_code if is_own else _program_code):
+            _know(code, is_own)
+        if not is_own:
             return code, frame.f_lasti
         frame = frame.f_back
     return None, 0

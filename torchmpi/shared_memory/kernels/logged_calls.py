@@ -31,6 +31,7 @@ from .records import (
     CODE_SHIFT,
     FIRST_NOTE,
     IS_ORIGIN,
+    IS_OWN,
     KNOWN_CODES,
     NOTE_FIELDS,
     NOTED_CODE,
@@ -139,8 +140,14 @@ def end_call(call_log, run_lock):
 
 
 @inner
-def is_known_code(notes, code):
-    return load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1))) == code
+def known_code(notes, code):
+    return load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1)))
+
+
+@kernel
+def is_own_code(notes, code):
+    """Return whether code is known to be of torchmpi or torch, and not of the program."""
+    return known_code(notes, code) == code + IS_OWN
 
 
 @kernel
@@ -170,7 +177,7 @@ def note_wait(begin, noted):
 @kernel
 def note_origin(notes, code, offset, noted):
     """Write the fields of an origin, with the time of now; 1 if the code is not known to be of the program."""
-    if not is_known_code(notes, code):
+    if known_code(notes, code) != code:
         return 1
     store_field(noted, ORIGIN_QUEUED, now())
     store_field(noted, ORIGIN_CODE, code)
@@ -184,7 +191,7 @@ def add_note(notes, info, plan, code, offset, thread, numbers):
     noted = load_field(notes, NUM_NOTED)
     if noted - load_field(notes, NUM_TAKEN) >= NUM_NOTES:
         return 1
-    if offset != IS_ORIGIN and not is_known_code(notes, code):
+    if offset != IS_ORIGIN and known_code(notes, code) != code:
         return 1
     note = notes + (FIRST_NOTE + (noted & (NUM_NOTES - 1)) * NOTE_FIELDS) * 8
     store_field(note, NOTED_INFO, info)

@@ -45,11 +45,30 @@ class NotingWrapper(Wrapper):
         return self._write_note(info, plan, *self._place(frame), numbers)
 
     def _place(self, frame: Any) -> tuple[Any, Any]:
-        """Return a reference to the code of a frame, and the offset of its instruction, and release the frame."""
+        """Return a reference to the code that a frame executes, and the offset of the instruction; release the frame.
+
+        Callers take the place of frames whose code is known to be of torchmpi or torch.
+        """
         builder = self.builder
+        notes, current, back = self.field(self.record, records.NOTES), builder.alloca(BYTES), builder.alloca(BYTES)
+        builder.store(frame, current)
+        loop, after = builder.append_basic_block("frame"), builder.append_basic_block("place")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        frame = builder.load(current)
         code = builder.call(self.declared("PyFrame_GetCode", BYTES, BYTES), [frame])
         offset = builder.call(self.declared("PyFrame_GetLasti", INT, BYTES), [frame])
+        builder.store(BYTES(None), back)
+        is_own = self.call(kernels["is_own_code"], [notes, builder.ptrtoint(code, WORD)])
+        with builder.if_then(builder.icmp_signed("!=", is_own, WORD(0))):
+            builder.store(builder.call(self.declared("PyFrame_GetBack", BYTES, BYTES), [frame]), back)
         self._decref(frame)
+        builder.store(builder.load(back), current)
+        with builder.if_then(builder.icmp_signed("!=", builder.load(back), BYTES(None))):
+            self._decref(code)
+            builder.branch(loop)
+        builder.branch(after)
+        builder.position_at_end(after)
         return code, builder.sext(offset, WORD)
 
     def _write_note(self, info: Any, plan: Any, code: Any, offset: Any, numbers: Any) -> Any:

@@ -248,8 +248,8 @@ NUM_NOTED = 0
 NUM_TAKEN = 1
 """How many of them Python has taken."""
 KNOWN_CODES = 2
-"""Addresses of code of the program, each at the position that its address determines."""
-NUM_CODES, CODE_SHIFT = 64, 5
+"""Addresses of known code, each at the position that it determines; plus IS_OWN for code of torchmpi or torch."""
+NUM_CODES, CODE_SHIFT, IS_OWN = 8192, 5, 1
 FIRST_NOTE = KNOWN_CODES + NUM_CODES
 NUM_NOTES = 1 << 16
 
