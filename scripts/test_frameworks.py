@@ -102,7 +102,10 @@ PROGRAMS = [
     training("Ignite", '`Parallel("gloo")`', "ignite_ddp"),
     training("FSDP2 loop", '`init_process_group("gloo")`', "fsdp2_loop"),
     training("DTensor, training", '`init_process_group("gloo")`', "tp_train"),
-    training("DeepSpeed, ZeRO stage 2", '`init_distributed("gloo")`', "deepspeed_zero"),
+    *(
+        training(f"DeepSpeed, ZeRO stage {stage}", '`init_distributed("gloo")`', "deepspeed_zero", str(stage))
+        for stage in (1, 2, 3)
+    ),
     GENERATE,
     TRANSFORMERS,
     *map(tests_of_accelerate, ("test_script", "test_sync", "test_ops")),
