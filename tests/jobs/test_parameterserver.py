@@ -19,6 +19,7 @@ mpi.barrier()
 if rank == 0:
     print("running", flush=True)
 """
+HOSTS = "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f'host{MPI.COMM_WORLD.rank}'\n"
 TRANSPORTS = pytest.mark.parametrize("slot_bytes", ("", "0"), ids=("shared memory", "by messages"))
 # Starting Python and torch on a busy machine is most of this.
 LIMIT_SECONDS = 60
@@ -53,7 +54,14 @@ print("not ended", flush=True)
 
 
 def test_ranks_that_exit_without_stop_serve_until_all_have_exited(job):
+    """Also over seconds: as for a message, the watchdog ended the job when a send had waited two for a rank in stop()."""
     code = """
+slept = []
+def slow(values, sent):
+    if rank == 0 and not slept:
+        slept.append(time.sleep(3))
+    values.add_(sent)
+ps.register_rule("slow", slow)
 if rank == 0:
     sys.exit(0)  # while the other rank needs its shard
 child = os.fork()
@@ -67,12 +75,16 @@ os.waitpid(child, 0)
 for _ in range(20):
     ps.send(server, ones)
     time.sleep(0.02)
-print("all has arrived", bool((ps.receive(server).wait() == 20).all()), flush=True)
+ps.send(server, ones, "slow")
+print("all has arrived", bool((ps.receive(server).wait() == 21).all()), flush=True)
 """
-    result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment("0"))
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_WATCHDOG_PERIOD_SECONDS": "0.2"}
+    result = job(2, HOSTS + START + code, timeout=LIMIT_SECONDS, env=env)
     assert result.returncode == 0, result.output
     assert "refused: True" in result.stdout, result.output
     assert "all has arrived True" in result.stdout, result.output
+    assert "has waited 1 s in parameterserver.send (server 0, waiting for the reply of rank 0)" in result.stderr
+    assert "communicator world.\n" in result.stderr, result.output  # without the place of a rank
 
 
 @once

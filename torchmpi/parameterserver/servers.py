@@ -173,7 +173,8 @@ class ServerContext:
         self.client.on_wait = self._note_wait
         # Without messages, calls may run in a thread even if MPI does not support threads.
         queue = CallQueue(f"{group.name} parameter server", threaded=context.threaded or not self.remote_ranks)
-        self.call_queue = group.peer_queues.setdefault(("parameter server", 0), queue)
+        # Under the number of this rank: the calls do not wait for a call of another one.
+        self.call_queue = group.peer_queues.setdefault(("parameter server", group.rank), queue)
         self.servers: dict[int, Server] = {}
         """Servers that have not been freed, by number."""
         self.num_made = 0

@@ -208,7 +208,7 @@ class Watchdog(threading.Thread):
             group.expire(current[0])
 
     def _check_queue(self, group: Group, call_queue: CallQueue, peer: int) -> None:
-        """Report or abort a point-to-point call that waits too long, or for a rank in ``stop()``."""
+        """Report or abort a call that waits too long, or a message to or from another rank that is in ``stop()``."""
         doing = call_queue.doing
         if doing is None:
             self._queues.pop(call_queue, None)
@@ -241,7 +241,7 @@ class Watchdog(threading.Thread):
     def _how_it_stops(self, rank: int) -> str:
         """Describe how a rank of this host ended its program or that it is in ``stop()``; '' if neither is known."""
         board = self._world.log_board
-        if board is None or not call_log.is_stopping(board, rank):
+        if board is None or rank == self._world.rank or not call_log.is_stopping(board, rank):
             return ""
         field = board.get(rank, memory_layout.EXITED)
         return call_log.how_it_left(field) if field else "is in stop()"
