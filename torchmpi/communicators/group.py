@@ -398,6 +398,8 @@ class GroupContext:
         """Calls and messages of this rank that have waited longer than `stall_warning_seconds`."""
         self.updates: WeakValueDictionary[str, Any] = WeakValueDictionary()
         """Updates with parameter servers, by name, whose metrics are those of the job as well."""
+        self.job = 0
+        """A random number that all ranks of the job know."""
         self.is_crowded = False
         """Whether this host has more ranks than cores for them."""
         self.sleeps_before_mpi = False

@@ -6,6 +6,8 @@ previous checkpoint remains valid. The files are those of ``torch.save`` and con
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -42,11 +44,12 @@ def save(folder: str | os.PathLike[str], comm: Comm = None) -> None:
 
     Args:
         folder: A folder that all ranks can access; created if needed. An old checkpoint is replaced when the new one
-            is complete.
+            is complete. Each group of a level needs a folder of its own.
         comm: Communicator, or its level. Default: the current communicator.
 
     Raises:
-        CheckpointError: The communicator has no servers, or a rank failed to write; raised on all ranks.
+        CheckpointError: The communicator has no servers, a rank failed to write, or other ranks of this job have saved
+            to the folder; raised on all ranks.
 
     Example:
         ps.save("run/servers")
@@ -88,20 +91,16 @@ def _exclusively(context: ServerContext, action: Callable[[ServerContext], None]
     context.call_queue.drain()
     with context.call_queue.run_lock:  # other threads of this rank wait
         context.comm.Barrier()  # no rank has a call in progress
-        try:
-            action(context)
-        finally:
-            context.comm.Barrier()
+        action(context)
+        context.comm.Barrier()
 
 
 def _together(context: ServerContext, action: Callable[[], T]) -> T:
     """Run `action`; if it fails on any rank, raise on all."""
     try:
         result, problem = action(), ""
-    except (OSError, CheckpointError, ValueError) as error:
-        problem = str(error) or repr(error)
-    except KeyError as error:
-        problem = f"{context.group.where}: {type(error).__name__}: {error}"
+    except Exception as error:  # of any kind: the other ranks wait
+        problem = str(error) if isinstance(error, OSError | CheckpointError) else repr(error)
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(context.comm.allgather(problem)) if text]
     if problems:
         raise CheckpointError(
@@ -126,12 +125,30 @@ def _describe(context: ServerContext) -> list[dict[str, Any]]:
 
 def _save(folder: Path, context: ServerContext) -> None:
     token = context.comm.bcast(secrets.token_hex(4))
+    _together(context, partial(_check_owner, folder, context))
     _together(context, partial(_write_shards, folder, token, context))
     _together(context, partial(_write_index, folder, token, context))
 
 
 def _file_name(token: str, rank: int) -> str:
     return f"shards-{token}-{rank}.pt"
+
+
+def _check_owner(folder: Path, context: ServerContext) -> None:
+    """Raise on the first rank if other ranks of this job have saved to the folder."""
+    if context.group.rank != 0:
+        return
+    try:
+        index = json.loads((folder / _INDEX).read_text())
+        job, ranks = index["job"], index["ranks"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # none, a damaged one, or of another version
+        return
+    own = list(context.group.world_ranks)
+    if job == context.group.context.job and ranks != own:
+        raise CheckpointError(
+            f"{folder} has the servers of ranks {ranks} of this job, which those of ranks {own} would replace. Use one "
+            "folder per group"
+        )
 
 
 def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
@@ -153,13 +170,18 @@ def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
 def _write_index(folder: Path, token: str, context: ServerContext) -> None:
     if context.group.rank != 0:
         return
-    index = dict([_FORMAT]) | {"token": token, "size": context.group.size, "servers": _describe(context)}
-    temporary = folder / f".{_INDEX}.tmp"
-    temporary.write_text(json.dumps(index, indent=1))
-    os.replace(temporary, folder / _INDEX)
-    for old in folder.glob("shards-*.pt"):
-        if not old.name.startswith(f"shards-{token}-"):
-            old.unlink(missing_ok=True)
+    group, temporary = context.group, folder / f".{_INDEX}.tmp"
+    index = dict([_FORMAT]) | {"token": token, "size": group.size, "servers": _describe(context)}
+    index |= {"job": group.context.job, "ranks": list(group.world_ranks)}
+    with open(folder / f".{_INDEX}.lock", "w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _check_owner(folder, context)  # again: the groups of a level may save at the same time
+        temporary.write_text(json.dumps(index, indent=1))
+        os.replace(temporary, folder / _INDEX)
+        for old in folder.glob("shards-*.pt"):
+            if not old.name.startswith(f"shards-{token}-"):
+                old.unlink(missing_ok=True)
 
 
 # ---- loading

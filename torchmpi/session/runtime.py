@@ -106,6 +106,7 @@ class Runtime:
             ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host([rank.place for rank in ranks])
         self._open_world(hosts)
+        self.context.job = ranks[0].process.value
         self._handle_failures()
         self._choose_devices(hosts, with_cuda, has_cuda=any(rank.has_cuda for rank in ranks))
         own = ranks[self.world.rank].place

@@ -15,12 +15,20 @@ from ..errors import CheckpointError
 
 
 def write(path: Path, archive: dict[str, Any]) -> None:
-    """Write plain values and tensors; a reader finds either the old file or the new one."""
+    """Write plain values and tensors; a reader finds either the old file or the new one.
+
+    Raises:
+        OSError: The file cannot be created.
+        CheckpointError: Writing has failed.
+    """
     # In the same directory, because a rename is atomic only within one file system.
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            torch.save(archive, file)
+            try:
+                torch.save(archive, file)
+            except RuntimeError as error:  # of torch's writer: the error of the file is its context
+                raise CheckpointError(f"{path}: {error.__context__ or error}") from error
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp() makes files only their owner can read
