@@ -119,6 +119,22 @@ finally:
     assert result.stderr.count("ValueError: bad sample 17") == 1, result.output
 
 
+@once
+def test_an_exception_that_was_caught_before_stop_does_not_hide_the_cause(job):
+    """Regression: the job ended with the report of the caught exception only."""
+    code = """
+try:
+    next(iter(()))
+except StopIteration:
+    if rank == 0: mpi.stop()
+while rank == 1 and not mpi.communicator().intra.log_board.get(0, memory_layout.DYING): time.sleep(0.01)
+raise RuntimeError("bad sample 17")
+"""
+    result = failing(job, f"from torchmpi.shared_memory import memory_layout\n{code}", n=2)
+    assert result.stderr.count("rank 1 of 2 failed, which ends the job:") == 1, result.output
+    assert result.stderr.count("RuntimeError: bad sample 17") == 1, result.output
+
+
 @pytest.mark.parametrize("stop", ("mpi.stop()", pytest.param("", marks=once)), ids=("stop", "end of the program"))
 def test_an_asynchronous_error_without_a_wait_fails_the_job(job, stop):
     """Regression: the error was logged, and the job ended with status 0."""
@@ -409,10 +425,18 @@ for call in (lambda: mpi.allreduce(torch.ones(3)), lambda: mpi.push_communicator
     mpi.barrier(0)
     if rank == 2: time.sleep(3)  # the missing rank
     call()
+import gc, weakref
+freed = weakref.ref(group.intra) if group else lambda: None
+if group: group.free()
+del group, on_the_group, call
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline and (gc.collect(), freed())[1] is not None: time.sleep(0.1)
+print("freed:", freed() is None, flush=True)
 mpi.stop()
 """
     result = job(3, START + code, env={"TORCHMPI_STALL_WARNING_SECONDS": "1"})
     assert result.returncode == 0, result.output
+    assert result.stdout.count("freed: True") == 3, result.output  # reports do not keep the group
     for call in (r"allreduce\(.*\), call #\d+ on communicator world", r"split\(\)", r"allreduce\(.* group \[2, 0\]"):
         missing = r"[^\n]*\n *rank 2, after \d+ calls: at .*the missing rank"
         assert re.search(rf"rank 0 has waited \d+ s in {call}{missing}", result.stderr), result.output

@@ -7,6 +7,8 @@ import gc
 import io
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import torchmpi
 from torchmpi.errors import MismatchError
-from torchmpi.session import deadlock, failure, launcher, program_lines, report, stacks
+from torchmpi.session import deadlock, failure, launcher, program_lines, report, signals, stacks
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -109,6 +111,41 @@ print(requests.take(), len(count))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True 1\nFalse 2\n", done.stderr
+
+
+def signal_watch() -> signals.SignalWatch:
+    def unexpected(*_: object) -> None:
+        raise AssertionError
+
+    return signals.SignalWatch(terminate=unexpected, end_waits=unexpected, interrupt=unexpected)
+
+
+def wakeup_descriptor() -> int:
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return descriptor
+
+
+def test_stop_in_another_thread_keeps_the_descriptor_that_signals_write_to():
+    """Regression: it was closed, and later signals wrote to the next file of the program."""
+    watch = signal_watch()
+    watch.start()
+    stopping = threading.Thread(target=watch.stop)
+    stopping.start()
+    stopping.join()
+    assert stat.S_ISSOCK(os.fstat(wakeup_descriptor()).st_mode)
+    watch.stop()
+    assert wakeup_descriptor() == -1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_descriptor_of_an_event_loop_is_kept():
+    watch = signal_watch()
+    watch.start()
+    with socket.socket() as other:
+        other.setblocking(False)
+        signal.set_wakeup_fd(other.fileno())
+        watch.stop()
+        assert signal.set_wakeup_fd(-1) == other.fileno()
 
 
 def test_an_error_may_be_its_own_cause():

@@ -46,8 +46,9 @@ _POLL_SECONDS = 0.01
 _TERMINATED, _INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _MainThread = type(threading.main_thread())
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-# Values of the field DYING of a failed rank: the rank that reports is not determined yet; this rank reports.
-_FAILING, _REPORTING = 1, 2
+# Values of the field DYING of a failed rank: the rank that reports is not determined yet; this rank reports; it has
+# shown an exception with which it calls stop(), which may be no failure.
+_FAILING, _REPORTING, _ANNOUNCED = 1, 2, 3
 
 
 class _LeavingRank(NamedTuple):
@@ -130,8 +131,9 @@ class FailureHandling:
         """Show an exception that propagates while ``stop()`` is called, as in ``try: ... finally: mpi.stop()``.
 
         Otherwise other ranks, which report errors about ``stop()``, may end the job before the exception is printed.
+        The program may have caught the exception, so errors of other ranks that do not follow from it are reported too.
         """
-        if self._claim_report():
+        if self._claim_report(_ANNOUNCED):
             self._announced = error
             shown = self._printed_by_previous_hook(type(error), error, error.__traceback__)
             log_fatal(f"rank {self.world.rank} calls stop() because of an exception:\n{shown}".rstrip())
@@ -150,7 +152,9 @@ class FailureHandling:
             self._abort(1)
         if mpi_library.is_ending(self.world.context.MPI):
             time.sleep(_OUTPUT_SECONDS)  # the process ends meanwhile
-        if _reason_is_elsewhere(error):
+        is_elsewhere = _reason_is_elsewhere(error)
+        is_consequence = is_elsewhere or isinstance(error, MismatchError | StallError | KeyboardInterrupt)
+        if is_elsewhere:
             self._wait_for_report()
         line = line_of_program(traceback.extract_tb(trace))
         if isinstance(error, MismatchError | KeyboardInterrupt):
@@ -159,7 +163,7 @@ class FailureHandling:
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if left is not None:
             status = left.status or 1
-        if not self._claim_report():
+        if not self._claim_report(is_cause=not is_consequence):
             self._let_other_rank_end(f"failed too, {line}: {kind.__name__}: {error}")
         elif isinstance(error, KeyboardInterrupt):
             self._report_alone(self._about_interrupt(line), status)
@@ -188,7 +192,7 @@ class FailureHandling:
         if os.getpid() != self._pid or not self._installed or not name.startswith("torchmpi"):
             self._previous_thread_hook(failure)
             return
-        if self._claim_report():
+        if self._claim_report(is_cause=True):
             trace = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
             text = f"rank {self.world.rank}: the thread {name!r} failed, which ends the job:\n{trace}".rstrip()
             self._report(text, 1)
@@ -204,7 +208,7 @@ class FailureHandling:
     def _exit_at_once(self, status: int) -> NoReturn:
         """End the job, since MPICH's launcher would kill the other ranks and return the status of this one, even 0."""
         if os.getpid() == self._pid and self._installed and self.world.size > 1:
-            if self._claim_report():
+            if self._claim_report(is_cause=True):
                 line = line_of_program(traceback.extract_stack())
                 text = f"rank {self.world.rank} called os._exit({status}) without mpi.stop(), which ends the job."
                 self._report(f"{text} It was {line}", status or 1)
@@ -286,19 +290,23 @@ class FailureHandling:
     def _board_rank(self) -> int:
         return 0 if self.board_group is None else self.board_group.rank
 
-    def _claim_report(self) -> bool:
-        """Mark this rank as failing; return whether it is the first on this host, which reports the failure."""
+    def _claim_report(self, mark: int = _REPORTING, *, is_cause: bool = False) -> bool:
+        """Mark this rank as failing; return whether it is the first on this host, which reports the failure.
+
+        With `is_cause`, the failure does not follow from an exception that another rank has announced.
+        """
         self._is_failing = True
         board, rank = self._board, self._board_rank
         if board is None or board.get(rank, DYING):
             return True
         board.set(rank, DYING, _FAILING)
         others = {index: board.get(index, DYING) for index in range(board.num_blocks) if index != rank}
+        others = {index: state for index, state in others.items() if not (is_cause and state == _ANNOUNCED)}
         # If several ranks are failing at the same time, the lowest one reports.
-        if any(state == _REPORTING or (state and index < rank) for index, state in others.items()):
-            return False
-        board.set(rank, DYING, _REPORTING)
-        return True
+        is_first = not any(state > _FAILING or (state and index < rank) for index, state in others.items())
+        if is_first or mark == _ANNOUNCED:
+            board.set(rank, DYING, mark)
+        return is_first
 
     def _wait_for_report(self) -> None:
         """Wait until a rank that knows the reason reports it, for a limited time."""
@@ -306,7 +314,7 @@ class FailureHandling:
         seconds = _OUTPUT_SECONDS if len(set(self.world.context.hosts)) == 1 else _FIRST_HOST_SECONDS
         board, limit = self._board, time.monotonic() + seconds
         while time.monotonic() < limit and not (
-            board is not None and any(board.get(index, DYING) == _REPORTING for index in range(board.num_blocks))
+            board is not None and any(board.get(index, DYING) > _FAILING for index in range(board.num_blocks))
         ):
             time.sleep(_POLL_SECONDS)
 

@@ -60,14 +60,19 @@ class SignalWatch:
         self._wakeup = writer, listener
 
     def stop(self) -> None:
-        """Restore the previous handler, unless the program has replaced it meanwhile, and end the thread."""
-        if threading.current_thread() is threading.main_thread():
-            if self._wakeup is not None:
-                signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                signal.signal(signal.SIGTERM, self._previous_handler)
+        """Restore the previous handler, unless the program has replaced it meanwhile, and end the thread.
+
+        Only the main thread can do so. In another one everything stays: signals would write to the next file that gets
+        the number of the descriptor.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous_handler)
         if self._wakeup is not None:
             writer, listener = self._wakeup
+            if (registered := signal.set_wakeup_fd(-1)) != writer.fileno():
+                signal.set_wakeup_fd(registered)  # of an event loop that has started meanwhile; or -1
             writer.shutdown(socket.SHUT_WR)  # ends the listener, even if a forked worker has the socket open
             writer.close()
             listener.join()

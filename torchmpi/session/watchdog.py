@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
@@ -58,17 +59,18 @@ class Watchdog(threading.Thread):
         self._world = next(group for group in context.groups if group.size == len(context.hosts))
         self._stopped = threading.Event()
         self._stack_requests = StackRequests()
-        self._since: dict[Group, tuple[int, float]] = {}
-        self._reported: dict[Group, int] = {}
-        self._answered: dict[Group, int] = {}
-        self._refused: dict[tuple[Group, int], float] = {}
+        # Weak, as a program may make and free any number of groups.
+        self._since: WeakKeyDictionary[Group, tuple[int, float]] = WeakKeyDictionary()
+        self._reported: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+        self._answered: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+        self._refused: WeakKeyDictionary[Group, tuple[int, float]] = WeakKeyDictionary()
         self._steps: set[Group] = set()
         """Groups on which calls are steps of a call of the program, which is reported instead of the step."""
-        self._queues: dict[CallQueue, tuple[str | None, float, bool]] = {}
-        self._ask_at: dict[CallQueue, float] = {}
+        self._queues: WeakKeyDictionary[CallQueue, tuple[str | None, float, bool]] = WeakKeyDictionary()
+        self._ask_at: WeakKeyDictionary[CallQueue, float] = WeakKeyDictionary()
         """After how many seconds the rank of another host for which a message waits is asked."""
         self._waiting_ranks = WaitingRanks(context)
-        self._circle_at: dict[Group, tuple[int, float]] = {}
+        self._circle_at: WeakKeyDictionary[Group, tuple[int, float]] = WeakKeyDictionary()
         """For each group, the call and the duration of its wait at which deadlocks are searched next."""
         self._search_from = 0.0
         """When deadlocks between hosts may be searched next."""
@@ -268,8 +270,10 @@ class Watchdog(threading.Thread):
         for index in range(group.size):
             if index != group.rank and log_board.get(index, memory_layout.REFUSED) == current[0]:
                 # The wait of this rank may be about to end for the same reason.
-                since = self._refused.setdefault((group, current[0]), time.monotonic())
-                if time.monotonic() - since < _REFUSAL_GRACE_SECONDS:
+                now, (seq, since) = time.monotonic(), self._refused.get(group, (0, 0.0))
+                if seq != current[0]:
+                    self._refused[group] = current[0], now
+                if seq != current[0] or now - since < _REFUSAL_GRACE_SECONDS:
                     return
                 message = (
                     f"{group.where}: {call_log.Call(*current)} on communicator {group.name} cannot complete: rank "
