@@ -113,8 +113,11 @@ class Twin:
             sent, value = data[begin - span[0] : end - span[0]], self.values[begin:end]
             self.versions[index] += 1
             if rule.name in ("sgd", "adagrad", "adam"):
-                self.steps[index] += 1
                 states = [state[begin:end] for state in self.states]
+                if rule.name == "sgd" and not rule.coefficients[1]:
+                    states = [torch.zeros_like(state) for state in states]  # not kept
+                else:
+                    self.steps[index] += 1
                 value.copy_(_step(rule, (value, sent), states, self.steps[index]))
             else:
                 value.copy_(_combined(rule, value, sent))

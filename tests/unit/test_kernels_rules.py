@@ -151,10 +151,8 @@ def applied(
 
 def fresh(name: str, value: torch.Tensor) -> list[torch.Tensor]:
     """Return the arrays of a rule before its first application."""
-    states = [torch.zeros(value.numel(), dtype=server_rules.state_dtype(value.dtype))] * server_rules.BUILT_IN[
-        name
-    ].num_states
-    return [value, *states]
+    num_states = 0 if name == "sgd_plain" else server_rules.BUILT_IN[name].num_states
+    return [value, *[torch.zeros(value.numel(), dtype=server_rules.state_dtype(value.dtype))] * num_states]
 
 
 def runs(name: str) -> Iterator[tuple[float, ...]]:
@@ -218,7 +216,8 @@ def test_copy_keeps_every_bit_of_a_nan():
 
 
 OPTIMIZERS = [
-    ("sgd", (0.1, 0.0, 0.0, 0.0), partial(torch.optim.SGD, lr=0.1)),
+    ("sgd_plain", (0.1, 0.0, 0.0, 0.0), partial(torch.optim.SGD, lr=0.1)),
+    ("sgd_plain", (0.1, 0.0, 0.02, 0.0), partial(torch.optim.SGD, lr=0.1, weight_decay=0.02)),
     ("sgd", (0.1, 0.9, 0.0, 0.0), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
     ("sgd", (0.1, 0.9, 0.02, 0.0), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.02)),
     ("sgd", (0.1, 0.9, 0.02, 1.0), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.02, nesterov=True)),
@@ -282,11 +281,11 @@ def test_processors_that_convert_half_precision(monkeypatch):
 
 
 def test_rules_call_no_function_of_numba():
-    for name, dtype in CASES:
+    for name, dtype in (*CASES, *(("sgd_plain", dtype) for dtype in REAL)):
         server_rules.address(dtype, name)
     images = {symbol: native_code.compiler()._read(symbol, source_digest()) for symbol in server_rules._addresses}
     called = {symbol: undefined_symbols(image) for symbol, image in images.items()}
-    assert len(called) == 4 * 2 + 9 * 3 + 4 * 5, "zero and copy depend on the size of a number alone"
+    assert len(called) == 4 * 2 + 9 * 3 + 4 * 6, "zero and copy depend on the size of a number alone"
     assert {name for names in called.values() for name in names} <= {"memcpy", "memmove", "memset"}
 
 

@@ -214,6 +214,13 @@ def test_registered_rules(dtype):
     assert (actors[1].num_chunks, actors[1].versions) == (5, 5 * 11)
 
 
+def test_a_rule_does_not_change_the_tensor_of_the_sender():
+    register_rule("in_place", lambda values, sent: values.add_(sent.clamp_(-1, 1)))
+    rig, sent = Rig((11,)), torch.full((11,), 5.0)
+    rig.apply(rig.actor(0), "in_place", sent)
+    assert rig.arrays().tolist() == [1.0] * 11 and sent.tolist() == [5.0] * 11
+
+
 def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
     def picky(value, sent):
         value.add_(1)
@@ -323,7 +330,7 @@ def test_chunks_without_a_lock_are_whole_after_random_kills(rule):
 def test_a_live_holder_keeps_the_lock_and_is_reported():
     rig = Rig((11,))
     other, seen = Actor(CLIENT, ranks={os.getpid(): 7}), []
-    rig.shards.headers(0)[0, fields.LOCK] = Actor(SERVER).number
+    rig.shards.headers(0)[0, fields.LOCK] = 2 * os.getpid() + SERVER
 
     def on_wait(rank: int) -> None:
         seen.append(rank)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shard_rig import Rig
 
 from torchmpi import errors
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
@@ -98,13 +100,40 @@ def registry(monkeypatch):
 
 
 def test_every_built_in_rule_can_be_prepared():
-    made = (scaled_add(2), axpby(1, 2), sgd(0.1), adagrad(0.1), adam(0.1))
+    made = (scaled_add(2), axpby(1, 2), sgd(0.1, 0.9), adagrad(0.1), adam(0.1))
     for rule in (*("zero", "copy", "add", "max", "min"), *made):
         prepared = rules.prepare(rule, torch.float32)
         assert prepared.address and prepared.function is None
         name = rule if isinstance(rule, str) else rule.name
         assert (prepared.name, prepared.num_states) == (name, native.BUILT_IN[name].num_states)
     assert {"zero", "copy", "add", "max", "min", *(rule.name for rule in made)} == set(native.BUILT_IN)
+
+
+def test_sgd_without_momentum_has_no_state():
+    """Regression: an infinite gradient stayed in a momentum buffer, as 0 * inf."""
+    prepared = rules.prepare(sgd(0.1), torch.float32)
+    assert (prepared.name, prepared.num_states) == ("sgd", 0)
+    rig = Rig((1,))
+    for rule, number in ((sgd(0.5), math.inf), ("zero", 0.0), (sgd(0.5), 1.0)):
+        rig.apply(rig.actor(0), rule, torch.tensor([number]))
+    assert rig.arrays().item() == -0.5
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: sgd(-1.0), "lr=-1.0: expected a number from 0"),
+        (lambda: sgd(math.nan), "lr=nan"),
+        (lambda: sgd(0.1, nesterov=True), "nesterov=True needs a momentum"),
+        (lambda: adagrad(0.1, eps=-1), "eps=-1"),
+        (lambda: adam(0.1, weight_decay=-1), "weight_decay=-1"),
+        (lambda: adam(0.1, (1.0, 0.999)), "expected two numbers from 0 to below 1"),
+    ],
+)
+def test_optimizers_refuse_the_numbers_that_torch_refuses(make, problem):
+    with pytest.raises(errors.ArgumentError, match=problem):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +144,7 @@ def test_every_built_in_rule_can_be_prepared():
         ("scaled_add", torch.float32, errors.ArgumentError, "scaled_add(...)"),
         (Rule("add", (1.0,)), torch.float32, errors.ArgumentError, "needs 0 coefficients"),
         (Rule("axpby", (1.0,)), torch.float32, errors.ArgumentError, "needs 2 coefficients"),
+        (Rule("scaled_add", ("a",)), torch.float32, errors.ArgumentError, "a coefficient is no number"),
         (Rule("add", (1.0,) * 7), torch.float32, errors.ArgumentError, "6 are possible"),
         (None, torch.float32, errors.ArgumentError, "a rule is a name"),
         (torch.add, torch.float32, errors.ArgumentError, "a rule is a name"),
@@ -139,6 +169,7 @@ def test_rejected_rules(rule, dtype, kind, remedy):
         ("ä" * 33, max, 0, "longer than 64 bytes"),
         ("mine", max, 3, "num_states=3"),
         ("mine", max, -1, "num_states=-1"),
+        ("mine", max, 1.5, "num_states=1.5"),
     ],
 )
 def test_rejected_registrations(registry, name, function, num_states, problem):

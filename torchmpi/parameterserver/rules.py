@@ -75,17 +75,23 @@ def sgd(lr: float, momentum: float = 0.0, *, weight_decay: float = 0.0, nesterov
 
     Args:
         lr: Learning rate.
-        momentum: Momentum. The server keeps the momentum buffer, which all senders share.
+        momentum: Momentum. Unless it is zero, the server keeps the momentum buffer, which all senders share.
         weight_decay: Weight decay.
         nesterov: Whether to use Nesterov's momentum.
 
     Returns:
         The rule, for floating-point servers.
 
+    Raises:
+        ArgumentError: A number is negative, or Nesterov's momentum is zero.
+
     Example:
         >>> sgd(0.1, 0.9).name
         'sgd'
     """
+    _check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+    if nesterov and not momentum:
+        raise ArgumentError("sgd: nesterov=True needs a momentum.")
     return Rule("sgd", (float(lr), float(momentum), float(weight_decay), float(nesterov)))
 
 
@@ -100,10 +106,14 @@ def adagrad(lr: float, *, eps: float = 1e-10, weight_decay: float = 0.0) -> Rule
     Returns:
         The rule, for floating-point servers. The server keeps the sum of squares.
 
+    Raises:
+        ArgumentError: A number is negative.
+
     Example:
         >>> adagrad(0.01).coefficients
         (0.01, 1e-10, 0.0)
     """
+    _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
     return Rule("adagrad", (float(lr), float(eps), float(weight_decay)))
 
 
@@ -119,11 +129,23 @@ def adam(lr: float, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1
     Returns:
         The rule, for floating-point servers. The server keeps both moments, and a step count per chunk.
 
+    Raises:
+        ArgumentError: A number is negative, or a decay rate is not below 1.
+
     Example:
         >>> adam(0.001).coefficients
         (0.001, 0.9, 0.999, 1e-08, 0.0)
     """
+    _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ArgumentError(f"betas={betas}: expected two numbers from 0 to below 1.")
     return Rule("adam", (float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)))
+
+
+def _check_not_negative(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number >= 0:
+            raise ArgumentError(f"{name}={number}: expected a number from 0.")
 
 
 class PreparedRule(NamedTuple):
@@ -145,7 +167,7 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
     """Add a rule written in Python. Call it on all ranks.
 
     ``function(values, sent, *states, *coefficients)`` is called for each chunk, with flat tensors of at most 64 KB. It
-    changes `values` and `states` in place. The function runs in any thread of the sender, or of a rank on another host,
+    changes `values` and `states` in place; `sent` is a copy. The function runs in any thread of the sender, or of a rank on another host,
     and must depend on its arguments only. If it raises, the chunk stays unchanged and ``wait()`` of the sender raises.
 
     Args:
@@ -168,7 +190,7 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
         raise ArgumentError(f"register_rule: {name!r} is not a name. Use letters, digits and underscores.")
     if not callable(function):
         raise ArgumentError(f"register_rule: the function of rule {name!r} is a {type(function).__name__}.")
-    if not 0 <= num_states <= MOST_STATES:
+    if not isinstance(num_states, int) or not 0 <= num_states <= MOST_STATES:
         raise ArgumentError(
             f"register_rule: num_states={num_states} for rule {name!r}; 0 to {MOST_STATES} are possible."
         )
@@ -196,6 +218,10 @@ scaled_add, sgd, zero. register_rule adds others.
         raise ArgumentError(
             f"rule {rule.name!r} has {len(rule.coefficients)} coefficients; {NUM_COEFFICIENTS} are possible."
         )
+    try:
+        tuple(map(float, rule.coefficients))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"rule {rule.name!r}: a coefficient is no number: {error}.") from None
     registered = _registered.get(rule.name)
     if registered is not None:
         function, num_states = registered
@@ -209,4 +235,7 @@ scaled_add, sgd, zero. register_rule adds others.
             f"rule {rule.name!r} needs {len(code.coefficients)} coefficients: write "
             f"torchmpi.parameterserver.{rule.name}(...)."
         )
-    return PreparedRule(rule.name, rule.coefficients, code.num_states, native.address(dtype, rule.name), None)
+    num_states, loop = code.num_states, rule.name
+    if rule.name == "sgd" and rule.coefficients[1] == 0:
+        num_states, loop = 0, "sgd_plain"
+    return PreparedRule(rule.name, rule.coefficients, num_states, native.address(dtype, loop), None)

@@ -167,11 +167,6 @@ class Actor:
         """Called every tenth of a second of a wait for a lock, with the rank of its holder."""
 
     @property
-    def number(self) -> int:
-        """The number of this actor in LOCK: twice the process id, plus the kind."""
-        return int(self._plan[fields.ACTOR])
-
-    @property
     def versions(self) -> int:
         """Sum of the VERSIONs that the last call found in its chunks."""
         return int(self._plan[fields.VERSIONS])
@@ -239,7 +234,7 @@ class Actor:
         """Call a registered rule on the scratch memory; `data` is the address where element 0 would be."""
         assert rule.function is not None
         begin, end = int(self._plan[fields.CHUNK_BEGIN]), int(self._plan[fields.CHUNK_END])
-        sent = _tensor_at(data + begin * shards.dtype.itemsize, end - begin, shards.dtype)
+        sent = _tensor_at(data + begin * shards.dtype.itemsize, end - begin, shards.dtype).clone()  # may be changed
         scratch = int(self._plan[fields.SCRATCH])
         arrays = [
             _tensor_at(scratch + array * fields.CHUNK_BYTES, end - begin, shards.state_dtype if array else shards.dtype)

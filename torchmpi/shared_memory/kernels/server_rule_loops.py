@@ -68,6 +68,11 @@ def _sgd(c, v, g, m):
 
 
 @inlined
+def _sgd_plain(c, v, g):
+    return v - c[0] * (g + c[2] * v)
+
+
+@inlined
 def _adagrad(c, v, g, s):
     lr, eps, weight_decay = c[:3]
     d = g + weight_decay * v
@@ -93,6 +98,7 @@ _FORMULAS: dict[str, tuple[Any, int]] = {
     "scaled_add": (inlined(lambda c, v, g: v + c[0] * g), 0),
     "axpby": (inlined(lambda c, v, g: c[0] * g + c[1] * v), 0),
     "sgd": (_sgd, 1),
+    "sgd_plain": (_sgd_plain, 0),
     "adagrad": (_adagrad, 1),
     "adam": (_adam, 2),
 }

@@ -20,6 +20,7 @@ scaled_add alpha                          v + alpha g
 axpby      a, b                           a g + b v
 sgd        lr, momentum, weight_decay,    d = g + weight_decay v; m = momentum m + d; if nesterov is not 0:
            nesterov                       d = d + momentum m, else d = m; v = v - lr d
+sgd_plain  the same                       the same without momentum and m, in which an infinite gradient would stay
 adagrad    lr, eps, weight_decay          d as before; s = s + d d; v = v - lr d / (sqrt(s) + eps)
 adam       lr, beta1, beta2, eps,         d as before; m = beta1 m + (1 - beta1) d; s = beta2 s + (1 - beta2) d d;
            weight_decay                   v = v - lr / (1 - beta1**t) m / (sqrt(s / (1 - beta2**t)) + eps); t: `steps`
@@ -99,10 +100,11 @@ def address(dtype: torch.dtype, name: str) -> int:
     >>> address(torch.int8, "copy") == address(torch.uint8, "copy")
     True
     """
-    if BUILT_IN[name].floats_only and not dtype.is_floating_point:
+    rule_name = name.removesuffix("_plain")
+    if BUILT_IN[rule_name].floats_only and not dtype.is_floating_point:
         known = ", ".join(known for known, rule in BUILT_IN.items() if not rule.floats_only)
         raise DtypeError(
-            f"rule={name!r} is not defined for {dtypes.short_name(dtype)}. It needs float64, float32, float16 or "
+            f"rule={rule_name!r} is not defined for {dtypes.short_name(dtype)}. It needs float64, float32, float16 or "
             f"bfloat16; other dtypes have {known}."
         )
     # All bits are kept, including those of a NaN.
