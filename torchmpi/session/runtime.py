@@ -98,7 +98,7 @@ class Runtime:
     def _acquire(self, config: Config | None, with_cuda: bool | None, cartesian: bool, ipc_groups: bool) -> None:
         self.cartesian, self.ipc_groups = cartesian, ipc_groups
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
-            self.MPI, _ = mpi_library.initialise()
+            self.MPI = mpi_library.initialise()
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
                 raise ConfigError(problem)

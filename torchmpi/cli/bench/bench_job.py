@@ -104,7 +104,7 @@ def run_task(task: str) -> None:
     path = Path(task)
     options = argparse.Namespace(**json.loads(path.read_text()))
     # MPI is initialised here to find rank 0; start() uses the same MPI.
-    is_first = mpi_library.initialise()[0].COMM_WORLD.rank == 0
+    is_first = mpi_library.initialise().COMM_WORLD.rank == 0
     with path.with_name("progress").open("a") as progress:
         result = measure_job(options, lambda text: print(text, file=progress, flush=True))
     if is_first:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError
 from ..parameter_lists import LocalUpdate, apply_local_update
-from ..rules import Rule, scaled_add
+from ..rules import Rule, prepare, scaled_add
 from .update import Update, check_whole
 
 
@@ -27,7 +27,8 @@ class DownpourUpdate(Update):
         send_frequency: Steps for which gradients are accumulated before they are sent.
         lr: The servers subtract ``lr * gradient``. The attribute ``lr`` may be changed during training.
         local_update: The servers add ``local_update(gradient)``, which may change its argument in place.
-        rule: The servers apply this rule to the gradient, for example ``ps.adam(1e-3)``.
+        rule: The servers apply this rule to the gradient, for example ``ps.adam(1e-3)``. A parameter without a gradient
+            is sent zeros, with which momentum, moments and weight decay still move it.
         **options: The other options of :class:`Update`.
 
     Raises:
@@ -109,6 +110,8 @@ class DownpourUpdate(Update):
 
     def start(self) -> None:
         """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator."""
+        for dtype in {parameter.dtype for parameter in self._adopt_parameters()}:
+            prepare(self.rule, dtype)  # raises if it is unknown or not for this dtype, not as late as the first send
         super().start()
         if self._num_accumulated:
             self.servers.outgoing.restore(self._restored)

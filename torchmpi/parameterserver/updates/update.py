@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain, count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -192,7 +193,7 @@ class Update(PeriodicUpdate):
         init_delay: Step at which the servers are created, with the values of rank 0.
         prefetch: How many steps before the integration the values are fetched; at most `update_frequency`.
         max_staleness: How many integrations a rank may be ahead of the slowest one without waiting.
-        name: Name of the servers.
+        name: Name of the servers, and of the update in :func:`torchmpi.metrics`, with a number if it is taken.
 
     Attributes:
         step: Number of the next step.
@@ -267,7 +268,9 @@ class Update(PeriodicUpdate):
         self._is_client = self._data_parallel is None or self._data_parallel.rank == 0
         self.num_clients = self._count_clients(sharding)
         self._servers = TensorServers(self._adopt_parameters(), sharding, name=self.name)
-        runtime.current().context.updates[self.name] = self
+        updates = runtime.current().context.updates
+        names = chain([self.name], (f"{self.name} {number}" for number in count(2)))
+        updates[next(name for name in names if (other := updates.get(name)) is None or other.is_finished)] = self
         if not math.isinf(self.max_staleness):
             self.clock = Clock(self.max_staleness, sharding, participates=self._is_client, initial=self._rounds)
 
@@ -297,6 +300,8 @@ class Update(PeriodicUpdate):
     @property
     def servers(self) -> TensorServers:
         """The servers of the parameters, from step `init_delay` on."""
+        if self._servers is None and self.is_finished:
+            raise ArgumentError(f"{where()}: this {type(self).__name__} has finished, and its servers have been freed.")
         if self._servers is None:
             raise ArgumentError(
                 f"{where()}: there is no server before step {self.init_delay}. Call start() to create one now."
@@ -363,10 +368,10 @@ class Update(PeriodicUpdate):
         """Start to send buffers, which must not be changed before :meth:`_settle_send`."""
         self._settle_send()
         self._expected = None if self._base is None else [version + self.num_sends for version in self._base]
-        self._is_sending = True
         for server, expected in zip(self.servers.servers, self._expected or (), strict=False):
             server.expected_version = expected
         self.servers.send(rule, flat)
+        self._is_sending = True
         self.num_sends += 1
 
     def _settle_send(self) -> None:
