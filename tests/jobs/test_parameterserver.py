@@ -54,7 +54,7 @@ print("not ended", flush=True)
 
 
 def test_ranks_that_exit_without_stop_serve_until_all_have_exited(job):
-    """Also over seconds: as for a message, the watchdog ended the job when a send had waited two for a rank in stop()."""
+    """Regression: the watchdog ended the job when a send had waited two seconds for a rank in stop()."""
     code = """
 slept = []
 def slow(values, sent):

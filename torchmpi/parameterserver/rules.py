@@ -167,8 +167,9 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
     """Add a rule written in Python. Call it on all ranks.
 
     ``function(values, sent, *states, *coefficients)`` is called for each chunk, with flat tensors of at most 64 KB. It
-    changes `values` and `states` in place; `sent` is a copy. The function runs in any thread of the sender, or of a rank on another host,
-    and must depend on its arguments only. If it raises, the chunk stays unchanged and ``wait()`` of the sender raises.
+    changes `values` and `states` in place; `sent` is a copy. The function runs in any thread of the sender, or of a
+    rank on another host, and must depend on its arguments only. If it raises, the chunk stays unchanged and ``wait()``
+    of the sender raises.
 
     Args:
         name: Name of the rule: an identifier, the same on all ranks. A registered rule may be replaced.
