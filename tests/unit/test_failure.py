@@ -113,11 +113,9 @@ print(requests.take(), len(count))
     assert done.stdout == "True 1\nFalse 2\n", done.stderr
 
 
-def signal_watch() -> signals.SignalWatch:
-    def unexpected(*_: object) -> None:
-        raise AssertionError
-
-    return signals.SignalWatch(terminate=unexpected, end_waits=unexpected, interrupt=unexpected)
+def signal_watch(called: list[str]) -> signals.SignalWatch:
+    acts = {name: lambda *_, name=name: called.append(name) for name in ("terminate", "end_waits", "interrupt")}
+    return signals.SignalWatch(**acts)
 
 
 def wakeup_descriptor() -> int:
@@ -128,18 +126,27 @@ def wakeup_descriptor() -> int:
 
 def test_stop_in_another_thread_keeps_the_descriptor_that_signals_write_to():
     """Regression: it was closed, and later signals wrote to the next file of the program."""
-    watch = signal_watch()
-    watch.start()
-    stopping = threading.Thread(target=watch.stop)
+    called: list[str] = []
+    first, second = signal_watch(called), signal_watch(called)
+    first.start()
+    stopping = threading.Thread(target=first.stop)
     stopping.start()
     stopping.join()
     assert stat.S_ISSOCK(os.fstat(wakeup_descriptor()).st_mode)
-    watch.stop()
+    child = os.fork()
+    if child == 0:
+        send(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+    second.start()
+    assert signal.getsignal(signal.SIGTERM) == second._on_sigterm
+    second.stop()
     assert wakeup_descriptor() == -1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not called  # the byte of the child has been read: the thread of the first watch has ended
 
 
 def test_the_descriptor_of_an_event_loop_is_kept():
-    watch = signal_watch()
+    watch = signal_watch([])
     watch.start()
     with socket.socket() as other:
         other.setblocking(False)

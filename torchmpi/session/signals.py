@@ -21,6 +21,8 @@ from .program_lines import PACKAGE
 _HANDLER_GRACE_SECONDS = 1.0
 _SIGTERM_GRACE_SECONDS = 0.1  # Open MPI's mpirun kills the ranks a quarter of a second after SIGTERM
 OnSignal = Callable[[FrameType | None], None]
+_left: list[SignalWatch] = []
+"""Watches that were stopped in another thread than the main one."""
 
 
 class SignalWatch:
@@ -45,6 +47,8 @@ class SignalWatch:
         """Install the handler and start the thread, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
+        while _left:
+            _left.pop().stop()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         reader, writer = socket.socketpair()
@@ -62,10 +66,12 @@ class SignalWatch:
     def stop(self) -> None:
         """Restore the previous handler, unless the program has replaced it meanwhile, and end the thread.
 
-        Only the main thread can do so. In another one everything stays: signals would write to the next file that gets
-        the number of the descriptor.
+        Only the main thread can do so. In another one everything stays, without effect: signals would write to the next
+        file that gets the number of the descriptor.
         """
         if threading.current_thread() is not threading.main_thread():
+            self._pid = -1
+            _left.append(self)
             return
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._previous_handler)
@@ -95,6 +101,8 @@ class SignalWatch:
 
     def _listen(self, reader: socket.socket) -> None:
         while data := reader.recv(64):
+            if self._pid != os.getpid():
+                continue
             # A handler that the program has installed decides itself what the signal does.
             if signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 if not self._handled.wait(_SIGTERM_GRACE_SECONDS):
