@@ -404,8 +404,10 @@ def test_no_rank_waits_for_one_whose_last_send_fails(agree):
 
 
 def test_an_unknown_rule_is_refused_at_the_start(agree):
-    found = refusal(ps.DownpourUpdate(make_net(), rule="nonsense").start)
-    agree(found.startswith("ArgumentError: unknown rule 'nonsense'"), found)
+    update = ps.DownpourUpdate(make_net(), rule="nonsense")
+    found = refusal(update.start)
+    update.free()
+    agree("DownpourUpdate: unknown rule 'nonsense'" in found, found)
 
 
 def test_a_send_that_is_refused_has_no_staleness(agree):

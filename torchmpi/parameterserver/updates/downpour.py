@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError
 from ..parameter_lists import LocalUpdate, apply_local_update
-from ..rules import Rule, prepare, scaled_add
+from ..rules import Rule, scaled_add
+from ..servers import prepared_for
 from .update import Update, check_whole
 
 
@@ -110,9 +111,9 @@ class DownpourUpdate(Update):
 
     def start(self) -> None:
         """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator."""
-        for dtype in {parameter.dtype for parameter in self._adopt_parameters()}:
-            prepare(self.rule, dtype)  # raises if it is unknown or not for this dtype, not as late as the first send
         super().start()
+        for server in self.servers.servers:
+            prepared_for(server, self.rule, f"{server.group.where}: DownpourUpdate")  # not as late as a send
         if self._num_accumulated:
             self.servers.outgoing.restore(self._restored)
             self._restored = []
