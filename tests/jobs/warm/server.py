@@ -5,12 +5,14 @@
 For each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores
 of the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
 
-A rank ends as Python does, except that the destructors of the libraries which the server has loaded do not run: those
-of torch take as much time as everything else in a short job.
+A rank ends as Python does, except that the destructors of the modules and libraries which the server has loaded do not
+run: they write to most of the memory that the rank shares with the server, and take longer than everything else in a
+short job.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -24,18 +26,21 @@ import signal
 import socket
 import sys
 import types
+import weakref
 from typing import Any, NoReturn
 
 import numpy.random
 import torch._dynamo  # by the first optimizer
 import torch.distributed
 
-# What a rank imports in start() and for training. Neither mpi4py nor the compiler, whose absence some jobs simulate.
+# What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
 import torchmpi.backends.gloo
 import torchmpi.distributed
 import torchmpi.engine
 import torchmpi.parameterserver
-import torchmpi.session.runtime  # noqa: F401
+import torchmpi.session.runtime
+import torchmpi.shared_memory.kernels.native_code
+import torchmpi.shared_memory.kernels.reduction_ir  # noqa: F401
 
 _HIGH = 500  # greater descriptors are unused
 _PR_SET_PDEATHSIG = 1
@@ -159,10 +164,15 @@ def take_over(request: Any, files: list[int]) -> list[str]:
 
 
 def leave_before_the_destructors_of_the_server() -> None:
-    """Let exit() call _exit() before it runs what was registered up to now, with the status and complete output.
+    """Keep the modules of the server, and let exit() call _exit() before it runs what was registered up to now.
 
-    It calls in reverse order, after the end of the interpreter.
+    Both kinds of functions are called in reverse order: these after those of the program.
     """
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False
+    modules = {name: sys.modules[name] for name in sys.modules.keys() - {"builtins", "sys"}}
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+    atexit.register(lambda: [sys.modules.pop(name, None) for name in modules])
     libc = ctypes.CDLL(None)
     for function in (libc._exit, libc.fcloseall):  # the former gets the status, the latter ignores it
         libc.on_exit(function, None)
