@@ -27,14 +27,15 @@ os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 
 
-# Files that reach MPI only through calls that the other files test under every MPI, with the numbers of ranks on which
-# scripts/test_cpu.sh runs them, each under one MPI. An even and an odd number show faults in what ranks exchange; two
-# are enough for what uses such exchanges. One rank: calls return early, or have a fast path. Four: several groups of
-# several ranks, such as grids of 2 x 2.
+# Files and single tests that reach MPI only through calls which the others test under every MPI, with the numbers of
+# ranks on which scripts/test_cpu.sh runs them, each under one MPI. An even and an odd number show faults in what ranks
+# exchange; two are enough for what uses such exchanges. One rank: calls return early, or have a fast path. Four:
+# several groups of several ranks, such as grids of 2 x 2.
 ONCE = {
     (2,): (
         *("test_large.py", "test_preparing.py"),
         "test_training_recipes.py",  # combinations of what the files of each interface test
+        "test_groups.py::test_thousands_of_groups_fit",  # the limit of MPICH is that of a process
     ),
     (1, 2): (
         *("test_engine_validation.py", "test_flight_record.py", "test_timeline.py"),
@@ -45,7 +46,9 @@ ONCE = {
     (2, 3): (
         *("test_direct_reads.py", "test_nccl_over_gloo.py", "test_shm_calls.py", "test_shm_tensors.py"),
         "test_torch_groups.py",
+        *(f"test_groups.py::test_{name}_on_a_group" for name in ("functions_of_nn", "join_and_the_optimizer")),
     ),
+    (3, 4): ("test_two_level.py::test_compressors_are_used_between_hosts_only",),
     (1, 2, 3): (
         *("test_alltoall_splits.py", "test_ipc.py", "test_many.py", "test_metrics.py"),
         *(f"test_engine_{name}.py" for name in ("allreduce", "checkpoint", "fit", "meters")),
@@ -62,15 +65,16 @@ ONCE = {
 }
 
 
-def ranks_of_once(item: pytest.Item) -> tuple[int, ...]:
+def ranks_of_once(item: pytest.Function) -> tuple[int, ...]:
     """The numbers of ranks of a test that runs under one MPI; empty for all others."""
+    names = item.path.name, f"{item.path.name}::{item.function.__name__}"
     for ranks, patterns in ONCE.items():
-        if any(fnmatch(item.path.name, pattern) for pattern in patterns):
+        if any(fnmatch(name, pattern) for name in names for pattern in patterns):
             return ranks
     return (1, 2, 3, 4) if item.get_closest_marker("once") else ()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         item.add_marker(pytest.mark.mpi)
         if ranks := ranks_of_once(item):
