@@ -37,6 +37,10 @@ dist.destroy_process_group()  # the workers are still there, and wait for the ne
 """
 
 COMPILED = """
+import os
+import time
+from pathlib import Path
+
 import torch._inductor.config
 import torch.distributed._functional_collectives as funcol
 
@@ -49,6 +53,8 @@ def step(x):
 
 x = torch.arange(6.0) + dist.get_rank()
 compiled = torch.compile(step, fullgraph=True)
+while dist.get_rank() and not list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so")):
+    time.sleep(0.1)  # rank 0 compiles for both
 assert torch.equal(compiled(x), step(x))
 print(f"rank {dist.get_rank()} on {dist.get_backend()}: like one process", flush=True)
 dist.destroy_process_group()

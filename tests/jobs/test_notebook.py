@@ -21,7 +21,6 @@ def test_the_notebook_trains_and_shows_a_failure(tmp_path, monkeypatch):
             shutil.copy(file, tmp_path)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
     notebook = nbformat.read(tmp_path / "training.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "saved with outputs"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import job_environment
@@ -48,12 +47,6 @@ def first(launch, tmp_path_factory):
     return launch(3, [folder / "job.py"], env=env, timeout=120), folder / "cache"
 
 
-def copy_part(number: int, cache: Path, to: Path) -> None:
-    to.mkdir()
-    (part,) = cache.glob(f"torchmpi_collectives_{number}-*.native")
-    shutil.copy(part, to)
-
-
 @once
 def test_two_ranks_compile_for_all_and_for_the_next_job(job, first):
     result, cache = first
@@ -66,30 +59,48 @@ def test_two_ranks_compile_for_all_and_for_the_next_job(job, first):
     assert "compiling" not in second.stderr and NONE not in second.stderr, second.output
 
 
+# Starts with the kernels of the first job, and compiles those of the parameter server, two parts of a second each.
+SERVER = """
+from torchmpi.shared_memory.kernels import kernel_sets
+kernels = kernel_sets.SETS["sharding"]
+kernel_sets.SETS["sharding"] = kernels._replace(parts=tuple((name,) for name in kernels.names))
+import torchmpi.parameterserver as ps
+server = ps.init(torch.zeros(1000))
+print("compiled" if "numba" in sys.modules else "loaded", flush=True)
+ps.send(server, torch.ones(1000)).wait()
+mpi.barrier()
+assert torch.equal(ps.receive(server).wait(), torch.full((1000,), float(size)))
+print("right", flush=True)
+"""
+
+
+def compile_for_a_server(job, first, tmp_path, start: str, *, num_compilers: int) -> int:
+    """Run a job of two ranks; return the number of parts of the parameter server that it leaves in the cache."""
+    shutil.copytree(first[1], tmp_path / "cache")
+    result = job(2, start + SERVER, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, timeout=120)
+    assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
+    assert result.stdout.count("compiled") >= num_compilers and NONE not in result.stderr, result.output
+    return len(list((tmp_path / "cache").glob("torchmpi_sharding_*.native")))
+
+
 @once
 def test_a_part_whose_compiler_has_ended_is_compiled_by_the_others(job, first, tmp_path):
     """Another process holds the lock of the second part, and ends without a file."""
-    cache = tmp_path / "cache"
-    copy_part(0, first[1], cache)
     code = f"""
-import os, subprocess, sys
-from mpi4py import MPI
-if MPI.COMM_WORLD.rank == 0:
-    lock = {str(cache / "torchmpi_collectives_1.lock")!r}
+import subprocess
+if rank == 0:
+    lock = {str(tmp_path / "cache" / "torchmpi_sharding_1.lock")!r}
     holder = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); "
     other = subprocess.Popen([sys.executable, "-c", holder + "time.sleep(3)", lock], stdout=subprocess.PIPE)
     other.stdout.readline()
-MPI.COMM_WORLD.Barrier()
+mpi.barrier()
 """
-    result = job(2, code + START + SUM, env={"NUMBA_CACHE_DIR": str(cache)}, timeout=120)
-    assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
-    assert NONE not in result.stderr and len(list(cache.glob("torchmpi_collectives_*.native"))) == 2
+    assert compile_for_a_server(job, first, tmp_path, START + code, num_compilers=1) == 2
 
 
 @once
 def test_kernels_are_compiled_even_if_they_cannot_be_cached(job, first, tmp_path):
-    """For rank 0 the folder is read-only; rank 1 can neither lock nor write files. One of two parts is there."""
-    copy_part(1, first[1], tmp_path / "cache")
+    """For rank 0 the folder is read-only; rank 1 can neither lock nor write files."""
     code = """
 import errno, fcntl, os, pathlib
 from mpi4py import MPI
@@ -105,10 +116,7 @@ if MPI.COMM_WORLD.rank == 0:
 else:
     fcntl.flock, pathlib.Path.write_bytes = no_locks, no_room
 """
-    result = job(2, code + START + SUM, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, timeout=120)
-    assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
-    assert len(list((tmp_path / "cache").glob("*.native"))) == 1, "a file was written"
-    assert result.stderr.count("compiling the shared-memory kernels") >= 1 and NONE not in result.stderr, result.output
+    assert compile_for_a_server(job, first, tmp_path, code + START, num_compilers=2) == 0, "a file was written"
 
 
 # --- without shared memory
