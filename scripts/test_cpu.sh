@@ -149,13 +149,13 @@ begin() {
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
-    start timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
+    start nice -n "$niceness" timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
     running+=("$started")
     begun+=("$name $started $limit $SECONDS $kind")
 }
 
 # finish: show the suites that were begun, one after the other, and judge them.
-begun=()
+begun=() niceness=0
 finish() {
     local entry name pid limit since kind status follower
     for entry in ${begun[@]+"${begun[@]}"}; do
@@ -259,14 +259,17 @@ prepare_environments
 turn_autogroups_off
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 use_environment "${mpis%% *}"
-# One process, or mostly waiting: what does not take both cores runs side by side, with the tests on one rank.
-begin lint 120 python -m ruff check --output-format concise .
-begin types 240 python -m mypy
+# One process each: these run side by side, with the tests on one rank, which wait for a core that the others leave: the
+# unit tests take as long as everything else, and use the cache of mypy in the end.
 pytest_suite unit 480 tests/unit tests/test_architecture.py
+begin types 240 python -m mypy
+begin lint 120 python -m ruff check --output-format concise .
+niceness=10
 for ranks in $sizes; do
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086 # a list of words
         mpi_suites 1 $mpis
+        niceness=0
     else
         for name in $mpis; do
             mpi_suites "$ranks" "$name"
