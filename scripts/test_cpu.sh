@@ -225,7 +225,7 @@ share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_{frameworks,support},docs,llm_examples,notebook,scripts,site,torch_suite}.py)
+    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{bench,distributed_{frameworks,support},docs,llm_examples,notebook,scripts,site,torch_suite}.py)
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
