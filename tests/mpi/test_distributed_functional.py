@@ -9,6 +9,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as differentiable
 from distributed_rig import everybodys, of_rank
 
+from torchmpi.errors import MismatchError
+
 # Newer versions have other names for some collectives, which older ones do not know.
 pytestmark = [
     pytest.mark.usefixtures("default_group"),
@@ -118,6 +120,21 @@ def test_coalescing_manager(agree, asynchronous):
         agree.equal(part, sum(everybodys(len(part) * size)).chunk(size)[rank], "reduce_scatter")
     for tensor in copies:
         agree.equal(tensor, of_rank(size - 1, *tensor.shape), "broadcast")
+
+
+def test_a_coalescing_manager_waits_for_every_call_and_raises_their_errors(agree):
+    """With a device, it gets one work for the block."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.zeros(50_000)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.isend(torch.full((50_000,), rank + 1.0), (rank + 1) % size)
+        dist.irecv(received, (rank - 1) % size)
+    manager.wait()
+    agree.equal(received, torch.full((50_000,), (rank - 1) % size + 1.0), "irecv")
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.all_reduce(torch.ones(3 + rank))
+    if size > 1:
+        agree.raises(MismatchError, manager.wait, "allreduce")
 
 
 def test_gradients_go_through_the_older_functions(agree):

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch_rig import CALLS, Setting, wrong
 
 import torchmpi as mpi
-from torchmpi.errors import TorchMPIError
+from torchmpi.errors import StallError, TorchMPIError
 from torchmpi.session import runtime
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -269,6 +269,19 @@ def test_abort_ends_everything_that_is_queued(torch_world, agree):
     for work in works:
         agree("nothing" not in refusal(work.wait), "a call of one rank only succeeded")
     agree.equal(total_of(), float(sum(EVERYBODY)))
+
+
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, asynchronous):
+    """Half an hour before the timeout of the group; other ranks do not call."""
+    if SIZE == 1:
+        return
+    group, options = dist.new_group(), dist.BroadcastOptions()
+    options.timeout, options.asyncOp = timedelta(seconds=0.3), asynchronous
+    if RANK == SIZE - 1:  # which receives
+        agree.raises(StallError, lambda: group.broadcast([torch.ones(3)], options).wait(), "0.3 s")
+    total_of()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("end", ("destroyed", "aborted"))

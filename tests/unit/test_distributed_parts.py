@@ -134,6 +134,10 @@ def test_the_factor_of_a_sum():
     assert scaled.tolist() == [2.0] * 3 and not scaled.requires_grad and tensor.tolist() == [4.0] * 3
     with pytest.raises(ArgumentError, match="floating point"):
         arguments.op_name(half, torch.int32)
+    factor = dist._make_nccl_premul_sum(torch.tensor([2.0]))
+    for tensor in (torch.ones((), dtype=torch.float16), torch.ones(3, dtype=torch.bfloat16)):
+        scaled = arguments.scaled(tensor, factor)
+        assert torch.equal(scaled, 2 * tensor) and scaled.dtype is tensor.dtype, "a tensor as factor"
 
 
 # --- lists as rows ----------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from .torch_names import (
     ScatterOptions,
     is_asynchronous,
 )
-from .work import COMPLETED, MessageWork, PendingWork, awaited_ranks
+from .work import COMPLETED, MessageWork, PendingWork, awaited_ranks, joined
 
 Tensors = list[torch.Tensor]
 
@@ -70,13 +70,16 @@ class ProcessGroup(GroupProperties):
         self._where = self._group.where
         # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
-        self._limit_seconds = 0.0
+        # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
+        self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
         self.set_timeout(options.timeout)
         self._op_names: dict[tuple[int, torch.dtype], Operation] = {}
         """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
         self._num_monitored = 0
+        self._block: list[dist.Work] | None = None
+        """The works of the calls so far in the block of a coalescing manager."""
 
     # --- Reductions -------------------------------------------------------------------------------------------------
 
@@ -420,7 +423,7 @@ class ProcessGroup(GroupProperties):
         """Send one tensor to one rank."""
         tensor = single(tensors)
         message = transfers.send(self._group, tensor, dst, tag)
-        return MessageWork(message, [tensor], self._group.timeout_seconds)
+        return self._noted(MessageWork(message, [tensor], self._group.timeout_seconds))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from one rank."""
@@ -432,26 +435,15 @@ class ProcessGroup(GroupProperties):
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
         message = transfers.receive(self._group, tensor, peer, tag)
-        return MessageWork(message, [tensor], self._group.timeout_seconds)
+        return self._noted(MessageWork(message, [tensor], self._group.timeout_seconds))
 
     # --- Barriers ---------------------------------------------------------------------------------------------------
 
     @overloaded(BarrierOptions, 0, "timeout")
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
-        """Wait until all ranks have called; the timeout of the options takes precedence over the group's."""
+        """Wait until all ranks have called."""
         plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
-        seconds = opts.timeout.total_seconds()
-        limit = seconds if seconds > 0 else self._group.timeout_seconds
-
-        def task() -> None:
-            usual, self._group.timeout_seconds = self._group.timeout_seconds, limit
-            try:
-                self._group.perform(plan, None, None, 0)
-            finally:
-                if self._group.timeout_seconds == limit:  # otherwise set_timeout was called meanwhile
-                    self._group.timeout_seconds = usual
-
-        return self._launch(task, [], opts, "barrier")
+        return self._launch(partial(self._group.perform, plan, None, None, 0), [], opts, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Run a barrier that names missing ranks; see :func:`torchmpi.distributed.monitored_barrier`."""
@@ -462,11 +454,8 @@ class ProcessGroup(GroupProperties):
     # --- Lifetime and timeouts --------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time after which a call raises."""
-        seconds = timeout.total_seconds()
-        self._group.timeout_seconds = seconds
-        # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
-        self._limit_seconds = seconds + (0 if self._by_messages else _REPORT_SECONDS)
+        """Set the time after which a call raises, unless its options have a timeout."""
+        self._group.timeout_seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -510,13 +499,28 @@ class ProcessGroup(GroupProperties):
     def _launch(self, task: Callable[[], object], outputs: Tensors, options: CallOptions, collective: str) -> dist.Work:
         runtime.current()  # raises in a forked child
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
+        limit = options.timeout.total_seconds()
+        if limit > 0:
+            task = partial(self._run_within, limit, task)
+        else:
+            limit = self._group.timeout_seconds
+        limit += self._report_seconds
         if is_asynchronous(options):
-            return PendingWork(self._submit(task, collective, tensor), outputs, self._limit_seconds)
+            return self._noted(PendingWork(self._submit(task, collective, tensor), outputs, limit))
         if self._by_messages:
-            self._submit(task, collective, tensor).wait(self._limit_seconds or None)
+            self._submit(task, collective, tensor).wait(limit or None)
         else:
             self._group.call_queue.run(task, subject=None if tensor is None or tensor.is_cpu else tensor)
         return COMPLETED
+
+    def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
+        """Run a task with another timeout than that of the group."""
+        usual, self._group.timeout_seconds = self._group.timeout_seconds, seconds
+        try:
+            return task()
+        finally:
+            if self._group.timeout_seconds == seconds:  # otherwise set_timeout was called meanwhile
+                self._group.timeout_seconds = usual
 
     def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
         """Queue a task, ordered after the work on the device of `tensor` so far."""
@@ -530,17 +534,21 @@ class ProcessGroup(GroupProperties):
     ) -> dist.Work:
         pairs = list(arguments)  # lists of different lengths raise here, before the first call
         works = [call(*pair, opts) for pair in pairs]
-        if all(work is COMPLETED for work in works):
-            return COMPLETED
-        last = self._submit(lambda: [work.wait() for work in works], "coalesced calls", _on_device(outputs))
-        return PendingWork(last, outputs, self._limit_seconds)
+        return joined(works, outputs)
+
+    def _noted(self, work: dist.Work) -> dist.Work:
+        """Return the work of a call; the block of a coalescing manager waits for it."""
+        if self._block is not None:
+            self._block.append(work)
+        return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing: calls until the end of the block are queued one by one."""
+        """Begin a block; its calls are queued one by one."""
+        self._block = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        tensor = torch.empty(0, device=device) if device.type != "cpu" else None
-        return PendingWork(self._submit(lambda: None, "coalesced calls", tensor), [], self._limit_seconds)
+        works, self._block = self._block or [], None
+        return joined(works, [])
 
     def _rows_plan(self, collective: str, source: torch.Tensor, op: str | None = None) -> PreparedPlan:
         """Return the plan of a call on rows, which are made of `source` when the call runs."""

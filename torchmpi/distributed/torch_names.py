@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
@@ -72,6 +73,7 @@ class CallOptions(Protocol):
     """The attributes that the options of all calls have."""
 
     asyncOp: bool
+    timeout: timedelta
 
 
 # Not wrapped in Python functions, because each call uses them.
@@ -81,7 +83,8 @@ is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else la
 
 def factor_of(reduction: Any) -> Any:
     """Return the factor of an operation of the kind PREMUL_SUM, which older versions of torch (2.7) do not export."""
-    return reduction.__getstate__()[1]
+    factor = reduction.__getstate__()[1]
+    return factor.item() if isinstance(factor, torch.Tensor) else factor  # a tensor would promote 16-bit ones
 
 
 def why_too_old() -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..communicators.group import Group
-from ..communicators.handle import Handle
+from ..communicators.handle import Handle, JoinedHandle
 from ..errors import StallError
 from .transfers import MessageHandle
 
@@ -47,15 +47,13 @@ class CompletedWork(dist.Work):
 
 
 COMPLETED = CompletedWork()
+"""The work of all synchronous calls."""
 
 
 def awaited_ranks(group: Group) -> str:
     """Return the ranks whose messages a call of a group awaits; '' over an MPI library, which does not tell."""
     comms = [part.comm for part in (group, group.across) if part is not None and hasattr(part.comm, "awaited")]
     return ", ".join(sorted({name for comm in comms for name in comm.awaited()}))
-
-
-"""The work of all synchronous calls."""
 
 
 class PendingWork(dist.Work):
@@ -137,3 +135,24 @@ class MessageWork(PendingWork):
         return self._message.source
 
     _source_rank = source_rank
+
+
+class JoinedWork(PendingWork):
+    """Work of several calls that are one to the program."""
+
+    def __init__(self, works: list[PendingWork], outputs: list[torch.Tensor]) -> None:
+        super().__init__(JoinedHandle([work._handle for work in works], None, "coalesced calls"), outputs, 0.0)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all calls have ended, each for its own timeout at most; raise the first error."""
+        try:
+            return all([work.wait(timeout) for work in self._works])
+        finally:
+            self.exception()  # after an error those of the other calls count as seen
+
+
+def joined(works: list[dist.Work], outputs: list[torch.Tensor]) -> dist.Work:
+    """Return the work of several calls."""
+    pending = [work for work in works if isinstance(work, PendingWork)]
+    return JoinedWork(pending, outputs) if pending else COMPLETED
