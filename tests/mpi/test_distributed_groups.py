@@ -259,6 +259,23 @@ def test_aborted_and_made_again(nothing_runs, agree):
     agree.equal(total_of(), float(sum(EVERYBODY)))
 
 
+def test_an_aborted_group_may_be_destroyed(nothing_runs, agree):
+    """Regression: it was counted twice, and torchmpi was stopped under the other groups."""
+    dist.init_process_group("torchmpi")
+    group = dist.new_group()
+    group.abort()
+    dist.destroy_process_group(group)
+    agree.equal(total_of(), float(sum(EVERYBODY)))
+
+
+def test_ranks_that_occur_twice_are_refused(nothing_runs, agree):
+    if SIZE == 1:
+        return
+    said = refusal(lambda: dist.init_process_group("torchmpi", store=dist.HashStore(), rank=0, world_size=SIZE))
+    agree("different rank" in said, said)
+    agree(not runtime.is_running(), "torchmpi was started for torch and not stopped")
+
+
 def test_abort_ends_everything_that_is_queued(torch_world, agree):
     """Calls that the other ranks never make, half an hour before their timeout."""
     if SIZE == 1:
@@ -344,7 +361,9 @@ def test_torchmpi_stopped_under_a_group_is_an_error_and_no_crash(nothing_runs, a
     }.items():
         said = refusal(call)
         agree("stopped" in said or "destroyed" in said, f"{name}: {said}")
+    mpi.start()
     dist.destroy_process_group()
+    agree(runtime.is_running(), "stopped by a group of the time before")
     dist.init_process_group("torchmpi")
     agree.equal(total_of(), float(sum(EVERYBODY)))
 

@@ -34,15 +34,18 @@ class Membership:
             if not _is_started_by_mpi(size):
                 self._connect(options)
             runtime.start()
-        self._pid = os.getpid()
+        self._pid, self._runtime = os.getpid(), runtime.current()
         self._num_groups = 0
-        world = runtime.current().MPI.COMM_WORLD
-        _check_size(world.size, size)
-        ranks = world.allgather(rank)
+        world = self._runtime.MPI.COMM_WORLD
+        ranks = world.allgather(rank) if world.size == size else []
         if sorted(ranks) != list(range(size)):
+            self._stop()
             raise LaunchError(
                 f"rank {rank} of torch's world, {world.rank} of MPI's: the ranks passed to init_process_group are "
                 f"{ranks}. Pass a different rank in each process, or none: MPI provides them."
+                if ranks
+                else f"torch's world has {size} ranks, but torchmpi was started on {world.size}. Call "
+                "init_process_group before torchmpi.start(), or give it the same ranks."
             )
         self._world_ranks = [ranks.index(number) for number in range(size)]
         """The rank in MPI's world of each rank of torch's world."""
@@ -64,33 +67,48 @@ class Membership:
         if ranks:
             # Not made of the name: in it torch counts the groups that this rank has created, and ranks may differ.
             tag = zlib.crc32(repr(ranks).encode()) & ((1 << _TAG_BITS) - 1)
-            comm = self._base.Create_group(self._base.Get_group().Incl(ranks), tag)
+            everyone = self._base.Get_group()
+            members = everyone.Incl(ranks)
+            comm = self._base.Create_group(members, tag)
+            members.Free()
+            everyone.Free()
             name = f"process group {options.group_id}"
         else:
             ranks = list(range(options.group_size))
             comm, name = self._base.Dup(), "process group"
-        running = runtime.current()
-        group = Group(comm, name, tuple(self._world_ranks[rank] for rank in ranks), running.context)
+        group = Group(comm, name, tuple(self._world_ranks[rank] for rank in ranks), self._runtime.context)
         self._num_groups += 1
         return Communicator.of(group)
 
     def close(self, communicator: Communicator) -> None:
-        """Free the communicator of a process group; with the last one, stop torchmpi, if started here."""
+        """Free the communicator of a process group; with the last one, stop torchmpi, if started here.
+
+        Does nothing if the group has been freed, by ``abort()`` or ``torchmpi.stop()``.
+        """
         global _membership
-        if os.getpid() != self._pid or not runtime.is_running():
+        if os.getpid() != self._pid or not self.is_valid or communicator.intra.call_queue.closed:
             return
-        if not communicator.intra.call_queue.closed:
-            communicator.intra.free()
+        communicator.intra.free()
         self._num_groups -= 1
         if self._num_groups:
             return
         _membership = None
         retire(self._retirement_key, MessageCounter(), self._base)
-        if self._started:
-            runtime.stop()
-        if self._stand_in is not None:
-            mpi_library.adopt(None)
-            self._stand_in.close()
+        self._stop()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether torchmpi has run since the membership began."""
+        return runtime.running is self._runtime
+
+    def _stop(self) -> None:
+        try:
+            if self._started:
+                runtime.stop()
+        finally:
+            if self._stand_in is not None:
+                mpi_library.adopt(None)
+                self._stand_in.close()
 
 
 _membership: Membership | None = None
@@ -99,7 +117,7 @@ _membership: Membership | None = None
 def current(options: BackendOptions) -> Membership:
     """Return the membership of this process, created with its first group."""
     global _membership
-    if _membership is None or not runtime.is_running():
+    if _membership is None or not _membership.is_valid:
         reason = why_not(options)
         if reason:
             raise ArgumentError(
@@ -113,7 +131,7 @@ def current(options: BackendOptions) -> Membership:
 def why_not(options: BackendOptions) -> str:
     """Return the reason why a process group cannot be created, the same on all its ranks; '' if it can."""
     ranks = list(options.global_ranks_in_group)
-    if (_membership is None or not runtime.is_running()) and ranks and ranks != list(range(dist.get_world_size())):
+    if (_membership is None or not _membership.is_valid) and ranks and ranks != list(range(dist.get_world_size())):
         return (
             "the first process group with the backend 'torchmpi' must have all ranks, since all of them start torchmpi "
             "together"
@@ -129,11 +147,3 @@ def _is_started_by_mpi(size: int) -> bool:
     if not found.has_mpi_interface and not mpi_library.has_stand_in():
         return False
     return found.num_ranks in (size, None)
-
-
-def _check_size(mpi_size: int, size: int) -> None:
-    if mpi_size != size:
-        raise LaunchError(
-            f"torch's world has {size} ranks, but torchmpi was started on {mpi_size}. Call init_process_group before "
-            "torchmpi.start(), or give it the same ranks."
-        )

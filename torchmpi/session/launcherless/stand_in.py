@@ -50,6 +50,9 @@ class RankGroup(NamedTuple):
         """Return some of the ranks, in this order."""
         return RankGroup(tuple(self.world_ranks[rank] for rank in ranks))
 
+    def Free(self) -> None:
+        """Do nothing."""
+
 
 class Intracomm:
     """Take the place of ``mpi4py.MPI.Intracomm``."""
