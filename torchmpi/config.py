@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from . import log
 from .errors import ConfigError
@@ -184,7 +184,7 @@ class Config:
             if name not in fields:
                 known = ", ".join(PREFIX + known.upper() for known in fields)
                 raise ConfigError(f"The environment sets {variable}, which is not a setting. Known settings: {known}.")
-            values[name] = _parse(variable, text, type(fields[name].default))
+            values[name] = parse(variable, text, type(fields[name].default))
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -202,7 +202,8 @@ def cache_folder() -> Path | None:
     return folder if folder.is_absolute() else None  # relative: no home, in older versions of platformdirs
 
 
-def _parse(variable: str, text: str, kind: type) -> object:
+def parse(variable: str, text: str, kind: type) -> Any:
+    """Return the value of an environment variable, or raise ConfigError."""
     if kind is bool:
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE

@@ -66,6 +66,25 @@ def test_horovod_is_known_only_there(alone):
 
 
 @once
+def test_ranks_that_end_after_different_numbers_of_calls(job):
+    """Regression: the exit handler caught the mismatch, and a second stop() waited for a rank that had ended."""
+    code = """
+    import torch
+    import torchmpi.horovod as hvd
+
+    hvd.init()
+    for call in [hvd.allreduce] if hvd.rank() == 0 else [hvd.allgather] * 2:
+        try:
+            call(torch.ones(1))
+        except hvd.HorovodInternalError:
+            pass
+    """
+    result = job(2, code, env={"TORCHMPI_STALL_ABORT_SECONDS": "20"})
+    assert result.returncode == 1 and "without mpi.stop()" in result.output, result.output
+    assert "stall_abort_seconds" not in result.output, result.output
+
+
+@once
 def test_process_sets_and_ranks_that_are_given_at_the_start(job):
     code = """
     import torch

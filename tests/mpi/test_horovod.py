@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.horovod as hvd
-from torchmpi.horovod import adasum
+from torchmpi.errors import ConfigError, DtypeError
+from torchmpi.horovod import adasum, basics
 from torchmpi.horovod.exceptions import HostsUpdatedInterrupt
+from torchmpi.session import runtime
 from torchmpi.timeline import events as timeline_events
 
 pytestmark = pytest.mark.usefixtures("initialized")
@@ -34,6 +38,11 @@ def test_ranks_and_capabilities(agree):
     hvd.init()  # harmless
     agree.equal(hvd.global_process_set.ranks, list(range(hvd.size())))
     agree.equal((hvd.global_process_set.process_set_id, hvd.global_process_set.size()), (0, hvd.size()))
+
+
+def test_a_setting_of_horovod_that_is_no_number(agree, monkeypatch):
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
+    agree.raises(ConfigError, basics._start, "HOROVOD_FUSION_THRESHOLD='64MB'")
 
 
 # --- reductions -------------------------------------------------------------------
@@ -67,6 +76,11 @@ def test_factors_truncate_integers_toward_zero(agree):
     floats = torch.tensor([1.5, -2.0])
     result = hvd.allreduce(floats, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25)
     agree.equal(result, floats * n / 2)
+
+
+def test_averages_that_torch_cannot_divide_are_refused_before_the_call(agree):
+    agree.raises(DtypeError, lambda: hvd.allreduce(torch.ones(2, dtype=torch.uint16)), "divide")
+    agree.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(hvd.size())), "the next call")
 
 
 def test_compression(agree):
@@ -118,6 +132,9 @@ def test_sparse_tensors(agree):
     mean = hvd.sparse_allreduce_async(dense.to_sparse(1), "rows", hvd.Average)()
     agree.close(mean.to_dense(), everyone / hvd.size())
     agree.raises(ValueError, lambda: hvd.sparse_allreduce_async(dense.to_sparse(), "rows", hvd.Max), "added")
+    if hvd.size() > 1:
+        other = torch.zeros(6 + hvd.rank(), 2).to_sparse(1)
+        agree.raises(hvd.HorovodInternalError, hvd.sparse_allreduce_async(other, "rows", hvd.Sum), "shapes")
 
 
 # --- other collectives ------------------------------------------------------------
@@ -290,6 +307,51 @@ def test_missing_gradients_are_zeros(agree):
     agree.equal(len({str(each) for each in hvd.allgather_object(model[0].bias.item())}), 1)
 
 
+def test_other_calls_between_backward_and_step(agree):
+    """Regression: on a rank that uses no parameter, the reductions came after the other call."""
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    if hvd.rank() == 0:
+        model(batches()[0]).square().mean().backward()
+    total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
+    optimizer.step()
+    agree.equal(total, torch.full((3,), float(hvd.size())))
+    agree.equal(len({str(each) for each in hvd.allgather_object(model[0].bias.tolist())}), 1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_gradients_of_a_closure_are_synchronized(agree, kind):
+    def train(model, losses, wrap):
+        optimizer = wrap(kind(model.parameters(), lr=0.1))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = sum(model(batch).square().mean() for batch in losses) / len(losses)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return list(model.parameters())
+
+    found = train(net(), [batches()[hvd.rank()]], hvd.DistributedOptimizer)
+    for actual, wanted in zip(found, train(net(), list(batches()), lambda optimizer: optimizer), strict=True):
+        agree.close(actual, wanted)
+
+
+def test_a_model_is_freed_with_its_optimizer(agree):
+    before = len(runtime.current().context.groups)
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(batches()[hvd.rank()]).square().mean().backward()
+    optimizer.step()
+    parameter = weakref.ref(model[0].weight)
+    del model, optimizer
+    gc.collect()
+    agree(parameter() is None, "the model is still alive")
+    agree.equal(len(runtime.current().context.groups), before, "groups")
+
+
 def test_clipping_between_synchronize_and_step(agree):
     model = net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
@@ -339,6 +401,8 @@ def test_adasum_reduces_the_changes(agree):
     parameter[hvd.rank()].backward()
     optimizer.step()
     agree.close(parameter.detach(), torch.full((n,), -0.5), "orthogonal changes are added")
+    optimizer.set_backward_passes_per_step(2)
+    agree.equal(optimizer.backward_passes_per_step, 2)
     if n > 1:
         agree.raises(AssertionError, lambda: optimizer.skip_synchronize().__enter__())
 
@@ -405,6 +469,7 @@ def test_the_state_of_an_optimizer_is_that_of_the_root(agree):
             for name, value in entries.items():
                 agree.equal(state[index][name], value, name)
     agree.raises(ValueError, lambda: hvd.broadcast_parameters(model.named_parameters(), 0), "a dict or a list")
+    agree.raises(ValueError, lambda: hvd.broadcast_parameters({"bias": 3}, 0), "'bias'", "broadcast_object")
     agree.raises(ValueError, lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0))
 
 
@@ -412,7 +477,9 @@ def test_elastic_programs_run_once(agree):
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, hvd.rank() + 1.0)
     sampler = hvd.elastic.ElasticSampler(torch.arange(4 * hvd.size()), shuffle=True, seed=3)
-    state = hvd.elastic.TorchState(model=model, sampler=sampler, epoch=hvd.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5 + hvd.rank())
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, scheduler=scheduler, epoch=hvd.rank())
 
     @hvd.elastic.run
     def train(state, result):
@@ -426,6 +493,10 @@ def test_elastic_programs_run_once(agree):
     agree.equal(train(state, "ended"), ("ended", 1.0, 0, 2, 2 * hvd.size()))
     parts = hvd.allgather_object(list(sampler))
     agree.equal(sorted(index for part in parts for index in part), sorted(sampler.remaining_indices))
+    state.sync()
+    agree.equal(sampler.processed_num, 2 * hvd.size(), "a sampler counts the samples of all ranks")
+    agree(state.scheduler is scheduler and scheduler.optimizer is optimizer, "the scheduler was replaced")
+    agree.equal(scheduler.step_size, 5, "the scheduler of rank 0")
 
     @hvd.elastic.run
     def interrupted(state):

@@ -11,6 +11,7 @@ import torch
 from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
+from ..tensors.dtypes import DIVISIBLE_INTEGERS
 from .torch_names import Options, ReduceOp, factor_of, new_options
 
 Entry = TypeVar("Entry")
@@ -20,7 +21,6 @@ _OP_NAMES: dict[Any, Operation] = {
     ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
     ReduceOp.BAND: "band", ReduceOp.BOR: "bor", ReduceOp.BXOR: "bxor", ReduceOp.PREMUL_SUM: "sum",
 }  # fmt: skip
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch cannot divide other ones
 _BOOL_OP_NAMES: dict[Operation, Operation] = {"sum": "lor", "prod": "land"}
 
 
@@ -103,7 +103,7 @@ def is_scaled(reduction: Any) -> bool:
 
 def _is_average_of_integers(reduction: Any, dtype: torch.dtype) -> bool:
     """Return whether the result must be rounded; torchmpi's own collectives reject that."""
-    return dtype in _INTEGERS and bool(reduction.op == ReduceOp.AVG)
+    return dtype in DIVISIBLE_INTEGERS and bool(reduction.op == ReduceOp.AVG)
 
 
 def is_composed(reduction: Any, dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import Config
+from ..config import Config, parse
 from ..session import api, runtime
 from . import operation_table, process_sets, timeline
 from .exceptions import internal_errors
@@ -57,8 +57,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     with internal_errors():
         _register(everyone, static, dynamic, comm)
     timeline.begin(everyone.rank)
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 def _register(everyone: Any, static: list[ProcessSet], dynamic: bool, comm: Any) -> None:
@@ -69,7 +69,7 @@ def _register(everyone: Any, static: list[ProcessSet], dynamic: bool, comm: Any)
 def _start() -> None:
     config = Config.from_environment()
     changed = {
-        name: type(getattr(config, name))(os.environ[variable])
+        name: parse(variable, os.environ[variable], type(getattr(config, name)))
         for variable, name in _SETTINGS.items()
         if os.environ.get(variable) and f"TORCHMPI_{name.upper()}" not in os.environ
     }
@@ -101,12 +101,24 @@ def shutdown() -> None:
     Example:
         hvd.shutdown()
     """
-    timeline.stop_timeline()
-    process_sets.unregister_all()
-    operation_table.forget()
+    _forget()
     if _owned["torchmpi"] and api.is_started():
         _owned["torchmpi"] = False
         runtime.stop()
+
+
+def _forget() -> None:
+    timeline.stop_timeline()
+    process_sets.unregister_all()
+    operation_table.forget()
+
+
+def _at_exit() -> None:
+    """Leave ``stop()`` to torchmpi's exit handler, if there is one: it ends the job if other ranks are in a call."""
+    if api.is_started() and runtime.current().config.abort_on_exception:
+        _forget()
+    else:
+        shutdown()
 
 
 def is_initialized() -> bool:

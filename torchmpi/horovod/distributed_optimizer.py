@@ -2,15 +2,19 @@
 
 Gradients are reduced in buckets, in the order of a plan that is the same on all ranks. A bucket starts when the
 gradients of its parameters are there and all buckets before it have started; ``synchronize()`` starts the others, with
-zeros for gradients that do not exist. So the order of the hooks, which may differ between ranks, does not matter.
+zeros for gradients that do not exist. So the order of the hooks, which may differ between ranks, does not matter. Each
+optimizer has a communicator of its own, since other calls may come before its reductions on one rank and after them on
+others.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +28,7 @@ from .compressors import Compression, Compressor
 from .exceptions import HorovodInternalError, internal_errors
 from .mpi_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
 from .operation_table import synchronize
-from .process_sets import ProcessSet, global_process_set, member_of
+from .process_sets import ProcessSet, global_process_set, member_of, private_set, release_private
 from .scaling import Adasum, Average
 
 if TYPE_CHECKING:
@@ -68,19 +72,31 @@ class SynchronizingOptimizer(_Base):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._requires_update = [parameter for parameter in parameters if parameter.requires_grad]
         self._known_sparse: set[Tensor] = set()
-        self._buckets: list[list[Tensor]] | None = None
+        self._buckets: list[list[Tensor]] = []
         self._should_synchronize, self._synchronized = True, False
         self._lock = threading.RLock()  # hooks run on the threads of autograd
         self._hooks: list[Any] = []
+        self._reductions: list[_Reduction] = []
         self._reset()
         included = settings.process_set.included()
+        self._private: ProcessSet | None = None
         if size() > 1 and included and len(settings.process_set.ranks or ()) > 1:
-            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._requires_update]
+            self._buckets = self._plan()
+            hook = partial(_call_hook, weakref.ref(self))  # parameters that refer to their optimizer are never freed
+            self._hooks = [each.register_post_accumulate_grad_hook(hook) for each in self._requires_update]
+
+    def _own_set(self) -> ProcessSet:
+        """Return the ranks with a communicator of this optimizer, made at first and after another ``init()``."""
+        private = self._private
+        if private is None or member_of(private).intra.call_queue.closed:
+            self._private = private = private_set(self.process_set)
+            weakref.finalize(self, release_private, private, self._reductions).atexit = False
+        return private
 
     def _reset(self) -> None:
         self._allreduce_delay = dict.fromkeys(self._requires_update, self.backward_passes_per_step)
         self._ready: set[Tensor] = set()
-        self._reductions: list[_Reduction] = []
+        self._reductions.clear()
 
     # --- during backward -------------------------------------------------------------------------
 
@@ -97,14 +113,12 @@ class SynchronizingOptimizer(_Base):
             self._allreduce_delay[parameter] -= 1
             if self._allreduce_delay[parameter] == 0:
                 self._ready.add(parameter)
-                buckets = self._planned()
-                while len(self._reductions) < len(buckets) and self._ready.issuperset(buckets[len(self._reductions)]):
-                    self._launch(buckets[len(self._reductions)])
+                self._launch_next(self._ready.issuperset)
 
-    def _planned(self) -> list[list[Tensor]]:
-        if self._buckets is None:
-            self._buckets = self._plan()
-        return self._buckets
+    def _launch_next(self, is_ready: Callable[[list[Tensor]], bool]) -> None:
+        """Start the next buckets, up to the first that is not ready."""
+        while len(self._reductions) < len(self._buckets) and is_ready(self._buckets[len(self._reductions)]):
+            self._launch(self._buckets[len(self._reductions)])
 
     def _plan(self) -> list[list[Tensor]]:
         """Assign the parameters to buckets, the same on all ranks. Collective."""
@@ -113,7 +127,7 @@ class SynchronizingOptimizer(_Base):
         ordered = list(reversed(self._requires_update))
         own = [(names.get(each, ""), tuple(each.shape), each.dtype) for each in ordered]
         with internal_errors():
-            plans = collectives.allgather_object(own, comm=member_of(self.process_set))
+            plans = collectives.allgather_object(own, comm=member_of(self._own_set()))
         if any(plan != own for plan in plans):  # the ranks list their parameters in different orders
             ordered.sort(key=lambda each: names.get(each, ""))
             if any(sorted(plan, key=lambda each: each[0]) != sorted(own, key=lambda each: each[0]) for plan in plans):
@@ -128,7 +142,7 @@ class SynchronizingOptimizer(_Base):
 
     def _launch(self, bucket: Sequence[Tensor]) -> None:
         """Start the reduction of a bucket."""
-        settings = self._settings
+        settings, process_set = self._settings, self._own_set()
         members: list[Tensor] = []
         compressed: list[tuple[Tensor, Any]] = []
         sparse: list[tuple[Tensor, Callable[[], Tensor]]] = []
@@ -140,7 +154,7 @@ class SynchronizingOptimizer(_Base):
                 self._known_sparse.add(parameter)
                 if not settings.sparse_as_dense:
                     name = self._parameter_names.get(parameter)
-                    waits = sparse_allreduce_async(gradient, name, self.op, self.process_set)
+                    waits = sparse_allreduce_async(gradient, name, self.op, process_set)
                     sparse.append((parameter, waits))
                     continue
                 gradient = gradient.to_dense()
@@ -151,7 +165,7 @@ class SynchronizingOptimizer(_Base):
             op=self.op,
             prescale_factor=1 / settings.predivide,
             postscale_factor=settings.predivide,
-            process_set=self.process_set,
+            process_set=process_set,
         )
         self._reductions.append(_Reduction(members, [context for _, context in compressed], handle, sparse))
 
@@ -172,9 +186,7 @@ class SynchronizingOptimizer(_Base):
         if self._hooks:
             try:
                 with torch.no_grad(), self._lock:
-                    buckets = self._planned()
-                    while len(self._reductions) < len(buckets):
-                        self._launch(buckets[len(self._reductions)])
+                    self._launch_next(lambda bucket: True)
                     for reduction in self._reductions:
                         self._deliver(reduction)
             finally:
@@ -212,7 +224,7 @@ class SynchronizingOptimizer(_Base):
         """Synchronize the gradients, unless inside `skip_synchronize`, and run the step of the optimizer.
 
         Args:
-            closure: Passed to the optimizer; the gradients that it computes are not synchronized.
+            closure: Computes the loss and the gradients, which are synchronized each time that the optimizer calls it.
 
         Returns:
             What the optimizer returns.
@@ -220,7 +232,9 @@ class SynchronizingOptimizer(_Base):
         Example:
             optimizer.step()
         """
-        if self._should_synchronize:
+        if self._should_synchronize and closure is not None:
+            closure = partial(self._synchronized_loss, closure)
+        elif self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
@@ -228,8 +242,14 @@ class SynchronizingOptimizer(_Base):
                     stacklevel=2,
                 )
             self.synchronize()
+        result = super().step(closure)
         self._synchronized = False
-        return super().step(closure)
+        return result
+
+    def _synchronized_loss(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self.synchronize()
+        return loss
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; refused while they are being reduced."""
@@ -266,6 +286,14 @@ class AdasumOptimizer(_Base):
     def synchronize(self) -> None:
         """Do nothing: gradients are not reduced."""
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes before ``step()``, which does not depend on it.
+
+        Args:
+            passes: The number.
+        """
+        self.backward_passes_per_step = passes
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Raise, since ``step()`` always reduces the changes."""
@@ -286,6 +314,11 @@ class AdasumOptimizer(_Base):
         for parameter, start, handle, (_, context) in zip(parameters, before, handles, compressed, strict=True):
             parameter.copy_(start + compression.decompress(synchronize(handle), context))
         return result
+
+
+def _call_hook(optimizer: weakref.ref[SynchronizingOptimizer], parameter: Tensor) -> None:
+    if (living := optimizer()) is not None:
+        living._on_gradient(parameter)
 
 
 def _zeros(parameter: Tensor, *, is_sparse: bool) -> Tensor:
@@ -362,7 +395,8 @@ def DistributedOptimizer(
     """Return an optimizer of the same class whose ``step()`` averages the gradients of all ranks first.
 
     It shares parameter groups and state with the given optimizer. Gradients are reduced while backward runs; those that
-    do not exist on a rank are zeros.
+    do not exist on a rank are zeros. Sparse gradients are known as such from the first one: unless `sparse_as_dense`,
+    every rank must have one in the first step. Collective over `process_set`.
 
     Args:
         optimizer: Any ``torch.optim`` optimizer.
@@ -382,6 +416,7 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: The arguments cannot be used, or ``init()`` was not called.
+        HorovodInternalError: The ranks have other parameters, or make different calls.
         NotImplementedError: ``op=hvd.Adasum`` with a process set.
 
     Example:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 
 from . import basics
 from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from .state_broadcast import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 class ElasticState:
@@ -112,8 +112,9 @@ class StateHandler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Copy the object of rank 0 to all ranks."""
-        raise NotImplementedError
+        """Copy the ``state_dict()`` of rank 0 to all ranks."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.save()
 
     def set_value(self, value: Any) -> None:
         """Take another object.
@@ -144,13 +145,7 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """Handles an `ElasticSampler`."""
-
-    def sync(self) -> None:
-        """Add up the samples that all ranks have processed."""
-        processed = sum(each["processed_num"] for each in allgather_object(self.value.state_dict()))
-        self.value.load_state_dict({"epoch": self.value.epoch, "processed_num": processed})
-        self.save()
+    """Handles an `ElasticSampler`, which counts the samples of all ranks."""
 
 
 class ElasticSampler(Sampler[int]):
@@ -231,6 +226,7 @@ class ElasticSampler(Sampler[int]):
 _handlers: list[tuple[type, type[StateHandler]]] = [
     (nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, StateHandler),
     (ElasticSampler, SamplerStateHandler),
 ]
 
@@ -250,12 +246,12 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
 
 
 class TorchState(ObjectState):
-    """State of a training: modules, optimizers, samplers, and plain attributes.
+    """State of a training: modules, optimizers, schedulers, samplers, and plain attributes.
 
     Args:
         model: A module.
         optimizer: An optimizer.
-        **kwargs: Further modules, optimizers and samplers; any other value becomes an attribute.
+        **kwargs: Further modules, optimizers, schedulers and samplers; any other value becomes an attribute.
 
     Example:
         state = hvd.elastic.TorchState(model, optimizer, batch=0, epoch=0)
@@ -299,7 +295,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks; samplers add up what all ranks have processed."""
+        """Copy the state of rank 0 to all ranks."""
         for handler in self._state_handlers.values():
             handler.sync()
         super().sync()

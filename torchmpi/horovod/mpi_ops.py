@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import collectives
@@ -15,6 +16,7 @@ from ..config import Operation as OperationName
 from ..tensors import sparse
 from . import adasum
 from .data_movement import allgather_async
+from .exceptions import HorovodInternalError
 from .operation_table import start_operation, synchronize
 from .process_sets import ProcessSet, global_process_set, member_of
 from .scaling import NAMES, Adasum, Average, Sum, finished, native_op, scale, scaled_copy
@@ -310,7 +312,8 @@ def sparse_allreduce_async(
         process_set: The ranks that take part.
 
     Returns:
-        A function that waits for the result and returns it.
+        A function that waits for the result and returns it. It raises HorovodInternalError if the tensors of the ranks
+        have different shapes.
 
     Raises:
         ValueError: The operation is another one.
@@ -321,12 +324,16 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ValueError("Sparse tensors can be added (op=hvd.Sum) and averaged (op=hvd.Average) only.")
     size, shape = member_of(process_set).size, tensor.shape
-    names = [None if name is None else f"{name}.{part}" for part in ("indices", "values")]
+    names = [None if name is None else f"{name}.{part}" for part in ("indices", "values", "shape")]
     indices, values = sparse.entries(tensor)
-    handles = [allgather_async(part, each, process_set) for part, each in zip((indices, values), names, strict=True)]
+    parts = (indices, values, torch.tensor([shape], device="cpu"))
+    handles = [allgather_async(part, each, process_set) for part, each in zip(parts, names, strict=True)]
 
     def wait() -> Tensor:
-        gathered = iter([synchronize(handle) for handle in handles])
+        *entries, shapes = [synchronize(handle) for handle in handles]
+        if any(tuple(other) != shape for other in shapes.tolist()):
+            raise HorovodInternalError(f"sparse_allreduce_async(): the tensors have the shapes {shapes.tolist()}.")
+        gathered = iter(entries)
         return sparse.total(indices, values, shape, lambda _: next(gathered), divisor=size if op == Average else 1)
 
     return wait

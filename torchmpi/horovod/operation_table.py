@@ -33,14 +33,15 @@ class _Started(NamedTuple):
 
 _started: dict[int, _Started] = {}
 _by_key: dict[tuple[int | None, str], int] = {}
-_counters = {"handle": itertools.count()}
+_numbers = itertools.count()
 
 
 def forget() -> None:
     """Forget all operations, and begin to count anew."""
+    global _numbers
     _started.clear()
     _by_key.clear()
-    _counters["handle"] = itertools.count()
+    _numbers = itertools.count()
 
 
 def start_operation(
@@ -52,7 +53,7 @@ def start_operation(
     finish: Callable[[Any], Any],
 ) -> int:
     """Start an operation and return its number."""
-    number = next(_counters["handle"])
+    number = next(_numbers)
     shown = f"{collective}.noname.{number}" if name is None else f"{collective}.{name}"
     key = (process_set.process_set_id, shown)
     _refuse_repeated(key)

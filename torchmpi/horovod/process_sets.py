@@ -94,6 +94,24 @@ def member_of(process_set: ProcessSet) -> Communicator:
     return found
 
 
+def private_set(process_set: ProcessSet) -> ProcessSet:
+    """Return the same ranks with a communicator of their own. Collective over the set."""
+    comm, private = member_of(process_set), ProcessSet(process_set.ranks)
+    private.process_set_id = process_set.process_set_id
+    with internal_errors():
+        private.communicator = api.group(range(comm.size), comm=comm, name=f"private part of {comm.name}")
+    return private
+
+
+def release_private(private: ProcessSet, in_flight: Sequence[object]) -> None:
+    """Free the communicator of a private set on this rank; not while calls are in flight, which others may not make."""
+    comm = private.communicator
+    if isinstance(comm, Communicator) and runtime.is_running() and not in_flight:  # not running in a forked child
+        queue = comm.intra.call_queue
+        if not (queue.closed or queue.is_worker()):
+            comm.intra.free()
+
+
 def register_all(everyone: Communicator, process_sets: Sequence[ProcessSet], *, dynamic: bool) -> None:
     """Make the global set and the sets given to ``init()``. Collective."""
     for earlier in list(_registered.values()):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import Operation as OperationName
+from ..tensors.dtypes import DIVISIBLE_INTEGERS
 
 Average = 0
 """The sum of the tensors of all ranks, divided by the number of ranks."""
@@ -37,19 +38,14 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
     return tensor
 
 
-def is_integer(tensor: Tensor) -> bool:
-    """Return whether the tensor has neither floating-point nor complex numbers."""
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
 def native_op(op: int, tensor: Tensor) -> OperationName:
     """Return the operation of torchmpi; the average of integers is a sum that `finished` divides."""
-    return "sum" if op == Average and is_integer(tensor) else NAMES[op]
+    return "sum" if op == Average and tensor.dtype in DIVISIBLE_INTEGERS else NAMES[op]
 
 
 def finished(tensor: Tensor, op: int, size: int, factor: float) -> Tensor:
     """Divide and multiply a result in place."""
-    if op == Average and is_integer(tensor):
+    if op == Average and tensor.dtype in DIVISIBLE_INTEGERS:
         if factor == 1:
             return tensor.div_(size, rounding_mode="trunc")
         factor /= size

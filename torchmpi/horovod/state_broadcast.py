@@ -95,6 +95,12 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         named = [each if isinstance(each, tuple) else (None, each) for each in params]
     else:
         raise ValueError(f"broadcast_parameters() takes a dict or a list, not a {type(params).__name__}.")
+    for name, value in named:
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"broadcast_parameters(): the entry {name!r} is of type {type(value).__name__}. Pass tensors only; "
+                "broadcast_object() copies other values."
+            )
     for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in named]:
         synchronize(handle)
 

@@ -14,6 +14,8 @@ from ..config import Operation
 from ..errors import ArgumentError, DtypeError
 
 OPS: tuple[str, ...] = get_args(Operation)
+DIVISIBLE_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""The integers of which torch can compute quotients."""
 _ARITHMETIC = ("sum", "prod")
 _ORDER = ("min", "max")
 _BITWISE = ("band", "bor", "bxor")
