@@ -447,6 +447,19 @@ def test_numpys_scalars_and_ranks(agree):
     agree.equal(mpi.allreduce(np.float64(0.5)), 0.5 * mpi.size())
     agree.equal(mpi.allreduce(np.bool_(True), op="land"), True)
     agree.equal(mpi.broadcast(7, root=np.int64(0)), 7)
+    rank, size = mpi.rank(), mpi.size()
+    left, right = np.int64((rank - 1) % size), np.int64((rank + 1) % size)
+    agree.equal(mpi.sendreceive(rank, src=left, dst=right), int(left))
+    agree.equal([mpi.allreduce(value, op="avg") for value in (True, np.bool_(False))], [1.0, 0.0])
+
+
+def test_out_is_not_checked_where_nothing_is_received(agree):
+    root, size = mpi.size() - 1, mpi.size()
+    for call, shape in ((mpi.reduce, (3,)), (mpi.gather, (3 * size,))):
+        out = torch.zeros(shape) if mpi.rank() == root else torch.zeros(1, dtype=torch.int16).expand(7)
+        call(torch.ones(3), root, out)
+        expected = torch.full(shape, float(size) if call is mpi.reduce else 1.0)
+        agree.equal(out, expected if mpi.rank() == root else torch.zeros(7, dtype=torch.int16))
 
 
 @pytest.mark.parametrize("backend", ("shm", "mpi"))

@@ -119,6 +119,17 @@ def test_sums_of_sparse_tensors(agree, dtype, asynchronous):
     agree.close(tensor.to_dense(), expected)
 
 
+def test_sums_of_complex_sparse_tensors_and_in_inference_mode(agree):
+    """torch passes the real numbers of a complex one in a sparse copy."""
+    size, tensor = dist.get_world_size(), (torch.eye(2) * (1 + 2j)).to_sparse()
+    dist.all_reduce(tensor)
+    agree.equal(tensor.to_dense(), torch.eye(2) * (1 + 2j) * size)
+    with torch.inference_mode():
+        tensor = torch.eye(2).to_sparse()
+        dist.all_reduce(tensor, async_op=True).wait()
+        agree.equal(tensor.to_dense(), torch.eye(2) * size)
+
+
 def test_versions_of_written_tensors_increase(agree):
     leaf = torch.ones(3, requires_grad=True)
     for asynchronous in (False, True):

@@ -243,6 +243,9 @@ def test_a_message_of_another_length_raises_on_the_receiver(agree, sent, room):
         dist.recv(right, 0, tag=1, group=pair)
         agree.equal(right, numbers(5, 2), "the next message")
     if RANK < 2:
+        unreceived = torch.tensor(pair._group.messages.value)
+        dist.all_reduce(unreceived, group=pair)
+        agree.equal(unreceived.item(), 0, "the communicator of the group would never be freed")
         dist.destroy_process_group(pair)
 
 

@@ -30,7 +30,7 @@ from torchmpi.session import affinity
 from torchmpi.shared_memory import kernels, memory_layout
 from torchmpi.shared_memory.kernels import native_code
 from torchmpi.shared_memory.segments import Segment
-from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers
+from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers, sparse
 
 # --- settings
 
@@ -394,6 +394,17 @@ def test_buckets_hold_every_tensor_once_and_in_order(kinds, limit):
 def test_numbers_round_trip(value):
     result = numbers.restore(numbers.as_tensor(value))
     assert result == value and type(result) is type(value)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:Sparse invariant")
+def test_sparse_values_of_16_bits_are_rounded_once():
+    indices = torch.tensor([[0, 0, 0, 1]])
+    for dtype in (torch.float16, torch.complex32):
+        values = torch.tensor([2048.0, 1.0, 1.0, 3.0]).to(dtype)
+        entries = sparse.entries(torch.sparse_coo_tensor(indices, values, (2,)))
+        assert entries[1].dtype is dtype and entries[1].tolist() == [2050, 3]
+        total = sparse.total(indices.t(), values, (2,), lambda rows: rows)
+        assert total.dtype is dtype and total.values().tolist() == [2050, 3]
 
 
 def test_overlap_is_found_for_strided_tensors():

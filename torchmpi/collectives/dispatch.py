@@ -85,7 +85,10 @@ def check_call(
         root = check_root(group, root, collective)
     if tensor is None and not (collective == "scatter" and group.rank != root):
         buffers.check(tensor, f"{group.where}: {collective}")
-    plan = plan_of(communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
+    receives = collective not in ("reduce", "gather") or group.rank == root
+    plan = plan_of(
+        communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous, receives=receives
+    )
     return CheckedCall(group, plan, tensor, root, finish)
 
 
@@ -151,10 +154,11 @@ def plan_of(
     op: str | None = None,
     backend: str | None = None,
     asynchronous: bool = False,
+    receives: bool = True,
 ) -> PreparedPlan:
     """Return the plan of a call with these tensors, or raise if they cannot be sent.
 
-    `tensor` is None on the ranks other than the root of a scatter.
+    `tensor` is None on the ranks other than the root of a scatter. `out` is not used on a rank that does not receive.
     """
     if tensor is None:
         device_type = "cpu" if out is None else out.device.type
@@ -167,7 +171,7 @@ def plan_of(
             direct = buffers.is_direct(tensor)
         direct = direct and out is None
         key = (collective, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
-    if out is not None:
+    if out is not None and receives:
         _check_out(collective, tensor, out, f"{communicator.intra.where}: {collective}")
     plan: PreparedPlan | None = communicator.intra.plans.get(key)
     return plan_for(communicator, key) if plan is None else plan

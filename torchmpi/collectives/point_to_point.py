@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -230,17 +231,21 @@ class _Message:
         self.backend = running.selector.choose(collective, self.tensor.device.type, "mpi", self.group)
         self.message_bytes = running.config.message_bytes
         self.MPI, self.comm = self.group.context.MPI, self.group.side_comm
-        self.call_queue: CallQueue = self.group.peer_queue("send" if collective == "send" else "receive", peer)
+        self.call_queue: CallQueue = self.group.peer_queue("send" if collective == "send" else "receive", self.peer)
         self.waited: int | None = None
         """Nanoseconds until the message of the other rank began to arrive; None for a send, whose wait is not known."""
 
     def _checked_peer(self, peer: Any) -> int:
-        if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.group.size:
+        try:
+            number = -1 if isinstance(peer, bool) else operator.index(peer)  # numpy's integers too
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.group.size:
             raise ArgumentError(
                 f"{self.what}: {peer!r} is not a rank of communicator {self.group.name}. Use 0 to "
                 f"{self.group.size - 1}."
             )
-        return peer
+        return number
 
     def queue_to(self, dst: int) -> CallQueue:
         return self.group.peer_queue("send", self._checked_peer(dst))
@@ -334,7 +339,7 @@ class _Message:
         return self.tensor
 
     def exchange_with(self, dst: int) -> Callable[[], torch.Tensor]:
-        self._checked_peer(dst)
+        dst = self._checked_peer(dst)
 
         def exchange() -> torch.Tensor:
             outgoing = self._plain(copied=True)

@@ -52,6 +52,4 @@ def monitored_barrier(
     chosen = group or dist.group.WORLD
     if not isinstance(chosen, ProcessGroup):
         raise ArgumentError("monitored_barrier needs a group with the backend 'torchmpi'; torch has one for gloo.")
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
     chosen.monitored_barrier(timeout, wait_all_ranks)

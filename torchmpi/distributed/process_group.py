@@ -102,7 +102,7 @@ class ProcessGroup(GroupProperties):
             if not is_composite:
                 self._op_names[number, tensor.dtype] = op
         if tensor.is_sparse:
-            return self._allreduce_sparse(tensor, op, opts)
+            return self._allreduce_sparse(torch_names.complex_original(tensor), op, opts)
         if not (is_asynchronous(opts) or is_composite or self._by_messages):
             collectives.allreduce(tensor, op=op, comm=self._communicator)
             return COMPLETED
@@ -144,7 +144,7 @@ class ProcessGroup(GroupProperties):
 
         def task() -> tuple[torch.Tensor, torch.Tensor]:
             total = sparse.total(*sparse.entries(tensor), tensor.shape, gather, divisor=divisor)
-            with torch.no_grad():
+            with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
                 tensor.copy_(total)
             return tensor._indices(), tensor._values()  # new memory, of which wait() tells the allocator
 
@@ -445,9 +445,10 @@ class ProcessGroup(GroupProperties):
         plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
         return self._launch(partial(self._group.perform, plan, None, None, 0), [], opts, "barrier")
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Run a barrier that names missing ranks; see :func:`torchmpi.distributed.monitored_barrier`."""
-        seconds = self._group.timeout_seconds if timeout is None else timeout.total_seconds()
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = self._group.timeout_seconds if seconds is None else seconds
         self._num_monitored += 1
         monitored.barrier(self._group, seconds, self._num_monitored, wait_all_ranks=wait_all_ranks)
 

@@ -34,12 +34,10 @@ def _monitored_barrier(
     wait_all_ranks: bool = False,
 ) -> None:
     chosen = group or dist.group.WORLD
-    if not isinstance(chosen, ProcessGroup):
+    if isinstance(chosen, ProcessGroup):
+        chosen.monitored_barrier(timeout, wait_all_ranks)
+    else:
         original(group, timeout, wait_all_ranks)
-        return
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
-    chosen.monitored_barrier(timeout, wait_all_ranks)
 
 
 def _set_timeout(original: Callable[..., None], timeout: timedelta, group: Any = None) -> None:

@@ -87,6 +87,15 @@ def factor_of(reduction: Any) -> Any:
     return factor.item() if isinstance(factor, torch.Tensor) else factor  # a tensor would promote 16-bit ones
 
 
+def complex_original(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the complex tensor of which all_reduce has passed ``view_as_real()``, a copy of sparse ones; or `tensor`.
+
+    In inference mode torch does not record the original.
+    """
+    base = tensor._base
+    return base if base is not None and base.is_complex() and not tensor.is_complex() else tensor
+
+
 def why_too_old() -> str:
     """Return the reason why torch is too old for a process group in Python; '' if it is not."""
     if tuple(map(int, torch.__version__.split(".")[:2])) >= OLDEST:

@@ -121,6 +121,8 @@ class MessageHandle(Handle[torch.Tensor]):
                 return False
             self._finish(status)
         except MPI.Exception as error:
+            if self._is_receive:  # truncated, and not to be received again
+                self._group.messages.add(-1)
             self.set_error(TorchMPIError(f"{self._description} failed: {error}."))
         except TorchMPIError as error:
             self.set_error(error)

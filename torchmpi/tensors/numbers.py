@@ -12,7 +12,7 @@ from ..errors import DtypeError
 
 Number = TypeVar("Number", int, float, complex)
 Value = TypeVar("Value", torch.Tensor, bool, int, float, complex)
-_ARITHMETIC = ("sum", "avg", "prod")
+_ARITHMETIC = ("sum", "prod")
 
 
 def is_number(value: object) -> bool:
@@ -27,15 +27,15 @@ def is_number(value: object) -> bool:
 def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
     """Return a 0-dim tensor that holds a number exactly: bool, int64, float64 or complex128.
 
-    Sums of bool count the true values.
+    Sums of bool count the true values; averages are those of floats.
 
-    >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor")
-    (tensor(3), tensor(1), tensor(True))
+    >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor"), as_tensor(True, "avg")
+    (tensor(3), tensor(1), tensor(True), tensor(1., dtype=torch.float64))
     """
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, (bool, np.bool_)) and op != "avg":
         value = bool(value)
         return _cpu(int(value) if op in _ARITHMETIC else value)
-    if isinstance(value, numbers.Integral):
+    if isinstance(value, (numbers.Integral, np.bool_)):
         if not -(1 << 63) <= int(value) < 1 << 63:
             raise DtypeError(
                 f"The integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import dtypes
+
 Gather = Callable[[Tensor], Tensor]
 """Concatenates the rows of all ranks, in rank order, on every rank."""
 
@@ -18,8 +20,8 @@ def entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([[0, 0],
             [1, 1]]), tensor([1., 1.]))
     """
-    tensor = tensor.detach().coalesce()
-    return tensor.indices().t().contiguous(), tensor.values().contiguous()
+    whole = tensor.detach().to(_accumulator(tensor.dtype)).coalesce()
+    return whole.indices().t().contiguous(), whole.values().to(tensor.dtype).contiguous()
 
 
 def total(indices: Tensor, values: Tensor, shape: tuple[int, ...], gather: Gather, *, divisor: int = 1) -> Tensor:
@@ -31,8 +33,11 @@ def total(indices: Tensor, values: Tensor, shape: tuple[int, ...], gather: Gathe
     tensor([[1., 0.],
             [0., 1.]])
     """
-    all_indices, all_values = gather(indices), gather(values)
-    if all_values.element_size() < 4 and all_values.is_floating_point():
-        all_values = all_values.float()  # 16-bit values are added in float32 and rounded once
+    all_indices, all_values = gather(indices), gather(values).to(_accumulator(values.dtype))
     summed = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=False).coalesce()
     return (summed / divisor if divisor > 1 else summed).to(values.dtype)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, which are rounded once; torch cannot add complex32."""
+    return dtypes.info(dtype).accumulator or dtype
