@@ -311,12 +311,15 @@ def test_the_watch_ends_with_the_optimizer(agree):
 
 @pytest.mark.parametrize("how", ["hooks", "optimizer", "optimizer, async"])
 def test_a_sum_is_not_added_again(agree, how):
+    """Neither by a second call, nor by a step after another one: of this optimizer, or of a second one on the net."""
     net, inputs, targets = make("mlp")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if how == "hooks":
         mpinn.register_async_backward(net, average=False)
     else:
-        optimizer = mpinn.DistributedOptimizer(optimizer, net, average=False, asynchronous=how.endswith("async"))
+        options = {"average": False, "asynchronous": how.endswith("async")}
+        optimizer = mpinn.DistributedOptimizer(optimizer, net, **options)
+    second = optimizer if how != "optimizer" else mpinn.DistributedOptimizer(optimizer.optimizer, net, **options)
     if mpi.rank() == 0:
         loss(net, inputs, targets).backward()
     for _ in range(2):
@@ -325,7 +328,13 @@ def test_a_sum_is_not_added_again(agree, how):
     optimizer.step()
     other, inputs, targets = make("mlp")
     loss(other, inputs, targets).backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    expected = torch.optim.SGD(other.parameters(), lr=0.1)
+    expected.step()
+    agree.equal(values(net), values(other))
+    optimizer.step()
+    second.step()
+    expected.step()
+    expected.step()
     agree.equal(values(net), values(other))
     if how != "optimizer":
         mpinn.unregister_async_backward(net)

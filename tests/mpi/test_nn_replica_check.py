@@ -8,7 +8,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.errors import ReplicaError
+from torchmpi.errors import ArgumentError, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -27,7 +27,13 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-@pytest.mark.parametrize("make", (net, nn.ReLU), ids=("equal", "nothing to check"))
+def block() -> nn.Module:
+    """The last view begins at an offset of 4 bytes."""
+    torch.manual_seed(1)
+    return mpinn.BlockSequential(1, nn.Linear(4, 1), nn.Linear(1, 4))
+
+
+@pytest.mark.parametrize("make", (net, block, nn.ReLU), ids=("equal", "block", "nothing to check"))
 def test_equal_replicas_pass(agree, make):
     agree.equal(error_of(make()), "")
 
@@ -60,3 +66,18 @@ def test_comparison_of_buffers_is_optional(agree):
 def test_different_shapes_are_reported_first(agree):
     if mpi.size() > 1:
         agree("'weight' float32 [2, 3]" in error_of(nn.Linear(3, 2 + mpi.rank())))
+
+
+def test_sparse_and_expanded_buffers_are_refused_by_name(agree):
+    replica = net()
+    replica.register_buffer("table", torch.eye(3).to_sparse() if mpi.rank() == 0 else torch.eye(3))
+    if mpi.size() > 1:
+        agree("'table' sparse_coo float32 [3, 3] on rank 0, but 'table' float32 [3, 3] on" in error_of(replica))
+    replica.table = torch.eye(3).to_sparse()
+    for check in (mpinn.check_with_allreduce, mpinn.synchronize_parameters):
+        with pytest.raises(ArgumentError, match="'table': the tensor is sparse"):
+            check(replica)
+    replica.table = torch.ones(1).expand(4)
+    agree.equal(error_of(replica), "")
+    with pytest.raises(ArgumentError, match="'table': the tensor is expanded"):
+        mpinn.synchronize_parameters(replica)

@@ -58,6 +58,20 @@ def test_two_flipped_signs_do_not_cancel():
     assert checksum(tensor * torch.tensor([-1.0, -1, 1, 1])) != checksum(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_views_at_any_offset(dtype):
+    values = torch.arange(20).to(dtype)
+    for begin in range(9):
+        assert checksum(values[begin : begin + 8]) == checksum(values[begin : begin + 8].clone())
+
+
+def test_conjugate_and_negative_views():
+    values = torch.complex(torch.arange(3.0), torch.ones(3))
+    for view in (values.conj(), values.conj().imag):
+        assert checksum(view) == checksum(view.clone())
+        assert checksum(view) != checksum(view.neg())
+
+
 def test_order_length_and_layout():
     tensor = torch.arange(6.0).view(2, 3)
     assert checksum(tensor) != checksum(tensor.flip(0))

@@ -12,29 +12,55 @@ from torch import Tensor
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ReplicaError
+from ..tensors import buffers
 from ..tensors.dtypes import short_name
 from .replica import Replica
 
 
 def check_same_layout(
-    replica: Replica, tensors: Sequence[Tensor], comm: Communicator, *, strides: bool = False
+    replica: Replica,
+    tensors: Sequence[Tensor],
+    comm: Communicator,
+    *,
+    strides: bool = False,
+    written: bool = False,
 ) -> None:
-    """Raise on all ranks unless names, shapes and dtypes of `tensors` are the same everywhere.
+    """Raise on all ranks unless names, shapes and dtypes of `tensors` are the same everywhere, and none is sparse.
 
     The ranks exchange a checksum, and the complete lists only if the checksums differ, for the message.
+
+    Args:
+        replica: The net, for the names of tensors.
+        tensors: The tensors.
+        comm: The communicator of the ranks.
+        strides: Compare strides too.
+        written: Refuse expanded tensors.
     """
+    names = replica.names(tensors)
     layout = [
-        (name, short_name(tensor.dtype), tuple(tensor.shape), tensor.stride() if strides else None)
-        for name, tensor in zip(replica.names(tensors), tensors, strict=True)
+        (name, _kind(tensor), tuple(tensor.shape), tensor.stride() if strides and _is_strided(tensor) else None)
+        for name, tensor in zip(names, tensors, strict=True)
     ]
     digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).digest()
     fingerprint = torch.tensor([int.from_bytes(digest, "little", signed=True)])
     fingerprints = collectives.allgather(fingerprint, comm=comm)
     if bool((fingerprints == fingerprint).all()):
-        # All ranks see the same checksums, so all return here, or none.
+        # All ranks see the same checksums, so all return or raise here, or none.
+        for name, tensor in zip(names, tensors, strict=True):
+            if written or not _is_strided(tensor):
+                buffers.check(tensor, f"rank {comm.rank}: {name!r}", written=written)
         return
     layouts = collectives.allgather_object(layout, comm=comm)
     raise ReplicaError(f"rank {comm.rank}: {_first_difference(layouts)} Build the same net on every rank.")
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _kind(tensor: Tensor) -> str:
+    dtype = short_name(tensor.dtype)
+    return dtype if _is_strided(tensor) else f"{str(tensor.layout).removeprefix('torch.')} {dtype}"
 
 
 def _first_difference(layouts: Sequence[Sequence[tuple[Any, ...]]]) -> str:

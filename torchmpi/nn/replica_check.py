@@ -38,7 +38,8 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: Comm = None) -
 
     Raises:
         ReplicaError: On all ranks: tensors differ. The message names them and the ranks that agree.
-        ArgumentError: Called inside ``join``, or the net has shards that do not fit to the communicator.
+        ArgumentError: Called inside ``join``, or the net has sparse tensors, or shards that do not fit to the
+            communicator.
 
     Example:
         mpinn.check_with_allreduce(model)
@@ -114,9 +115,10 @@ def checksum(tensor: Tensor) -> int:
     >>> checksum(torch.tensor(0.0)) == checksum(torch.tensor(-0.0))
     False
     """
-    data = tensor.contiguous().view(-1).view(torch.uint8)
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    data = tensor.view(-1).view(torch.uint8)
     missing = -data.numel() % 8
-    if missing:
+    if missing or data.storage_offset() % 8:  # a view as int64 begins at a multiple of 8 bytes
         data = torch.cat([data, data.new_zeros(missing)])
     total = tensor.numel()
     for begin in range(0, data.numel() // 8, _CHUNK_WORDS):

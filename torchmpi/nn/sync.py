@@ -48,7 +48,7 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm
 
     Raises:
         ReplicaError: The nets differ in names, shapes or dtypes; raised on all ranks before anything is sent.
-        ArgumentError: The net is inside :func:`~torchmpi.nn.join`.
+        ArgumentError: The net is inside :func:`~torchmpi.nn.join`, or has sparse or expanded tensors.
 
     Example:
         model = Net().to(mpi.device())
@@ -59,7 +59,7 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm
     replica = Replica(net)
     parts = [(replica, communicator), *replica.shard_parts(communicator)]
     for part, holders in parts:
-        check_same_layout(part, part.parameters + part.buffers, holders)
+        check_same_layout(part, part.parameters + part.buffers, holders, written=True)
     for part, holders in parts:
         if with_allreduce:
             _copy_or_average(part, holders)
@@ -163,6 +163,7 @@ def synchronize_gradients(
         reduce_gradients(part, reduction.average_over(holders.size), bucket_bytes, holders)
     if deferred is not None:
         deferred.is_synchronized = True
+        deferred.note_sums(is_sum=not average)
     if join_state is None:
         synchronizations.comm = communicator
         synchronizations.count += 1
@@ -285,6 +286,7 @@ class DeferredBackward(Attachment):
         self._own: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._hooks: list[Any] = []
         self.known: set[int] = set()
+        self._sums: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.is_synchronized = False
         """Whether no backward pass, step or ``zero_grad`` has followed the last synchronization."""
         earlier: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
@@ -311,8 +313,15 @@ class DeferredBackward(Attachment):
 
     def is_summed_already(self, comm: Communicator) -> bool:
         """Return whether no rank has new gradients: a second sum would count the others again, unlike an average."""
-        has_new = self.is_pending or not self.is_synchronized
+        gradients = [(id(each), each.grad) for each in self._net.parameters()]
+        has_new = self.is_pending or any(g is not None and self._sums.get(number) is not g for number, g in gradients)
         return not collectives.allreduce(torch.tensor([int(has_new)]), op="max", comm=comm).item()
+
+    def note_sums(self, *, is_sum: bool) -> None:
+        """Note the present gradients if they are sums over the ranks, until others replace them."""
+        for parameter in self._net.parameters() if is_sum else ():
+            if parameter.grad is not None:
+                self._sums[id(parameter)] = parameter.grad
 
     def take_changes(self) -> set[int]:
         """Return the ids of the parameters whose gradients were changed since backward, and forget these gradients."""
@@ -323,6 +332,7 @@ class DeferredBackward(Attachment):
     def forget(self) -> None:
         """Accept the present gradients, and the present parameters of the net."""
         self._written = WrittenGradients()
+        self._sums.clear()
         self._watch_parameters()
 
     def close(self) -> None:
