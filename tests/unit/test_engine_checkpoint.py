@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from torchmpi.engine import SGDEngine, training_run
+from torchmpi.engine import SGDEngine, checkpoint, training_run
 from torchmpi.engine.checkpoint import Content, Saver, digest, read
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import ArgumentError, CheckpointError
@@ -94,7 +94,7 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(path, monk
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert epoch_of(path) == 3
+    assert epoch_of(path) == 3 and checkpoint.exists(path)
     write(path, Content({"epoch": 5}, {}, {}))
     assert epoch_of(path) == 5
     assert list(path.parent.iterdir()) == [path]

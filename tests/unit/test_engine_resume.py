@@ -213,7 +213,10 @@ def test_resumes_with_loader_processes(tmp_path):
     assert_same(resumed, reference)
 
 
-def test_lr_mode_resumes(tmp_path):
+@pytest.mark.parametrize("between_renames", [False, True])
+def test_lr_mode_resumes(tmp_path, between_renames):
+    """Also from the previous checkpoint, if the job has ended between the two renames of a save."""
+
     def train(engine: SGDEngine, network: nn.Module, **options) -> None:
         engine.train(network=network, criterion=nn.CrossEntropyLoss(), iterator=shuffled(), lr=0.1, **options)
 
@@ -228,7 +231,10 @@ def test_lr_mode_resumes(tmp_path):
     engine = SGDEngine(progress=False)
     engine.checkpoint(tmp_path / "a.ckpt")
     train(engine, part, max_epochs=1)
-    train(SGDEngine(progress=False), rest, max_epochs=2, resume=tmp_path / "a.ckpt")
+    if between_renames:
+        (tmp_path / "a.ckpt").rename(tmp_path / ".a.ckpt.previous")
+    engine.checkpoint(tmp_path / "a.ckpt", resume=True)
+    train(engine, rest, max_epochs=2)
     assert torch.equal(whole.weight, rest.weight)
 
 

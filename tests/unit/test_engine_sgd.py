@@ -326,11 +326,15 @@ class Sampler(torch.utils.data.RandomSampler):
         self.epochs.append(epoch)
 
 
-def test_set_epoch_of_samplers_is_called():
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_set_epoch_of_samplers_is_called(is_nested):
     rows = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
-    loader = torch.utils.data.DataLoader(rows, batch_size=4, sampler=Sampler(rows))
+    sampler = Sampler(rows)
+    batch_sampler = torch.utils.data.BatchSampler(sampler, 4, drop_last=False)
+    options = {"batch_sampler": batch_sampler} if is_nested else {"batch_size": 4, "sampler": sampler}
+    loader = torch.utils.data.DataLoader(rows, **options)
     quiet().train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=loader, lr=0.1, max_epochs=3)
-    assert loader.sampler.epochs == [0, 1, 2]
+    assert sampler.epochs == [0, 1, 2]
 
 
 # --- test() -------------------------------------------------------------------------------------------

@@ -108,6 +108,15 @@ class Saver:
         self._thread.shutdown(wait=self._coordinator.size == 1)
 
 
+def exists(path: Path) -> bool:
+    """Return whether :func:`read` finds a checkpoint: `path`, or the previous one, if a job has ended between renames.
+
+    >>> exists(Path("missing.ckpt"))
+    False
+    """
+    return path.exists() or _previous(path.resolve()).exists()
+
+
 def read(path: Path, coordinator: Coordinator) -> Saved:
     """Read a checkpoint. Collective: only rank 0 reads the files.
 

@@ -66,7 +66,7 @@ def num_batches(iterator: Iterable[Any]) -> int | None:
 
 def set_epoch(iterator: Any, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` of the iterator and its samplers, if defined (as by ``DistributedSampler``)."""
-    for owner in (iterator, getattr(iterator, "sampler", None), getattr(iterator, "batch_sampler", None)):
+    for owner in rng.owners(iterator):
         listener = getattr(owner, "set_epoch", None)
         if listener is not None:
             listener(epoch)

@@ -70,6 +70,17 @@ def _plain(value: Any) -> Any:
     return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else value
 
 
+def owners(iterator: Any) -> list[Any]:
+    """Return an iterator and, if it is a ``DataLoader``, its samplers, each once.
+
+    >>> len(owners([1, 2])), len(owners(torch.utils.data.DataLoader([1, 2])))
+    (1, 3)
+    """
+    sampler, batch_sampler = getattr(iterator, "sampler", None), getattr(iterator, "batch_sampler", None)
+    found = (iterator, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    return list({id(owner): owner for owner in found if owner is not None}.values())
+
+
 def generators(iterator: Any) -> list[torch.Generator]:
     """Return the generators that were passed to a ``DataLoader`` and its samplers, each once.
 
@@ -77,9 +88,7 @@ def generators(iterator: Any) -> list[torch.Generator]:
     >>> len(generators(loader))
     1
     """
-    sampler, batch_sampler = getattr(iterator, "sampler", None), getattr(iterator, "batch_sampler", None)
-    owners = (iterator, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = (getattr(owner, "generator", None) for owner in owners)
+    found = (getattr(owner, "generator", None) for owner in owners(iterator))
     unique: dict[int, torch.Generator] = {id(g): g for g in found if isinstance(g, torch.Generator)}
     return list(unique.values())
 

@@ -188,7 +188,9 @@ class SGDEngine(Engine):
         """Return the checkpoint `resume`, or else the last one of an earlier start, if checkpoint() asks for that."""
         if resume is None and self._autosave is not None and self._resumes:
             path, *_ = self._autosave
-            resume = path if self._coordinator.broadcast(path.exists()) else None
+            # Only rank 0 sees the files.
+            is_there = self._coordinator.broadcast(self._coordinator.rank == 0 and checkpoint.exists(path))
+            resume = path if is_there else None
         return None if resume is None else checkpoint.read(Path(resume), self._coordinator)
 
     def _train(self, run: TrainingRun, saved: Saved | None) -> None:
