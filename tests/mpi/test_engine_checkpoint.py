@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter
+from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter, EarlyStop
 from torchmpi.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -201,6 +201,40 @@ def test_resumes_on_another_number_of_ranks(agree, path, grows):
         agree.equal(mine, theirs, "state at the beginning of the resumed run")
     agree.equal(rows, left, "rows that were not done before")
     agree.equal(t, num_updates + len(left) // Counted.batch_size // num_ranks, "number of updates")
+
+
+def test_best_weights_are_stored_once_and_divided_anew(agree, path):
+    def run(max_epochs, **options):
+        torch.manual_seed(5)
+        layer, engine = mpinn.MPLinear(4, 8), AllReduceSGDEngine(progress=False)
+        weights = []
+        engine.hooks.on_end_epoch.append(lambda state: weights.append(layer.full_weight()))
+        if not options:
+            engine.checkpoint(path)
+        batches = [(torch.ones(2, 4), torch.tensor([0, 1]))]
+        engine.train(
+            network=nn.Sequential(layer, nn.Linear(8, 3)),
+            criterion=nn.CrossEntropyLoss(),
+            iterator=batches,
+            lr=0.1,
+            max_epochs=max_epochs,
+            validate=batches,
+            stop_early=EarlyStop(patience=9, mode="max", keep_best=True),  # the first epoch is the best
+            **options,
+        )
+        return weights, layer.full_weight()
+
+    weights, best = run(2)
+    agree.equal(best, weights[0])
+    agree(not torch.equal(weights[0], weights[1]), "the second epoch changes nothing")
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = [f"best.{layer}.{name}" for layer in (0, 1) for name in ("weight", "bias")]
+    agree.equal([name for name in metadata if "best" in name], names)
+    groups = mpi.push_communicator(mpi.rank() > 0)
+    mpi.set_communicator(0)
+    with mpi.use(groups):
+        _, again = run(3, resume=path)
+    agree.equal(again, best)
 
 
 def test_errors_are_raised_on_all_ranks(agree, path):

@@ -238,6 +238,31 @@ def test_lr_mode_resumes(tmp_path, between_renames):
     assert torch.equal(whole.weight, rest.weight)
 
 
+class Versioned(nn.Linear):
+    """Loads state dicts of two versions only, as modules of torch and of quantization do."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *arguments):
+        assert local_metadata.get("version") in (1, 2)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_versions_of_modules_are_saved(is_compiled, tmp_path):
+    def network() -> nn.Module:
+        net = nn.Sequential(Versioned(4, 3))
+        return torch.compile(net, backend="eager") if is_compiled else net
+
+    for max_epochs in (1, 2):
+        engine = SGDEngine(progress=False)
+        engine.checkpoint(tmp_path / "a.ckpt", resume=True)
+        iterator = [rows()[:8]]
+        engine.train(
+            network=network(), criterion=nn.CrossEntropyLoss(), iterator=iterator, lr=0.1, max_epochs=max_epochs
+        )
+
+
 def keep_another(trial: Trial) -> None:
     trial.engine.keep(more=AverageValueMeter())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchmpi.engine import SGDEngine
+from torchmpi.engine import EarlyStop, SGDEngine
 from torchmpi.errors import ArgumentError, CheckpointError, GradientError
 
 
@@ -256,3 +256,8 @@ def test_checkpoints_of_compiled_networks_fit_plain_ones(tmp_path, part):
     assert same(run(compiled(network()), tmp_path / "compiled"), whole)
     assert same(run(compiled(network()), tmp_path / "unused", resume=tmp_path / "plain"), whole)
     assert same(run(network(), tmp_path / "unused", resume=tmp_path / "compiled"), whole)
+    # The first epoch is the best.
+    options = {"validate": batches(), "stop_early": EarlyStop(mode="max", keep_best=True)}
+    best = run(network(), tmp_path / "plain", **options)
+    assert same(run(compiled(network()), tmp_path / "compiled", **options), best) and not same(best, whole)
+    assert same(run(network(), tmp_path / "unused", resume=tmp_path / "compiled", **options), best)

@@ -132,10 +132,19 @@ def test_rule_of_early_stop():
     best = BestEpoch(EarlyStop(patience=2, min_delta=0.1))
     over = []
     for epoch, value in enumerate([1.0, 0.95, 0.8, math.nan, 0.75]):
-        best.add(value, epoch, network())
+        best.add(value, epoch)
         over.append(best.is_over)
     assert over == [False, False, False, False, True]
     assert (best.epoch, best.value) == (2, 0.8)
+
+
+def test_infinite_values_are_no_improvement():
+    best = BestEpoch(EarlyStop(patience=2))
+    assert [best.add(value, epoch) for epoch, value in enumerate([math.inf, math.inf, 1.0, 1.0])] == [1, 0, 1, 0]
+    best = BestEpoch(EarlyStop(patience=2))
+    for epoch in range(3):
+        best.add(math.inf, epoch)
+    assert best.is_over
 
 
 def test_resuming_a_run_with_validation(tmp_path):

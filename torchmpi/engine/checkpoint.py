@@ -154,7 +154,7 @@ def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
 def _pack(
     content: Content, coordinator: Coordinator, copy: bool
 ) -> tuple[dict[str, Tensor], dict[str, bytes], list[Tensor]]:
-    """Return the tensors of this rank, their digests if computed, and the other state of all ranks. Collective."""
+    """Return the tensors of this rank, their digests if computed, and on rank 0 the other state of all. Collective."""
     tensors: dict[str, Tensor] = {}
     problems = []
 
@@ -167,7 +167,8 @@ def _pack(
         return torch.empty(0)
 
     trees = map_tensors(take, content.trees)
-    problems += _unreadable({"iterator": content.own.get("iterator"), **content.own.get("kept", {}), **trees})
+    others = {"iterator": content.own.get("iterator"), "metadata": content.common.get("metadata")}
+    problems += _unreadable({**others, **content.own.get("kept", {}), **trees})
     digests = {name: digest(tensor) for name, tensor in tensors.items()} if coordinator.size > 1 else {}
     reference = coordinator.broadcast(digests)
     plain = {
@@ -176,11 +177,13 @@ def _pack(
         "trees": trees if not problems else None,
         "differing": {name: tensors[name] for name in digests if digests[name] != reference.get(name)},
     }
-    everyone = coordinator.gather((problems, _as_bytes(plain)))
+    part = _as_bytes(plain)
+    everyone = coordinator.gather((problems, part.numel()))
     for theirs, _ in everyone:
         if theirs:
             raise CheckpointError(theirs[0])
-    return tensors, digests, [part for _, part in everyone]
+    parts = coordinator.collect(part)
+    return tensors, digests, [] if parts is None else list(parts.split([numel for _, numel in everyone]))
 
 
 def _as_bytes(values: dict[str, Any]) -> Tensor:

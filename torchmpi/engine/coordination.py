@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from .. import collectives
 from ..session import api
 
@@ -28,6 +30,9 @@ class Coordinator(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order."""
 
+    def collect(self, rows: Tensor) -> Tensor | None:
+        """Return the rows of all ranks, in rank order, on rank 0; None on the others."""
+
 
 class SingleProcess:
     """A process without other ranks; needs no MPI.
@@ -50,6 +55,10 @@ class SingleProcess:
     def gather(self, value: Any) -> list[Any]:
         """Return a list of `value` only."""
         return [value]
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Return `rows`."""
+        return rows
 
 
 class AllRanks:
@@ -76,3 +85,7 @@ class AllRanks:
     def gather(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order."""
         return list(collectives.allgather_object(value))
+
+    def collect(self, rows: Tensor) -> Tensor | None:
+        """Return the rows of all ranks, in rank order, on rank 0; None on the others."""
+        return collectives.gather(rows)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from torch import nn
 
 from ..errors import ArgumentError
 
@@ -47,7 +44,7 @@ class EarlyStop:
 
 
 class BestEpoch:
-    """The best epoch so far, and its weights if they are to be kept."""
+    """The best epoch so far."""
 
     def __init__(self, rule: EarlyStop | None) -> None:
         self._rule = rule or EarlyStop()
@@ -55,34 +52,26 @@ class BestEpoch:
         self.value: float | None = None
         self.epoch: int | None = None
         self._num_worse = 0
-        self._weights: dict[str, Any] | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether the run is to end."""
         return self._num_worse >= self._limit
 
-    def add(self, value: float, epoch: int, network: nn.Module) -> None:
-        """Count an epoch. A value that is nan is no improvement."""
+    def add(self, value: float, epoch: int) -> bool:
+        """Count an epoch, and return whether it is the best. A value that is nan is no improvement."""
         best, rule = self.value, self._rule
         gain = math.inf if best is None else (best - value) * (1 if rule.mode == "min" else -1)
-        if math.isnan(value) or gain <= rule.min_delta:
+        if math.isnan(value) or not gain > rule.min_delta:  # the difference of two infinite values is nan
             self._num_worse += 1
-            return
+            return False
         self.value, self.epoch, self._num_worse = value, epoch, 0
-        if rule.keep_best:
-            self._weights = copy.deepcopy(network.state_dict())
-
-    def restore(self, network: nn.Module) -> None:
-        """Load the weights of the best epoch, if they are kept."""
-        if self._weights is not None:
-            network.load_state_dict(self._weights)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, for a checkpoint."""
-        return {"value": self.value, "epoch": self.epoch, "num_worse": self._num_worse, "weights": self._weights}
+        return {"value": self.value, "epoch": self.epoch, "num_worse": self._num_worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict()``."""
-        self.value, self.epoch = state["value"], state["epoch"]
-        self._num_worse, self._weights = state["num_worse"], state["weights"]
+        self.value, self.epoch, self._num_worse = state["value"], state["epoch"], state["num_worse"]

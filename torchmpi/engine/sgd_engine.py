@@ -181,7 +181,7 @@ class SGDEngine(Engine):
             run.saver.wait()
             self._end(state)
             if validation is not None:
-                validation.best.restore(network)
+                validation.restore_best(network)
         return state
 
     def _read_checkpoint(self, resume: str | os.PathLike[str] | None) -> Saved | None:
@@ -267,7 +267,7 @@ class SGDEngine(Engine):
             )
         value = state.validation.value(validation.metric)
         run.schedule.step("epoch", value)
-        validation.best.add(value, state.epoch, state.network)
+        validation.add(value, state)
         state.best_epoch = validation.best.epoch
         state.stop = state.stop or validation.best.is_over
 

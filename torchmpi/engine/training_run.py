@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +38,18 @@ class Validation:
         names = ["loss", "error", *metrics]
         if self.metric not in names:
             raise ArgumentError(f"stop_early: no metric {self.metric!r}; there are {', '.join(names)}")
+        self.keeps_best = stop_early is not None and stop_early.keep_best
+        self.best_weights: OrderedDict[str, Any] | None = None
+
+    def add(self, value: float, state: State) -> None:
+        """Count an epoch with this value of the metric, and keep its weights if it is the best and they are wanted."""
+        if self.best.add(value, state.epoch) and self.keeps_best:
+            self.best_weights = copy.deepcopy(_module_tree(state.network))
+
+    def restore_best(self, network: nn.Module) -> None:
+        """Load the weights of the best epoch, if they are kept."""
+        if self.best_weights is not None:
+            _load_module(network, self.best_weights)
 
 
 class TrainingRun:
@@ -113,8 +127,10 @@ class TrainingRun:
         else:
             own.update(generators=rng.capture_generators(state.iterator), iterator=iterator_state(state.iterator))
         epoch = state.epoch + (self.phase == "epoch end")
-        common = {"epoch": epoch, "t": state.t, "in_epoch": in_epoch}
-        return Content(common, own, _trees(state))
+        trees = _trees(state, self.validation)
+        metadata = {name: _versions(tree) for name, tree in trees.items()}
+        common = {"epoch": epoch, "t": state.t, "in_epoch": in_epoch, "metadata": metadata}
+        return Content(common, own, _whole(state, trees))
 
     def restore(self, saved: Saved, kept: dict[str, Stateful]) -> dict[str, Any] | None:
         """Load a checkpoint; return the position for `begin_epoch`, or None if it was saved between two epochs."""
@@ -124,7 +140,7 @@ class TrainingRun:
                 f"the checkpoint has the state of {sorted(names)}, but this engine keeps {sorted(kept)}: "
                 "give train(), keep() and step_scheduler() the same objects as in the run that is resumed"
             )
-        _load_trees(state, saved.trees)
+        _load_trees(state, self.validation, saved)
         own = self._own_state(saved, kept)
         for name, value in kept.items():
             value.load_state_dict(own["kept"][name])
@@ -186,11 +202,18 @@ def _kept_state(name: str, value: Stateful, saved: Saved, rank: int) -> dict[str
 # --- state dicts -------------------------------------------------------------------------------------------
 
 
-def _trees(state: State) -> dict[str, Any]:
+def _trees(state: State, validation: Validation | None) -> dict[str, Any]:
     assert state.optimizer is not None
     trees = {"network": _module_tree(state.network), "optimizer": state.optimizer.state_dict()}
     if isinstance(state.criterion, nn.Module):
         trees["criterion"] = _module_tree(state.criterion)
+    if validation is not None and validation.best_weights is not None:
+        trees["best"] = validation.best_weights
+    return trees
+
+
+def _whole(state: State, trees: dict[str, Any]) -> dict[str, Any]:
+    """Return `trees` with complete tensors of sharded layers."""
     layers = dict(_sharded_layers(state))
 
     def whole(tensor: Tensor, name: str) -> Tensor:
@@ -200,7 +223,7 @@ def _trees(state: State) -> dict[str, Any]:
     return map_tensors(whole, trees) if layers else trees
 
 
-def _load_trees(state: State, trees: dict[str, Any]) -> None:
+def _load_trees(state: State, validation: Validation | None, saved: Saved) -> None:
     assert state.optimizer is not None
     layers = dict(_sharded_layers(state))
 
@@ -209,13 +232,15 @@ def _load_trees(state: State, trees: dict[str, Any]) -> None:
         shape = None if layer is None else (layer.out_features, layer.in_features)
         return tensor if layer is None or tensor.shape != shape else layer.select_columns(tensor)
 
-    trees = map_tensors(part, trees)
+    trees, metadata = map_tensors(part, saved.trees), saved.common["metadata"]
+    if validation is not None and validation.keeps_best and "best" in trees:
+        validation.best_weights = _state_dict(trees["best"], metadata["best"])
     tree = "network"
     try:
-        _load_module(state.network, trees["network"])
+        _load_module(state.network, _state_dict(trees["network"], metadata["network"]))
         tree = "criterion"
         if isinstance(state.criterion, nn.Module):
-            _load_module(state.criterion, trees.get("criterion", {}))
+            _load_module(state.criterion, _state_dict(trees.get("criterion", {}), metadata.get("criterion", {})))
         tree = "optimizer"
         state.optimizer.load_state_dict(trees["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
@@ -231,20 +256,38 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _module_tree(module: nn.Module) -> dict[str, Any]:
-    return {plain_name(name): value for name, value in module.state_dict().items()}
+def _state_dict(values: dict[str, Any], metadata: dict[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state dict with the versions of its modules, by which some of them decide how to load it."""
+    result = OrderedDict(values)
+    result._metadata = metadata  # type: ignore[attr-defined]  # as torch does
+    return result
 
 
-def _load_module(module: nn.Module, tree: dict[str, Any]) -> None:
-    names = {plain_name(name): name for name in module.state_dict()}
-    module.load_state_dict({names.get(name, name): value for name, value in tree.items()})
+def _versions(state: Mapping[str, Any]) -> dict[str, Any]:
+    return getattr(state, "_metadata", {})
+
+
+def _module_tree(module: nn.Module) -> OrderedDict[str, Any]:
+    """Return the state dict of `module`, with the names that it has if nothing is compiled."""
+    state = module.state_dict()
+    values, metadata = ({plain_name(name): each for name, each in d.items()} for d in (state, _versions(state)))
+    return _state_dict(values, metadata)
+
+
+def _load_module(module: nn.Module, tree: OrderedDict[str, Any]) -> None:
+    """Load the result of :func:`_module_tree`."""
+    state, saved = module.state_dict(), _versions(tree)
+    names = {plain_name(name): name for name in state}
+    values = {names.get(name, name): value for name, value in tree.items()}
+    metadata = {name: saved.get(plain_name(name), own) for name, own in _versions(state).items()}
+    module.load_state_dict(_state_dict(values, metadata))
 
 
 def _sharded_layers(state: State) -> Iterator[tuple[str, MPLinear]]:
     """Yield the sharded layers, with the names of weights and optimizer state in a checkpoint."""
     assert state.optimizer is not None
     layers: dict[int, MPLinear] = {}
-    for tree, root in (("network", state.network), ("criterion", state.criterion)):
+    for tree, root in (("network", state.network), ("best", state.network), ("criterion", state.criterion)):
         for name, module in root.named_modules(prefix=tree) if isinstance(root, nn.Module) else ():
             if isinstance(module, MPLinear):
                 layers[id(module.weight)] = module
