@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
+from torchmpi.nn.channel import close_private
+from torchmpi.nn.sync import ASYNC_BACKWARD
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -313,6 +317,19 @@ def test_synchronising_only_after_the_kth_backward(agree):
             agree.equal(net.weight.grad, 2 * mean())
 
 
+def test_a_rank_that_leaves_a_pass_out_reduces_with_the_others(agree):
+    """Regression: it waited for its second pass, while the others waited for it."""
+    net = linear()
+    with registered(net, sync_gradient_frequency=2):
+        results = []
+        for number in range(4):
+            if not (number % 2 and mpi.rank() == mpi.size() - 1):
+                net(x(1.0)).backward()
+            results.append(mpinn.synchronize_gradients_async(net))
+    agree.equal(results, [False, True, False, True])
+    agree.close(net.weight.grad, x(4 - 2 / mpi.size()))
+
+
 def test_flush_sends_what_has_been_accumulated(agree):
     net = linear()
     with registered(net, sync_gradient_frequency=4):
@@ -468,6 +485,17 @@ def test_unregistering_completes_launched_reductions(agree):
         net(x(1.0)).backward()
     mpinn.unregister_async_backward(net)
     agree.close(net.weight.grad, x(1 / mpi.size()))
+
+
+def test_a_registered_net_is_freed_when_it_is_dropped(agree):
+    net = linear()
+    mpinn.register_async_backward(net)
+    step(net)
+    reference, private = weakref.ref(net), net.__dict__[ASYNC_BACKWARD].comm
+    del net
+    gc.collect()
+    agree(reference() is None, "the hooks keep the net")
+    close_private(private)
 
 
 def test_registering_twice_is_refused(agree):

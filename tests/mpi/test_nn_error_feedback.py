@@ -11,6 +11,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi.engine.checkpoint import digest
 from torchmpi.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -143,16 +144,18 @@ def test_a_run_continues_with_the_same_bits_from_a_checkpoint(agree, kind):
 
 @KIND
 def test_an_overflow_ends_with_its_step(agree, kind):
-    """A GradScaler leaves out the step; the next gradients must be finite again."""
+    """A GradScaler leaves out the step; its errors are not kept, and the next gradients must be finite again."""
     net, compressor = layers(), KINDS[kind]()
     for step in range(3):
         fill(net, step)
         if step == 1 and mpi.rank() == mpi.size() - 1:
             net[0].weight.grad[3, 4] = math.inf
             net[0].bias.grad[1] = math.nan
+        before = compressor.state_dict()
         mpinn.synchronize_gradients(net, compression=compressor)
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients(net))
         agree.equal(finite, step != 1, f"step {step}")
+        agree.equal(digest(compressor.state_dict()) == digest(before), step == 1, f"errors of step {step}")
 
 
 @KIND
@@ -167,6 +170,22 @@ def test_gradients_that_are_missing_in_some_steps(agree, kind):
         mpinn.synchronize_gradients(net, compression=compressor)
         agree.equal(net[0].weight.grad is None, step % 2 == 1)
         mpinn.check_with_allreduce([p.grad for p in net.parameters() if p.grad is not None])
+
+
+@KIND
+@pytest.mark.parametrize("how", ["synchronize_gradients", "hooks"])
+def test_buckets_without_values(agree, kind, how):
+    """The parameters of a dtype may all be empty."""
+    net = nn.ParameterList([torch.ones(3), torch.ones(0, dtype=torch.float64)])
+    if how == "hooks":
+        mpinn.register_async_backward(net, compression=KINDS[kind]())
+    (net[0].sum() + net[1].sum()).backward()
+    if how == "hooks":
+        mpinn.unregister_async_backward(net)
+    else:
+        mpinn.synchronize_gradients(net, compression=KINDS[kind]())
+    agree.equal(net[1].grad.numel(), 0)
+    mpinn.check_with_allreduce([each.grad for each in net])
 
 
 def test_join_and_wrong_options_are_refused(agree):

@@ -7,6 +7,9 @@ at the same time, and compute the same Jacobian.
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -103,6 +106,18 @@ def test_a_contrastive_loss_has_the_gradient_of_the_whole_batch(agree):
     (mine @ F.allgather(mine).t()).logsumexp(1).mean().backward()
     mpinn.synchronize_gradients(encoder)
     agree.close(encoder.weight.grad, expected)
+
+
+def test_graphs_do_not_keep_inputs(agree):
+    x = torch.ones(2 * mpi.size(), requires_grad=True)
+    for collective in (F.allreduce, F.allgather, F.reduce_scatter):
+        tensor = x * 2
+        reference = weakref.ref(tensor)
+        result = collective(tensor)
+        del tensor
+        gc.collect()
+        agree(reference() is None, f"{collective.__name__} keeps its input")
+        result.sum().backward()
 
 
 def test_refusals(agree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -186,3 +187,19 @@ def test_foreign_parameters_are_refused(agree):
     optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
     with pytest.raises(ArgumentError, match="group 1"):
         optimizer.add_param_group({"params": list(stranger.parameters())})
+    agree.equal(len(optimizer.param_groups), 1)
+    mpinn.unregister_async_backward(net)
+
+
+def test_refusals(agree):
+    net = nn.Linear(2, 2)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="backward_passes_per_step=0"):
+        mpinn.DistributedOptimizer(inner, net, asynchronous=False, backward_passes_per_step=0)
+    optimizer = mpinn.DistributedOptimizer(inner, net, asynchronous=False)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ArgumentError, match="before the optimizer is wrapped"):
+            duplicate(optimizer)
+    for call in (mpinn.register_async_backward, mpinn.synchronize_gradients):
+        with pytest.raises(ArgumentError, match="bucket_bytes=0"):
+            call(net, bucket_bytes=0)

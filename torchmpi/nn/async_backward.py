@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -45,7 +46,8 @@ def register_async_backward(
 
     Gradients become views of buckets; a bucket is reduced when it and all buckets before it are complete.
     :func:`synchronize_gradients_async` waits for the buckets. Shards (:func:`set_sharded`) have buckets of their own,
-    which are averaged over the ranks that hold the same ones.
+    which are averaged over the ranks that hold the same ones. The buckets are sent on a communicator of their own,
+    which only :func:`unregister_async_backward` frees before ``stop()``.
 
     Args:
         net: The module.
@@ -108,7 +110,6 @@ def unregister_async_backward(net: nn.Module) -> None:
     """
     refuse_inside_join(net, "unregister_async_backward")
     _registered(net, "unregister_async_backward").close()
-    attach(net, ASYNC_BACKWARD, None)
 
 
 def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
@@ -121,8 +122,9 @@ def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
         flush: Reduce the gradients now, even if fewer backward passes than ``sync_gradient_frequency`` have run.
 
     Returns:
-        Whether the gradients are reduced. With ``sync_gradient_frequency=k`` the calls after other than every k-th
-        backward pass return False and do not communicate, unless `flush` is set.
+        Whether the gradients are reduced. With ``sync_gradient_frequency=k`` the first k-1 calls after a reduction
+        return False and do not communicate, unless k backward passes have run or `flush` is set. Call it after each
+        pass, also on a rank that leaves one out.
 
     Raises:
         ArgumentError: The net is not registered.
@@ -152,7 +154,8 @@ def no_sync(net: nn.Module) -> Iterator[None]:
         The context manager.
 
     Raises:
-        ArgumentError: A ``DistributedOptimizer`` steps, or gradients are clipped or flushed, inside the block.
+        ArgumentError: A ``DistributedOptimizer`` with ``asynchronous=True`` steps, or gradients of a registered net are
+            clipped or flushed, inside the block.
 
     Example:
         with mpinn.no_sync(model):
@@ -238,11 +241,14 @@ class AsyncBackward(Attachment):
         """Whether backward passes only accumulate."""
         self.is_synchronized = False
         """Whether a round has ended since the last step of a DistributedOptimizer, which sets this to False."""
+        self._num_calls = 0
+        """Calls of ``finish()`` since the last round."""
         self._lock = threading.Lock()  # hooks run on the threads of autograd
         self._reset()
         self._number = add_registration(self)
+        # The garbage collector does not see the references of such hooks: strong ones would keep the net for ever.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), slot))
             for slot, parameter in enumerate(self.parameters)
         ]
 
@@ -277,9 +283,11 @@ class AsyncBackward(Attachment):
                     "synchronize(), clip_grad_norm_() or synchronize_gradients_async(net, flush=True) after the block."
                 )
             return False
-        is_due = self.frequency == 1 or max(self._counts, default=0) >= self.frequency
+        self._num_calls += 1  # the same on a rank that has left out a backward pass
+        is_due = self._num_calls >= self.frequency or max(self._counts, default=0) >= self.frequency
         if not (is_due or flush or self._failed()):
             return False
+        self._num_calls = 0
         replica = Replica(self.net)
         self._check_parameters(replica)
         if self._is_summed_already():
@@ -306,11 +314,16 @@ class AsyncBackward(Attachment):
         flag = torch.tensor([int(has_new)])
         return not collectives.allreduce(flag, op="max", comm=self.outer_comm).item()
 
-    def close(self) -> None:
-        """Finish the running round and remove the hooks."""
+    def abandon(self) -> None:
+        """End the registration without communication. The private communicator remains until ``stop()``."""
         for hook in self._hooks:
             hook.remove()
         remove_registration(self._number)
+        attach(self.net, ASYNC_BACKWARD, None)
+
+    def close(self) -> None:
+        """Finish the running round and end the registration."""
+        self.abandon()
         if self.comm.intra.call_queue.closed:
             return  # stop() has closed the communicator
         # A rank that has launched no reduction must take part in those of the other ranks. The ranks agree on the
@@ -336,7 +349,7 @@ class AsyncBackward(Attachment):
 
     # --- during backward -------------------------------------------------------------------------
 
-    def _on_gradient(self, slot: int, parameter: Tensor) -> None:
+    def on_gradient(self, slot: int, parameter: Tensor) -> None:
         """Handle a gradient that autograd has added to `parameter`."""
         with self._lock:
             if AutogradRun.current() not in self._runs:
@@ -483,6 +496,12 @@ class AsyncBackward(Attachment):
                 f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or "
                 "part of the net, after register_async_backward(net). Unregister the net and register again."
             )
+
+
+def _on_gradient(reference: weakref.ref[AsyncBackward], slot: int, parameter: Tensor) -> None:
+    backward = reference()
+    if backward is not None:
+        backward.on_gradient(slot, parameter)
 
 
 def _make_buckets(net: nn.Module, parts: Sequence[_Part], bucket_bytes: int) -> tuple[list[ViewBucket], list[_Part]]:

@@ -171,8 +171,8 @@ class ViewBucket:
         if gradient.layout is not torch.strided:
             raise GradientError(
                 f"A gradient of shape {list(gradient.shape)} is sparse, but only those of "
-                "nn.Embedding(sparse=True) are expected to be. Use synchronize_gradients() after backward "
-                "instead of asynchronous hooks."
+                "nn.Embedding(sparse=True) are expected to be. Use synchronize_gradients() after backward, and no "
+                "BlockSequential for this layer."
             )
         view.copy_(gradient.detach())
         parameter.grad = view

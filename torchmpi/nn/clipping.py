@@ -94,8 +94,15 @@ def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None)
     """
     parameters = _parameters(net)
     _finish_pending(parameters, comm)
+    clamp_gradients(parameters, clip_value)
+
+
+@torch.no_grad()
+def clamp_gradients(parameters: Sequence[Tensor], clip_value: float) -> None:
+    """Limit each gradient value; ``clip_grad_value_`` of torch fails for sparse gradients."""
+    nn.utils.clip_grad_value_([each for each in parameters if not _is_sparse(each)], clip_value)
     for parameter in parameters:
-        if parameter.grad is not None:
+        if _is_sparse(parameter):
             _values(parameter).clamp_(-clip_value, clip_value)
 
 

@@ -123,7 +123,9 @@ class GradientCompressor(ABC):
         if levels.local is not None:
             collectives.reduce(work, 0, comm=levels.local)
         finish_exchange: Callable[[], object] | None = None
+        earlier: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         if isinstance(levels.first, Communicator):
+            earlier = [(state, dict(state)) for state in (self._state(parameter) for parameter, _ in members)]
             finish_exchange = self._exchange(work, _views(work, flat, members), levels.first)
 
         def finish() -> None:
@@ -132,6 +134,10 @@ class GradientCompressor(ABC):
             if levels.local is not None:
                 collectives.broadcast(work, 0, comm=levels.local)
             streams.use_here(work)
+            if earlier and not work.isfinite().all():  # an overflow: a GradScaler leaves out the step
+                for state, before in earlier:
+                    state.clear()
+                    state.update(before)
             if divisor != 1:
                 work.div_(divisor)
             if work is not flat:
@@ -158,9 +164,8 @@ class GradientCompressor(ABC):
                 gradient.add_(error)
 
     def _keep_errors(self, members: Sequence[GradientView], errors: Sequence[Tensor]) -> None:
-        """Store the compression errors; 0 in place of an infinite value or NaN, which would remain in every step."""
         for (parameter, _), error in zip(members, errors, strict=True):
-            self._state(parameter)["error"] = error.nan_to_num(0, 0, 0)
+            self._state(parameter)["error"] = error
 
     def _count(self, payload: Tensor) -> Tensor:
         self.payload_bytes += payload.nbytes
@@ -209,7 +214,7 @@ class EightBit(GradientCompressor):
             if residue is not None and residue.shape == total.shape:
                 total += residue
             row = _quantize(total.unsqueeze(0))
-            state["residue"] = (total - _dequantize(row)[0]).nan_to_num(0, 0, 0)
+            state["residue"] = total - _dequantize(row)[0]
             totals = collectives.allgather(self._count(row), comm=comm)
             work.copy_(_dequantize(totals).view(-1)[: work.numel()])
 
@@ -346,9 +351,9 @@ class PowerSGD(GradientCompressor):
         return self.rank <= min(height, width) and (height + width) * self.rank < height * width
 
     def _right(self, member: GradientView, matrix: Tensor) -> Tensor:
-        """Return the right matrix of the last step; random numbers at first, and after an overflow."""
+        """Return the right matrix of the last step; random numbers at first."""
         right = self._state(member.parameter).get("right")
-        if right is None or not right.isfinite().all():
+        if right is None:
             generator = torch.Generator().manual_seed(_SEED)
             right = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix.device)
         return right

@@ -159,14 +159,14 @@ def reduce_scatter(tensor: Tensor, *, op: Literal["sum", "avg"] = "sum", comm: C
         mine = mpinn.functional.reduce_scatter(partial_sums)
     """
     _check_op(op)
-    communicator = runtime.communicator(comm)
+    communicator, shape = runtime.communicator(comm), tensor.shape
 
     def scattered(values: Tensor) -> Tensor:
         return collectives.reduce_scatter(values.detach(), op=op, comm=communicator)
 
     def gathered(gradient: Tensor) -> Tensor:
         result: Tensor = collectives.allgather(gradient, comm=communicator)
-        return (result / communicator.size if op == "avg" else result).view(tensor.shape)
+        return (result / communicator.size if op == "avg" else result).view(shape)
 
     return linear_map(tensor, scattered, gathered)
 

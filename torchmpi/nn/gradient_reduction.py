@@ -83,7 +83,7 @@ class GradientReduction(NamedTuple):
             bucket: Their bucket; None if no compressor is used for `comm`.
             comm: The communicator.
         """
-        if bucket is not None and flat.is_floating_point() and self.is_compressed(comm):
+        if bucket is not None and flat.is_floating_point() and flat.numel() and self.is_compressed(comm):
             assert self.compressor is not None
             members = [GradientView(*pair) for pair in zip(bucket.parameters, bucket.views, strict=True)]
             return self.compressor.start(flat, members, comm, self.divisor)

@@ -49,7 +49,7 @@ def join(
     Raises:
         ArgumentError: The net is inside ``join`` already or has sharded parameters, `divide_by` is unknown, or `comm`
             is given for a net that is registered for asynchronous backward.
-        GradientError: The block ended between a backward pass and its ``synchronize_gradients_async``.
+        GradientError: The block ended with gradients that ``synchronize_gradients_async`` has not reduced.
         MismatchError: The ranks synchronize with different functions or options.
 
     Example:
@@ -74,8 +74,12 @@ def join(
     attach(net, JOIN_STATE, state)
     try:
         yield
-        if backward is not None and backward.is_running:
-            raise GradientError("join: the block ended between a backward and its synchronize_gradients_async(net).")
+        if backward is not None and backward.is_pending:
+            raise GradientError(
+                "join: the block ended between a backward and its synchronization. Call "
+                "synchronize_gradients_async(net), and after fewer passes than sync_gradient_frequency "
+                "synchronize_gradients_async(net, flush=True), before the end of the block."
+            )
         while (joint := state.announce_finished()) is not None:
             _contribute_zeros(net, joint, state)
     finally:

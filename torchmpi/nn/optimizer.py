@@ -38,7 +38,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         comm: Communicator, group or level; default: the current communicator.
 
     Raises:
-        ArgumentError: A parameter of `opt` is not a parameter of `model`, or `model` is registered already.
+        ArgumentError: A parameter of `opt` is not a parameter of `model`, `model` is registered already, or
+            `backward_passes_per_step` is less than 1.
         ReplicaError: On all ranks: the models differ in names, shapes or dtypes (with `asynchronous`).
 
     Example:
@@ -67,6 +68,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: Compression | None = None,
         comm: Comm = None,
     ) -> None:
+        if backward_passes_per_step < 1:
+            raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1.")
         # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
         _check_parameters(opt, model)
         self.optimizer = opt
@@ -191,7 +194,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; its parameters must be parameters of the model."""
         self.optimizer.add_param_group(param_group)
-        _check_parameters(self.optimizer, self._model)
+        try:
+            _check_parameters(self.optimizer, self._model)
+        except ArgumentError:
+            self.optimizer.param_groups.pop()
+            raise
 
     def __getattribute__(self, name: str) -> Any:
         # Methods of the base class such as register_step_pre_hook() use attributes that only `opt` has.
@@ -199,9 +206,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return getattr(self.optimizer, name)
         return super().__getattribute__(name)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ArgumentError(
+            "a DistributedOptimizer cannot be copied or pickled, as it belongs to the communicators of a job. Save its "
+            "state_dict(), or copy model and optimizer before the optimizer is wrapped."
+        )
+
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet, during copying
-            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:

@@ -125,7 +125,7 @@ def synchronize_gradients(
         GradientError: A gradient is sparse on one rank and dense on another, or ``step()`` or a GradScaler has used the
             gradients before this call; raised on all ranks.
         ArgumentError: The net is registered for asynchronous backward, is inside ``join`` on another communicator, or
-            has shards that do not fit to the communicator or to ``average=False``.
+            has shards that do not fit to the communicator or to ``average=False``; or `bucket_bytes` is less than 1.
 
     Example:
         loss.backward()
@@ -137,6 +137,8 @@ def synchronize_gradients(
             "synchronize_gradients(): the net is registered for asynchronous backward, so its gradients are "
             "being reduced. Call synchronize_gradients_async(net), or unregister_async_backward(net) first."
         )
+    if bucket_bytes is not None:
+        default_bucket_bytes(bucket_bytes, ())  # also where no bucket is used
     communicator = runtime.communicator(comm)
     size = communicator.intra.size
     reduction = GradientReduction(size if average else 1, size, *transport(compression))
