@@ -317,11 +317,23 @@ def test_criterion_with_parameters_is_trained_too(agree):
 
     for asynchronous in (False, True):
         criterion, net = Scaled(), network()
+        criterion.shared = net[0].bias
         engine = AllReduceSGDEngine(asynchronous=asynchronous, progress=False)
         batches = make_batches(2, seed=mpi.rank())
         engine.train(network=net, criterion=criterion, iterator=batches, lr=0.1, max_epochs=2)
         agree(criterion.scale.item() not in (1.0, 1.0 + mpi.rank()), "the criterion was not trained")
         mpinn.check_with_allreduce(criterion)
+
+
+def test_after_an_error_the_network_is_not_registered(agree):
+    net, engine = network(), AllReduceSGDEngine(asynchronous=True, progress=False)
+    fail = engine.on("on_backward")(lambda state: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(engine, net, make_batches(2, seed=mpi.rank()))
+    agree(all(not each._post_accumulate_grad_hooks for each in net.parameters()), "hooks are left")
+    engine.hooks.on_backward.remove(fail)
+    train(engine, net, make_batches(2, seed=mpi.rank()))
+    mpinn.check_with_allreduce(net)
 
 
 @pytest.mark.parametrize(("hook", "t", "epoch"), [("on_update", 3, 0), ("on_end_epoch", 9, 1), ("on_start", 0, 0)])

@@ -98,6 +98,7 @@ def test_equals_one_process_on_whole_batches(agree, accumulate):
     agree.equal(last["validation"]["error"], state.validation.value("error"))
     agree(0 <= last["validation"]["second"] <= last["validation"]["error"], "error of the two best")
     agree.equal([hooks for hooks in (engine.hooks.on_start_epoch, engine.hooks.on_end_epoch) if hooks], [])
+    agree.equal(engine._kept, {})
 
 
 def test_parts_of_all_ranks_are_the_whole_batches(agree):
@@ -141,5 +142,25 @@ def test_ambiguous_calls_are_refused(agree):
 
 
 def test_default_optimizer(agree):
-    result = fit(network(), tensors(), engine=AllReduceSGDEngine(progress=False))
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output * self.scale, target)
+
+    criterion = Scaled()
+    result = fit(network(), tensors(), criterion=criterion, engine=AllReduceSGDEngine(progress=False))
     agree(isinstance(result.state.optimizer, torch.optim.Adam), "no Adam")
+    agree(criterion.scale.item() != 1, "the criterion was not trained")
+
+
+def test_sync_batchnorm_needs_examples_on_all_ranks(agree):
+    """The last batch has one example."""
+    net = nn.Sequential(nn.Linear(4, 8), mpinn.SyncBatchNorm(8), nn.Linear(8, 3))
+    arguments = {"batch_size": 2 * mpi.size(), "engine": AllReduceSGDEngine(progress=False)}
+    data = tensors(2 * mpi.size() + 1)
+    if mpi.size() > 1:
+        with pytest.raises(ArgumentError, match=r"'1' is a SyncBatchNorm.*the last batch has at least"):
+            fit(net, data, **arguments)

@@ -161,6 +161,14 @@ def test_errors_of_hooks_and_data_propagate_and_leave_no_thread():
     engine.train(iterator=batches(), **arguments)  # the engine is usable again
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_modules_in_evaluation_mode_remain_so_unless_all_are(is_training):
+    net = network().train(is_training)
+    net[1].eval()
+    quiet().train(network=net, criterion=nn.CrossEntropyLoss(), iterator=batches(1), lr=0.1)
+    assert (net.training, net[1].training) == (True, not is_training)
+
+
 def test_stop_ends_the_epoch():
     engine, ends = quiet(), []
     engine.hooks.on_update.append(lambda state: setattr(state, "stop", state.t == 5))

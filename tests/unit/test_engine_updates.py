@@ -81,6 +81,16 @@ def test_clipping_of_values():
     assert state.grad_norm is None
 
 
+def test_clipping_of_sparse_values():
+    weights = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 3))
+        train(net, data=[(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 2]))], clip_grad_value=0.02)
+        weights.append(net[0].weight)
+    assert torch.equal(*weights)
+
+
 def test_hooks_see_gradients_before_clipping():
     engine, seen = quiet(), []
     engine.on("on_backward")(lambda state: seen.append(nn.utils.get_total_norm([state.network[0].weight.grad])))
@@ -156,6 +166,14 @@ def test_autocast(autocast):
     assert same(mine, explicit_loop(network(), lambda p: None, autocast=True))
 
 
+def test_autocast_of_the_caller_remains():
+    engine, dtypes = quiet(), []
+    engine.on("on_forward")(lambda state: dtypes.append(state.output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        train(network(), engine)
+    assert dtypes == [torch.bfloat16] * 4
+
+
 def test_a_scaler_changes_nothing_but_skips_infinite_gradients():
     data = batches()
     data.insert(1, (data[0][0] * torch.inf, data[0][1]))
@@ -223,6 +241,7 @@ def concatenated_pairs():
         ({"autocast": torch.float64}, "autocast=torch.float64"),
         ({"autocast": "bf16"}, "autocast='bf16'"),
         ({"scheduler_step": "batch"}, "scheduler_step='batch'"),
+        ({"scheduler": lambda _: None}, "has returned None"),
         (
             {"scheduler": lambda _: torch.optim.lr_scheduler.StepLR(torch.optim.SGD(network().parameters(), 1.0), 1)},
             "StepLR of another optimizer",

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from .. import nn as mpinn
 from ..errors import ArgumentError, DeviceError, RankLostError, TorchMPIError
 from ..log import logger
+from ..nn.async_backward import AsyncBackward
+from ..nn.replica import attached
+from ..nn.sync import ASYNC_BACKWARD
 from ..session import api, recovery, runtime
 from ..tensors import streams
 from .checkpoint import Saved
@@ -59,7 +62,7 @@ class AllReduceSGDEngine(SGDEngine):
         self._coordinator = AllRanks()
         self._use_gpu, self._device_sync = use_gpu, device_sync
         self._asynchronous, self._dynamic_network, self._debug = asynchronous, dynamic_network, debug
-        self._registered: list[tuple[nn.Module, list[nn.Parameter]]] = []
+        self._registered: tuple[nn.Module, list[int]] | None = None
         self._copy_every: int | None = None
         self._recovery_seconds = 0.0
         self._copies = MemoryCopies()
@@ -158,12 +161,12 @@ class AllReduceSGDEngine(SGDEngine):
         if self._asynchronous:
             self._register(state)
 
-    def _begin_step(self, state: State) -> None:
-        if self._asynchronous and self._dynamic_network:
-            # By identity: parameters compare element by element.
-            known = [list(map(id, trainable)) for _, trainable in self._registered]
-            if known != [list(map(id, _trainable(module))) for module in _own(state)]:
-                self._register(state)
+    def _begin_step(self, state: State, num_active: int) -> None:
+        if num_active < self._coordinator.size:
+            _refuse_sync_batchnorm(state.network)
+        known = [] if self._registered is None else self._registered[1]
+        if self._asynchronous and self._dynamic_network and known != _trainable_ids(state):
+            self._register(state)
         if self._debug:
             for module in _trained(state):
                 # Without buffers: the statistics of batch norm differ, as each rank has its own data.
@@ -176,11 +179,11 @@ class AllReduceSGDEngine(SGDEngine):
     def _synchronize(self, state: State) -> None:
         if isinstance(state.optimizer, mpinn.DistributedOptimizer):
             state.optimizer.synchronize()
+        if self._registered is not None:
+            mpinn.synchronize_gradients_async(self._registered[0], flush=True)
+            return
         for module in _own(state):
-            if self._asynchronous:
-                mpinn.synchronize_gradients_async(module, flush=True)
-            else:
-                mpinn.synchronize_gradients(module)
+            mpinn.synchronize_gradients(module)
 
     def _clip_norm(self, parameters: list[Tensor], limit: float) -> Tensor:
         return mpinn.clip_grad_norm_(parameters, limit)
@@ -188,15 +191,25 @@ class AllReduceSGDEngine(SGDEngine):
     def _end(self, state: State) -> None:
         self._unregister()
 
+    def _fail(self) -> None:
+        if self._registered is not None:
+            backward: AsyncBackward | None = attached(self._registered[0], ASYNC_BACKWARD)
+            self._registered = None
+            if backward is not None:
+                backward.abandon()
+
     def _register(self, state: State) -> None:
         self._unregister()
-        for module in _own(state):
-            mpinn.register_async_backward(module, state.accumulate)
-            self._registered.append((module, _trainable(module)))
+        modules = _own(state)
+        if modules:  # together, as a criterion may share parameters with the network
+            together = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+            mpinn.register_async_backward(together, state.accumulate)
+            self._registered = together, _trainable_ids(state)
 
     def _unregister(self) -> None:
-        while self._registered:
-            mpinn.unregister_async_backward(self._registered.pop()[0])
+        if self._registered is not None:
+            (module, _), self._registered = self._registered, None
+            mpinn.unregister_async_backward(module)
 
 
 def _trained(state: State) -> list[nn.Module]:
@@ -214,12 +227,27 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def _trainable_ids(state: State) -> list[int]:
+    return [id(parameter) for module in _own(state) for parameter in _trainable(module)]
+
+
+def _refuse_sync_batchnorm(network: nn.Module) -> None:
+    """Refuse a network whose forward pass communicates, in an update in which some ranks do not run it."""
+    for name, module in network.named_modules():
+        if isinstance(module, mpinn.SyncBatchNorm) and module.training:
+            raise ArgumentError(
+                f"rank {api.rank()}: some ranks have no batch for this update, but {name!r} is a SyncBatchNorm, which "
+                "needs the batches of all ranks. Give all ranks equally many batches; for fit(), choose the number of "
+                f"examples, or batch_size, such that the last batch has at least {api.size()} examples."
+            )
+
+
 def _refuse_unsynchronized(state: State) -> None:
     """Refuse parameters that the optimizer would change, but of which nobody averages the gradients."""
     assert state.optimizer is not None
     if isinstance(state.optimizer, mpinn.DistributedOptimizer):
         return  # refuses such parameters itself
-    known = set(map(id, trained_parameters(state)))
+    known = set(map(id, trained_parameters(state.network, state.criterion)))
     for index, group in enumerate(state.optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if parameter.requires_grad and id(parameter) not in known:

@@ -17,6 +17,7 @@ from ..session import api
 from .allreduce_engine import AllReduceSGDEngine
 from .meters import AverageValueMeter
 from .state import State
+from .updates import trained_parameters
 
 Data = Dataset[Any] | tuple[Tensor, Tensor]
 
@@ -96,16 +97,17 @@ def fit(
         if not api.is_started():
             stack.enter_context(api.started())
         dataset = _dataset("data", data)
+        criterion = _default_criterion(dataset) if criterion is None else criterion
         batches = partial(_loader, dataset, batch_size, seed if shuffle else None, num_workers)
         if validate is not None:
             options["validate"] = partial(_loader, _dataset("validate", validate), batch_size, None, num_workers)
         if lr is None and optimizer is None:
-            optimizer = torch.optim.Adam(parameter for parameter in network.parameters() if parameter.requires_grad)
+            optimizer = torch.optim.Adam(trained_parameters(network, criterion))
         engine = AllReduceSGDEngine() if engine is None else engine
         history = stack.enter_context(_History(engine))
         state = engine.train(
             network=network,
-            criterion=_default_criterion(dataset) if criterion is None else criterion,
+            criterion=criterion,
             iterator=batches,
             lr=lr,
             optimizer=optimizer,
@@ -170,13 +172,14 @@ class _History:
             "on_forward_criterion": self._count,
             "on_end_epoch": self._record,
         }
-        engine.keep(fit_loss=self._loss)
 
     def __enter__(self) -> _History:
         self._engine.add(self._hooks)
+        self._engine.keep(fit_loss=self._loss)
         return self
 
     def __exit__(self, *_: object) -> None:
+        del self._engine._kept["fit_loss"]
         for name, hook in self._hooks.items():
             self._engine.hooks.at(name).remove(hook)  # type: ignore[arg-type]  # the keys are names of hooks
 

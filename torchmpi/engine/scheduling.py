@@ -41,6 +41,8 @@ class Schedule:
         made: Any = scheduler
         if scheduler is not None and not hasattr(scheduler, "step"):
             made = scheduler(unwrapped(optimizer))
+            if not hasattr(made, "step"):
+                raise ArgumentError(f"scheduler= is a function that has returned {made!r}, which has no step()")
         self.scheduler: Scheduler | None = made
         self._when = when
         target = getattr(made, "optimizer", optimizer)

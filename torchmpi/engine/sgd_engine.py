@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,8 @@ class SGDEngine(Engine):
         """Train a network.
 
         Args:
-            network: Network to train; moved to the engine's device.
+            network: Network to train; moved to the engine's device. If it is in evaluation mode, all of its modules are
+                put into training mode; otherwise the modes of its modules remain.
             criterion: Loss function or module, called as ``criterion(output, target)``. Parameters of a module are
                 trained too.
             iterator: Iterable that can be iterated once per epoch. It yields pairs ``(input, target)`` or mappings
@@ -113,7 +114,7 @@ class SGDEngine(Engine):
                 ``ReduceLROnPlateau`` gets the metric of `stop_early`, by default the loss of the validation.
             scheduler_step: When the scheduler is stepped: after each "epoch", or "step" (update).
             autocast: ``torch.bfloat16`` (or True) or ``torch.float16``: run network and criterion under
-                ``torch.autocast``.
+                ``torch.autocast``; None changes nothing.
             scaler: Scales the losses against underflow of 16-bit gradients. If a gradient of any rank is not finite,
                 all ranks skip the update.
             validate: Batches for ``test()`` after each epoch, before the scheduler, or a function that returns them;
@@ -169,14 +170,15 @@ class SGDEngine(Engine):
         device_copy = self._move(state)
         if optimizer is None:
             assert lr is not None
-            optimizer = state.optimizer = torch.optim.SGD(trained_parameters(state), lr=lr)
+            optimizer = state.optimizer = torch.optim.SGD(trained_parameters(network, criterion), lr=lr)
         schedule = Schedule(scheduler, scheduler_step, optimizer, is_validated=validation is not None)
         saved = self._read_checkpoint(resume)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
         run = TrainingRun(state, iterator, options, schedule, scaler, validation, device_copy, bar, self._coordinator)
         with self._running(run):
             self._begin(state)
-            network.train()
+            if not network.training:  # otherwise some modules may be in evaluation mode on purpose
+                network.train()
             self._train(run, saved)
             run.saver.wait()
             self._end(state)
@@ -296,7 +298,7 @@ class SGDEngine(Engine):
         assert state.optimizer is not None
         update = GradientUpdate(options, state.optimizer, run.scaler)
         state.sample, state.output, state.loss = None, None, None
-        self._begin_step(state)
+        self._begin_step(state, num_active)
         state.optimizer.zero_grad()
         while sample is not None:
             state.sample = sample
@@ -324,7 +326,7 @@ class SGDEngine(Engine):
         state.sample = as_sample(state.sample)  # a hook may have assigned a pair
         self._wait_for_device()
         device_type = self._pick_device(state.network).type
-        autocast = torch.autocast(device_type, state.autocast, enabled=state.autocast is not None)
+        autocast = nullcontext() if state.autocast is None else torch.autocast(device_type, state.autocast)
         with timeline.range("forward"), autocast:
             state.output = state.network(state.sample.input)
         self.hooks.call("on_forward", state)
@@ -396,8 +398,8 @@ class SGDEngine(Engine):
         if isinstance(state.optimizer, DistributedOptimizer):
             raise ArgumentError("SGDEngine trains in one process; with a DistributedOptimizer use AllReduceSGDEngine")
 
-    def _begin_step(self, state: State) -> None:
-        """Prepare an update; called before each one, also on a rank without a batch."""
+    def _begin_step(self, state: State, num_active: int) -> None:
+        """Prepare an update; called before each one, also on a rank without a batch. `num_active` ranks have one."""
 
     def _check_sources(self, *sources: Source) -> None:
         """Raise if the data cannot be divided anew, but may have to be."""
@@ -420,6 +422,9 @@ class SGDEngine(Engine):
 
     def _end(self, state: State) -> None:
         """Clean up after training, unless training has failed."""
+
+    def _fail(self) -> None:
+        """Clean up after an error, without communication."""
 
     def _pick_device(self, network: nn.Module) -> torch.device:
         if self._device is not None:
@@ -461,6 +466,9 @@ class SGDEngine(Engine):
         self._run = run
         try:
             yield
+        except BaseException:
+            self._fail()
+            raise
         finally:
             self._run = None
             run.close()

@@ -8,15 +8,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..errors import ArgumentError
-from ..session import call_metrics, runtime
+from ..session import api, call_metrics, runtime
 from .state import State
 
 
 class TensorBoard:
     """Writes loss, learning rate and times of each update for TensorBoard; pass it to ``engine.add()``.
 
-    Only rank 0 writes. The scalars are ``loss`` (of the last batch of rank 0), ``lr``, ``seconds/update``, and
-    ``seconds/calls``: those in calls since the last update, of which asynchronous ones overlap with the update.
+    Only rank 0 of the current communicator writes. The scalars are ``loss`` (of the last batch of rank 0), ``lr``,
+    ``seconds/update``, and ``seconds/calls``: those in calls since the last update, of which asynchronous ones overlap
+    with the update.
 
     Args:
         target: A folder, for a ``SummaryWriter`` of torch; or an object with ``add_scalar(name, value, step)``.
@@ -69,7 +70,7 @@ class TensorBoard:
 
 
 def _is_first_rank() -> bool:
-    return not runtime.is_running() or runtime.current().world.rank == 0
+    return not runtime.is_running() or api.rank() == 0
 
 
 def _seconds_in_calls() -> float:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, GradientError
 from ..nn import DistributedOptimizer
-from .state import Sample, State
+from ..nn.clipping import clamp_gradients
+from .state import Sample
 
 Weight = Literal["batch", "example"]
 ClipNorm = Callable[[list[Tensor], float], Tensor]
@@ -117,9 +118,13 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
 
 
-def trained_parameters(state: State) -> list[nn.Parameter]:
-    """Return the trainable parameters of network and criterion, each once."""
-    modules = (m for m in (state.network, state.criterion) if isinstance(m, nn.Module))
+def trained_parameters(network: nn.Module, criterion: Callable[..., Tensor]) -> list[nn.Parameter]:
+    """Return the trainable parameters of network and criterion, each once.
+
+    >>> len(trained_parameters(nn.Linear(2, 2), nn.CrossEntropyLoss()))
+    2
+    """
+    modules = (module for module in (network, criterion) if isinstance(module, nn.Module))
     # A dict, because a criterion may share parameters with the network.
     return list({p: None for module in modules for p in module.parameters() if p.requires_grad})
 
@@ -179,7 +184,7 @@ class GradientUpdate:
         """Clip the gradients, which are equal on all ranks; return the norm before if there is a limit for it."""
         limit = self._options.clip_grad_norm
         if self._options.clip_grad_value is not None:
-            nn.utils.clip_grad_value_(self._parameters, self._options.clip_grad_value)
+            clamp_gradients(self._parameters, self._options.clip_grad_value)
         if limit is None:
             return None
         norm = clip_norm(self._parameters, limit)
