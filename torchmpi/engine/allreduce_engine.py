@@ -172,9 +172,9 @@ class AllReduceSGDEngine(SGDEngine):
                 # Without buffers: the statistics of batch norm differ, as each rank has its own data.
                 mpinn.check_with_allreduce(module, buffers=False)
 
-    def _wait_for_device(self) -> None:
-        if self._device_sync and api.device().type == "cuda" and self._use_gpu is not False:
-            torch.cuda.synchronize(api.device())
+    def _wait_for(self, device: torch.device) -> None:
+        if self._device_sync and device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _synchronize(self, state: State) -> None:
         if isinstance(state.optimizer, mpinn.DistributedOptimizer):

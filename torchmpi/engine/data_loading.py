@@ -191,11 +191,6 @@ class Prefetcher(Generic[T]):
         self._room = threading.Semaphore(depth)
         self._loaded: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the loading thread has been started."""
-        return self._thread is not None
-
     def __iter__(self) -> Iterator[T]:
         return self
 

@@ -324,16 +324,16 @@ class SGDEngine(Engine):
         """Return the loss, including changes that hooks make to ``state.loss``."""
         self.hooks.call("on_sample", state)
         state.sample = as_sample(state.sample)  # a hook may have assigned a pair
-        self._wait_for_device()
-        device_type = self._pick_device(state.network).type
-        autocast = nullcontext() if state.autocast is None else torch.autocast(device_type, state.autocast)
+        device = self._pick_device(state.network)
+        self._wait_for(device)
+        autocast = nullcontext() if state.autocast is None else torch.autocast(device.type, state.autocast)
         with timeline.range("forward"), autocast:
             state.output = state.network(state.sample.input)
         self.hooks.call("on_forward", state)
         with timeline.range("criterion"), autocast:
             state.loss = state.criterion(state.output, state.sample.target)
         self.hooks.call("on_forward_criterion", state)
-        self._wait_for_device()
+        self._wait_for(device)
         if state.training:
             self.hooks.call("on_backward_criterion", state)
         assert state.loss is not None
@@ -411,7 +411,7 @@ class SGDEngine(Engine):
         """Return the state from which the remaining ranks continue; raise an error that is not the loss of a rank."""
         raise error
 
-    def _wait_for_device(self) -> None:
+    def _wait_for(self, device: torch.device) -> None:
         """Wait for the device, if requested; called when the sample is on the device, and when the loss is computed."""
 
     def _synchronize(self, state: State) -> None:

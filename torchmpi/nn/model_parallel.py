@@ -81,8 +81,8 @@ class MPLinear(nn.Module):
             )
         layer_comm = self._layer_comm
         layer_comm.check_same_input(input)
-        partial_output = nn.functional.linear(_apply("narrow", input, layer_comm), self.weight)
-        output = _apply("reduce", partial_output, layer_comm)
+        partial_output = nn.functional.linear(linear_map(input, layer_comm.narrow, layer_comm.gather), self.weight)
+        output = linear_map(partial_output, layer_comm.reduce, layer_comm.replicate)
         return output if self.bias is None else output + self.bias
 
     @torch.no_grad()
@@ -197,10 +197,3 @@ class _LayerComm(Attachment):
         """Concatenate the features of all ranks in rank order; the result is replicated."""
         whole: Tensor = collectives.allgather(part.detach().movedim(-1, 0).contiguous(), comm=self.comm)
         return whole.movedim(0, -1)
-
-
-_TRANSPOSED = {"reduce": "replicate", "replicate": "reduce", "narrow": "gather", "gather": "narrow"}
-
-
-def _apply(name: str, tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
-    return linear_map(tensor, getattr(layer_comm, name), getattr(layer_comm, _TRANSPOSED[name]))
