@@ -99,10 +99,9 @@ def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None)
 
 @torch.no_grad()
 def clamp_gradients(parameters: Sequence[Tensor], clip_value: float) -> None:
-    """Limit each gradient value; ``clip_grad_value_`` of torch fails for sparse gradients."""
-    nn.utils.clip_grad_value_([each for each in parameters if not _is_sparse(each)], clip_value)
+    """Limit each gradient value. ``clip_grad_value_`` of torch fails for sparse gradients, and if there are none."""
     for parameter in parameters:
-        if _is_sparse(parameter):
+        if parameter.grad is not None:
             _values(parameter).clamp_(-clip_value, clip_value)
 
 
