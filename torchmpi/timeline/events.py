@@ -154,6 +154,9 @@ class FastNotes(Protocol):
     def know(self, code: CodeType, is_own: bool) -> None:
         """Have calls of this code noted, or those of its callers if it is own code: of torchmpi or torch."""
 
+    def num_waiting(self) -> int:
+        """Return the number of notes."""
+
     def take(self) -> list[PlainCall]:
         """Return some notes; none if there are none."""
 
@@ -414,8 +417,10 @@ def note_fast_call(info: FastCallInfo | FastMessageInfo, numbers: bytes) -> None
 
 
 def collect() -> None:
-    """Pass the calls that the fast path has noted to the queues."""
-    while fast_notes is not None and (taken := fast_notes.take()):
+    """Pass the calls that the fast path has noted until now to the queues."""
+    num_waiting = 0 if fast_notes is None else fast_notes.num_waiting()
+    while fast_notes is not None and num_waiting > 0 and (taken := fast_notes.take()):
+        num_waiting -= len(taken)  # the program may note calls as fast as they are taken
         for queue in _queues:
             for record in taken:
                 queue.put(record)

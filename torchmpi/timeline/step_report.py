@@ -88,7 +88,7 @@ class StepReport(NamedTuple):
             if not trace.is_complete:
                 lines.append(f"rank {trace.rank} did not complete its file: it was killed, or still runs")
             if trace.num_lost:
-                lines.append(f"rank {trace.rank} has lost {trace.num_lost} events: the disk was too slow")
+                lines.append(f"rank {trace.rank} has lost {trace.num_lost} events: they came faster than it can write")
         if self.error_seconds:
             lines.append(f"clocks of the hosts are aligned to {_milliseconds(self.error_seconds)}")
         if (early := -earliest_result(self.aligned)) > self.error_seconds:

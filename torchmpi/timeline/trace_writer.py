@@ -27,6 +27,8 @@ FIRST_ROW = 1000
 it puts the rows 0 of all ranks together, and drops slices that overlap there. It takes a row with the number of a
 process for its main thread."""
 _FLUSH_SECONDS = 0.5
+_MOST_RECORDS = 5000
+"""The most records in a gzip member: a job that makes calls without a pause loses the last member if it is killed."""
 _MOST_TEXTS = 10_000
 _MOST_PARTS = 1000
 _COMPRESSION = 1  # of 9: events are alike, so that more effort hardly pays
@@ -79,15 +81,25 @@ class TraceWriter:
         os.close(self._file)
 
     def _run(self) -> None:
-        while not self._stopped.wait(_FLUSH_SECONDS):
+        while not self._stopped.wait(_FLUSH_SECONDS if len(self._events) < _MOST_RECORDS else 0):
             with contextlib.suppress(OSError):  # a full disk must not end the job
                 self._flush()
 
     def _flush(self, *, last: bool = False) -> None:
         collect()
-        events = self._events
-        for _ in range(len(events)):
-            record = events.popleft()
+        num_records = len(self._events)
+        while num_records > _MOST_RECORDS:
+            self._format(_MOST_RECORDS)
+            self._write(last=False)
+            num_records -= _MOST_RECORDS
+            collect()  # before the notes of the meantime fill their ring
+        self._format(num_records)
+        self._write(last=last)
+
+    def _format(self, num_records: int) -> None:
+        """Make lines of the oldest records."""
+        for _ in range(num_records):
+            record = self._events.popleft()
             if not isinstance(record, (SliceRecord, CallRecord)):
                 record = call_record(record)
             if isinstance(record, SliceRecord) and record.category == PART:
@@ -101,8 +113,11 @@ class TraceWriter:
             self._parts[thread] = parts[-_MOST_PARTS:]
             if not parts:
                 del self._parts[thread]
-        if events.num_lost or last:
-            self._lines.append(self._metadata("torchmpi_lost", events=events.num_lost))
+
+    def _write(self, *, last: bool) -> None:
+        """Write the lines as one gzip member."""
+        if self._events.num_lost or last:
+            self._lines.append(self._metadata("torchmpi_lost", events=self._events.num_lost))
         if last:
             self._lines.append(self._metadata("torchmpi_end"))
         if not self._lines:
