@@ -85,10 +85,14 @@ def test_buckets_have_the_names_of_their_parameters(agree, folder):
             net(torch.ones(2, 3)).sum().backward()
             mpinn.synchronize_gradients_async(net)
             optimizer.step()
-    mpinn.unregister_async_backward(net)
+        mpinn.unregister_async_backward(net)
+        mpinn.synchronize_gradients(net)
+        mpinn.synchronize_gradients(net, compression="bf16", bucket_bytes=64)
     own = traces_of(folder)[mpi.rank()]
-    labels = {each.details["label"] for each in own.calls if "label" in each.details}
-    agree.equal(labels, {"bucket 0: 1.bias to 0.weight"})
+    labels = dict.fromkeys(each.details["label"] for each in own.calls if "label" in each.details)
+    of_async, *of_sync = [label for label in labels if label != "gradients: 0.weight to 1.bias"]
+    agree.equal(of_async, "bucket 0: 1.bias to 0.weight")
+    agree.equal(of_sync, ["bucket 0: 0.weight to 0.bias", "bucket 1: 1.weight to 1.bias"])
     agree.equal(len(own.intervals("step")), 3)
 
 

@@ -425,13 +425,9 @@ class AsyncBackward(Attachment):
             with self._reporting_later():
                 bucket.pack()
             part = self._bucket_parts[index]
-            with nullcontext() if events.recorder is None else events.labelled(self._described(index)):
+            is_recorded = events.recorder is not None
+            with Replica(self.net).labelled(f"bucket {index}", bucket.parameters) if is_recorded else nullcontext():
                 self._finishers.append(self._of_part(part, reduction).start(bucket.flat, bucket, part.comm))
-
-    def _described(self, index: int) -> str:
-        """Return the number of a bucket and the names of its first and last parameter."""
-        names = Replica(self.net).names([self.buckets[index].parameters[position] for position in (0, -1)])
-        return f"bucket {index}: {' to '.join(dict.fromkeys(names))}"
 
     def _of_part(self, part: _Part, reduction: GradientReduction) -> GradientReduction:
         """Return the reduction of a part, where `reduction` is that of the replicated parameters."""

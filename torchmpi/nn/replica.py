@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
+from ..timeline import events
 from .sharding import SHARDED, Sharding
 
 Net = nn.Module | Iterable[Tensor]
@@ -123,6 +125,12 @@ class Replica:
             known = {id(tensor): name for name, tensor in self._root.named_buffers()}
             known.update((id(tensor), name) for name, tensor in self._root.named_parameters())
         return [known.get(id(tensor), f"tensor {index}") for index, tensor in enumerate(tensors)]
+
+    def labelled(self, label: str, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Label calls in timelines, with the names of the first and the last of their tensors."""
+        if events.recorder is None or not tensors:
+            return nullcontext()
+        return events.labelled(f"{label}: {' to '.join(dict.fromkeys(self.names((tensors[0], tensors[-1]))))}")
 
     def name(self, tensor: Tensor) -> str:
         """Return the name of one tensor."""

@@ -160,7 +160,8 @@ def synchronize_gradients(
     replica = Replica(net)
     parts = replica.shard_parts(communicator, average=average) if replica.shards else []
     early = early_uses(replica.trainable) if deferred is None else deferred.take_changes()
-    reduce_gradients(replica, reduction, bucket_bytes, communicator, early)
+    with replica.labelled("gradients", replica.trainable):
+        reduce_gradients(replica, reduction, bucket_bytes, communicator, early)
     for part, holders in parts:
         reduce_gradients(part, reduction.average_over(holders.size), bucket_bytes, holders)
     if deferred is not None:
@@ -214,7 +215,7 @@ def reduce_gradients(
             break
     in_place = is_within_host and reduction.wire is None and not is_compressed
     if not in_place or not _reduce_within_host(blocks, dense, reduction, comm):
-        _reduce_in_buckets(blocks, rest, dense, reduction, default_bucket_bytes(bucket_bytes, rest), comm)
+        _reduce_in_buckets(replica, blocks, rest, dense, reduction, default_bucket_bytes(bucket_bytes, rest), comm)
     for parameter in presence.sparse:
         reduction.run_sparse(parameter, comm)
 
@@ -237,6 +238,7 @@ def _reduce_within_host(
 
 
 def _reduce_in_buckets(
+    replica: Replica,
     blocks: Sequence[ViewBucket],
     rest: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -252,13 +254,14 @@ def _reduce_in_buckets(
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
     buckets: Iterable[ViewBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
     is_plain = reduction.wire is None and not reduction.is_compressed(comm)
-    for bucket in buckets:  # a bucket is freed as soon as it is unpacked
+    for index, bucket in enumerate(buckets):  # a bucket is freed as soon as it is unpacked
         flat = bucket.pack()
-        if is_plain and flat.device.type != "cpu" and enqueues(flat, comm):
-            reduction.run(flat, comm)
-            bucket.unpack()
-            continue
-        in_flight.append((reduction.start(flat, bucket, comm), bucket.unpack))
+        with replica.labelled(f"bucket {index}", bucket.parameters):
+            if is_plain and flat.device.type != "cpu" and enqueues(flat, comm):
+                reduction.run(flat, comm)
+                bucket.unpack()
+                continue
+            in_flight.append((reduction.start(flat, bucket, comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
             _finish(in_flight.popleft())
     for steps in in_flight:
