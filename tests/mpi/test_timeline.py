@@ -325,6 +325,7 @@ class Spy:
     def __init__(self, notes):
         self._notes, self.know, self.note = notes, fast_path.notes.know, fast_path.notes.note
         self.note_wait, self.note_origin = fast_path.notes.note_wait, fast_path.notes.note_origin
+        self.num_waiting = fast_path.notes.num_waiting
 
     def take(self):
         taken = fast_path.notes.take()
