@@ -96,6 +96,20 @@ def test_buckets_have_the_names_of_their_parameters(agree, folder):
     agree.equal(len(own.intervals("step")), 3)
 
 
+def test_buckets_of_ddp_have_numbers(agree, folder, default_group):
+    net = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+    net = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.5)
+    for step in range(5):
+        if step == 2:  # DDP has chosen its buckets
+            mpi.timeline.start(folder)
+        net(torch.ones(2, 300)).sum().backward()
+    mpi.timeline.stop()
+    labels = [each.details["label"] for each in traces_of(folder)[mpi.rank()].calls if "label" in each.details]
+    numbers = [int(label.removeprefix("bucket ").removesuffix(f" {events.OF_DDP}")) for label in labels]
+    agree(len(numbers) % 3 == 0 and numbers == 3 * list(range(len(numbers) // 3)), f"{labels}")
+    agree(len(numbers) >= 6, f"{labels}")
+
+
 def test_messages_are_recorded(agree, folder):
     if mpi.size() < 2:
         pytest.skip("needs two ranks")

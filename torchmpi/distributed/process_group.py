@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -78,6 +78,8 @@ class ProcessGroup(GroupProperties):
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
         self._num_monitored = 0
+        self._buckets: list[int] = []
+        """The addresses of the buckets of DDP that this backward pass has reduced, while calls are recorded."""
         self._block: list[dist.Work] | None = None
         """The works of the calls so far in the block of a coalescing manager."""
 
@@ -117,8 +119,16 @@ class ProcessGroup(GroupProperties):
         if is_composite:
             task = partial(self._run_composed, task, [tensor], reduction)
         is_bucket = events.recorder is not None and torch_names.is_bucket_of_ddp(tensor)
-        with events.labelled(events.DDP_BUCKET) if is_bucket else nullcontext():
+        with self._labelled_bucket(tensor) if is_bucket else nullcontext():
             return self._launch(task, [tensor], opts, "all_reduce")
+
+    def _labelled_bucket(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
+        """Label a call in timelines with the number of the bucket in this backward pass."""
+        address = tensor.data_ptr()
+        if address in self._buckets:  # another pass has begun
+            self._buckets.clear()
+        self._buckets.append(address)
+        return events.labelled(f"bucket {len(self._buckets) - 1} {events.OF_DDP}")
 
     def _run_composed(self, task: Callable[[], object], tensors: Tensors, reduction: Any) -> None:
         """Scale the tensors, run `task`, and divide. Runs in the queue: earlier calls may use the tensors before."""

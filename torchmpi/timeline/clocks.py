@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-_DRIFT_BOUND = 100e-6
-"""Largest drift of the clock of a computer, for times that no later measurement bounds: 100 ppm."""
+_DRIFT_BOUND = 500e-6
+"""The drift assumed after the last measurement: the largest rate by which Linux corrects a clock for NTP."""
 
 _NUM_READINGS = 20
 

@@ -36,8 +36,8 @@ MOST_EVENTS = 1 << 17
 """The most records in a queue."""
 _frame_at, _this_thread = sys._getframe, threading.get_ident
 _FAST_NUMBERS, _ORIGIN_FIELDS = struct.Struct("4q8x"), struct.Struct("3q")
-DDP_BUCKET = "bucket of DistributedDataParallel"
-"""The label of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
+OF_DDP = "of DistributedDataParallel"
+"""The end of the labels of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
 """Categories of the parameter server: calls of a client, its requests to one rank, and requests that a rank serves."""
 BACKGROUND_MESSAGE = "background message"

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .aligned_calls import AlignedCall
-from .events import BACKGROUND_MESSAGE, DDP_BUCKET, SERVER_CALL
+from .events import BACKGROUND_MESSAGE, OF_DDP, SERVER_CALL
 from .trace_reader import MAIN_THREAD, RankTrace, TracedCall
 
 Span = tuple[float, float]
@@ -112,7 +112,7 @@ def _waits_of_reducer(calls: Sequence[TracedCall], steps: Sequence[Span]) -> lis
 
     The last bucket is queued when all gradients of the step exist, so nothing is left to compute for backward().
     """
-    buckets = sorted(call for call in calls if call.details.get("label") == DDP_BUCKET)
+    buckets = sorted(call for call in calls if call.details.get("label", "").endswith(OF_DDP))
     found = []
     for begin, end in steps:
         inside = [call for call in buckets if begin <= call.queued < end]
