@@ -26,6 +26,7 @@ from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli.doctor import diagnosis
 from torchmpi.engine import checkpoint
+from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import CheckpointError, LaunchError
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.session.launcherless import mesh
@@ -256,23 +257,10 @@ def test_an_index_of_servers_names_no_file_outside_its_folder(tmp_path):
 # --- checkpoints of engines ---------------------------------------------------------------------------------------
 
 
-class Alone:
-    """The coordinator of one process."""
-
-    rank, size = 0, 1
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint") / "run"
-    coordinator: Any = Alone()
-    saver = checkpoint.Saver(coordinator)
+    saver = checkpoint.Saver(SingleProcess())
     net = torch.nn.Linear(3, 2)
     saver.save(path, checkpoint.Content({"epoch": 1}, {}, {"network": net.state_dict()}))
     saver.close()
@@ -287,13 +275,12 @@ def restore(path: Path, files: dict[str, bytes]) -> None:
 @FEW
 @given(st.data())
 def test_a_damaged_checkpoint_is_refused_or_right(saved, data):
-    coordinator: Any = Alone()
     files = {file.name: file.read_bytes() for file in saved.iterdir()}
-    right = checkpoint.read(saved, coordinator)
+    right = checkpoint.read(saved, SingleProcess())
     name = data.draw(st.sampled_from(sorted(files)))
     (saved / name).write_bytes(data.draw(st.binary(max_size=200) | damaged(files[name])))
     try:
-        found = checkpoint.read(saved, coordinator)
+        found = checkpoint.read(saved, SingleProcess())
         assert found.common == right.common
         assert torch.equal(found.trees["network"]["weight"], right.trees["network"]["weight"])
     except CheckpointError:
@@ -303,13 +290,12 @@ def test_a_damaged_checkpoint_is_refused_or_right(saved, data):
 
 
 def test_a_checkpoint_runs_nothing(saved, tmp_path):
-    coordinator: Any = Alone()
     files = {file.name: file.read_bytes() for file in saved.iterdir()}
     for name in files:
         (saved / name).write_bytes(pickle.dumps(Trap(tmp_path / "made")))
         try:
             with pytest.raises(CheckpointError):
-                checkpoint.read(saved, coordinator)
+                checkpoint.read(saved, SingleProcess())
         finally:
             restore(saved, files)
     assert not (tmp_path / "made").exists()

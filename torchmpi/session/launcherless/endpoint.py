@@ -79,7 +79,9 @@ class Endpoint:
         """The thread that reads."""
         self._num_turns, self._gives_way, self._thread_waits = 0, False, False
         self._sleepers: set[Request] = set()
-        self._is_wanted = threading.Event()
+        self._idle = threading.Lock()
+        """Held until the thread is woken. Not an Event: an exception of a signal handler may leave its lock held."""
+        self._idle.acquire()
         self._reader = threading.Thread(target=self._run, name="torchmpi messages", daemon=True)
         self._reader.start()
         _open.add(self)
@@ -254,7 +256,11 @@ class Endpoint:
         if self._turn.get(None) == threading.get_ident():
             del self._turn[None]
         if self._sleepers or self._thread_waits:
-            self._is_wanted.set()
+            self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # released already
+            self._idle.release()
 
     def _read_until_done(self, request: Request) -> None:
         request.wake = self._ring
@@ -297,8 +303,7 @@ class Endpoint:
                     del self._turn[None]
             self._thread_waits = is_idle  # for a caller that reads for long, to end its turn
             if not self._sleepers:
-                self._is_wanted.wait(None if is_idle and self._turn else _TURN_SECONDS)
-                self._is_wanted.clear()
+                self._idle.acquire(timeout=-1 if is_idle and self._turn else _TURN_SECONDS)
 
     def _ring(self) -> None:
         if self._bell >= 0:  # otherwise a request ends after the connections were closed
@@ -514,7 +519,7 @@ class Endpoint:
         while time.monotonic() < limit and not all(link.goodbye_is_read for link in list(self._links_open.values())):
             time.sleep(1e-4)
         self._fail(f"rank {self.rank} has closed its connections")
-        self._is_wanted.set()
+        self._wake_thread()
         self._reader.join(_GOODBYE_SECONDS)
         while not self._take_turn():  # a caller that reads is about to return
             time.sleep(1e-4)
