@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_in_a_burst_of_calls_leaves_a_readable_file(launch
     folder = tmp_path / "traces"
     (tmp_path / "job.py").write_text(BURST.replace("FOLDER", repr(str(folder))))
     result = launch(2, [tmp_path / "job.py"])
-    assert result.returncode != 0 and "rank 1" in result.output, result.output
+    assert result.returncode != 0, result.output
     traces = read_folder(folder)
     assert [trace.is_complete for trace in traces] == [False, False]
     num_calls = len(traces[1].calls)
