@@ -44,6 +44,7 @@ def test_ctrl_c_is_one_line(mpirun, tmp_path, starter, line):
     assert status != 0 and status != -signal.SIGKILL, output
     ours = [text for text in output.splitlines() if "torchmpi: " in text and " compil" not in text]
     where = rf"It was at {re.escape(str(script))}:\d+ in <module>: {re.escape(line)}"
+    assert len(ours) == 2, output
     first, last = ours
     how = r"received SIGTERM|was interrupted \(KeyboardInterrupt\)"
     assert re.search(rf"torchmpi: rank \d ({how}), which ends the job\. {where}$", first), ours

@@ -340,6 +340,7 @@ def test_gradients_of_a_closure_are_synchronized(agree, kind):
 
 
 def test_a_model_is_freed_with_its_optimizer(agree):
+    gc.collect()  # optimizers of other tests
     before = len(runtime.current().context.groups)
     model = net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
