@@ -11,15 +11,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import io
 import multiprocessing.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -49,6 +51,17 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Values of the field DYING of a failed rank: the rank that reports is not determined yet; this rank reports; it has
 # shown an exception with which it calls stop(), which may be no failure.
 _FAILING, _REPORTING, _ANNOUNCED = 1, 2, 3
+
+
+def _has_got(own: socket.socket, name: str) -> bool:
+    """Bind a socket to a name; return whether no other socket has it."""
+    try:
+        own.bind(name)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise
+    return True
 
 
 class _LeavingRank(NamedTuple):
@@ -300,13 +313,23 @@ class FailureHandling:
         if board is None or board.get(rank, DYING):
             return True
         board.set(rank, DYING, _FAILING)
-        others = {index: board.get(index, DYING) for index in range(board.num_blocks) if index != rank}
-        others = {index: state for index, state in others.items() if not (is_cause and state == _ANNOUNCED)}
-        # If several ranks are failing at the same time, the lowest one reports.
-        is_first = not any(state > _FAILING or (state and index < rank) for index, state in others.items())
-        if is_first or mark == _ANNOUNCED:
-            board.set(rank, DYING, mark)
+        with self._apart_from_other_ranks():
+            states = {board.get(index, DYING) for index in range(board.num_blocks) if index != rank}
+            is_first = _REPORTING not in states and (is_cause or _ANNOUNCED not in states)
+            if is_first or mark == _ANNOUNCED:
+                board.set(rank, DYING, mark)
         return is_first
+
+    @contextlib.contextmanager
+    def _apart_from_other_ranks(self) -> Iterator[None]:
+        """Let one rank of this host at a time run a block: the one whose socket has a name that others cannot have."""
+        name, limit = f"\0torchmpi-report-{self.world.context.job:x}", time.monotonic() + _OUTPUT_SECONDS
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # no descriptor is left, for example
+                own = stack.enter_context(socket.socket(socket.AF_UNIX))
+                while not _has_got(own, name) and time.monotonic() < limit:  # a rank may have been stopped in the block
+                    time.sleep(0.001)
+            yield
 
     def _wait_for_report(self) -> None:
         """Wait until a rank that knows the reason reports it, for a limited time."""
