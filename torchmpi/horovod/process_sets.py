@@ -94,8 +94,15 @@ def member_of(process_set: ProcessSet) -> Communicator:
     return found
 
 
+_released: list[ProcessSet] = []
+
+
 def private_set(process_set: ProcessSet) -> ProcessSet:
     """Return the same ranks with a communicator of their own. Collective over the set."""
+    while _released:
+        released = _released.pop().communicator
+        if isinstance(released, Communicator) and not released.intra.call_queue.closed:
+            released.intra.free()
     comm, private = member_of(process_set), ProcessSet(process_set.ranks)
     private.process_set_id = process_set.process_set_id
     with internal_errors():
@@ -104,12 +111,12 @@ def private_set(process_set: ProcessSet) -> ProcessSet:
 
 
 def release_private(private: ProcessSet, in_flight: Sequence[object]) -> None:
-    """Free the communicator of a private set on this rank; not while calls are in flight, which others may not make."""
-    comm = private.communicator
-    if isinstance(comm, Communicator) and runtime.is_running() and not in_flight:  # not running in a forked child
-        queue = comm.intra.call_queue
-        if not (queue.closed or queue.is_worker()):
-            comm.intra.free()
+    """Have the next :func:`private_set` free the communicator, unless calls are in flight, which others may not make.
+
+    The garbage collector may call this at any moment, also while this thread holds a lock that freeing needs.
+    """
+    if not in_flight:
+        _released.append(private)
 
 
 def register_all(everyone: Communicator, process_sets: Sequence[ProcessSet], *, dynamic: bool) -> None:
