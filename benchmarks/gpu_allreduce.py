@@ -4,8 +4,9 @@
     mpirun -n 4 python benchmarks/gpu_allreduce.py --sizes 1048576,268435456
 
 All sides alternate in short batches, in both orders, on a tensor that is written before each batch; a batch ends when
-the device has finished. Reported are medians of the slowest rank, in microseconds. "copy, add": the operations of torch
-that `ipc` enqueues on two ranks, without a collective, the least time of a short call. "launch" is the time until
+the device has finished. Reported are medians of the slowest rank, in microseconds. "enqueue": the five operations that
+`ipc` enqueues for a short call on two ranks (copy, publish, await, add, publish), each rank by itself and without a
+collective around them, the least time of a short call. "launch" is the time until
 allreduce_async() has returned. "memory": the time in which all ranks together copy the bytes that `ipc` reads and
 writes, at the speed of the copy of this run, over the time of `ipc`. "to mpi4py": how many times as fast `ipc` is.
 """
@@ -22,6 +23,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi.backends.ipc import chunk_plan, ipc_backend
+from torchmpi.backends.ipc.stream_memory import StreamOperations
 from torchmpi.cli.bench.options import short_size
 from torchmpi.cli.formatting import table
 
@@ -71,11 +73,19 @@ def sides(comm: Any, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
         comm.Allreduce(mpi_in_place(), array)
         tensor.copy_(host)
 
-    def copy_and_add() -> None:
-        copied.copy_(tensor)
-        torch.add(copied, copied, out=added)
+    number = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    publish = StreamOperations([number.data_ptr()], [])
+    wait = StreamOperations([], [number.data_ptr()])
 
-    calls: dict[str, Callable[[], Any]] = {"copy": lambda: copied.copy_(tensor), "copy, add": copy_and_add}
+    def enqueue(_: torch.Tensor = number) -> None:  # keeps the memory, of which the operations have the address
+        stream = torch.cuda.current_stream().cuda_stream
+        copied.copy_(tensor)
+        publish(stream, 1)
+        wait(stream, 1)
+        torch.add(copied, copied, out=added)
+        publish(stream, 1)
+
+    calls: dict[str, Callable[[], Any]] = {"copy": lambda: copied.copy_(tensor), "enqueue": enqueue}
     available = mpi.collective_availability()
     for name in ("nccl", "ipc", "shm"):
         if available[name, "allreduce", "cuda", "sync"].startswith("available"):

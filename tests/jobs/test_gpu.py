@@ -79,6 +79,20 @@ def test_a_hundred_starts_give_device_memory_back(job):
     assert all(int(line.split()[0]) <= 0 for line in result.stdout.splitlines()), result.output
 
 
+def test_a_benchmark_of_asynchronous_calls(mpirun):
+    command = [sys.executable, "-m", "torchmpi", "bench", "--async", "--device", "cuda", "--sizes", "4K,1M"]
+    done = subprocess.run(
+        ["timeout", "-k", "5", "200", *mpirun, "-n", "2", *command, "--peers", "mpi4py,nccl", "--seconds", "4"],
+        env=job_environment({}) | {"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "auto launch" in done.stdout, done.stdout
+    if torch.cuda.device_count() == 1:
+        assert "ranks 0 and 1 share a GPU, which NCCL refuses" in done.stdout, done.stdout
+
+
 def test_memory_checker_of_cuda_finds_nothing(mpirun, tmp_path):
     checker = shutil.which("compute-sanitizer")
     if checker is None:

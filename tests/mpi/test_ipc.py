@@ -213,13 +213,18 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
         if rig.rank == mpi.size() - 1:
             calls: list[int] = []
 
-            def combine(*arguments: Any) -> None:
-                calls.append(1)
-                if len(calls) == 3:
-                    raise RuntimeError("CUDA error: for the test.")
-                rank_order.combine(*arguments)
+            def failing(parts: list[torch.Tensor], op: str) -> Any:
+                combine = rank_order.combination(parts, op)
 
-            patch.setattr(ipc, "combine", combine)
+                def run(out: torch.Tensor) -> None:
+                    calls.append(1)
+                    if len(calls) == 3:
+                        raise RuntimeError("CUDA error: for the test.")
+                    combine(out)
+
+                return run
+
+            patch.setattr(ipc, "combination", failing)
         try:
             rig.run("allreduce", torch.ones(2_000_000))
         except MismatchError as error:

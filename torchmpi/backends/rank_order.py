@@ -75,6 +75,20 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
         out.copy_(total)
 
 
+def combination(parts: Sequence[torch.Tensor], op: str) -> Callable[[torch.Tensor], None]:
+    """Return :func:`combine` for fixed parts; `out` has their dtype. The frequent sums skip the checks of each call.
+
+    >>> result = torch.empty(2)
+    >>> combination([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])], "sum")(result)
+    >>> result
+    tensor([4., 8.])
+    """
+    dtype = parts[0].dtype
+    if op == "sum" and dtype.is_floating_point and accumulator_of(dtype, op) is dtype:
+        return partial(_fold, _STEPS[op], parts)
+    return partial(combine, parts, op)
+
+
 def _combine_integers(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     if out.dtype is torch.bool:  # as bytes: through a view a bool may hold any byte, and all but 0 are True
         op, out, parts = _OF_BOOL.get(op, op), out.view(torch.uint8), [part.view(torch.uint8) for part in parts]

@@ -22,7 +22,9 @@ NOTHING: End = None
 _HIGH_PRIORITY = -1  # other ranks wait for communication, not for computation
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of the process
 _address_of_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_index_of_current = getattr(torch._C, "_cuda_getDevice", None)
 _known: dict[tuple[int | None, int], torch.cuda.Stream] = {}
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
@@ -193,8 +195,11 @@ def on_device(tensor: object) -> AbstractContextManager[Any]:
 
     >>> with on_device(torch.ones(2)): pass
     """
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or torch.cuda.current_device() == tensor.get_device():
-        return nullcontext()
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
+        return _NO_CONTEXT
+    current_index = torch.cuda.current_device() if _index_of_current is None else _index_of_current()
+    if current_index == tensor.get_device():
+        return _NO_CONTEXT
     return torch.cuda.device(tensor.device)
 
 
@@ -268,7 +273,7 @@ class Order:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
             return
         stream = current(tensor.device)
-        if stream == self._last or torch.cuda.is_current_stream_capturing():
+        if stream is self._last or stream == self._last or torch.cuda.is_current_stream_capturing():
             return
         if self._last is not None:
             stream.wait_stream(self._last)

@@ -4,7 +4,7 @@
 not wait for the device. The streams of the ranks synchronize by numbers in memory
 (:mod:`torchmpi.backends.ipc.stream_memory`), after the processes have synchronized
 (:mod:`torchmpi.backends.ipc.stage_sync`), since a stream must not wait for work that is not enqueued. Reductions are
-operations of torch in rank order (:func:`torchmpi.backends.rank_order.combine`).
+operations of torch in rank order (:func:`torchmpi.backends.rank_order.combination`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...tensors import partition
 from ..base import Operation
 from ..gpus import Devices
 from ..mpi_messages import destination_for, row_counts, rows_of
-from ..rank_order import combine
+from ..rank_order import combination
 from ..torch_groups import as_bytes
 from . import chunk_plan
 from .chunk_plan import EMPTIED, FILLED, Chunks, Fill, ReduceAreas, Room, Step, Sync, Take
@@ -218,8 +218,9 @@ class StagedGroup:
             taken, begin, numel = _range(areas[step.rank], step.area, step.numel), step.out, step.numel
             return lambda source, out, stream: _range(out, begin, numel).copy_(taken)
         if isinstance(step, ReduceAreas):
-            parts, begin, numel = [_range(area, step.area, step.numel) for area in areas], step.out, step.numel
-            return lambda source, out, stream: combine(parts, op, _range(out, begin, numel))
+            reduce = combination([_range(area, step.area, step.numel) for area in areas], op)
+            begin, numel = step.out, step.numel
+            return lambda source, out, stream: reduce(_range(out, begin, numel))
         if isinstance(step, Room):
             return self._room(half, chunk_plan.stage_number(index, EMPTIED))
         return self._synchronization(step, staging, half, chunk_plan.stage_number(index, step.stage))

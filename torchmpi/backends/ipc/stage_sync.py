@@ -52,6 +52,15 @@ class StageSync:
 
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
         """Wait until these ranks have published `number` or a later one; raise if one of them has aborted."""
+        fields = self._fields
+        latest = [fields[rank * BLOCK_FIELDS + ENQUEUED] for rank in ranks]
+        if min(latest, default=number) < number:
+            self._poll(ranks, number)
+            latest = [fields[rank * BLOCK_FIELDS + ENQUEUED] for rank in ranks]
+        if max(latest, default=0) >> STAGE_BITS > self.seq:
+            self._check(ranks)  # a rank in a later call has completed this one, or aborted it
+
+    def _poll(self, ranks: Sequence[int], number: int) -> None:
         fields, missing = self._fields, ranks
         num_polls, limit = 0, 0.0
         while missing := [rank for rank in missing if fields[rank * BLOCK_FIELDS + ENQUEUED] < number]:
@@ -63,8 +72,6 @@ class StageSync:
                     self._wait_long(missing, number)
                     break
                 self._yield()
-        if any(fields[rank * BLOCK_FIELDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
-            self._check(ranks)  # a rank in a later call has completed this one, or aborted it
 
     def _yield(self) -> None:
         """Let other threads of this process run, and other processes. time.sleep(0) waits for a timer."""

@@ -328,8 +328,8 @@ def _why_no_nccl(job: BenchJob) -> str | None:
         return "NCCL needs tensors on GPUs: --device cuda"
     if not torch.distributed.is_nccl_available():
         return "this torch was built without NCCL"
-    devices = job.comm.allgather((runtime.current().host_name, torch.cuda.get_device_properties(job.device).uuid))
-    return "ranks share a GPU, which NCCL refuses" if len({*map(str, devices)}) < job.size else None
+    shared = runtime.current().devices.first_sharing(range(job.size))
+    return None if shared is None else f"ranks {shared[0]} and {shared[1]} share a GPU, which NCCL refuses"
 
 
 def why_absent(name: str) -> str | None:
