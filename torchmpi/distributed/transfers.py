@@ -81,9 +81,9 @@ class MessageHandle(Handle[torch.Tensor]):
         """Set the MPI request, and the function to call with its status when it has completed."""
         self._request, self._finish = request, finish
 
-    def described_call(self) -> tuple[events.GroupInfo, events.Names, int]:
-        """Return what torch.profiler shows of the message: group, names, number of elements."""
-        return self._group.info, (self._collective, "", dtypes.short_name(self._tensor.dtype), -1), self._tensor.numel()
+    def described_call(self) -> events.ShownCall:
+        """Return what torch.profiler shows of the message."""
+        return self._group.described((self._collective, "", dtypes.short_name(self._tensor.dtype), -1), self._tensor)
 
     def _end(self) -> None:
         """Count and record the message before other threads see its end."""

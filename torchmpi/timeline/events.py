@@ -323,7 +323,17 @@ recorder: Recorder | None = None
 """The recorder while there is a reader, else None."""
 when_changed: list[Callable[[], None]] = []
 """Functions to call when a reader has been added or removed."""
-show_call: Callable[[GroupInfo, Names, int, str], Any] | None = None
+class ShownCall(NamedTuple):
+    """What torch.profiler shows of a call."""
+
+    group: GroupInfo
+    names: Names
+    sent: int | None
+    """The elements that this rank passes; None if that is not known."""
+    received: int | None
+
+
+show_call: Callable[[ShownCall, str], Any] | None = None
 """Begins an event of torch.profiler while one runs, else None; "task": of a queued call, in its own thread."""
 show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
 """Begins an event of a call that is queued now and returns the task that also ends it; None without a profiler."""
@@ -345,16 +355,21 @@ _queues: tuple[EventQueue, ...] = ()
 _know: Callable[[CodeType, bool], None] = _know_nothing
 
 
-def begin_event(group: GroupInfo, names: Names, numel: int, *, is_task: bool) -> Any:
+def has_event() -> bool:
+    """Return whether this thread is in a call that is an event of torch.profiler."""
+    return _calls.has_event
+
+
+def begin_event(call: ShownCall, *, is_task: bool) -> Any:
     """Begin an event of torch.profiler for a call that begins now; None without a profiler.
 
-    The steps of a hierarchical call are no events of their own.
+    The steps of a hierarchical call, and the calls of a task that is an event, are no events of their own.
     """
     show = show_call
     if show is None or _calls.has_event:
         return None
     _calls.has_event = True
-    return show(group, names, numel, "task" if is_task else "")
+    return show(call, "task" if is_task else "")
 
 
 def end_event(event: Any) -> None:
