@@ -131,13 +131,46 @@ def test_a_failed_call_leaves_no_wait_behind(agree):
 
 
 @pytest.mark.usefixtures("world")
-def test_waits_are_not_known_where_mpi_waits(agree):
-    comm = mpi.group(range(mpi.size()), name="by MPI")
-    mpi.allreduce(torch.ones(2), comm=comm, backend="mpi")
-    found = mpi.metrics()["calls"]["by MPI"]["allreduce"]
-    sleeps = comm.intra.context.sleeps_before_mpi
+@pytest.mark.parametrize("backend", ["mpi", "p2p", "gloo"])
+def test_the_wait_for_a_late_rank_is_measured_where_a_library_waits(agree, backend):
+    if mpi.size() == 1:
+        pytest.skip("needs a late rank")
+    comm, tensor = mpi.group(range(mpi.size()), name=f"late {backend}"), torch.ones(3)
+    mpi.allreduce(tensor, comm=comm, backend=backend)  # connects
+    before = mpi.metrics()["calls"][f"late {backend}"]["allreduce"]
+    mpi.barrier()
+    if RANK == 0:
+        time.sleep(0.1)
+    mpi.allreduce(tensor, comm=comm, backend=backend)
+    after = mpi.metrics()["calls"][f"late {backend}"]["allreduce"]
     comm.free()
-    agree.equal(found["waited"] + found["moved"] > 0, sleeps and mpi.size() > 1, f"{found}")
+    found = {name: after[name] - before[name] for name in after}
+    agree.equal(round(after["waited"] + after["moved"], 9), round(after["seconds"], 9))
+    agree(0 <= found["waited"] <= found["seconds"], f"{found}")
+    if RANK != 0:
+        agree(found["waited"] > found["moved"], f"{found}")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_rank_waits_for_those_whose_data_it_needs(agree):
+    """A rank of a broadcast for the root, and the root of a gather for all; the others of these for nobody."""
+    size = mpi.size()
+    if size == 1:
+        pytest.skip("needs a late rank")
+    comm, last = mpi.group(range(size), name="rooted"), size - 1
+    for call in (mpi.broadcast, mpi.gather):
+        mpi.barrier()
+        if last == RANK:
+            time.sleep(0.1)
+        call(torch.ones(3), 0, comm=comm, backend="mpi")
+    found = mpi.metrics()["calls"]["rooted"]
+    comm.free()
+    if RANK in (0, last):
+        agree.equal(found["broadcast"]["waited"], 0, f"{found}")
+    if RANK == 0:
+        agree(found["gather"]["waited"] > found["gather"]["moved"], f"{found}")
+    else:
+        agree.equal(found["gather"]["waited"], 0, f"{found}")
 
 
 @pytest.mark.usefixtures("world")
@@ -249,6 +282,8 @@ def test_steps_of_hierarchical_calls_are_counted_apart(agree):
     found = mpi.metrics()
     calls = [each["seconds"] for collectives in found["calls"].values() for each in collectives.values()]
     agree.equal(found["seconds"], sum(calls))
+    for each in found["steps"].get("world across hosts", {}).values():  # whose clocks differ
+        agree.equal((each["waited"], each["moved"]), (0, 0), f"{found}")
     mpi.stop()
     if was_running:
         mpi.start()

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,7 @@ _OWN_FOLDERS = (
 )
 _BETWEEN = tuple(module.__file__ for module in (contextlib, threading, typing_extensions, warnings))
 """Files of other modules whose functions call those of this package and of torch, or are called by them."""
+_WAITS_FOR_ROOT, _ROOT_WAITS, _DOES_NOT_SYNCHRONIZE = ("broadcast", "scatter"), ("reduce", "gather"), ("free", "stop")
 _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
@@ -206,6 +207,21 @@ def _fast_record(
         info.group, seq, collective, op, dtype, root, num_bytes, info.backend, begin, end, thread,
         Origin(0, line, label), "",
     )  # fmt: skip
+
+
+def awaited_ranks(collective: str, rank: int, root: int, ranks: Sequence[int]) -> Sequence[int]:
+    """Return the ranks, of all `ranks` of a call, without which it cannot end on a rank.
+
+    A rank of a broadcast needs the root only, and the ranks of a reduce or gather other than the root need nobody.
+
+    >>> awaited_ranks("allreduce", 1, -1, (0, 1, 2)), awaited_ranks("scatter", 1, 2, (0, 1, 2))
+    ((0, 1, 2), (2,))
+    """
+    if collective in _WAITS_FOR_ROOT:
+        return () if rank == root else (root,)
+    if collective in _DOES_NOT_SYNCHRONIZE or (collective in _ROOT_WAITS and rank != root):
+        return ()
+    return ranks
 
 
 def backend_for(num_bytes: int, backends: Backends) -> str:
