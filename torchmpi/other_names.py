@@ -9,7 +9,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from .errors import KeywordError
@@ -294,7 +294,7 @@ def operation(op: Any) -> Any:
         MPI = sys.modules["mpi4py.MPI"]
         name = next((name for name in _OPERATIONS_OF_MPI if getattr(MPI, name) == op), repr(op))
     else:
-        return op
+        return op if isinstance(op, Hashable) else repr(op)  # plans are found by it
     return OPERATIONS.get(name.lower(), name.lower())
 
 

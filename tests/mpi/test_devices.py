@@ -76,6 +76,16 @@ def test_gradients(agree, device, way):
         agree.close(actual, wanted, way)
 
 
+def test_repeated_calls_with_an_operation_of_mpi4py(agree, device):
+    """It has no hash, and plans are found by the operation."""
+    from mpi4py import MPI  # after start(), which loads the library
+
+    for _ in range(3):
+        agree.equal(mpi.allreduce(torch.ones(2, device=device), op=MPI.SUM).tolist(), [mpi.size()] * 2)
+        handle = mpi.allreduce_async(torch.ones(2, device=device), op=MPI.SUM)
+        agree.equal(handle.wait().tolist(), [mpi.size()] * 2)
+
+
 def test_gradients_that_come_on_streams_of_their_own(agree, device):
     """Autograd fills a bucket on the streams of the forward pass: the message must follow all of them."""
     side = torch.cuda.Stream(device) if device.type == "cuda" else None

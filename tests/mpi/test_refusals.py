@@ -34,6 +34,7 @@ CASES = {
         "sum, avg",
     ),
     "op of mpi4py": (lambda: mpi.allreduce(ONES, op=_mpi4py().MINLOC), errors.ArgumentError, "sum, avg"),
+    "list of ops": (lambda: mpi.allreduce(ONES, op=["sum"]), errors.ArgumentError, "sum, avg"),
     "op of Horovod": (lambda: mpi.allreduce(ONES, op=0), errors.ArgumentError, "sum, avg"),
     "no op": (lambda: mpi.allreduce(ONES, op=None), errors.ArgumentError, "sum, avg"),
     "op as out": (lambda: mpi.allreduce(ONES, "avg"), errors.DtypeError, "op='avg'"),

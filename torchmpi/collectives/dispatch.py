@@ -74,12 +74,12 @@ def check_call(
     """Check the arguments of a collective and find its plan."""
     communicator = runtime.communicator(comm)
     group = communicator.intra
+    op = other_names.operation(op)
     if out is None and type(root) is int and 0 <= root < group.size and buffers.is_simple_on_gpu(tensor):
         known = group.plans.get((collective, op, tensor.dtype, "cuda", True, backend, asynchronous))
         if known is not None:  # a repeated call, which needs no further checks
             return CheckedCall(group, known, tensor, root, None)
     finish: Callable[[Any], Any] | None = None
-    op = other_names.operation(op)
     if out is not None and not isinstance(out, _Tensor):
         raise DtypeError(f"{group.where}: {collective}: {_not_out(out)}")
     if is_number(tensor):
