@@ -411,6 +411,8 @@ def test_a_missing_rank_is_named_with_its_source_line(job):
     )
     assert re.search(r"rank 2, after \d+ calls: at .*the missing rank", result.stderr), result.output
     assert "exceeds stall_abort_seconds" in result.stderr, result.output
+    assert "With TORCHMPI_FLIGHT_RECORD=FOLDER the last calls of the ranks remain" in result.stderr, result.output
+    assert re.search(r"`torchmpi dump \d+` compares the last calls of the ranks\.", result.stderr), result.output
 
 
 @once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 from importlib.util import find_spec
 
@@ -87,11 +88,59 @@ mpi.stop()
 """
     result = job(2, START + code)
     assert result.returncode == 0, result.output
-    assert "The last calls of 1 rank: " in result.stdout
+    assert "The last calls of 1 rank of this host: " in result.stdout
     assert "1 of 2 ranks; 0 of them reached the end of stop().\nNo record of rank 0." in result.stdout
     (record,) = read_folder(tmp_path / "out")
     assert record.rank == 1
     assert {len(group.calls) for group in record.groups if group.name == "world"} == {1024}
+
+
+def test_a_missing_message_is_named(job, analysis, tmp_path):
+    code = """
+import torch.distributed as dist
+dist.init_process_group("torchmpi")
+if rank == 1:
+    dist.send(torch.ones(3), 0, tag=3)
+elif rank == 2:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+elif rank == 0:
+    for _ in range(2):
+        dist.recv(torch.ones(3), 1, tag=3)
+mpi.recv(torch.ones(5), 2)
+"""
+    result = job(3, START + code, env={"TORCHMPI_FLIGHT_RECORD": str(tmp_path / "records")})
+    assert result.returncode != 0, result.output
+    text = analysis(tmp_path / "records")
+    assert re.search(r"\* rank 0 waits for a message with tag 3 from rank 1 \(float32, 12 bytes\) on \S.*, for \S+ s; "
+                     r"rank 1 has sent 1 of 2\.", text), text  # fmt: skip
+    assert re.search(r"\* rank 1 waits for a message from rank 2 \(float32, 20 bytes\) on world, for \S+ s; rank 2 has "
+                     r"sent none\.", text), text  # fmt: skip
+
+
+@pytest.mark.once
+def test_ranks_of_other_hosts_are_dumped(job, tmp_path):
+    code = f"""
+processes = mpi.allgather_object(os.getpid())
+if rank == 0:
+    for number in range(2):
+        command = [sys.executable, "-m", "torchmpi", "dump", str(processes[0]), "--out", {str(tmp_path / "out")!r}]
+        print(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout, flush=True)
+        os.kill(processes[2], (signal.SIGSTOP, signal.SIGCONT)[number])
+mpi.barrier()
+mpi.stop()
+"""
+    of_host = """
+from torchmpi.session import launcher
+os.environ["TORCHMPI_HOST_NAME"] = f"node{launcher.detect().rank // 2}"
+"""
+    result = job(3, START.replace("import torch\n", of_host + "import torch\n", 1) + code)
+    assert result.returncode == 0, result.output
+    first, second = result.stdout.split("The last calls of 1 rank of this host: ")[1:]
+    assert "The ranks of other hosts have written theirs: rank 2\n" in first
+    assert "2 of 3 ranks; 0 of them reached the end of stop().\nNo record of rank 1." in first
+    assert "No record has come from rank 2 on other hosts: they are stopped, " in second
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rank0.flight", "rank2.flight"]
 
 
 @pytest.mark.once

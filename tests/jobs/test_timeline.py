@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from torchmpi.timeline.aligned_calls import align, earliest_result
-from torchmpi.timeline.merging import merge
+from torchmpi.timeline.merging import merge, merged_events
 from torchmpi.timeline.trace_reader import RankTrace, read_folder
 
 ENGINE = Path(__file__).with_name("perfetto_engine.js")
-NUM_CALLS, NUM_RANKS = 1000, 3
+NUM_CALLS, NUM_RANKS, NUM_MESSAGES = 1000, 3, 100
 
 MIXED_CALLS = f"""
 import os, random
@@ -39,6 +39,11 @@ with mpi.timeline.start(FOLDER):
             mpi.barrier()
         else:
             handles.append(mpi.allreduce_async(tensor))
+    right, left = (rank + 1) % {NUM_RANKS}, (rank - 1) % {NUM_RANKS}
+    for numel in range(0, {NUM_MESSAGES}, 2):
+        mpi.sendreceive(torch.ones(numel), left, right)
+        handles.append(mpi.send_async(torch.ones(numel + 1), right))
+        mpi.recv(torch.empty(numel + 1), left)
     for handle in handles:
         handle.wait()
 mpi.stop()
@@ -86,9 +91,11 @@ def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
         "create view calls as select slice.*, EXTRACT_ARG(arg_set_id, 'args.call') as seq from slice "
         f"where category = 'collective' and EXTRACT_ARG(arg_set_id, 'args.group') = '{key}'",
         # An arrow begins and ends in the innermost slice, which may be a phase of the call.
+        "create view messages as select id, ts, ts + dur as end, EXTRACT_ARG(arg_set_id, 'args.bytes') as bytes "
+        "from slice where category = 'message'",
         "create view parts as select id, iif(category = 'phase', parent_id, id) as call from slice",
     )
-    lost, rows, arrows = ask_perfetto(
+    lost, rows, arrows, messages = ask_perfetto(
         path,
         views,
         "select count(*) from stats where value > 0 and severity in ('error', 'data_loss')",
@@ -96,6 +103,8 @@ def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
         "thread_track.id join thread using (utid) join process using (upid)",
         "select first.seq, last.seq from flow join parts a on slice_out = a.id join calls first on a.call = first.id "
         "join parts b on slice_in = b.id join calls last on b.call = last.id",
+        "select a.bytes, b.bytes, a.ts, b.end from flow join messages a on slice_out = a.id join messages b on "
+        "slice_in = b.id",
     )
     assert lost == [(0,)]
     found: dict[int, list[list[int]]] = defaultdict(list)
@@ -104,6 +113,11 @@ def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
     assert len(found) == NUM_CALLS
     assert all(sorted(pid for pid, *_ in parts) == list(range(NUM_RANKS)) for parts in found.values())
     assert len(arrows) == (NUM_RANKS - 1) * NUM_CALLS and all(begin == end for begin, end in arrows)
+    drawn = [each for each in merged_events(traces) if each.get("cat") == "message" and each["ph"] == "s"]
+    assert len(messages) == len(drawn) > 0.9 * NUM_RANKS * NUM_MESSAGES  # some end too early by the clocks
+    sizes = [size for size, *_ in messages]
+    assert set(sizes) == {4 * numel for numel in range(NUM_MESSAGES)} and max(map(sizes.count, sizes)) == NUM_RANKS
+    assert all(sent == received and begin <= end for sent, received, begin, end in messages)
     early = [
         max(begin for _, begin, _, _ in parts) - min(end for _, _, end, _ in parts)
         for parts in found.values()

@@ -70,6 +70,44 @@ def test_a_call_that_fails_is_marked(agree):
         mpi.barrier()
 
 
+def test_messages_are_recorded(agree, default_group):
+    """By Python and by the fast path, native and of torch.distributed, with those that have not ended."""
+    if mpi.size() < 2:
+        pytest.skip("needs two ranks")
+    rank, size = mpi.rank(), mpi.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    group = mpi.communicator(0).intra
+
+    def own_messages(key):
+        found = parse(os.pread(runtime.current().flight_record._file, 1 << 30, 0), "own record").messages
+        return {(each.is_receive, each.peer, each.tag): each for each in found if each.key == key}
+
+    def numbers(channel):
+        each = own_messages(group.key).get(channel)
+        return (0, 0) if each is None else (each.num_begun, each.num_ended)
+
+    sends, receives = (False, right, -1), (True, left, -1)
+    before = numbers(sends), numbers(receives)
+    for _ in range(5):
+        mpi.sendreceive(torch.ones(2, 3), left, right)
+    handle = mpi.send_async(torch.ones(7), right)
+    mpi.recv(torch.empty(7), left)
+    handle.wait()
+    agree.equal([numbers(sends), numbers(receives)], [(begun + 6, ended + 6) for begun, ended in before])
+    last = own_messages(group.key)[receives]
+    agree.equal((last.dtype, last.num_bytes, last.group), ("float32", 28, group.name))
+    agree(0 < last.begin <= last.end <= time.monotonic_ns())
+    work = torch.distributed.irecv(torch.empty(4, dtype=torch.int64), left, tag=3)
+    mpi.barrier()
+    (key,) = {each.key for each in runtime.current().context.groups if each.channels._channels.get((True, left, 3))}
+    found = own_messages(key)[True, left, 3]
+    agree.equal((found.num_begun - found.num_ended, found.dtype, found.num_bytes), (1, "int64", 32))
+    torch.distributed.send(torch.ones(4, dtype=torch.int64), right, tag=3)
+    work.wait()
+    found = own_messages(key)[True, left, 3]
+    agree.equal(found.num_begun, found.num_ended)
+
+
 def test_freed_groups_keep_their_calls(agree):
     group = mpi.communicator(0).intra.duplicate("to be freed")
     key = group.key

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from torchmpi.tensors.dtypes import OPS
 from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.merging import merged_events
+from torchmpi.timeline.step_times import call_sites
 from torchmpi.timeline.trace_reader import read_folder
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -72,6 +75,49 @@ def test_the_backend_is_named(agree, folder):
         mpi.allreduce(torch.ones(3), backend="mpi")
     (call,) = [each for each in traces_of(folder)[mpi.rank()].calls if each.collective == "allreduce"]
     agree.equal(call.details["backend"], "mpi")
+
+
+def test_the_algorithm_is_named(agree, folder):
+    if mpi.size() < 2:
+        pytest.skip("needs two ranks")
+    is_pair, expected = mpi.size() == 2, []
+    whole, swap, parts = "whole tensors to all", "swap of whole tensors", "exchange of parts"
+    shared = mpi.empty_shared((100_000,)).fill_(1)
+    with mpi.timeline.start(folder):
+        for _ in range(3):  # the fast path makes some of the repeated calls
+            for call, tensor, backend, name in (
+                (mpi.allreduce, torch.ones(3), "shm", "ring entries"),
+                (mpi.allreduce, torch.ones(1000), "shm", "whole slots"),
+                (mpi.allreduce, torch.ones(100_000), "shm", "slots in chunks"),
+                (mpi.allreduce, shared, "shm", "shared tensors"),
+                (mpi.allreduce, torch.ones(3), "mpi", "library" if is_pair else whole),
+                (mpi.allreduce, torch.ones(100_000), "mpi", "library" if is_pair else parts),
+                (mpi.allreduce, torch.ones(3), "p2p", swap if is_pair else whole),
+                (mpi.allreduce, torch.ones(100_000), "p2p", swap if is_pair else parts),
+                (mpi.allgather, torch.ones(3), "shm", "ring entries"),
+                (mpi.allgather, torch.ones(1000), "shm", "whole slots"),
+                (mpi.allgather, torch.ones(3), "mpi", "library"),
+                (mpi.allgather, torch.ones(3), "p2p", "doubling"),
+                (mpi.allgather, torch.ones(100_000), "p2p", "direct messages"),
+                (mpi.allgather, torch.ones(3), "gloo", "direct messages"),
+            ):
+                call(tensor, backend=backend)
+                expected.append((call.__name__, backend, name))
+            for numel, backend, name in (
+                (3, "shm", "ring entries"),
+                (1000, "shm", "whole slots"),
+                (100_000, "shm", "slots in chunks"),
+                (3, "p2p", "tree"),
+                (100_000, "p2p", "tree" if is_pair else "chain"),
+                (3, "gloo", "library"),
+            ):
+                mpi.broadcast(torch.ones(numel), 0, backend=backend)
+                expected.append(("broadcast", backend, name))
+    calls = traces_of(folder)[mpi.rank()].calls
+    agree.equal([(each.collective, each.details["backend"], each.details["algorithm"]) for each in calls], expected)
+    sites = call_sites(align(traces_of(folder)), traces_of(folder))
+    names = {f"{backend}: {name}" for what, backend, name in expected if what == "broadcast"}
+    agree.equal({each.backends for each in sites if each.collective == "broadcast"}, {" + ".join(sorted(names))})
 
 
 def test_buckets_have_the_names_of_their_parameters(agree, folder):
@@ -158,6 +204,50 @@ def test_messages_of_torch_distributed_are_recorded(agree, folder, default_group
     agree.equal({each["peer"] for each in details}, {left, right})
     agree.equal({(each["bytes"], each["dtype"], each["line"].rpartition(":")[0]) for each in details},
                 {(400, "float32", __file__)})  # fmt: skip
+
+
+def test_sends_are_connected_with_their_receives(agree, folder, default_group):
+    """Also after messages of which the timeline has one part, or none; each message has a length of its own."""
+    if mpi.size() < 2:
+        pytest.skip("needs two ranks")
+    rank, size = mpi.rank(), mpi.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for _ in range(3):
+        mpi.sendreceive(torch.ones(3), left, right)
+    before = [mpi.send_async(torch.ones(1), right), dist.isend(torch.ones(2), right, tag=3)]
+    before[0].wait()
+    mpi.timeline.start(folder)
+    mpi.recv(torch.empty(1), left)
+    dist.recv(torch.empty(2), left, tag=3)
+    for numel in (10, 12, 14):  # the fast path makes some of the exchanges
+        before.append(mpi.send_async(torch.ones(numel), right))
+        mpi.recv(torch.empty(numel), left)
+        mpi.sendreceive(torch.ones(numel + 1), left, right)
+    numels = [20, 21, 22, 23]
+    works = [dist.isend(torch.ones(numel), right, tag=tag) for numel, tag in zip(numels, (3, 4, 3, 5), strict=True)]
+    works += [dist.irecv(torch.empty(numels[index]), left, tag=tag) for index, tag in ((1, 4), (0, 3), (2, 3))]
+    works += [dist.irecv(torch.empty(numels[3]), tag=5)]  # from any rank
+    for each in (*before, *works):
+        each.wait()
+    mpi.timeline.stop()
+    merged = list(merged_events(traces_of(folder)))
+    found = [each for each in merged if each.get("cat") in ("message", events.BACKGROUND_MESSAGE)]
+    slices, flows = ([each for each in found if each["ph"] in kinds] for kinds in ("X", "sf"))
+
+    def slice_at(flow):
+        place = flow["pid"], flow["tid"]
+        (found,) = [
+            each for each in slices
+            if (each["pid"], each["tid"]) == place and each["ts"] <= flow["ts"] <= each["ts"] + each["dur"]
+        ]  # fmt: skip
+        return found
+
+    ends = {kind: {each["id"]: slice_at(each) for each in flows if each["ph"] == kind} for kind in "sf"}
+    agree.equal(ends["s"].keys(), ends["f"].keys())
+    agree(all(ends["s"][number]["args"]["bytes"] == ends["f"][number]["args"]["bytes"] for number in ends["s"]))
+    agree.equal({(each["pid"] + 1) % size for each in ends["s"].values()}, {each["pid"] for each in ends["f"].values()})
+    sent = sorted(each["args"]["bytes"] for each in ends["s"].values() if each["pid"] == rank)
+    agree.equal(sent, sorted(4 * numel for numel in (*range(10, 16), *numels[:3])))
 
 
 def test_a_failed_call_is_recorded_with_its_error(agree, folder):
@@ -267,9 +357,9 @@ def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypat
     agree(all(first.end <= second.begin for first, second in pairwise(calls)), f"{calls}")
     wait = own.intervals("wait")[0]
     agree(calls[4].queued <= wait.begin and calls[4].end <= wait.end + 0.001, f"{wait}, {calls[4]}")
-    noted = [each[1] for each in notes if len(each) == 10 and each[3] & 0xFF == COLLECTIVES.index("broadcast")]
+    noted = [each[1] for each in notes if len(each) == 11 and each[3] & 0xFF == COLLECTIVES.index("broadcast")]
     agree.equal(noted[-6:], [calls[number].seq for number in (1, 2, 4, 6, 7, 8)])
-    origins = [each[8] for each in notes if len(each) == 10 and each[1] in noted[-3:]]
+    origins = [each[9] for each in notes if len(each) == 11 and each[1] in noted[-3:]]
     agree.equal([type(each) for each in origins], [bytes] * 3)
     agree.equal({each[:2] for each in notes if len(each) == 5}, {("wait", f"rank {mpi.rank()}: broadcast")})
 
@@ -425,3 +515,125 @@ def test_one_timeline_at_a_time(agree, folder):
 
 def profiled_by_torch():
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+def profiled(action, config=None):
+    """The events of torch.profiler during an action, by name."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, experimental_config=config
+    ) as profile:
+        action()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        found = json.loads(Path(file.name).read_text())["traceEvents"]
+    return [each for each in found if each.get("name", "").startswith("torchmpi")]
+
+
+def test_calls_are_events_of_the_profiler(agree):
+    """Synchronous calls have the fields of torch's own backends; the fast path is off only while the profiler runs."""
+    tensor = torch.ones(6)
+    mpi.allreduce(tensor.fill_(1))
+
+    def calls():
+        mpi.allreduce(tensor.fill_(1))
+        mpi.allgather(torch.ones(2))
+        mpi.allreduce_async(tensor).wait()
+        mpi.barrier()
+
+    found = profiled(calls)
+    names = [each["name"] for each in sorted(found, key=lambda each: each["ts"])]
+    names = [name for name in names if name != "torchmpi queued:barrier"]  # if the worker has not ended yet
+    expected = (":all_reduce", ":all_gather", ":all_reduce", " queued:all_reduce", ":barrier")
+    agree.equal(names, [f"torchmpi{name}" for name in expected])
+    fields = {each["name"]: each["args"] for each in found if "Collective name" in each["args"]}
+    reduction, gathering = fields["torchmpi:all_reduce"], fields["torchmpi:all_gather"]
+    expected = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 6, "Out msg nelems": 6}
+    agree.equal({name: reduction[name] for name in expected}, expected)
+    agree.equal((reduction["Group size"], gathering["Out msg nelems"]), (mpi.size(), 2 * mpi.size()))
+    agree(events.recorder is None)
+    agree.equal(len(profiled(lambda: None)), 0)
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_queued_calls_and_messages_have_the_fields_of_synchronous_ones(agree, all_threads):
+    tensor, size = torch.ones(6), mpi.size()
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True) if all_threads else None
+    ring = (mpi.rank() + 1) % size, (mpi.rank() - 1) % size
+
+    def calls(is_queued):
+        mpi.barrier()
+        if is_queued:
+            mpi.broadcast_async(tensor, size - 1).wait()
+            mpi.allreduce_async(tensor, op="max").wait()
+            if size > 1:
+                handles = [mpi.send_async(tensor, ring[0]), mpi.recv_async(torch.empty(6), ring[1])]
+                [handle.wait() for handle in handles]
+        else:
+            mpi.broadcast(tensor, size - 1)
+            mpi.allreduce(tensor, op="max")
+            if size > 1:
+                first, second = (0, 1) if mpi.rank() % 2 == 0 else (1, 0)
+                actions = [lambda: mpi.send(tensor, ring[0]), lambda: mpi.recv(torch.empty(6), ring[1])]
+                if size % 2:  # no order of blocking calls serves all ranks of an odd ring
+                    handle = mpi.recv_async(torch.empty(6), ring[1])
+                    actions[0]()
+                    handle.wait()
+                else:
+                    actions[first]()
+                    actions[second]()
+
+    def fields(is_queued):
+        found = {}
+        for each in profiled(lambda: calls(is_queued), config):
+            known = {key: value for key, value in each["args"].items() if key in NAMES}
+            found.setdefault(each["name"], []).append((known, each["args"].get("finished", True)))
+        return found
+
+    queued, direct = fields(True), fields(False)
+    messages = [] if size == 1 else ["torchmpi:send"] if size % 2 else ["torchmpi:send", "torchmpi:recv"]
+    names = ["torchmpi:broadcast", "torchmpi:all_reduce", *messages]  # in an odd ring no recv is synchronous
+    for name in names:
+        agree.equal(queued[name.replace(":", " queued:")], direct[name], name)
+        agree.equal(queued[name], [({}, True)], name)
+        known, _ = direct[name][0]
+        if all_threads:  # torch 2.13 keeps no fields then
+            agree.equal(queued[name.replace(":", " task:")], direct[name], name)
+        else:
+            agree.equal(known["Group size"], size)
+
+
+NAMES = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Name",
+         "Process Group Ranks", "Reduction", "Root Rank")  # fmt: skip
+
+
+def test_calls_of_torch_distributed_are_events_of_the_profiler(agree, default_group):
+    tensor = torch.ones(3)
+
+    def calls():
+        torch.distributed.all_reduce(tensor)
+        torch.distributed.all_reduce(tensor, async_op=True).wait()
+        torch.distributed.broadcast(tensor, 0)
+
+    names = sorted(each["name"] for each in profiled(calls))
+    expected = (" queued:all_reduce", ":all_reduce", ":all_reduce", ":broadcast")
+    agree.equal(names, [f"torchmpi{name}" for name in expected])
+
+
+def test_messages_of_torch_distributed_are_events_of_the_profiler(agree, default_group):
+    size = mpi.size()
+    if size < 2:
+        pytest.skip("needs two ranks")
+
+    def messages():
+        works = [torch.distributed.isend(torch.ones(6), (mpi.rank() + 1) % size)]
+        works += [torch.distributed.irecv(torch.empty(6), (mpi.rank() - 1) % size)]
+        for work in works:
+            work.wait()
+
+    found = {each["name"]: each["args"] for each in profiled(messages)}
+    names = ["torchmpi queued:recv", "torchmpi queued:send", "torchmpi:recv", "torchmpi:send"]
+    agree.equal(sorted(found), names)
+    for name in ("send", "recv"):
+        fields = found[f"torchmpi queued:{name}"]
+        agree.equal((fields["Collective name"], fields["In msg nelems"], fields["Group size"]), (name, 6, size))
+        agree(found[f"torchmpi:{name}"].get("finished", True))

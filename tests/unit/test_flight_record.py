@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from torchmpi.communicators.flight_record import (
     FIRST_TICKS,
     LAST_NS,
     LAST_TICKS,
+    OF_MESSAGES,
     FlightRecord,
     GroupCalls,
     LoggedCall,
@@ -31,6 +34,7 @@ from torchmpi.communicators.flight_record import (
     parse,
     read,
 )
+from torchmpi.communicators.message_record import ANY_RANK, NO_TAG, Channels
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory.memory_layout import (
     MAX_LOG_DIMS,
@@ -272,6 +276,69 @@ def test_ranks_that_failed_in_the_last_call_are_named(last, kind, words):
         record.groups[0].calls.extend([each] if each else [])
     (finding,) = analyze(found)
     assert finding.kind == kind and words in finding.text
+
+
+def messages(rank: int, *channels: tuple[object, ...]) -> RankCalls:
+    """The record of a rank with channels: peer, whether they receive, tag, and the numbers of messages."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = record_of(Path(folder), rank)
+        of_group = Channels(lambda: record.ring(7, "world", [0, 1], OF_MESSAGES))
+        for peer, is_receive, tag, num_begun, num_ended in channels:
+            channel = of_group.channel(peer, is_receive=is_receive, tag=tag)
+            for _ in range(num_begun):
+                channel.begin(1, 40)
+            for _ in range(num_ended):
+                channel.end()
+        found = read(Path(folder) / f"rank{rank}.flight")
+        record.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("channels", "words"),
+    [
+        (((1, True, 3, 1, 0),), "rank 0 waits for a message with tag 3 from rank 1, for S s; rank 1 has sent none."),
+        (((1, True, NO_TAG, 3, 1), (1, True, 4, 2, 2)), "rank 0 waits for 2 messages from rank 1, for S s; rank 1 has "
+         "sent 2 of 3."),
+        (((1, True, 5, 1, 0),), "from rank 1, for S s; rank 1 has sent it."),
+        (((1, True, 5, 2, 0), (ANY_RANK, True, 5, 1, 1)), "rank 1 has sent 1 in all."),
+        (((ANY_RANK, True, 3, 1, 0),), "rank 0 waits for a message with tag 3 from any rank, for S s."),
+        (((1, False, NO_TAG, 2, 1),), "rank 0 sends a message to rank 1, for S s; rank 1 has received none."),
+        (((2, True, NO_TAG, 1, 0),), "; there is no record of rank 2."),
+    ],
+)  # fmt: skip
+def test_awaited_messages_are_named(channels, words):
+    there = messages(1, (0, False, NO_TAG, 2, 2), (0, False, 4, 2, 2), (0, False, 5, 1, 1))
+    (finding,) = analyze([messages(0, *channels), there])
+    assert " (float32, 40 bytes) on world, " in finding.text
+    text = re.sub(r" \(float32, 40 bytes\) on world, for \S+ s", ", for S s", finding.text)
+    assert (finding.kind, text[-len(words) :]) == ("message", words)
+
+
+def test_messages_that_have_ended_are_shown_and_awaited_by_nobody():
+    text = report([messages(0, (1, True, 3, 2, 2)), messages(1, (0, False, 3, 2, 2))])
+    assert "* " not in text
+    assert "  world message #2, recv from rank 1, tag 3 (float32, 40 bytes): ended " in text
+
+
+def test_any_number_of_channels_is_recorded():
+    found = messages(0, *((1, True, tag, tag + 1, tag) for tag in range(RECORD_LENGTH + 3))).messages
+    assert [(each.tag, each.num_begun, each.num_ended) for each in found] == [
+        (tag, tag + 1, tag) for tag in range(RECORD_LENGTH + 3)
+    ]
+
+
+def test_a_message_that_ends_after_its_group_is_freed_changes_no_other_record(tmp_path):
+    record = record_of(tmp_path)
+    channels = Channels(lambda: record.ring(7, "world", [0, 1], OF_MESSAGES))
+    channel = channels.channel(1, is_receive=True, tag=3)
+    channel.begin(1, 40)
+    (ring,) = channels.close()
+    record.free(ring)
+    before = bytes(ring.memory)
+    channel.end()
+    assert bytes(ring.memory) == before
+    assert read(tmp_path / "rank0.flight").messages == []
 
 
 def test_a_full_disk_is_an_error_with_the_remedy(tmp_path):

@@ -51,6 +51,7 @@ class Ranks:
 
     def __init__(self, hosts: list[int], limit_seconds: float = 30.0) -> None:
         self.ends: queue.Queue[tuple[int, str, int]] = queue.Queue()
+        self.saved: queue.Queue[tuple[int, str]] = queue.Queue()
         self.heartbeats: list[Heartbeat] = []
         secret = os.urandom(16)
         sockets: list[dict[int, socket.socket]] = [{} for _ in hosts]
@@ -72,6 +73,7 @@ class Ranks:
                 own_status=self._status_of(rank),
                 location=lambda: "at train.py:8",
                 end_job=self._end_of(rank),
+                save_record=self._save_of(rank),
             )
             self.heartbeats.append(heartbeat)
 
@@ -88,6 +90,9 @@ class Ranks:
                 time.sleep(0.01)
 
         return end
+
+    def _save_of(self, rank: int) -> Callable[[str], None]:
+        return lambda folder: self.saved.put((rank, folder))
 
     def next_end(self) -> tuple[int, str, int]:
         return self.ends.get(timeout=WAIT_SECONDS)
@@ -118,6 +123,18 @@ def test_a_rank_that_waits_tells_rank_0():
         assert [heartbeat.is_stalled for heartbeat in ranks.heartbeats] == [True, False, False, False, False]
         ranks.heartbeats[0].is_stalled = False
     ranks.close()
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS, ids=str)
+def test_each_rank_of_the_other_hosts_saves_its_record_once(hosts):
+    ranks = Ranks(hosts)
+    for folder in ("first", "second"):
+        for rank in (rank for rank, host in enumerate(hosts) if host == hosts[-1]):
+            ranks.heartbeats[rank].ask_for_records({"folder": folder, "number": folder})
+        others = [rank for rank, host in enumerate(hosts) if host != hosts[-1]]
+        assert sorted(ranks.saved.get(timeout=WAIT_SECONDS) for _ in others) == [(rank, folder) for rank in others]
+    ranks.close()
+    assert ranks.saved.empty() and ranks.ends.empty()
 
 
 def test_a_goodbye_is_no_loss():

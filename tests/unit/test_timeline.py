@@ -42,7 +42,8 @@ def call(rank, seq, begin, end, *, size=2, collective="allreduce", root=-1, queu
     group = GroupInfo(7, "world", rank, tuple(range(size)), 1)
     origin = Origin(queued * MILLISECOND, "train.py:3", label)
     times = begin * MILLISECOND, end * MILLISECOND
-    return CallRecord(group, seq, collective, "sum", "float32", root, 4096, "shm", *times, thread, origin, "")
+    about = "sum", "float32", root, 4096, "shm", "whole slots"
+    return CallRecord(group, seq, collective, *about, *times, thread, origin, "")
 
 
 class PlanOf:
@@ -56,13 +57,16 @@ class PlanOf:
         assert code == 99
         return self._names
 
+    def algorithm(self, number, backend):
+        return f"{backend} {number}"
+
 
 def plain(record):
     """The record as `Recorder.call` makes it."""
     code = compile("\n\npass", "train.py", "exec")
     origin = record.origin.queued, code, 2, record.origin.label
     times = record.begin, record.end, record.thread
-    return (record.group, record.seq, PlanOf(record), 99, record.num_bytes, *times, origin, record.error)
+    return (record.group, record.seq, PlanOf(record), 99, record.num_bytes, 5, *times, origin, record.error)
 
 
 def step(end):
@@ -149,7 +153,7 @@ def test_events_that_were_flushed_are_there_without_close(tmp_path, monkeypatch)
 
 def test_a_plain_record_has_all_fields_of_a_call():
     record = call(0, 3, 1, 2, root=1, queued=1, label="bucket 0")
-    assert events.call_record(plain(record)) == record
+    assert events.call_record(plain(record)) == record._replace(algorithm="shm 5")
     assert events.call_record(plain(record._replace(num_bytes=8))).backend == "other"
 
 
@@ -324,11 +328,11 @@ def test_the_report_compares_calls_with_a_benchmark(tmp_path, capsys):
     bench_report.save(bench_report.new_report("collectives", jobs, {}), str(tmp_path / "bench.json"))
     assert main(["timeline", "report", str(tmp_path), "--bench", str(tmp_path / "bench.json")]) == 0
     header, line = capsys.readouterr().out.partition("per rank:\n")[2].splitlines()[:2]
-    assert "of bench" in header and "25%  allreduce (shm) at train.py:3" in line
+    assert "of bench" in header and "25%  allreduce (shm: whole slots) at train.py:3" in line
     other = [{"facts": bench_rows.FACTS, "rows": [bench_rows.row("auto", 250.0, ranks=4)]}]
     bench_report.save(bench_report.new_report("collectives", other, {}), str(tmp_path / "bench.json"))
     assert main(["timeline", "report", str(tmp_path), "--bench", str(tmp_path / "bench.json")]) == 0
-    assert "-  allreduce (shm) at train.py:3" in capsys.readouterr().out
+    assert "-  allreduce (shm: whole slots) at train.py:3" in capsys.readouterr().out
     bench_report.save(bench_report.new_report("train", other, {}), str(tmp_path / "bench.json"))
     assert main(["timeline", "report", str(tmp_path), "--bench", str(tmp_path / "bench.json")]) == 1
     assert "bench collectives --json" in capsys.readouterr().err
@@ -382,11 +386,11 @@ def test_a_call_of_the_fast_path_is_a_record_with_the_line_of_the_program():
     """The machine code runs in a public function of the package, which this one stands for."""
     queue, clock = events.EventQueue(), TickClock(lambda: 3 * time.monotonic_ns())
     group = events.GroupInfo(7, "world", 0, (0, 1), 1)
-    info = events.FastCallInfo(group, ("allreduce", "sum", "float32", -1), "shm", clock)
+    info = events.FastCallInfo(group, ("allreduce", "sum", "float32", -1), "shm", "{1} {0}".format, clock)
 
     def note(seq):
         begin = time.monotonic_ns()
-        return begin, (info, struct.pack("5q", seq, 3 * begin, 3 * begin + 300, 4, 99))
+        return begin, (info, struct.pack("6q", seq, 3 * begin, 3 * begin + 300, 4, 99, 5))
 
     names = {"note": note, "record": events.note_fast_call}
     source = "def public_function(seq):\n    begin, call = note(seq)\n    record(*call)\n    return begin"
@@ -408,7 +412,7 @@ def test_a_call_of_the_fast_path_is_a_record_with_the_line_of_the_program():
     assert [each.origin.line for each in found[3:]] == [""], "the thread was started by no line of the program"
     fields = {"group": group, "collective": "allreduce", "op": "sum", "dtype": "float32", "root": -1, "num_bytes": 4}
     for each, begin in zip(found, begins, strict=False):
-        assert each == each._replace(**fields, backend="shm", thread=threading.get_ident(), error="")
+        assert each == each._replace(**fields, backend="shm", algorithm="shm 5", thread=threading.get_ident(), error="")
         assert abs(each.begin - begin) < MILLISECOND and 99 <= each.end - each.begin <= 101
 
 
@@ -442,14 +446,14 @@ def test_notes_of_machine_code_are_taken_in_their_order():
     fields[[records.NUM_NOTED, records.NUM_TAKEN]] = 5 * records.NUM_NOTES - 5  # so that they pass the end of the ring
     expected = []
     for seq in range(1, 5):
-        note(info, None, code, 8, 77, seq, 2 * seq, 3 * seq, 4, 99)
-        note(info, plan, code, 8, 77, seq, -2 * seq, -3 * seq, 4, 99)
-        note(info, plan, origin, records.IS_ORIGIN, 77, seq, -2 * seq, -3 * seq, 4, 99)
-        note(events.WAIT, "rank 0: allreduce", events.WAIT, records.IS_ORIGIN, 77, 0, 2 * seq, 3 * seq, 0, 0)
+        note(info, None, code, 8, 77, seq, 2 * seq, 3 * seq, 4, 99, 6)
+        note(info, plan, code, 8, 77, seq, -2 * seq, -3 * seq, 4, 99, 6)
+        note(info, plan, origin, records.IS_ORIGIN, 77, seq, -2 * seq, -3 * seq, 4, 99, 6)
+        note(events.WAIT, "rank 0: allreduce", events.WAIT, records.IS_ORIGIN, 77, 0, 2 * seq, 3 * seq, 0, 0, 0)
         expected += [
-            (info, seq, 2 * seq, 3 * seq, 4, 77, code, 8),
-            (info, seq, plan, 99, 4, 2 * seq, 3 * seq, 77, (0, code, 8, ""), ""),
-            (info, seq, plan, 99, 4, 2 * seq, 3 * seq, 77, origin, ""),
+            (info, seq, 2 * seq, 3 * seq, 4, 6, 77, code, 8),
+            (info, seq, plan, 99, 4, 6, 2 * seq, 3 * seq, 77, (0, code, 8, ""), ""),
+            (info, seq, plan, 99, 4, 6, 2 * seq, 3 * seq, 77, origin, ""),
             (events.WAIT, "rank 0: allreduce", 2 * seq, 3 * seq, 77),
         ]
     taken = []

@@ -17,6 +17,7 @@ import torch
 from ..communicators.group import Group
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import MISMATCH
+from ..shared_memory.memory_layout import LOG_ALGORITHM, WITH_COMPARISON
 from . import schedule
 from .base import Operation
 from .fast_allreduce import FastAllreduce
@@ -147,6 +148,7 @@ class ComparedAllreduce:
             self.longer(buffer, None, root)
             return buffer
         flat = buffer if buffer.dim() == 1 else buffer.detach().view(-1)
+        self.group.call_log.log_fields[LOG_ALGORITHM] = WITH_COMPARISON
         vectors = self.exchange.gather(self.group.call_number, flat)
         if vectors is None:
             self.group.refuse_call()

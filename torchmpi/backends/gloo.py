@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
 from ..errors import TorchMPIError, TransportError
-from ..shared_memory.memory_layout import ENTERED
+from ..shared_memory.memory_layout import ENTERED, LOG_ALGORITHM
 from ..tensors import buffers
 from . import network, ordered_reduction
 from .base import Operation
@@ -144,6 +145,7 @@ class GlooGroup(TorchGroup):
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank."""
+        self.log[LOG_ALGORITHM] = algorithms.DIRECT
         works = []
         for shift in range(1, self.size):
             origin = (self.rank - shift) % self.size

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
+from ..shared_memory.memory_layout import LOG_ALGORITHM
 from ..tensors import buffers, dtypes, partition, streams
 from . import ordered_reduction
 from .base import Operation
@@ -294,6 +296,7 @@ class MPIMovement:
         self._exchange(sources, destinations)
 
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        self.group.call_log.log_fields[LOG_ALGORITHM] = algorithms.DIRECT
         incoming[self.rank].detach().copy_(outgoing[self.rank])
         requests = []
         for shift in range(1, self.size):

@@ -7,8 +7,10 @@ from typing import Protocol
 
 import torch
 
+from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
+from ..shared_memory.memory_layout import LOG_ALGORITHM
 from ..tensors import buffers, partition
 from .base import Operation
 from .mpi_messages import Range, destination_for, rows_of
@@ -78,6 +80,7 @@ class OrderedReduction:
 
     def __init__(self, group: Group, transport: Transport, dtype: torch.dtype, op: str, config: Config) -> None:
         self.transport, self.rank, self.size = transport, group.rank, group.size
+        self.log = group.call_log.log_fields
         self.dtype, self.itemsize = dtype, dtype.itemsize
         self.combine = combiner(dtype, op)
         self.chunk_numel = max(1, config.pipeline_bytes // self.itemsize)
@@ -118,12 +121,14 @@ class OrderedReduction:
             out[begin : begin + own.numel()] = own
 
     def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+        self.log[LOG_ALGORITHM] = algorithms.PARTS
         received, result = self._take_memory(ranges[self.rank][1])
         self.transport.send_ranges(flat, ranges, received)
         self.combine(received.unbind(), result)
         return result
 
     def _gather_all(self, flat: torch.Tensor) -> None:
+        self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ALL
         numel = flat.numel()
         received, result = self._take_memory(numel)
         ranges = [(rank * numel, numel) for rank in range(self.size)]

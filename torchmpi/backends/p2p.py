@@ -21,8 +21,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
+from ..shared_memory.memory_layout import LOG_ALGORITHM
 from ..tensors import buffers, partition
 from . import ordered_reduction, schedule
 from .base import Operation
@@ -215,6 +217,7 @@ class PipelinedReduction(ABC):
 
     def __init__(self, group: Group, messages: Messages, dtype: torch.dtype, op: str, chunk_bytes: int) -> None:
         self.rank, self.size, self.messages = group.rank, group.size, messages
+        self.log = group.call_log.log_fields
         self.itemsize = dtype.itemsize
         self.chunk_numel = max(1, chunk_bytes // dtype.itemsize)
         self.combine = combiner(dtype, op)
@@ -224,10 +227,13 @@ class PipelinedReduction(ABC):
         """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
         if self._is_short(flat):
+            self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ALL
             self._gather_all(flat)
         elif self.size <= 2:  # whole vectors: as many bytes as two exchanges of halves, in one round
+            self.log[LOG_ALGORITHM] = algorithms.SWAP
             self._pipeline(flat, self._swap_with_peer, self._combine_all)
         else:
+            self.log[LOG_ALGORITHM] = algorithms.PARTS
             self._pipeline(flat, self._exchange_parts, self._combine_and_spread)
         return buffer
 
@@ -236,14 +242,17 @@ class PipelinedReduction(ABC):
         flat = buffer.detach().view(-1)
         step = schedule.collect(self.rank, self.size, root)
         if self.size <= 2 or self._is_short(flat):
+            self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ROOT
             self._pipeline(flat, partial(self._collect_wholes, step), self._combine_all)
         else:
+            self.log[LOG_ALGORITHM] = algorithms.PARTS
             self._pipeline(flat, self._exchange_parts, partial(self._combine_and_collect, step))
         return buffer
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
         """Write the result of this rank's range of the flat `source` to `destination`."""
         flat, out = source.detach().view(-1), destination.detach().view(-1)
+        self.log[LOG_ALGORITHM] = algorithms.PARTS
         section = max(1, self.chunk_numel // self.size)
         # A chunk is the same section of every rank's range; some ranges end earlier.
         chunks = [
@@ -358,11 +367,13 @@ class P2PReduction(PipelinedReduction):
         """Reduce in place on all ranks; two ranks swap whole vectors of one chunk."""
         flat = buffer.detach().view(-1)
         if not self._is_short(flat) and flat.nbytes <= self.relayed_bytes:
+            self.log[LOG_ALGORITHM] = algorithms.RELAYED
             self.relayed.run(flat)
             return buffer
         if not 0 < flat.numel() <= self.swap_numel:
             return super().allreduce(buffer, None, root)
         other = self.received.take(0, flat.numel())
+        self.log[LOG_ALGORITHM] = algorithms.SWAP
         self.swap(flat, 1 - self.rank, other, 1 - self.rank)
         self.combine((other, flat) if self.rank else (flat, other), flat)
         return buffer
@@ -381,6 +392,7 @@ class P2PMovement:
 
     def __init__(self, group: Group, message_bytes: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
+        self.log = group.call_log.log_fields
         self.messages = RoundMessages(group, message_bytes)
         self.doubling = DoublingAllgather(group, self.messages)
         self.scratch = ChunkBuffers(torch.uint8)
@@ -389,8 +401,10 @@ class P2PMovement:
         """Copy the root's values to all ranks, in place."""
         flat = buffer.detach().view(-1)
         if flat.numel() * flat.element_size() > _TREE_BYTES and self.size > 2:
+            self.log[LOG_ALGORITHM] = algorithms.CHAIN
             self._along_chain(flat, root)
         else:
+            self.log[LOG_ALGORITHM] = algorithms.TREE
             for step in schedule.tree(self.rank, self.size, root):
                 self.messages.finish(self.messages.begin(step, lambda _: flat, lambda _: flat))
         return buffer
@@ -419,8 +433,10 @@ class P2PMovement:
         parts = [part.view(-1) for part in destination.detach().split_with_sizes(rows)]
         own = source.detach().view(-1)
         if sum(rows) * rows_of(source)[1] * source.element_size() <= SHORT_BYTES:
+            self.log[LOG_ALGORITHM] = algorithms.DOUBLING
             self._gather_by_doubling(own, parts)
             return destination
+        self.log[LOG_ALGORITHM] = algorithms.DIRECT
         step = schedule.spread(self.rank, self.size)
         requests = self.messages.begin(step, lambda _: own, lambda message: parts[message.peer])
         buffers.overwrite(parts[self.rank], own)

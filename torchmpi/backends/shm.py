@@ -27,6 +27,7 @@ from ..shared_memory.memory_layout import (
     ENTRY_FIELDS,
     FIELD_BYTES,
     LEFT,
+    LOG_ALGORITHM,
     MEMORY,
     PAYLOAD,
     REFUSED,
@@ -344,6 +345,7 @@ class SharedComparison(SharedCalls):
             self.shared.abort()
             raise
         self.shared.status_board.set(self.rank, LEFT, self.seq - 1)  # the kernel has ended, but the call has not
+        self.call_log.log_fields[LOG_ALGORITHM] = 0
 
 
 class SharedReduction(SharedCalls):

@@ -100,6 +100,7 @@ class TorchGroup(ABC):
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self.world_ranks, self.comm = group.rank, group.size, group.world_ranks, group.comm
         self._attachments, self._where, self._opened = group.attachments, group.where, None
+        self.log = group.call_log.log_fields
         self._why_closed = ""
         """Why calls are refused: the error of the call after which this rank has closed its connections."""
 

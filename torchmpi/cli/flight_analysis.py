@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..communicators.call_log import CallNumber, describe
 from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
+from ..communicators.message_record import ANY_RANK, NO_TAG, LoggedMessages
 from ..session.report import named
 
 _MOST_LAST_CALLS = 3
@@ -34,8 +35,8 @@ class Divergence(NamedTuple):
     ranks: tuple[int, ...]
     kind: str
     """``different``: the ranks made different calls; ``missing``: some ranks wait for others, or have waited until the
-    call failed; ``inside``: all have arrived in a call that has not ended; ``failed``: it has failed; ``idle``: no rank
-    is in a call."""
+    call failed; ``message``: a rank waits for a message; ``inside``: all have arrived in a call that has not ended;
+    ``failed``: it has failed; ``idle``: no rank is in a call."""
     text: str
     states: tuple[RankState, ...]
 
@@ -66,7 +67,8 @@ def analyze(records: Sequence[RankCalls]) -> list[Divergence]:
     for parts in by_key.values():
         if any(group.calls for _, group in parts):
             findings.append(_finding(parts, latest))
-    order = ("different", "missing", "inside", "failed", "idle")
+    findings += _awaited_messages(records, latest)
+    order = ("different", "missing", "message", "inside", "failed", "idle")
     return sorted(findings, key=lambda found: (order.index(found.kind), is_step(found.group), -len(found.ranks)))
 
 
@@ -139,6 +141,50 @@ def _waiting(first: GroupCalls, states: Sequence[RankState]) -> tuple[str, str]:
     return ("missing", f"{text}.{about_unknown}") if unknown else (kind, f"{text}: all ranks have arrived.")
 
 
+def _awaited_messages(records: Sequence[RankCalls], latest: float) -> list[Divergence]:
+    """Describe the messages that have not ended, and how far the other rank is."""
+    by_channel = {
+        (each.key, record.rank, each.peer, each.is_receive, each.tag): each
+        for record in records
+        for each in record.messages
+    }
+    known, found = {record.rank for record in records}, []
+    for record in records:
+        for each in record.messages:
+            count = each.num_begun - each.num_ended
+            if count <= 0:
+                continue
+            seconds = max(0.0, (latest - each.begin - record.wall_ns) / 1e9)
+            other = by_channel.get((each.key, each.peer, record.rank, not each.is_receive, each.tag))
+            is_exact = (each.key, record.rank, ANY_RANK, True, each.tag) not in by_channel
+            there = _about_peer(each, other, is_exact=is_exact) if each.peer in known else ""
+            if each.peer not in known and each.peer != ANY_RANK:
+                there = f"; there is no record of rank {each.peer}"
+            text = f"rank {record.rank} {_awaited(each, count)} on {each.group}, for {seconds:.3g} s{there}."
+            found.append(Divergence(each.group, (record.rank,), "message", text, ()))
+    return found
+
+
+def _awaited(message: LoggedMessages, count: int) -> str:
+    tag = "" if message.tag == NO_TAG else f" with tag {message.tag}"
+    whom = "any rank" if message.peer == ANY_RANK else f"rank {message.peer}"
+    what = f"a message{tag}" if count == 1 else f"{count} messages{tag}"
+    size = f"({message.dtype}, {message.num_bytes} bytes)"
+    return f"waits for {what} from {whom} {size}" if message.is_receive else f"sends {what} to {whom} {size}"
+
+
+def _about_peer(message: LoggedMessages, other: LoggedMessages | None, *, is_exact: bool) -> str:
+    """Describe how many messages the other rank has sent or received."""
+    num_there, peer = 0 if other is None else other.num_begun, f"rank {message.peer}"
+    num_missing = message.num_begun - num_there
+    if message.is_receive and not is_exact:  # receives from any rank may have taken messages of this one
+        return f"; {peer} has sent {num_there or 'none'} in all"
+    if num_missing <= 0:
+        return f"; {peer} has sent it" if message.is_receive else f"; {peer} receives it"
+    verb = "sent" if message.is_receive else "received"
+    return f"; {peer} has {verb} {'none' if num_there == 0 else f'{num_there} of {message.num_begun}'}"
+
+
 def _ranks(states: Iterable[RankState]) -> str:
     return named(sorted(state.rank for state in states))
 
@@ -196,6 +242,8 @@ def report(records: Sequence[RankCalls]) -> str:
         calls = [(call, group.name) for group in record.groups for call in group.calls]
         for call, name in sorted(calls, key=lambda item: item[0].begin)[-_MOST_LAST_CALLS:]:
             lines.append(f"  {name} #{call.seq} {text_of(call)}: {_how_it_ended(call)}")
+        for each in sorted(record.messages, key=lambda each: each.begin)[-_MOST_LAST_CALLS:]:
+            lines.append(f"  {each.group} message #{each.num_begun}, {each}: {_how_messages_ended(each)}")
     return "\n".join(lines)
 
 
@@ -203,6 +251,13 @@ def _how_it_ended(call: LoggedCall) -> str:
     if not call.end:
         return "not ended"
     return f"{'failed after ' if call.has_failed else ''}{(call.end - call.begin) / 1e3:.1f} us"
+
+
+def _how_messages_ended(messages: LoggedMessages) -> str:
+    count = messages.num_begun - messages.num_ended
+    if count:
+        return "not ended" if count == 1 else f"{count} have not ended"
+    return f"ended {(messages.end - messages.begin) / 1e3:.1f} us after its begin"
 
 
 def as_json(records: Sequence[RankCalls]) -> dict[str, Any]:
@@ -226,6 +281,7 @@ def as_json(records: Sequence[RankCalls]) -> dict[str, Any]:
                 }
                 for group in record.groups
             ],
+            "messages": [each._asdict() for each in record.messages],
         }
         for record in records
     ]  # fmt: skip

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from ..communicators.flight_record import FILE_NAME, SUFFIX, RankCalls, parse, read
+from ..communicators.flight_record import FILE_NAME, SUFFIX, RankCalls, ask_for_records, from_ranges, parse, read
 from ..errors import TorchMPIError
+from ..session.report import named
 from . import torch_traces
 from .flight_analysis import as_json, report
+
+_GATHER_SECONDS, _POLL_SECONDS = 5.0, 0.05
 
 
 def run(options: argparse.Namespace) -> int:
@@ -21,7 +26,8 @@ def run(options: argparse.Namespace) -> int:
     folder: Path = options.folder or Path(f"torchmpi-dump-{options.process}")
     if options.command == "dump":
         num_ranks = dump(options.process, folder)
-        print(f"The last calls of {num_ranks} rank{'s' if num_ranks > 1 else ''}: {folder}")
+        print(f"The last calls of {num_ranks} rank{'s' if num_ranks > 1 else ''} of this host: {folder}")
+        print(gather_other_hosts(options.process, folder), end="")
     records = read_folder(folder)
     if options.torch is not None:
         torch_traces.write(records, options.torch)
@@ -50,12 +56,7 @@ def dump(process: int, folder: Path) -> int:
     Raises:
         TorchMPIError: The process does not exist, or none of them is a rank that this user may read.
     """
-    try:
-        root = psutil.Process(process)
-        processes = [process, *(child.pid for child in root.children(recursive=True))]
-    except psutil.NoSuchProcess:
-        raise TorchMPIError(f"There is no process {process} on this host.") from None
-    contents = {data for pid in processes for data in _records_of(pid)}
+    contents = {path.read_bytes() for path in _records_of(process)}
     if not contents:
         raise TorchMPIError(
             f"Neither process {process} nor a process that it has started is a rank between mpi.start() and mpi.stop() "
@@ -68,17 +69,60 @@ def dump(process: int, folder: Path) -> int:
     return len(contents)
 
 
-def _records_of(process: int) -> Iterator[bytes]:
-    """Read the flight record that a process has open, without its help: it may be stopped."""
-    files = Path(f"/proc/{process}/fd")
+def gather_other_hosts(process: int, folder: Path) -> str:
+    """Ask the ranks of other hosts for their flight records, through a rank of this host; return what is missing.
+
+    Args:
+        process: The process of a rank, or of the launcher of all ranks of this host.
+        folder: The folder with the records of this host, which the other hosts should have too.
+    """
+    first = read_folder(folder)[0].about
+    elsewhere = set(range(int(first["size"]))) - set(from_ranges(str(first["on_host"])))
+    if not elsewhere:
+        return ""
+    before = {rank: _file_number(folder, rank) for rank in elsewhere}
+    for path in _records_of(process):
+        with contextlib.suppress(OSError):
+            ask_for_records(path, folder.resolve())
+    limit = time.monotonic() + _GATHER_SECONDS
+    while elsewhere and time.monotonic() < limit:
+        time.sleep(_POLL_SECONDS)
+        elsewhere = {rank for rank in elsewhere if _file_number(folder, rank) == before[rank]}
+    if not elsewhere:
+        return f"The ranks of other hosts have written theirs: {named(sorted(before))}\n"
+    return (
+        f"No record has come from {named(sorted(elsewhere))} on other hosts: they are stopped, have ended, or do not "
+        f"share this folder, so that they have written it to {folder.resolve()} there. `torchmpi dump PROCESS --out "
+        f"{folder}` on their hosts reads those of stopped ranks too. Copy them here, and call `torchmpi analyze`.\n"
+    )
+
+
+def _file_number(folder: Path, rank: int) -> int:
+    """Return the number of the file of a rank, which changes when the rank writes it again; 0 without one."""
     try:
-        names = sorted(os.listdir(files), key=int)
-    except OSError:  # the process of another user, or gone
-        return
-    for name in names:
+        return (folder / f"rank{rank}{SUFFIX}").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _records_of(process: int) -> Iterator[Path]:
+    """Return the flight records that a process and its children have open, without their help: they may be stopped.
+
+    Raises:
+        TorchMPIError: The process does not exist.
+    """
+    try:
+        root = psutil.Process(process)
+        processes = [process, *(child.pid for child in root.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        raise TorchMPIError(f"There is no process {process} on this host.") from None
+    for files in (Path(f"/proc/{pid}/fd") for pid in processes):
         try:
-            target = os.readlink(files / name)
-            if target.startswith(f"/memfd:{FILE_NAME}") or target.endswith(SUFFIX):
-                yield (files / name).read_bytes()
-        except OSError:
+            names = sorted(os.listdir(files), key=int)
+        except OSError:  # the process of another user, or gone
             continue
+        for name in names:
+            with contextlib.suppress(OSError):
+                target = os.readlink(files / name)
+                if target.startswith(f"/memfd:{FILE_NAME}") or target.endswith(SUFFIX):
+                    yield files / name

@@ -26,6 +26,7 @@ from ..communicators.conditions import sleep_until
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm, used
+from ..communicators.message_record import Channel
 from ..errors import ArgumentError, MismatchError, TorchMPIError
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
@@ -185,7 +186,7 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
     exchange = message.in_order(message.exchange_with(dst))
     if type(src) is int and type(dst) is int and not message.is_number:
         message.cache(dst, comm)
-    result: Value = message.result(message.queue_to(dst).run(message.receive_by, exchange))
+    result: Value = message.result(message.queue_to(dst).run(partial(message.call_queue.run, exchange)))
     return result
 
 
@@ -214,7 +215,7 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
         raise unknown_keyword(sendreceive_async, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
-    return message.submit(partial(message.receive_by, exchange), message.queue_to(dst))
+    return message.submit(partial(message.call_queue.run, exchange), message.queue_to(dst))
 
 
 class _Message:
@@ -234,6 +235,19 @@ class _Message:
         self.call_queue: CallQueue = self.group.peer_queue("send" if collective == "send" else "receive", self.peer)
         self.waited: int | None = None
         """Nanoseconds until the message of the other rank began to arrive; None for a send, whose wait is not known."""
+        self.numbers: dict[str, int] = {}
+        """The other ranks, and the numbers of the messages in their channels."""
+
+    def _counted(self, peer: int, *, is_receive: bool) -> Channel:
+        """Count a message that begins now, for the flight record and for timelines; return its channel."""
+        rank = self.group.world_ranks[peer]
+        channel = self.group.channels.channel(rank, is_receive=is_receive)
+        number = channel.begin(self.code, self.tensor.nbytes)
+        if not is_receive:
+            self.numbers |= {"to": rank, "sent": number}
+        elif channel.is_exact:
+            self.numbers |= {"from": rank, "received": number}
+        return channel
 
     def _checked_peer(self, peer: Any) -> int:
         try:
@@ -249,10 +263,6 @@ class _Message:
 
     def queue_to(self, dst: int) -> CallQueue:
         return self.group.peer_queue("send", self._checked_peer(dst))
-
-    def receive_by(self, exchange: Callable[[], Any]) -> Any:
-        """Run an exchange, from the queue to the receiver, in the queue of messages from the sender."""
-        return self.call_queue.run(exchange)
 
     def result(self, value: Any) -> Any:
         return restore(value) if self.is_number else value
@@ -285,10 +295,12 @@ class _Message:
 
     def send(self) -> torch.Tensor:
         with self.watched(f"to rank {self.peer}"):
-            work = self._plain()
-            for message, tag in self._messages(work):
+            messages = self._messages(self._plain())
+            channel = self._counted(self.peer, is_receive=False)
+            for message, tag in messages:
                 self.comm.Send((message, self.MPI.BYTE), self.peer, tag)
                 self.group.messages.add(1)
+            channel.end()
         return self.tensor
 
     def receive(self) -> torch.Tensor:
@@ -317,17 +329,32 @@ class _Message:
                 line = events.origin_of(self.call_queue.origin or recorder.origin(0)).line
                 details = {"peer": self.group.world_ranks[self.peer], "bytes": self.tensor.nbytes, "line": line}
                 details |= {"dtype": dtypes.short_name(self.tensor.dtype), "communicator": self.group.name}
+                details |= {"group": f"{self.group.key:x}", **self.numbers}
                 recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)
 
     def _begin_event(self) -> Any:
-        return events.begin_event(self.described_call(), is_task=self.call_queue.origin is not None)
+        return events.begin_event(*self.described_call(), is_task=self.call_queue.origin is not None)
 
-    def described_call(self, *_: Any) -> events.ShownCall:
-        """Return what torch.profiler shows of the message."""
-        return self.group.described((self.collective, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)
+    def described_call(self, *_: Any) -> tuple[events.GroupInfo, events.Names, int]:
+        """Return the properties of the message for torch.profiler: group, names, number of elements."""
+        names = self.collective, "", dtypes.short_name(self.tensor.dtype), -1
+        return self.group.info, names, self.tensor.numel()
 
     def _receive(self) -> torch.Tensor:
-        payload = self._checked_payload()
+        channel = self._counted(self.peer, is_receive=True)
+        try:
+            header = self._header()
+        except BaseException:
+            channel.withdraw()
+            raise
+        try:
+            return self._received(header)
+        finally:
+            channel.end()
+
+    def _received(self, header: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """Write the values of a message to the tensor."""
+        payload = self.unpacked(header)
         if payload is not None:
             buffers.overwrite(self.tensor, payload)
             return self.tensor
@@ -347,12 +374,14 @@ class _Message:
         def exchange() -> torch.Tensor:
             outgoing = self._plain(copied=True)
             messages = self._messages(outgoing)
+            channel = self._counted(dst, is_receive=False)
             requests = [self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in messages]
             self.group.messages.add(len(requests))
             try:
                 return self.receive()
             finally:
                 self.MPI.Request.Waitall(requests)  # also after an error: MPI reads this memory until then
+                channel.end()
 
         return exchange
 
@@ -385,8 +414,8 @@ class _Message:
             for begin, numel in partition.chunks(flat.numel(), most)
         ]
 
-    def _checked_payload(self) -> torch.Tensor | None:
-        """Receive a header; return the values behind it, or None if they are in further messages."""
+    def _header(self) -> npt.NDArray[np.uint8]:
+        """Receive the first part of a message."""
         begin = events.now()
         if self.group.context.sleeps_before_mpi:
             sleep_until(lambda: bool(self.comm.Iprobe(self.peer, HEADER_TAG)))
@@ -394,7 +423,7 @@ class _Message:
         self.comm.Recv((message, self.MPI.BYTE), self.peer, HEADER_TAG)
         self.waited = events.now() - begin
         self.group.messages.add(-1)
-        return self.unpacked(message)
+        return message
 
     def unpacked(self, message: npt.NDArray[np.uint8]) -> torch.Tensor | None:
         """Compare the header of a message; return the values behind it, or None if they are in further messages."""

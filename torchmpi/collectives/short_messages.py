@@ -61,6 +61,7 @@ class _Exchange:
         self._messages = np.zeros((2, MOST_HEADER_BYTES + PACKED_BYTES), np.uint8)
         sent, self._received = self._messages
         self._status = np.zeros(STATUS_BYTES, np.uint8)
+        ranks, channel = group.world_ranks, group.channels.channel
         code, queues = dtypes.info(dtype).code, (group.peer_queue("receive", src), group.peer_queue("send", dst))
         self._record = array("q", bytes(8 * records.EXCHANGE_FIELDS))
         values = {
@@ -76,11 +77,14 @@ class _Exchange:
             records.MESSAGE_TAG: HEADER_TAG,
             records.SEND_LOCK: queues[1].run_lock.address,
             records.EXCHANGE_LOG: self._call_log.log_fields.buffer_info()[0],
+            records.SEND_CHANNEL: channel(ranks[dst], is_receive=False).address,
+            records.RECEIVE_CHANNEL: channel(ranks[src], is_receive=True).address,
         }
         for field, value in values.items():
             self._record[field] = value
         code = call_code("sendreceive", None, code)
-        details = {"peer": group.world_ranks[src], "dtype": dtypes.short_name(dtype), "communicator": group.name}
+        details = {"peer": ranks[src], "from": ranks[src], "to": ranks[dst], "dtype": dtypes.short_name(dtype)}
+        details |= {"communicator": group.name, "group": f"{group.key:x}"}
         clock = tick_clock(kernels.load()["read_ticks"])
         self.cached_call = fast_path.CachedCall(
             self._record.buffer_info()[0], self._call_log, queues[0].run_lock, code, code, self.settle, self.abort,

@@ -5,9 +5,11 @@ the process exists, also if it is stopped. Each group has a *ring* of entries, o
 the machine code of the fast path. The fields are 64-bit numbers:
 
 ============ ======================================================================================================
-head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the monotonic clock, the wall clock, ENDED;
-             from TEXT_BYTES a JSON object: rank, size, host, process, program
-each ring    one page with STATE, KEY and a JSON object: name and ranks of the group; then RECORD_LENGTH entries
+head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the monotonic clock, the wall clock, ENDED,
+             REQUEST; from TEXT_BYTES a JSON object: rank, size, host, process, program; on the second page another one:
+             the request of ``torchmpi dump`` with the number in REQUEST
+each ring    one page with STATE, KEY, KIND and a JSON object: name and ranks of the group; then RECORD_LENGTH entries,
+             of calls or of channels (:mod:`.message_record`)
 ============ ======================================================================================================
 
 The fields of an entry are those of :mod:`torchmpi.shared_memory.memory_layout` (RECORD_SEQUENCE and following ones).
@@ -43,13 +45,16 @@ from ..shared_memory.memory_layout import (
     RECORD_NUM_DIMS,
     RECORD_SEQUENCE,
 )
+from .message_record import LoggedMessages, messages_in
 
 FILE_NAME = "torchmpi-flight-record"
 SUFFIX = ".flight"
-MAGIC = int.from_bytes(b"tmpiFR01", "little")
-_MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED = range(8)
-_STATE, _KEY = range(2)
+MAGIC = int.from_bytes(b"tmpiFR02", "little")
+_MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED, _REQUEST = range(9)
+_STATE, _KEY, _KIND = range(3)
 _IN_USE, _FREED = 1, 2
+OF_CALLS, OF_MESSAGES = range(2)
+"""Kinds of rings."""
 _TEXT_BYTES = 128
 _PAGE_BYTES = 4096
 _ENTRY_BYTES = RECORD_FIELDS * FIELD_BYTES
@@ -88,10 +93,10 @@ class Ring:
         """Return a ring in the memory of this process."""
         return cls(memoryview(mmap.mmap(-1, _RING_BYTES)))
 
-    def describe(self, key: int, name: str, ranks: Sequence[int]) -> None:
+    def describe(self, key: int, name: str, ranks: Sequence[int], kind: int) -> None:
         """Write the group to which the ring belongs."""
         _write_text(self.memory, {"name": name, "ranks": as_ranges(ranks)})
-        self.fields[_KEY], self.fields[_STATE] = key, _IN_USE
+        self.fields[_KEY], self.fields[_KIND], self.fields[_STATE] = key, kind, _IN_USE
 
     def enter(self, seq: int, code: int, shape: tuple[int, ...], *, is_number: bool = False) -> None:
         """Write the entry of a call that begins now. `CallLog.enter` does the same for most calls."""
@@ -175,6 +180,7 @@ class RankCalls(NamedTuple):
     groups: list[GroupCalls]
     last_ns: int = 0
     """The monotonic clock at the last reading, of which a process makes one a second."""
+    messages: Sequence[LoggedMessages] = ()
 
 
 class FlightRecord:
@@ -203,6 +209,7 @@ class FlightRecord:
         self._fields[FIRST_NS] = self._fields[LAST_NS] = now = time.monotonic_ns()
         self._fields[_WALL_NS] = time.time_ns() - now
         self._fields[_MAGIC] = MAGIC
+        self._request = 0
 
     def _open(self) -> int | None:
         """Open the file; None if there is no memory for an anonymous one."""
@@ -247,7 +254,7 @@ class FlightRecord:
         self._maps.append(mmap.mmap(self._file, num_bytes, offset=start))
         return memoryview(self._maps[-1])
 
-    def ring(self, key: int, name: str, ranks: Sequence[int]) -> Ring:
+    def ring(self, key: int, name: str, ranks: Sequence[int], kind: int = OF_CALLS) -> Ring:
         """Return a ring for a group; one in the memory of this process if there is no room in the file.
 
         The rings of freed groups are kept as long as there are unused ones.
@@ -262,7 +269,7 @@ class FlightRecord:
                 if self.path is not None:
                     logger.warning(f"the calls on communicator {name} are not in {self.path}: {error.strerror}")
                 return Ring.private()
-        ring.describe(key, name, ranks)
+        ring.describe(key, name, ranks, kind)
         return ring
 
     def _next(self) -> Ring:
@@ -294,6 +301,27 @@ class FlightRecord:
         if not self._fields[FIRST_TICKS]:
             self._fields[FIRST_TICKS], self._fields[FIRST_NS] = ticks, now
         self._fields[LAST_TICKS], self._fields[LAST_NS] = ticks, now
+
+    def take_request(self) -> dict[str, Any]:
+        """Return the last request of :func:`ask_for_records`, the first time that this is called after it; else {}."""
+        request = self._fields[_REQUEST]
+        if request == self._request:
+            return {}
+        self._request = request
+        return _read_text(bytes(self._head[: 2 * _PAGE_BYTES]), _PAGE_BYTES)
+
+    def save(self, folder: Path) -> None:
+        """Write a copy to a folder.
+
+        Raises:
+            OSError: That is not possible.
+        """
+        if self._file is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"rank{_read_text(bytes(self._head[:_PAGE_BYTES]), 0)['rank']}{SUFFIX}"
+            part = path.with_suffix(".part")  # a reader finds a complete file, or none
+            part.write_bytes(os.pread(self._file, os.fstat(self._file).st_size, 0))
+            part.rename(path)
 
     def seconds_per_tick(self) -> float:
         """Return the length of a tick; 0 if there is no fast path, or if the clock has not advanced."""
@@ -330,6 +358,21 @@ def read(path: Path) -> RankCalls:
     return parse(data, str(path))
 
 
+def ask_for_records(path: Path, folder: Path) -> None:
+    """Ask the rank with this flight record for those of the other hosts, which their ranks write to a folder.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), _HEAD_BYTES) as head:
+        memory = memoryview(head)
+        request = time.time_ns()
+        _write_text(memory[_PAGE_BYTES:], {"folder": str(folder), "number": request})
+        with memory.cast("q") as fields:
+            fields[_REQUEST] = request
+        memory.release()
+
+
 def parse(data: bytes, name: str) -> RankCalls:
     """Return the calls in the bytes of a flight record, which may be cut off; `name` is for the error."""
     problem = TorchMPIError(f"{name} is no flight record of this version of torchmpi.")
@@ -339,16 +382,19 @@ def parse(data: bytes, name: str) -> RankCalls:
     about = _read_text(data, 0)
     if head[_MAGIC] != MAGIC or not isinstance(about.get("rank"), int):
         raise problem
-    groups = []
+    groups: list[GroupCalls] = []
+    messages: list[LoggedMessages] = []
     for number in range(min(max(head[_NUM_RINGS], 0), (len(data) - _HEAD_BYTES) // _RING_BYTES)):
         start = _HEAD_BYTES + number * _RING_BYTES
         fields = np.frombuffer(data, "<i8", _RING_BYTES // FIELD_BYTES, start).tolist()
         text = _read_text(data, start)
-        if fields[_STATE] and "name" in text:
+        if "name" in text and fields[_KIND] == OF_MESSAGES:
+            messages += messages_in(fields[_KEY], str(text["name"]), fields) if fields[_STATE] == _IN_USE else []
+        elif fields[_STATE] and "name" in text:
             calls = _calls_in(fields, _clock(head))
             ranks = from_ranges(str(text.get("ranks", "")))
             groups.append(GroupCalls(fields[_KEY], str(text["name"]), ranks, fields[_STATE] == _FREED, calls))
-    return RankCalls(about["rank"], about, bool(head[_ENDED]), head[_WALL_NS], groups, head[LAST_NS])
+    return RankCalls(about["rank"], about, bool(head[_ENDED]), head[_WALL_NS], groups, head[LAST_NS], messages)
 
 
 def _clock(head: Sequence[int]) -> Callable[[int], float]:

@@ -19,22 +19,21 @@ import numpy as np
 from ..errors import MismatchError, RankLostError, StallError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LOG_BYTES, num_slots, slots_begin
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LOG_ALGORITHM, LOG_BYTES, num_slots, slots_begin
 from ..shared_memory.segments import Segment
-from ..tensors import buffers
-from ..tensors.dtypes import short_name
 from ..timeline import events
 from ..timeline.clocks import tick_clock
 from . import splits
+from .algorithms import algorithm_name
 from .call_counts import CallCounts
 from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
 from .call_queue import CallQueue
 from .conditions import on_all
-from .flight_record import FlightRecord, as_ranges
+from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
+from .message_record import Channels
 from .plan import Plan
 from .release import MessageCounter, register, retire
-from .shown_calls import ShownTask, message_sizes
 from .status_board import StatusBoard
 
 T = TypeVar("T")
@@ -57,6 +56,7 @@ class Group:
         comm: The MPI communicator.
         side_comm: A duplicate for point-to-point messages, which must not be received by a collective.
         messages: Counts the messages on `side_comm`.
+        channels: Records the messages on `side_comm`.
         plans: Plans made on this group, by the arguments of the calls that select them.
         status_board: The shared memory of the group: a status block for each rank, and slots for data. None if the
             ranks are on several hosts, or have no shared memory.
@@ -109,6 +109,7 @@ class Group:
         record = context.flight_record
         ring = None if record is None else record.ring(self.key, name, world_ranks)
         self.call_log = CallLog(name, self.rank, self.size, self.log_board, ring)
+        self.channels = Channels(self._memory_of_channels)
         context.call_counts.add(name, is_step, self.call_log)
         self.shared: Any = None
         self.binding = threading.Lock()
@@ -155,7 +156,7 @@ class Group:
         try:
             call_log.enter(code, shape)
             if recorder is not None:
-                begin = call_log.begin
+                begin, call_log.log_fields[LOG_ALGORITHM] = call_log.begin, 0
             result = plan.run(tensor, out, root)
             num_bytes = bytes_of(tensor, out, result)
             end = call_log.leave(num_bytes)
@@ -168,7 +169,7 @@ class Group:
                 if recorder is not None:
                     events.end_event(event)
                     recorder.call(
-                        self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin or call_log.begin,
+                        self.info, call_log.seq, plan, code, bytes_of(tensor, out), 0, begin or call_log.begin,
                         events.now(), self.call_queue.origin, depth + 1, type(error).__name__,
                     )  # fmt: skip
             call = Call(call_log.seq, code, shape)
@@ -178,8 +179,8 @@ class Group:
             if recorder is not None:
                 events.end_event(event)
                 recorder.call(
-                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), begin or call_log.begin, events.now(),
-                    self.call_queue.origin, depth + 1, type(error).__name__,
+                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), 0, begin or call_log.begin,
+                    events.now(), self.call_queue.origin, depth + 1, type(error).__name__,
                 )  # fmt: skip
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
@@ -191,49 +192,25 @@ class Group:
             # Notes have the times of the call log; of a call in several chunks, that is the last one.
             is_noted = begin == call_log.begin and (origin is not None or not events.labels)
             if not is_noted or not recorder.note(self.info, plan, origin, depth, num_bytes, call_log.address):
-                recorder.call(self.info, call_log.seq, plan, code, num_bytes, begin, end, origin, depth + 1)
+                algorithm = call_log.log_fields[LOG_ALGORITHM]
+                recorder.call(self.info, call_log.seq, plan, code, num_bytes, algorithm, begin, end, origin, depth + 1)
         return result
-
-    def perform_into(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
-        """Run a collective that works in place on a copy of the tensor in `out`."""
-        if plan.collective == "reduce" and self.rank != root:  # it changes nothing there
-            self.perform(plan, tensor, None, root, 4)
-            return tensor
-        if out.is_inference():
-            buffers.overwrite(out, tensor)
-        else:
-            out.copy_(tensor)  # notifies autograd too
-        self.perform(plan, out, None, root, 4)
-        return out
 
     def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
         is_task = self.call_queue.origin is not None
-        return events.begin_event(self.described_call(plan, tensor, out, root), is_task=is_task)
+        return events.begin_event(*self.described_call(plan, tensor, out, root), is_task=is_task)
 
-    def described_call(self, plan: Plan, tensor: Any, out: Any, root: int, *_: Any) -> events.ShownCall:
-        """Return what torch.profiler shows of a call of :meth:`perform`, and of :meth:`perform_into`."""
-        collective, op, dtype, root = call_names(plan.code | root << 32)
-        given = out if tensor is None else tensor
-        if not dtype and given is not None:  # the ranks of a scatter do not compare it
-            dtype = short_name(given.dtype)
-        return self.described((collective, op, dtype, root), tensor, out)
-
-    def described(self, names: events.Names, given: Any = None, out: Any = None) -> events.ShownCall:
-        """Return what torch.profiler shows of a call in which this rank passes `given` and receives in `out`."""
-        return events.ShownCall(self.info, names, *message_sizes(names[0], self.rank, self.size, given, out))
-
-    def shown(
-        self, task: Callable[[], T], describe: Callable[..., events.ShownCall], *arguments: Any
-    ) -> Callable[[], T]:
-        """Return a task that torch.profiler shows as one call, `describe(*arguments)`, whatever calls it makes.
-
-        Without a profiler, that is the task itself.
-        """
-        return task if events.show_call is None else ShownTask(self.call_queue, task, describe(*arguments))
+    def described_call(
+        self, plan: Plan, tensor: Any, out: Any, root: int
+    ) -> tuple[events.GroupInfo, events.Names, int]:
+        """Return what torch.profiler shows of a call of :meth:`perform`: group, names, number of elements."""
+        tensors = tensor if isinstance(tensor, list) else [tensor]  # an alltoall of several tensors
+        numel = sum(each.numel() for each in tensors if each is not None)
+        return self.info, call_names(plan.code | root << 32), numel
 
     def fast_call_info(self, code: int, backend: str, read_ticks: Callable[[], int]) -> events.FastCallInfo:
         """Return the properties of a call on the fast path for a recorder."""
-        return events.FastCallInfo(self.info, call_names(code), backend, tick_clock(read_ticks))
+        return events.FastCallInfo(self.info, call_names(code), backend, algorithm_name, tick_clock(read_ticks))
 
     def settle(self, info: events.FastCallInfo, ticks: int, finish: Callable[[], T]) -> T:
         """End a call that the fast path has entered: take it over, finish it or raise its error, and record it.
@@ -263,12 +240,13 @@ class Group:
         if recorder is not None and (call := log.ring.read(log.seq)) is not None:
             begin, num_bytes = info.clock.nanoseconds(int(call.begin)), log.log_fields[LOG_BYTES]
             where = events.origin_of(recorder.origin(0))
-            thread = threading.get_ident()
+            algorithm = algorithm_name(log.log_fields[LOG_ALGORITHM], info.backend)
             recorder.report(
                 events.CallRecord(
-                    info.group, log.seq, *info.names, num_bytes, info.backend, begin, events.now(), thread, where, error
+                    info.group, log.seq, *info.names, num_bytes, info.backend, algorithm, begin, events.now(),
+                    threading.get_ident(), where, error,
                 )
-            )
+            )  # fmt: skip
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -292,6 +270,10 @@ class Group:
             call_queue = CallQueue(f"{self.name} {direction} {peer}", threaded=self.context.threaded)
             call_queue = self.peer_queues.setdefault((direction, peer), call_queue)
         return call_queue
+
+    def _memory_of_channels(self) -> Ring:
+        record = self.context.flight_record
+        return Ring.private() if record is None else record.ring(self.key, self.name, self.world_ranks, OF_MESSAGES)
 
     @cached_property
     def comparison(self) -> Comparison | None:
@@ -402,7 +384,8 @@ class Group:
         self.call_log.close()
         self.context.call_counts.free(self.call_log)
         if self.context.flight_record is not None:
-            self.context.flight_record.free(self.call_log.ring)
+            for ring in (self.call_log.ring, *self.channels.close()):
+                self.context.flight_record.free(ring)
         if self.status_board is not None:
             self.status_board.close()
         if together:

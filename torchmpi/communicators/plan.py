@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .algorithms import algorithm_name
 from .call_log import call_names
 
 Shape = tuple[int, ...]
@@ -41,3 +42,5 @@ class Plan:
     def names(code: int) -> tuple[str, str, str, int]:
         """Return collective, operation, dtype and root of a signature; '' or -1 for none."""
         return call_names(code)
+
+    algorithm = staticmethod(algorithm_name)

@@ -17,6 +17,7 @@ import torch
 
 from ..communicators.group import Group
 from ..communicators.handle import Handle
+from ..communicators.message_record import ANY_RANK
 from ..errors import ArgumentError, CommunicatorError, MismatchError, StallError, TorchMPIError
 from ..session import runtime
 from ..tensors import buffers, dtypes, streams
@@ -35,34 +36,39 @@ class MessageHandle(Handle[torch.Tensor]):
     __slots__ = (
         "_begin",
         "_call_queue",
+        "_channel",
         "_collective",
         "_doing",
         "_finish",
         "_group",
         "_is_receive",
+        "_number",
         "_origin",
         "_peer",
         "_request",
         "_show_end",
+        "_tag",
         "_tensor",
         "_testing",
         "is_waited_for",
         "source",
     )
 
-    def __init__(self, group: Group, tensor: torch.Tensor, collective: str, peer: int | None) -> None:
+    def __init__(self, group: Group, tensor: torch.Tensor, collective: str, peer: int | None, tag: int) -> None:
         what = f"{collective}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
         self._doing = (
             f"{what} {'to' if collective == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'}"
         )
         super().__init__(f"{group.where}: {self._doing}")
-        self._group, self._tensor, self._collective, self._peer = group, tensor, collective, peer
+        self._group, self._tensor, self._collective, self._peer, self._tag = group, tensor, collective, peer, tag
         self._begin = events.now()
         self._origin = None if events.recorder is None else events.recorder.origin(self._begin)
         show = events.show_task
         self._show_end = None if show is None else show(self._description, partial(self.described_call))
         self._is_receive = collective != "send"
         self._call_queue = group.peer_queue("receive" if self._is_receive else "send", -1 if peer is None else peer)
+        rank = ANY_RANK if peer is None else group.world_ranks[peer]
+        self._channel, self._number = group.channels.channel(rank, is_receive=self._is_receive, tag=tag), 0
         self._request: Any = None
         self._finish: Callable[[Any], object] = lambda status: None
         """Called with the status of the request when MPI has completed it."""
@@ -77,13 +83,17 @@ class MessageHandle(Handle[torch.Tensor]):
         """The rank and its call, for messages to the user."""
         return self._description
 
+    def count(self) -> None:
+        """Count the message, which begins now."""
+        self._number = self._channel.begin(dtypes.info(self._tensor.dtype).code, self._tensor.nbytes)
+
     def begin(self, request: Any, finish: Callable[[Any], object]) -> None:
         """Set the MPI request, and the function to call with its status when it has completed."""
         self._request, self._finish = request, finish
 
-    def described_call(self) -> events.ShownCall:
-        """Return what torch.profiler shows of the message."""
-        return self._group.described((self._collective, "", dtypes.short_name(self._tensor.dtype), -1), self._tensor)
+    def described_call(self) -> tuple[events.GroupInfo, events.Names, int]:
+        """Return what torch.profiler shows of the message: group, names, number of elements."""
+        return self._group.info, (self._collective, "", dtypes.short_name(self._tensor.dtype), -1), self._tensor.numel()
 
     def _end(self) -> None:
         """Count and record the message before other threads see its end."""
@@ -91,6 +101,7 @@ class MessageHandle(Handle[torch.Tensor]):
         if self._error is None:
             num_nanoseconds = events.now() - self._begin
             group.context.call_counts.add_message(group.name, collective, tensor.nbytes, num_nanoseconds)
+        self._channel.end()
         if self._show_end is not None:
             self._show_end()
         if (recorder := events.recorder) is not None and self._origin is not None:
@@ -99,7 +110,10 @@ class MessageHandle(Handle[torch.Tensor]):
             details = {"bytes": tensor.nbytes, "line": line, "dtype": dtypes.short_name(tensor.dtype)}
             details |= {"communicator": group.name, "queued": self._begin / 1000}
             if peer is not None and peer >= 0:
-                details["peer"] = group.world_ranks[peer]
+                details["peer"] = rank = group.world_ranks[peer]
+                if self._channel.is_exact:
+                    names = ("from", "received") if self._is_receive else ("to", "sent")
+                    details |= {"group": f"{group.key:x}", "tag": self._tag, names[0]: rank, names[1]: self._number}
             # In their row, messages are one after the other: viewers drop slices that overlap.
             calls = self._call_queue
             begin = max(self._begin, calls.recorded_until)
@@ -166,6 +180,8 @@ class MessageHandle(Handle[torch.Tensor]):
         self._request.Cancel()
         self._request.Wait(status)
         if status.Is_cancelled():
+            self._channel.withdraw()
+            self._channel.is_exact = False  # later receives have their numbers already
             raise error
         return True  # the message arrived before it could be cancelled
 
@@ -175,6 +191,7 @@ def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> MessageHand
     message = _checked(group, tensor, "send", peer, tag)
     work = buffers.plain(tensor, to_host=True)
     streams.settle(work)
+    message.count()
     request = _start(group.side_comm.Isend, group.context.MPI, work, (peer, tag))
     group.messages.add(1)
 
@@ -191,6 +208,7 @@ def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> M
     message = _checked(group, tensor, "recv", peer, tag)
     is_direct = tensor.device.type == "cpu" and buffers.is_direct(tensor)
     work = tensor.detach() if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    message.count()
     request = _start(comm.Irecv, MPI, work, (MPI.ANY_SOURCE if peer is None else peer, tag))
     mark = streams.fence(tensor)
 
@@ -226,7 +244,7 @@ def _checked(group: Group, tensor: torch.Tensor, collective: str, peer: int | No
         raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
     if not 0 <= tag <= MAX_TAG:
         raise ArgumentError(f"{what}: tag={tag} is out of range. Use 0 to {MAX_TAG}.")
-    return MessageHandle(group, tensor, collective, peer)
+    return MessageHandle(group, tensor, collective, peer, tag)
 
 
 def check_open(group: Group, what: str) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..backends import network
 from . import launcher
@@ -33,7 +33,7 @@ _GONE_SECONDS = 2.0
 # Before a rank ends because another one has reported: until then the launcher usually ends this process.
 _GRACE_SECONDS = 4.0
 _SILENT_PROBES = 2.5
-_TO_ALL = -1
+_TO_ALL = _NOBODY = -1
 
 
 class RankStatus(NamedTuple):
@@ -72,11 +72,16 @@ class Heartbeat:
         own_status: Callable[[int], RankStatus],
         location: Callable[[], str],
         end_job: Callable[[str, int], None],
+        save_record: Callable[[str], None],
     ) -> None:
-        """Start to read; `end_job` is called with a message and a status, and does not return."""
+        """Start to read.
+
+        `end_job` is called with a message and a status, and does not return; `save_record` with a folder to which this
+        rank is to write its flight record.
+        """
         self._rank, self._hosts, self._names = rank, tuple(hosts), tuple(names)
         self._limit_seconds, self._own_status = limit_seconds, own_status
-        self._location, self._end_job = location, end_job
+        self._location, self._end_job, self._save_record = location, end_job, save_record
         self._links = {peer: HostLink(peer, sock) for peer, sock in sockets.items()}
         for link in self._links.values():
             if self._is_far(link):
@@ -134,6 +139,11 @@ class Heartbeat:
             self.is_stalled = True
         else:
             self._pass_on({"kind": "stalled", "to": 0, "from": self._rank})
+
+    def ask_for_records(self, request: Mapping[str, Any]) -> None:
+        """Have the ranks of other hosts write their flight records to the folder of a request."""
+        host = self._hosts[self._rank]  # equal for all ranks of this host, so that each rank answers once
+        self._tell_all({"kind": "save", "to": _TO_ALL, "from": _NOBODY, "host": host, **request})
 
     def announce_end(self, status: int) -> None:
         """Tell all ranks that this one ends the job, in case that the launcher cannot end them."""
@@ -210,6 +220,11 @@ class Heartbeat:
         self._seen.add(text)
         for link in self._links.values():
             link.send(message)
+        if message["kind"] == "save":
+            if message["host"] != self._hosts[self._rank]:
+                # In a thread, since a slow file system must not delay the report of a lost host.
+                threading.Thread(target=self._save_record, args=(message["folder"],), daemon=True).start()
+            return
         if message["from"] == self._rank:
             return
         if message["kind"] == "ending":

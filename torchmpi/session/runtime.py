@@ -30,7 +30,7 @@ from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import on_all
-from ..communicators.flight_record import FlightRecord
+from ..communicators.flight_record import FlightRecord, as_ranges
 from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
@@ -186,10 +186,11 @@ class Runtime:
         self.resources.callback(self.heap.close)
 
     def _open_flight_record(self) -> FlightRecord:
-        comm = self.MPI.COMM_WORLD
+        comm, hosts = self.MPI.COMM_WORLD, self.context.hosts
         about = {
             "rank": comm.rank, "size": comm.size, "host": self.host_name, "process": os.getpid(),
             "program": " ".join(sys.argv), "version": __version__, "mpi": mpi_library.short_version(self.MPI),
+            "on_host": as_ranges([rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]),
         }  # fmt: skip
         record = FlightRecord(self.config.flight_record, about)
         self.resources.callback(record.close)  # after the groups are freed
@@ -306,6 +307,7 @@ class Runtime:
             own_status=watchdog.own_status,
             location=location,
             end_job=self.failures.end_job,
+            save_record=watchdog.save_record,
         )
         self.failures.before_abort = heartbeat.announce_end
         self.failures.ask_other_hosts = watchdog.activities_elsewhere

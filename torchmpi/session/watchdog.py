@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ..communicators import call_log
@@ -80,6 +81,8 @@ class Watchdog(threading.Thread):
         while not self._stopped.wait(self.config.watchdog_period_seconds):
             if (record := self.context.flight_record) is not None:
                 record.note_ticks()
+                if (request := record.take_request()) and self.heartbeat is not None:
+                    self.heartbeat.ask_for_records(request)
             if self._stack_requests.take():
                 logger.warning(self._state_and_stacks())
             limit = time.monotonic() - _REFUSAL_GRACE_SECONDS / 2  # two checks before deadlocks are searched
@@ -135,14 +138,14 @@ class Watchdog(threading.Thread):
         if waited >= config.stall_abort_seconds > 0:
             report = self._report(group, current, waited)
             if report is not None or waited >= config.stall_abort_seconds + _ABORT_GRACE_SECONDS:
-                self.end_job(f"{report or ''}\n{_ENDED}".strip(), 1)
+                self.end_job(f"{report or ''}\n{_ENDED} {self._where_calls_remain()}".strip(), 1)
         elif waited >= config.stall_warning_seconds and self._reported.get(group) != seq:
             self._reported[group] = seq
             self.context.num_stalls += 1
             group.call_log.count_stall(current[1])
             report = self._report(group, current, waited)
             if report is not None:
-                logger.warning(report)
+                logger.warning(f"{report}\n{self._how_to_compare()}")
 
     def _stopping_rank(self, group: Group, seq: int) -> int | None:
         """Return a rank of this host that has not entered a call and is in stop(), if there is one."""
@@ -232,13 +235,14 @@ class Watchdog(threading.Thread):
                 reason = f"  rank {peer} is in stop(), and does not make the other call: {there.line}"
                 self.end_job(f"{message}\n{reason}", 1)
         if now - since >= self.config.stall_abort_seconds > 0:
-            self.end_job(f"{message}\n{_ENDED}", 1)
+            self.end_job(f"{message}\n{_ENDED} {self._where_calls_remain()}", 1)
         elif now - since >= self.config.stall_warning_seconds and not reported:
             self._queues[call_queue] = (doing, since, True)
             self.context.num_stalls += 1
             self.context.call_counts.add_message_stall(group.name, doing.partition("(")[0])
             place = self._place(peer)
-            logger.warning(f"{message} rank {peer} is {place}" if place else message)
+            where = f" rank {peer} is {place}" if place else ""
+            logger.warning(f"{message}{where}\n{self._how_to_compare()}")
 
     def _how_it_stops(self, rank: int) -> str:
         """Describe how a rank of this host ended its program or that it is in ``stop()``; '' if neither is known."""
@@ -308,6 +312,25 @@ class Watchdog(threading.Thread):
             missing = "the device or the MPI library" if call.code & call_log.ON_DEVICE else "the MPI library"
             return f"{text} All ranks have arrived, but {missing} has not completed the call."
         return "\n".join([f"{text} Not arrived:", *lines])
+
+    def save_record(self, folder: str) -> None:
+        """Write a copy of the flight record to a folder, for `torchmpi dump` on another host."""
+        try:
+            if self.context.flight_record is not None:
+                self.context.flight_record.save(Path(folder))
+        except OSError as error:
+            logger.warning(f"the last calls cannot be written to {folder}, as `torchmpi dump` asks: {error.strerror}")
+
+    def _how_to_compare(self) -> str:
+        """Return the command that compares the last calls of the ranks while they wait."""
+        return f"`torchmpi dump {os.getppid()}` compares the last calls of the ranks."
+
+    def _where_calls_remain(self) -> str:
+        """Return how to compare the last calls of the ranks when they have ended."""
+        record = self.context.flight_record
+        if record is not None and record.path is not None:
+            return f"`torchmpi analyze {record.path.parent}` compares the last calls of the ranks."
+        return "With TORCHMPI_FLIGHT_RECORD=FOLDER the last calls of the ranks remain, for `torchmpi analyze FOLDER`."
 
     def _state_and_stacks(self) -> str:
         """Describe what this rank is doing, its last calls, and the stacks of its threads."""

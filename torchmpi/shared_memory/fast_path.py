@@ -234,8 +234,9 @@ class Notes:
         """Return some of the oldest notes and remove them; none only if there are none.
 
         Returns:
-            Of a call of the fast path: description, number, begin, end and bytes, thread, code and offset of the line.
-            Of another call: group, number, plan, code, bytes, begin, end, thread, origin, ''.
+            Of a call of the fast path: description, number, begin, end, bytes and algorithm, thread, code and offset of
+            the line.
+            Of another call: group, number, plan, code, bytes, algorithm, begin, end, thread, origin, ''.
             Of a wait: category, description, begin, end, thread.
         """
         with self._taking:
@@ -253,16 +254,18 @@ class Notes:
             self._fields[records.NUM_TAKEN] = num_taken + count
             for address in addresses:  # the references of the notes; `objects` has one too
                 _decrease_count(address)
-            for info, plan, code, offset, thread, seq, begin, end, num_bytes, signature in notes:
+            for info, plan, code, offset, thread, seq, begin, end, num_bytes, signature, algorithm in notes:
                 if plan == 0:
-                    taken.append((objects[info], seq, begin, end, num_bytes, thread, objects[code], offset))
+                    numbers = seq, begin, end, num_bytes, algorithm
+                    taken.append((objects[info], *numbers, thread, objects[code], offset))
                     continue
                 times = abs(begin), abs(end)  # the flight record has times of Python with a minus
                 if seq == 0:
                     taken.append((objects[info], objects[plan], *times, thread))
                     continue
                 origin = objects[code] if offset == records.IS_ORIGIN else (0, objects[code], offset, "")
-                taken.append((objects[info], seq, objects[plan], signature, num_bytes, *times, thread, origin, ""))
+                numbers = signature, num_bytes, algorithm, *times
+                taken.append((objects[info], seq, objects[plan], *numbers, thread, origin, ""))
         return taken
 
     def forget(self) -> None:

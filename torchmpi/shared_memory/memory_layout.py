@@ -51,13 +51,16 @@ ENTRY_FIELDS = _LINE_FIELDS
 SEQUENCE, SIGNATURE, PAYLOAD = range(3)
 PAYLOAD_BYTES = (ENTRY_FIELDS - PAYLOAD) * FIELD_BYTES
 MEMORY = 2  # field of the payload of a long call from which a rank announces its shared tensor
-ARRIVED = PAYLOAD  # of calls that no kernel runs: when the rank has entered the call, in nanoseconds
 
 # Private memory that machine code and Python share. The call log of a group: number of the last call; number of the
 # call that the fast path has entered and that is active, or 0; address of the first entry of the flight record; bytes
 # of the call that the fast path has entered; nanoseconds that the current call has waited for other ranks, or, if these
-# are not known, minus the time of its begin; counters of each collective.
-LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_WAITED, LOG_COUNTERS = range(6)
+# are not known, minus the time of its begin; the algorithm of the last call, 0 if the library below has chosen it
+# (communicators/algorithms.py), and of an exchange the numbers of its messages; counters of each collective.
+LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_WAITED, LOG_ALGORITHM, LOG_COUNTERS = range(7)
+# The algorithms of kernels: in the entries of the ring, in whole slots, in chunks through the slots, in shared tensors,
+# by direct reads, in the messages that compare the call.
+IN_RING, IN_WHOLE_SLOTS, IN_CHUNKS, IN_SHARED_TENSORS, BY_DIRECT_READS, WITH_COMPARISON = range(1, 7)
 # The counters of a collective: calls that have ended; bytes of their tensors; time in them, in ticks of the processor
 # for parts measured by machine code and in nanoseconds for parts measured by Python: of calls whose waits are known
 # (COUNTED_KNOWN_NS), and of others; nanoseconds of the known waits for other ranks; stalled calls.
@@ -73,6 +76,13 @@ CALL_NUMBER_BITS = 60  # of that number: Python's hash of a number of up to 60 b
 RECORD_FIELDS = 16
 RECORD_LENGTH = 1024  # entries, a power of two
 MAX_LOG_DIMS = RECORD_FIELDS - RECORD_DIMS
+# The entry of a channel there (communicators/message_record.py): numbers of the messages that have begun and ended,
+# nanoseconds at which the last one began and the last one ended, bytes and dtype of the last one; the other rank, the
+# tag, and whether the messages are received.
+(
+    MESSAGE_BEGUN, MESSAGE_ENDED, MESSAGE_BEGIN, MESSAGE_END, MESSAGE_BYTES, MESSAGE_DTYPE, MESSAGE_PEER, MESSAGE_TAG,
+    MESSAGE_IS_RECEIVE,
+) = range(9)  # fmt: skip
 # A run lock: whether Python holds it, whether the fast path has entered, and how many calls are pending.
 RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING = range(3)
 RUN_LOCK_FIELDS = 3

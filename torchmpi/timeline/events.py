@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
@@ -31,12 +31,11 @@ _OWN_FOLDERS = (
 )
 _BETWEEN = tuple(module.__file__ for module in (contextlib, threading, typing_extensions, warnings))
 """Files of other modules whose functions call those of this package and of torch, or are called by them."""
-_WAITS_FOR_ROOT, _ROOT_WAITS, _DOES_NOT_SYNCHRONIZE = ("broadcast", "scatter"), ("reduce", "gather"), ("free", "stop")
 _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
 _frame_at, _this_thread = sys._getframe, threading.get_ident
-_FAST_NUMBERS, _ORIGIN_FIELDS = struct.Struct("4q8x"), struct.Struct("3q")
+_FAST_NUMBERS, _ORIGIN_FIELDS = struct.Struct("4q8xq"), struct.Struct("3q")
 OF_DDP = "of DistributedDataParallel"
 """The end of the labels of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
@@ -83,6 +82,8 @@ class CallRecord(NamedTuple):
     """The root in the group; -1 if the collective has none."""
     num_bytes: int
     backend: str
+    algorithm: str
+    """How the backend has moved the data; '' if it is not known."""
     begin: int
     end: int
     thread: int
@@ -96,6 +97,8 @@ class FastCallInfo(NamedTuple):
     group: GroupInfo
     names: Names
     backend: str
+    algorithm: Callable[[int, str], str]
+    """As of :class:`CallPlan`."""
     clock: TickClock
 
 
@@ -141,6 +144,9 @@ class CallPlan(Protocol):
     def names(self, code: int) -> Names:
         """Return what a signature means."""
 
+    def algorithm(self, number: int, backend: str) -> str:
+        """Return the name of an algorithm."""
+
 
 class FastNotes(Protocol):
     """The calls noted by machine code that wait for :func:`collect`."""
@@ -169,11 +175,12 @@ def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
         return SliceRecord("wait", WAIT, "", begin, end, thread, {"call": description})
     if type(plain[0]) is not GroupInfo:
         return _fast_record(*plain)
-    group, seq, plan, code, num_bytes, begin, end, thread, origin, error = plain
+    group, seq, plan, code, num_bytes, algorithm, begin, end, thread, origin, error = plain
     collective, op, dtype, root = plan.names(code)
+    backend = backend_for(num_bytes, plan.backends)
     return CallRecord(
-        group, seq, collective, op, dtype, root, num_bytes, backend_for(num_bytes, plan.backends), begin, end, thread,
-        origin_of(origin), error,
+        group, seq, collective, op, dtype, root, num_bytes, backend, plan.algorithm(algorithm, backend), begin, end,
+        thread, origin_of(origin), error,
     )  # fmt: skip
 
 
@@ -192,6 +199,7 @@ def _fast_record(
     begin: int,
     end: int,
     num_bytes: int,
+    algorithm: int,
     thread: int,
     code: CodeType | None,
     offset: int,
@@ -200,28 +208,22 @@ def _fast_record(
     line = "" if code is None else _line_at(code, offset)
     begin, end = info.clock.nanoseconds(begin), info.clock.nanoseconds(end)
     if isinstance(info, FastMessageInfo):
-        details = {**info.details, "bytes": num_bytes, "line": line}
+        details = {**info.details, "bytes": num_bytes, "line": line, **_message_numbers(algorithm)}
         return SliceRecord(info.name, "message", info.track, begin, end, thread, details)
     collective, op, dtype, root = info.names
     return CallRecord(
-        info.group, seq, collective, op, dtype, root, num_bytes, info.backend, begin, end, thread,
-        Origin(0, line, label), "",
+        info.group, seq, collective, op, dtype, root, num_bytes, info.backend, info.algorithm(algorithm, info.backend),
+        begin, end, thread, Origin(0, line, label), "",
     )  # fmt: skip
 
 
-def awaited_ranks(collective: str, rank: int, root: int, ranks: Sequence[int]) -> Sequence[int]:
-    """Return the ranks, of all `ranks` of a call, without which it cannot end on a rank.
+def _message_numbers(numbers: int) -> dict[str, int]:
+    """Return the numbers of the messages of an exchange in their channels, as machine code packs them.
 
-    A rank of a broadcast needs the root only, and the ranks of a reduce or gather other than the root need nobody.
-
-    >>> awaited_ranks("allreduce", 1, -1, (0, 1, 2)), awaited_ranks("scatter", 1, 2, (0, 1, 2))
-    ((0, 1, 2), (2,))
+    >>> _message_numbers(3 << 32 | 2)
+    {'sent': 2, 'received': 3}
     """
-    if collective in _WAITS_FOR_ROOT:
-        return () if rank == root else (root,)
-    if collective in _DOES_NOT_SYNCHRONIZE or (collective in _ROOT_WAITS and rank != root):
-        return ()
-    return ranks
+    return {"sent": numbers & 0xFFFFFFFF, "received": numbers >> 32}
 
 
 def backend_for(num_bytes: int, backends: Backends) -> str:
@@ -284,6 +286,7 @@ class Recorder:
         plan: CallPlan,
         code: int,
         num_bytes: int,
+        algorithm: int,
         begin: int,
         end: int,
         origin: PlainOrigin | None,
@@ -296,7 +299,7 @@ class Recorder:
         """
         if origin is None:
             origin = self.origin(0, depth + 1)
-        record = group, seq, plan, code, num_bytes, begin, end, _this_thread(), origin, error
+        record = group, seq, plan, code, num_bytes, algorithm, begin, end, _this_thread(), origin, error
         for queue in _queues:
             if len(queue) < MOST_EVENTS:
                 queue.append(record)
@@ -339,17 +342,7 @@ recorder: Recorder | None = None
 """The recorder while there is a reader, else None."""
 when_changed: list[Callable[[], None]] = []
 """Functions to call when a reader has been added or removed."""
-class ShownCall(NamedTuple):
-    """What torch.profiler shows of a call."""
-
-    group: GroupInfo
-    names: Names
-    sent: int | None
-    """The elements that this rank passes; None if that is not known."""
-    received: int | None
-
-
-show_call: Callable[[ShownCall, str], Any] | None = None
+show_call: Callable[[GroupInfo, Names, int, str], Any] | None = None
 """Begins an event of torch.profiler while one runs, else None; "task": of a queued call, in its own thread."""
 show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
 """Begins an event of a call that is queued now and returns the task that also ends it; None without a profiler."""
@@ -371,21 +364,16 @@ _queues: tuple[EventQueue, ...] = ()
 _know: Callable[[CodeType, bool], None] = _know_nothing
 
 
-def has_event() -> bool:
-    """Return whether this thread is in a call that is an event of torch.profiler."""
-    return _calls.has_event
-
-
-def begin_event(call: ShownCall, *, is_task: bool) -> Any:
+def begin_event(group: GroupInfo, names: Names, numel: int, *, is_task: bool) -> Any:
     """Begin an event of torch.profiler for a call that begins now; None without a profiler.
 
-    The steps of a hierarchical call, and the calls of a task that is an event, are no events of their own.
+    The steps of a hierarchical call are no events of their own.
     """
     show = show_call
     if show is None or _calls.has_event:
         return None
     _calls.has_event = True
-    return show(call, "task" if is_task else "")
+    return show(group, names, numel, "task" if is_task else "")
 
 
 def end_event(event: Any) -> None:
@@ -439,7 +427,7 @@ def note_fast_call(info: FastCallInfo | FastMessageInfo, numbers: bytes) -> None
 
     Called by machine code in the public function of the call.
 
-    `numbers`: number of the call, begin and end in ticks, bytes, code.
+    `numbers`: number of the call, begin and end in ticks, bytes, code, algorithm.
     """
     thread = _this_thread()
     record = info, *_FAST_NUMBERS.unpack(numbers), thread, *_place_of_call(2), labels.get(thread, "")

@@ -6,9 +6,10 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from .aligned_calls import AlignedCall, align
-from .events import PART
+from .events import BACKGROUND_MESSAGE, PART
 from .trace_reader import Event, RankTrace
 
 _COMPRESSION = 6
@@ -45,6 +46,7 @@ def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
     for number, each in enumerate(aligned, 1):
         yield from _phases(each, tracks, first)
         yield from _flow(each, tracks, first, number)
+    yield from _message_flows(traces, first, len(aligned) + 1)
 
 
 def _divided(event: Event, limit: float) -> Iterator[Event]:
@@ -88,6 +90,31 @@ def _flow(aligned: AlignedCall, tracks: dict[tuple[int, str], int], first: float
             "ts": _microseconds(call.begin - first),
         }  # fmt: skip
         yield {**event, "bp": "e"} if kind == "f" else event
+
+
+def _message_flows(traces: Sequence[RankTrace], first: float, first_id: int) -> Iterator[Event]:
+    """Connect each send with its receive: the message with the same number of the same channel."""
+    sends: dict[tuple[Any, ...], tuple[RankTrace, Event]] = {}
+    receives: dict[tuple[Any, ...], tuple[RankTrace, Event]] = {}
+    for trace in traces:
+        for event in trace.events:
+            if event.get("cat") in ("message", BACKGROUND_MESSAGE):
+                details = event["args"]
+                group, tag = details.get("group"), details.get("tag")
+                if "sent" in details:
+                    sends[group, trace.rank, details["to"], tag, details["sent"]] = trace, event
+                if "received" in details:
+                    receives[group, details["from"], trace.rank, tag, details["received"]] = trace, event
+    for number, key in enumerate(sends.keys() & receives.keys(), first_id):
+        (sender, send), (receiver, receive) = sends[key], receives[key]
+        sent, begin = sender.seconds(send["ts"]) - first, receiver.seconds(receive["ts"]) - first
+        # The arrow ends inside the slice of the receive, not before its begin, nor before the message was sent.
+        at = min(max(_microseconds(begin), _microseconds(sent)), _microseconds(begin) + receive["dur"] - 0.001)
+        if at < _microseconds(sent):  # by the error of the clocks: viewers show no arrow backwards in time
+            continue
+        flow = {"name": "message", "cat": "message", "id": number}
+        yield {**flow, "ph": "s", "pid": sender.rank, "tid": send["tid"], "ts": _microseconds(sent)}
+        yield {**flow, "ph": "f", "bp": "e", "pid": receiver.rank, "tid": receive["tid"], "ts": at}
 
 
 def _microseconds(seconds: float) -> float:

@@ -180,6 +180,7 @@ class CallSite(NamedTuple):
     line: str
     collective: str
     backends: str
+    """With their algorithms."""
     num_calls: int
     """Of one rank."""
     num_bytes: int
@@ -215,11 +216,11 @@ def call_sites(aligned: Sequence[AlignedCall], traces: Sequence[RankTrace]) -> l
             total[2] += call.end - call.begin
             total[3] += each.ready(rank) - call.begin
             kinds[line, call.collective].add((len(each.ranks), call.details.get("dtype", "")))
-            if name := call.details.get("backend"):
-                backends[line, call.collective].add(name)
+            if about := [call.details[name] for name in ("backend", "algorithm") if name in call.details]:
+                backends[line, call.collective].add(": ".join(about))
     sites = []
     for (line, collective), (count, num_bytes, seconds, waiting) in sums.items():
-        names, calls = "+".join(sorted(backends[line, collective])), max(1, round(count / num_ranks))
+        names, calls = " + ".join(sorted(backends[line, collective])), max(1, round(count / num_ranks))
         mean_bytes = round(num_bytes / count)
         ranks, dtypes = {size for size, _ in kinds[line, collective]}, {name for _, name in kinds[line, collective]}
         size, dtype = (ranks.pop() if len(ranks) == 1 else 0), (dtypes.pop() if len(dtypes) == 1 else "")

@@ -179,7 +179,7 @@ class TraceWriter:
         origin = record.origin
         key = (
             tid, record.collective, record.op, record.dtype, record.root, record.num_bytes, record.backend,
-            record.thread, origin.line, origin.label, record.error,
+            record.algorithm, record.thread, origin.line, origin.label, record.error,
         )  # fmt: skip
         known = self._fixed.get(key)
         if known is None:
@@ -193,8 +193,8 @@ class TraceWriter:
         details: dict[str, Any] = {"communicator": group.name, "group": f"{group.key:x}", "bytes": record.num_bytes}
         details["thread"] = self._thread_track(record.thread)
         optional = {
-            "op": record.op, "dtype": record.dtype, "backend": record.backend, "line": origin.line,
-            "label": origin.label, "error": record.error,
+            "op": record.op, "dtype": record.dtype, "backend": record.backend, "algorithm": record.algorithm,
+            "line": origin.line, "label": origin.label, "error": record.error,
         }  # fmt: skip
         details |= {name: value for name, value in optional.items() if value}
         if record.root >= 0:

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import torch
 
-from ...communicators import splits
+from ...communicators import algorithms, splits
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...shared_memory import fast_path
 from ...shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
+from ...shared_memory.memory_layout import LOG_ALGORITHM, WITH_COMPARISON
 from ...tensors import buffers, partition
 from ..base import Operation
 from ..comparison import NumberExchange, most_carried
@@ -95,8 +96,10 @@ class HostAllreduce:
     def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         if self.group.is_grid and buffer.numel() * buffer.element_size() > _SHORT_BYTES:
+            self.group.call_log.log_fields[LOG_ALGORITHM] = algorithms.SLICES
             self._in_slices(chunks_of(buffer, self.chunk_numel))
         else:
+            self.group.call_log.log_fields[LOG_ALGORITHM] = algorithms.FIRST_RANKS
             self.by_first_ranks(buffer, None, root)
         return buffer
 
@@ -161,6 +164,7 @@ class ComparedHostAllreduce:
         if not self.comparison.can_carry(buffer.numel() * self.partial_results.accumulator.itemsize):
             self.group.announce()
             return self.longer(buffer, None, root)
+        self.group.call_log.log_fields[LOG_ALGORITHM] = WITH_COMPARISON
         flat = buffer.detach().view(-1)
         # A copy at the first rank, which is not to change the tensor of a call that differs.
         work = flat
@@ -225,6 +229,11 @@ class ComparedHostAllreduce:
         return tensor
 
 
+def _note_way(group: Group) -> None:
+    """Store how the current call of a group goes between the hosts."""
+    group.call_log.log_fields[LOG_ALGORITHM] = algorithms.SLICES if group.is_grid else algorithms.FIRST_RANKS
+
+
 class HostAllgather:
     """Allgather over hosts; no byte is sent to a host twice.
 
@@ -240,6 +249,7 @@ class HostAllgather:
 
     def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks, in rank order, on all ranks."""
+        _note_way(self.group)
         rows = row_counts(self.group, source)
         destination = destination_for(source, sum(rows), destination)
         row_bytes = rows_of(source)[1] * source.element_size()
@@ -294,6 +304,7 @@ class HostReduceScatter:
 
     def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
+        _note_way(self.group)
         num_rows, row_numel = rows_of(source)
         rows = partition.rows(num_rows, self.group.size)
         destination = destination_for(source, rows[self.group.rank][1], destination)

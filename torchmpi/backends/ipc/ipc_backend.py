@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from ...communicators import algorithms
 from ...communicators.group import Group
 from ...config import Config
 from ...errors import BackendUnavailableError, DeviceError, StallError
+from ...shared_memory.memory_layout import LOG_ALGORITHM
 from ...tensors import partition
 from ..base import Operation
 from ..gpus import Devices
@@ -277,14 +279,16 @@ class IpcCollectives:
     def __init__(self, staged: StagedGroup, op: str | None) -> None:
         self.staged, self.op = staged, op or ""
         self.rank, self.size, self.half_bytes = staged.rank, staged.size, staged.half_bytes
+        self.log = staged.group.call_log.log_fields
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
-        flat = _flat(buffer)
+        flat, num_shots = _flat(buffer), shots(size, buffer.nbytes)
+        self.log[LOG_ALGORITHM] = algorithms.ONE_SHOT if num_shots == 1 else algorithms.TWO_SHOTS
         self.staged.run(
             ("allreduce", numel),
-            lambda: chunk_plan.allreduce(rank, size, numel, half, shots=shots(size, flat.nbytes)),
+            lambda: chunk_plan.allreduce(rank, size, numel, half, shots=num_shots),
             flat,
             flat,
             self.op,

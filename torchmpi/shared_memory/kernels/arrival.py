@@ -21,7 +21,19 @@ is not over after the first polls is measured, and added to the call log.
 
 from __future__ import annotations
 
-from ..memory_layout import CORE, ENTERED, LEFT, LOG_WAITED, REDUCED, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE
+from ..memory_layout import (
+    CORE,
+    ENTERED,
+    IN_RING,
+    LEFT,
+    LOG_ALGORITHM,
+    LOG_WAITED,
+    REDUCED,
+    REFUSED,
+    RING_LENGTH,
+    SEQUENCE,
+    SIGNATURE,
+)
 from .access import block_of, entry_of, fail_check, outcome, own_block, peer_at, ring_field, set_counter
 from .compilation import inlined, inner
 from .intrinsics import (
@@ -194,6 +206,15 @@ def have_all(group, field, value):
 
 
 @inner
+def set_algorithm(group, algorithm):
+    """Store how the current call moves its data, for timelines."""
+    call_log = load_field(group, CALL_LOG_FIELDS)
+    if call_log != 0:
+        store_field(call_log, LOG_ALGORITHM, algorithm)
+    return 0
+
+
+@inner
 def end_reads(group):
     """End a call in which ranks read each other's tensors: wait until all reads are done, then tensors may be modified.
 
@@ -214,6 +235,7 @@ def begin(group, seq):
     if ENABLE_CHECKS and seq < load_field(group, CURRENT_SEQ):
         fail_check(group, CHECK_SEQUENCE, seq, load_field(group, CURRENT_SEQ))
     store_field(group, CURRENT_SEQ, seq)
+    set_algorithm(group, IN_RING)  # unless a function for longer data sets another one
     store_field_release(own_block(group), ENTERED, seq)
     aborted = load_field(group, LAST_ABORTED)
     if aborted != 0:

@@ -19,7 +19,7 @@ before that data is read. REDUCED is published after the reads, and acquired bef
 
 from __future__ import annotations
 
-from ..memory_layout import READY, REDUCED
+from ..memory_layout import IN_CHUNKS, READY, REDUCED
 from .access import (
     block_of,
     group_of,
@@ -31,7 +31,7 @@ from .access import (
     transfer_of,
     transfer_slot_of,
 )
-from .arrival import wait, wait_all
+from .arrival import set_algorithm, wait, wait_all
 from .compilation import inner, kernel
 from .copying import (
     LONG_BYTES,
@@ -209,6 +209,7 @@ def fetch(group, chunk, transfers):
 def run_rounds(group, transfers, num_rounds):
     """Run the transfers, of which the first chunks are in the slots."""
     base = load_field(group, CHUNKS)
+    set_algorithm(group, IN_CHUNKS)
     is_stream = load_field(group, SPACING) == 0
     keeps = is_stream and keeps_while_sending(group, transfers)
     if is_stream and num_rounds > 0:

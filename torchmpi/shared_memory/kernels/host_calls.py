@@ -7,7 +7,14 @@ Python runs the rest of the call, or raises the error.
 
 from __future__ import annotations
 
-from ..memory_layout import CALL_NUMBER_BITS, LOG_SEQUENCE, LOG_WAITED, RECORD_IS_NUMBER
+from ..memory_layout import (
+    CALL_NUMBER_BITS,
+    LOG_ALGORITHM,
+    LOG_SEQUENCE,
+    LOG_WAITED,
+    RECORD_IS_NUMBER,
+    WITH_COMPARISON,
+)
 from .compilation import inner, kernel
 from .intrinsics import call_sendrecv, copy, field_address, load_field, now, reduce, store_field
 from .logged_calls import (
@@ -139,6 +146,7 @@ def allreduce_over_hosts(call, seq, signature, address, numel):
     """
     hosts, num_bytes = load_field(call, HOSTS), numel * load_field(call, ITEM_BYTES)
     store_field(load_field(hosts, EXCHANGE_LOG), LOG_WAITED, -now())  # MPI does not tell how long it waits
+    store_field(load_field(hosts, EXCHANGE_LOG), LOG_ALGORITHM, WITH_COMPARISON)
     number = call_number(seq, load_field(hosts, HOSTS_CODE), signature)
     local, sends, work = load_field(hosts, LOCAL_LOG), load_field(hosts, SENDRECV) != 0, address
     if sends:  # a copy: the tensor of a call that differs stays as it is

@@ -10,6 +10,7 @@ from ..memory_layout import (
     COUNTED_WAITED_NS,
     COUNTER_FIELDS,
     LOG_ACTIVE,
+    LOG_ALGORITHM,
     LOG_BYTES,
     LOG_COUNTERS,
     LOG_RECORD,
@@ -152,7 +153,7 @@ def is_own_code(notes, code):
 
 @kernel
 def note_call(call_log, noted):
-    """Write number, begin, end, bytes and code of the call that has just ended."""
+    """Write number, begin, end, bytes, code and algorithm of the call that has just ended."""
     seq = load_field(call_log, LOG_SEQUENCE)
     record = record_of(call_log, seq)
     store_field(noted, 0, seq)
@@ -160,6 +161,7 @@ def note_call(call_log, noted):
     store_field(noted, 2, load_field(record, RECORD_END))
     store_field(noted, 3, load_field(call_log, LOG_BYTES))
     store_field(noted, 4, load_field(record, RECORD_CODE))
+    store_field(noted, 5, load_field(call_log, LOG_ALGORITHM))
     return 0
 
 
@@ -169,8 +171,8 @@ def note_wait(begin, noted):
     store_field(noted, 0, 0)
     store_field(noted, 1, begin)
     store_field(noted, 2, now())
-    store_field(noted, 3, 0)
-    store_field(noted, 4, 0)
+    for index in range(3, NUM_NUMBERS):
+        store_field(noted, index, 0)
     return 0
 
 

@@ -5,8 +5,20 @@ A message is the number of its dtype, the number of dimensions, the shape, and t
 
 from __future__ import annotations
 
-from ..memory_layout import LOG_WAITED, RUN_LOCK_ENTERED, RUN_LOCK_HELD, RUN_LOCK_PENDING
-from .compilation import kernel
+from ..memory_layout import (
+    LOG_ALGORITHM,
+    LOG_WAITED,
+    MESSAGE_BEGIN,
+    MESSAGE_BEGUN,
+    MESSAGE_BYTES,
+    MESSAGE_DTYPE,
+    MESSAGE_END,
+    MESSAGE_ENDED,
+    RUN_LOCK_ENTERED,
+    RUN_LOCK_HELD,
+    RUN_LOCK_PENDING,
+)
+from .compilation import inner, kernel
 from .fast_path_code import begin_call, data, dim, num_dims, plain_numel
 from .intrinsics import call_sendrecv, copy, load_field, now, store_field, store_field_release
 from .records import (
@@ -20,9 +32,11 @@ from .records import (
     MPI_STATUS,
     NOT_FAST,
     PREPARED_CALL,
+    RECEIVE_CHANNEL,
     RECEIVE_FROM,
     RECEIVED,
     RECEIVED_BYTES,
+    SEND_CHANNEL,
     SEND_LOCK,
     SEND_TO,
     SENDRECV,
@@ -61,6 +75,25 @@ def enter_sendreceive(cached_call, tensor, _, arguments):
     return 0
 
 
+@inner
+def begin_message(channel, time, dtype, num_bytes):
+    """Count a message that begins; return its number."""
+    number = load_field(channel, MESSAGE_BEGUN) + 1
+    store_field(channel, MESSAGE_DTYPE, dtype)
+    store_field(channel, MESSAGE_BYTES, num_bytes)
+    store_field(channel, MESSAGE_BEGIN, time)
+    store_field(channel, MESSAGE_BEGUN, number)
+    return number
+
+
+@inner
+def end_message(channel, time):
+    """Count a message that ends."""
+    store_field(channel, MESSAGE_END, time)
+    store_field(channel, MESSAGE_ENDED, load_field(channel, MESSAGE_ENDED) + 1)
+    return 0
+
+
 @kernel
 def sendreceive(call, seq, signature, target, num_fields, num_bytes):
     """Send a message and receive one; copy its values to the target, unless its header differs from the sent one.
@@ -69,13 +102,22 @@ def sendreceive(call, seq, signature, target, num_fields, num_bytes):
     """
     byte, tag = load_field(call, BYTE_TYPE), load_field(call, MESSAGE_TAG)
     sent, received, begin = load_field(call, SENT), load_field(call, RECEIVED), now()
+    to, source, log = load_field(call, SEND_CHANNEL), load_field(call, RECEIVE_CHANNEL), load_field(call, EXCHANGE_LOG)
+    dtype = load_field(call, SENT_DTYPE)
+    number = begin_message(to, begin, dtype, num_bytes) & 0x7FFFFFFF
+    number |= (begin_message(source, begin, dtype, num_bytes) & 0x7FFFFFFF) << 32
+    store_field(log, LOG_ALGORITHM, number)
     error = call_sendrecv(
         load_field(call, SENDRECV),
         sent, num_fields * 8 + num_bytes, byte, load_field(call, SEND_TO), tag,
         received, load_field(call, RECEIVED_BYTES), byte, load_field(call, RECEIVE_FROM), tag,
         load_field(call, MPI_COMM), load_field(call, MPI_STATUS),
     )  # fmt: skip
-    store_field(load_field(call, EXCHANGE_LOG), LOG_WAITED, now() - begin)
+    end = now()
+    store_field(log, LOG_WAITED, end - begin)
+    if error == 0:
+        end_message(to, end)
+        end_message(source, end)
     store_field_release(load_field(call, SEND_LOCK), RUN_LOCK_ENTERED, 0)
     if error != 0:
         return error

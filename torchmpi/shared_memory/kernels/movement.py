@@ -29,7 +29,7 @@ address for direct reads. `take` moves the rest, after Python has allocated the 
 
 from __future__ import annotations
 
-from ..memory_layout import PAYLOAD_BYTES, READY, REDUCED
+from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, PAYLOAD_BYTES, READY, REDUCED
 from .access import (
     copy_from_slot,
     copy_to_payload,
@@ -43,7 +43,7 @@ from .access import (
     set_send,
     transfer_slot_of,
 )
-from .arrival import arrive, begin, end_reads, leave, wait_all
+from .arrival import arrive, begin, end_reads, leave, set_algorithm, wait_all
 from .chunk_loop import (
     ALL_SEND_BYTES,
     ONE_SENDS_BYTES,
@@ -123,6 +123,7 @@ def put_whole(group, address, num_bytes):
 def end_whole(group):
     """Count the chunk of `put_whole` after reading the slots."""
     chunk = load_field(group, CHUNKS)
+    set_algorithm(group, IN_WHOLE_SLOTS)
     set_counter(group, REDUCED, chunk + 1)
     store_field(group, CHUNKS, chunk + 1)
     return 0
@@ -133,6 +134,7 @@ def broadcast_shared(group, address, num_bytes, root):
     """Broadcast between shared tensors; the root writes the first part of all others: equal amounts on all ranks."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     share = part_begin(num_bytes, size, 1)
+    set_algorithm(group, IN_SHARED_TENSORS)
     if rank != root:
         deliver(address + share, shared_tensor_of(group, root) + share, num_bytes - share, num_bytes)
     else:
@@ -203,6 +205,7 @@ def are_even(group, seq, length):
 def gather_shared(group, first, num_bytes, target):
     """Copy `num_bytes` from offset `first` of every rank's shared tensor."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
+    set_algorithm(group, IN_SHARED_TENSORS)
     for shift in range(size):
         other = peer_at(rank, size, shift)
         deliver(target + other * num_bytes, shared_tensor_of(group, other) + first, num_bytes, num_bytes)
@@ -315,6 +318,7 @@ def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_pu
     group = group_of(call)
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
+    set_algorithm(group, IN_CHUNKS)
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
@@ -344,6 +348,7 @@ def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_pu
 def reduce_rows_shared(call, first, length, target):
     """Reduce this rank's rows, at offset `first`, from the shared tensors of all ranks."""
     group = group_of(call)
+    set_algorithm(group, IN_SHARED_TENSORS)
     for other in range(load_field(group, SIZE)):
         set_operand(group, other, shared_tensor_of(group, other) + first)
     combine(call, target, length)

@@ -27,9 +27,9 @@ Memory order: the address is published by the sequence number of the entry, UNRE
 
 from __future__ import annotations
 
-from ..memory_layout import MEMORY, UNREAD
+from ..memory_layout import BY_DIRECT_READS, MEMORY, UNREAD
 from .access import block_of, fail_check, own_block, payload_of, peer_at
-from .arrival import end_reads
+from .arrival import end_reads, set_algorithm
 from .chunk_loop import deliver
 from .compilation import inner
 from .copying import phase_of_call
@@ -244,6 +244,7 @@ def end_reading(group, has_read):
     for other in range(load_field(group, SIZE)):
         if load_field(block_of(group, other), UNREAD) == chunk + 1:
             return UNREADABLE
+    set_algorithm(group, BY_DIRECT_READS)
     return 0
 
 

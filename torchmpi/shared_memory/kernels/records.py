@@ -185,7 +185,9 @@ SEND_LOCK = 13
 """Address of the fields of the run lock of the queue of messages to SEND_TO."""
 EXCHANGE_LOG = 14
 """Address of the fields of the call log of the exchange."""
-EXCHANGE_FIELDS = 15
+SEND_CHANNEL, RECEIVE_CHANNEL = 15, 16
+"""Addresses of the entries of the flight record for messages to the one rank and from the other."""
+EXCHANGE_FIELDS = 17
 
 # --- Prepared allreduce over hosts: the fields of an exchange, and these --------------------------------------------
 
@@ -261,8 +263,8 @@ NOTED_OFFSET = 3
 IS_ORIGIN = -1
 NOTED_THREAD = 4
 NOTED_NUMBERS = 5
-"""Number, begin, end, bytes and code of the call, as the flight record has them."""
-NUM_NUMBERS, NUMBER_OF_BYTES = 5, 3
+"""Number, begin, end, bytes and code of the call, as the flight record has them, and its algorithm."""
+NUM_NUMBERS, NUMBER_OF_BYTES = 6, 3
 NOTE_FIELDS = NOTED_NUMBERS + NUM_NUMBERS
 
 ORIGIN_QUEUED, ORIGIN_CODE, ORIGIN_OFFSET = range(3)

@@ -27,7 +27,7 @@ step 3 of chunk `c`; see docs/design/shared-memory.md.
 
 from __future__ import annotations
 
-from ..memory_layout import KEPT, PAYLOAD_BYTES, READY, REDUCED
+from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, KEPT, PAYLOAD_BYTES, READY, REDUCED
 from .access import (
     block_of,
     copy_from_slot,
@@ -39,7 +39,7 @@ from .access import (
     set_counter,
     slot_of,
 )
-from .arrival import arrive, begin, end_reads, have_all, leave, wait_all
+from .arrival import arrive, begin, end_reads, have_all, leave, set_algorithm, wait_all
 from .compilation import inner, kernel
 from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
 from .intrinsics import field_address, load_field, now, reduce, store_field
@@ -295,6 +295,7 @@ def whole(call, num_bytes):
     group = group_of(call)
     rank, root = load_field(group, RANK), load_field(call, ROOT)
     chunk = load_field(group, CHUNKS)
+    set_algorithm(group, IN_WHOLE_SLOTS)
     if root < 0 or root == rank:
         combine_range(call, chunk, 0, 0, num_bytes, False)
     set_counter(group, REDUCED, chunk + 1)
@@ -308,6 +309,7 @@ def combine_shared(call, address, num_bytes):
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
     begin, end = part_begin(num_bytes, size, rank), part_begin(num_bytes, size, rank + 1)
+    set_algorithm(group, IN_SHARED_TENSORS)
     for other in range(size):
         set_operand(group, other, shared_tensor_of(group, other) + begin)
     if root < 0:
@@ -327,6 +329,7 @@ def in_chunks(call, num_bytes, num_put):
     group = group_of(call)
     base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
     num_chunks = (num_bytes + chunk_bytes - 1) // chunk_bytes
+    set_algorithm(group, IN_CHUNKS)
     num_combined, num_out = 0, 0
     while num_out < num_chunks:
         # When all ranks have combined the last chunk, all have copied out the earlier ones: the next call may write its

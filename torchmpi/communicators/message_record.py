@@ -1,0 +1,183 @@
+"""The messages of a rank in its flight record: an entry per *channel*, with the last message and the numbers of all.
+
+A channel is a direction, another rank of a group, and a tag. MPI keeps the messages of a channel in order, so the
+message with a number is the same one on both ranks: timelines connect its two parts, and the analysis of a flight
+record knows whether the message for which a rank waits has been sent. The fields of an entry are MESSAGE_BEGUN and the
+following ones of :mod:`torchmpi.shared_memory.memory_layout`; the fast path writes them too.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from ..shared_memory.memory_layout import (
+    FIELD_BYTES,
+    MESSAGE_BEGIN,
+    MESSAGE_BEGUN,
+    MESSAGE_BYTES,
+    MESSAGE_DTYPE,
+    MESSAGE_END,
+    MESSAGE_ENDED,
+    MESSAGE_IS_RECEIVE,
+    MESSAGE_PEER,
+    MESSAGE_TAG,
+    RECORD_FIELDS,
+    RECORD_LENGTH,
+)
+from ..tensors.dtypes import from_code, short_name
+
+ANY_RANK = -1
+"""The other rank of receives from any rank."""
+NO_TAG = -1
+"""The tag of messages of `send` and `recv`."""
+NUMBER_MASK = (1 << 31) - 1
+"""Of the number of a message in timelines."""
+
+
+class Memory(Protocol):
+    """The ring of a flight record, here a table of channels."""
+
+    fields: memoryview
+    address: int
+    """The address of the first entry."""
+
+
+M = TypeVar("M", bound=Memory)
+
+
+class Channel:
+    """The messages to or from one rank with one tag."""
+
+    __slots__ = ("_at", "_fields", "_lock", "address", "is_exact")
+
+    def __init__(self, memory: Memory, index: int, *, is_receive: bool, peer: int, tag: int) -> None:
+        fields = memory.fields
+        self._fields, self._at = fields, len(fields) - (RECORD_LENGTH - index) * RECORD_FIELDS
+        self.address = memory.address + index * RECORD_FIELDS * FIELD_BYTES
+        self._lock = threading.Lock()
+        self.is_exact = peer != ANY_RANK
+        """Whether the numbers of receives are those of the sender."""
+        fields[self._at + MESSAGE_IS_RECEIVE], fields[self._at + MESSAGE_PEER] = is_receive, peer
+        fields[self._at + MESSAGE_TAG] = tag
+
+    def begin(self, dtype: int, num_bytes: int) -> int:
+        """Count a message that begins now; return its number."""
+        fields, at = self._fields, self._at
+        with self._lock:
+            fields[at + MESSAGE_DTYPE], fields[at + MESSAGE_BYTES] = dtype, num_bytes
+            fields[at + MESSAGE_BEGIN] = monotonic_ns()
+            number = fields[at + MESSAGE_BEGUN] = fields[at + MESSAGE_BEGUN] + 1
+        return number & NUMBER_MASK
+
+    def end(self) -> None:
+        """Count a message that ends now."""
+        fields, at = self._fields, self._at
+        with self._lock:
+            fields[at + MESSAGE_END] = monotonic_ns()
+            fields[at + MESSAGE_ENDED] += 1
+
+    def withdraw(self) -> None:
+        """Do not count a receive that has begun and has taken no message."""
+        with self._lock:
+            self._fields[self._at + MESSAGE_BEGUN] -= 1
+
+    def close(self) -> None:
+        """Leave the memory to another group: a message of torch.distributed may end later."""
+        with self._lock:
+            self._fields, self._at = memoryview(array("q", bytes(FIELD_BYTES * RECORD_FIELDS))), 0
+
+
+class Channels(Generic[M]):
+    """The channels of a rank on one group.
+
+    Args:
+        make_memory: Returns memory for RECORD_LENGTH channels.
+    """
+
+    def __init__(self, make_memory: Callable[[], M]) -> None:
+        self._make_memory = make_memory
+        self._memories: list[M] = []
+        self._channels: dict[tuple[bool, int, int], Channel] = {}
+        self._inexact: set[int] = set()
+        """Tags with receives from any rank, which may take the messages of receives from one rank."""
+        self._lock = threading.Lock()
+
+    def channel(self, peer: int, *, is_receive: bool, tag: int = NO_TAG) -> Channel:
+        """Return a channel; `peer` is the other rank in the world, or ANY_RANK."""
+        key = is_receive, peer, tag
+        found = self._channels.get(key)
+        return self._make(key) if found is None else found
+
+    def close(self) -> list[M]:
+        """End the use of the memory, and return it."""
+        for channel in self._channels.values():
+            channel.close()
+        return self._memories
+
+    def _make(self, key: tuple[bool, int, int]) -> Channel:
+        is_receive, peer, tag = key
+        with self._lock:
+            if key not in self._channels:
+                index = len(self._channels) % RECORD_LENGTH
+                if index == 0:
+                    self._memories.append(self._make_memory())
+                made = Channel(self._memories[-1], index, is_receive=is_receive, peer=peer, tag=tag)
+                if is_receive and peer == ANY_RANK:
+                    self._inexact.add(tag)
+                    for (receives, _, other_tag), channel in self._channels.items():
+                        channel.is_exact = channel.is_exact and not (receives and other_tag == tag)
+                made.is_exact = not (is_receive and tag in self._inexact)
+                self._channels[key] = made
+            return self._channels[key]
+
+
+class LoggedMessages(NamedTuple):
+    """The messages of a channel, as a flight record has them."""
+
+    key: int
+    """That of the group."""
+    group: str
+    peer: int
+    """The other rank, as a number in the world, or ANY_RANK."""
+    is_receive: bool
+    tag: int
+    """NO_TAG for messages of `send` and `recv`."""
+    num_begun: int
+    num_ended: int
+    num_bytes: int
+    """Of the last message."""
+    dtype: str
+    begin: float
+    """Nanoseconds of the monotonic clock at which the last message began."""
+    end: float
+    """The same at which a message ended last; 0 if none has ended."""
+
+    def __str__(self) -> str:
+        what = f"{self.dtype}, {self.num_bytes} bytes" if self.dtype else f"{self.num_bytes} bytes"
+        whom = "any rank" if self.peer == ANY_RANK else f"rank {self.peer}"
+        tag = "" if self.tag == NO_TAG else f", tag {self.tag}"
+        return f"{'recv from' if self.is_receive else 'send to'} {whom}{tag} ({what})"
+
+
+def messages_in(key: int, group: str, fields: Sequence[int]) -> list[LoggedMessages]:
+    """Return the messages of the channels with these fields."""
+    first = len(fields) - RECORD_LENGTH * RECORD_FIELDS
+    entries = (fields[at : at + RECORD_FIELDS] for at in range(first, len(fields), RECORD_FIELDS))
+    return [
+        LoggedMessages(
+            key, group, entry[MESSAGE_PEER], bool(entry[MESSAGE_IS_RECEIVE]), entry[MESSAGE_TAG], entry[MESSAGE_BEGUN],
+            entry[MESSAGE_ENDED], entry[MESSAGE_BYTES], _dtype(entry[MESSAGE_DTYPE]), float(entry[MESSAGE_BEGIN]),
+            float(entry[MESSAGE_END]),
+        )
+        for entry in entries
+        if entry[MESSAGE_BEGUN] > 0
+    ]  # fmt: skip
+
+
+def _dtype(code: int) -> str:
+    dtype = from_code(code)
+    return "" if dtype is None else short_name(dtype)
