@@ -46,6 +46,7 @@ ONCE = {
     (2, 3): (
         *("test_direct_reads.py", "test_nccl_over_gloo.py", "test_shm_calls.py", "test_shm_tensors.py"),
         "test_torch_groups.py",
+        "test_profiler.py",
         *(f"test_groups.py::test_{name}_on_a_group" for name in ("functions_of_nn", "join_and_the_optimizer")),
     ),
     (3, 4): ("test_two_level.py::test_compressors_are_used_between_hosts_only",),

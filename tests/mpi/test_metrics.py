@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mpi4py import MPI
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi.config import Config
-from torchmpi.engine import AllReduceSGDEngine, TensorBoard
+from torchmpi.engine import AllReduceSGDEngine, SGDEngine, TensorBoard
 from torchmpi.errors import MismatchError
 from torchmpi.shared_memory.memory_layout import LOG_WAITED
 
@@ -130,13 +131,46 @@ def test_a_failed_call_leaves_no_wait_behind(agree):
 
 
 @pytest.mark.usefixtures("world")
-def test_waits_are_not_known_where_mpi_waits(agree):
-    comm = mpi.group(range(mpi.size()), name="by MPI")
-    mpi.allreduce(torch.ones(2), comm=comm, backend="mpi")
-    found = mpi.metrics()["calls"]["by MPI"]["allreduce"]
-    sleeps = comm.intra.context.sleeps_before_mpi
+@pytest.mark.parametrize("backend", ["mpi", "p2p", "gloo"])
+def test_the_wait_for_a_late_rank_is_measured_where_a_library_waits(agree, backend):
+    if mpi.size() == 1:
+        pytest.skip("needs a late rank")
+    comm, tensor = mpi.group(range(mpi.size()), name=f"late {backend}"), torch.ones(3)
+    mpi.allreduce(tensor, comm=comm, backend=backend)  # connects
+    before = mpi.metrics()["calls"][f"late {backend}"]["allreduce"]
+    mpi.barrier()
+    if RANK == 0:
+        time.sleep(0.1)
+    mpi.allreduce(tensor, comm=comm, backend=backend)
+    after = mpi.metrics()["calls"][f"late {backend}"]["allreduce"]
     comm.free()
-    agree.equal(found["waited"] + found["moved"] > 0, sleeps and mpi.size() > 1, f"{found}")
+    found = {name: after[name] - before[name] for name in after}
+    agree.equal(round(after["waited"] + after["moved"], 9), round(after["seconds"], 9))
+    agree(0 <= found["waited"] <= found["seconds"], f"{found}")
+    if RANK != 0:
+        agree(found["waited"] > found["moved"], f"{found}")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_rank_waits_for_those_whose_data_it_needs(agree):
+    """A rank of a broadcast for the root, and the root of a gather for all; the others of these for nobody."""
+    size = mpi.size()
+    if size == 1:
+        pytest.skip("needs a late rank")
+    comm, last = mpi.group(range(size), name="rooted"), size - 1
+    for call in (mpi.broadcast, mpi.gather):
+        mpi.barrier()
+        if last == RANK:
+            time.sleep(0.1)
+        call(torch.ones(3), 0, comm=comm, backend="mpi")
+    found = mpi.metrics()["calls"]["rooted"]
+    comm.free()
+    if RANK in (0, last):
+        agree.equal(found["broadcast"]["waited"], 0, f"{found}")
+    if RANK == 0:
+        agree(found["gather"]["waited"] > found["gather"]["moved"], f"{found}")
+    else:
+        agree.equal(found["gather"]["waited"], 0, f"{found}")
 
 
 @pytest.mark.usefixtures("world")
@@ -248,24 +282,92 @@ def test_steps_of_hierarchical_calls_are_counted_apart(agree):
     found = mpi.metrics()
     calls = [each["seconds"] for collectives in found["calls"].values() for each in collectives.values()]
     agree.equal(found["seconds"], sum(calls))
+    for each in found["steps"].get("world across hosts", {}).values():  # whose clocks differ
+        agree.equal((each["waited"], each["moved"]), (0, 0), f"{found}")
     mpi.stop()
     if was_running:
         mpi.start()
 
 
-@pytest.mark.usefixtures("world")
-def test_tensorboard_gets_the_seconds_in_calls_on_rank_0_only(agree):
-    class Writer:
-        def __init__(self):
-            self.values = []
+class Writer:
+    """The scalars of each name, with their steps."""
 
-        def add_scalar(self, name, value, step):
-            self.values.append((step, name, value))
+    def __init__(self):
+        self.values = {}
 
-    engine, writer = AllReduceSGDEngine(progress=False), Writer()
-    engine.add(TensorBoard(writer))
+    def add_scalar(self, name, value, step):
+        self.values.setdefault(name, []).append((step, value))
+
+
+OF_CALLS = ("seconds/calls", "seconds/waited", "seconds/moved", "bytes/calls", "stalls")
+
+
+def sums_of_calls() -> dict[str, float]:
+    found = mpi.metrics()
+    numbers = [each for calls in found["calls"].values() for each in calls.values()]
+    steps = [each for calls in found["steps"].values() for each in calls.values()]
+    waited, moved = (sum(each[name] for each in numbers + steps) for name in ("waited", "moved"))
+    sums = found["seconds"], waited, moved, sum(each["bytes"] for each in numbers), found["stalls"]
+    return dict(zip(OF_CALLS, sums, strict=True))
+
+
+def train_with(target) -> list[dict[str, float]]:
+    """Train with one late rank; return the sums over the calls of this rank before the first and after each update."""
+    engine, sums = AllReduceSGDEngine(progress=False), []
+    engine.add(TensorBoard(target))
+    engine.hooks.on_start.append(lambda state: sums.append(sums_of_calls()))
+    engine.hooks.on_update.append(lambda state: sums.append(sums_of_calls()))
+    engine.hooks.on_forward.append(lambda state: time.sleep(0.02 * (RANK == SIZE - 1)))
     batches = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(4)]
     engine.train(network=torch.nn.Linear(3, 1), criterion=torch.nn.MSELoss(), iterator=batches, lr=0.1)
-    steps = [step for step, name, _ in writer.values if name == "seconds/calls"]
-    agree.equal(steps, [1, 2, 3, 4] if RANK == 0 else [])
-    agree(all(value > 0 for _, name, value in writer.values if name == "seconds/calls"), f"{writer.values}")
+    return sums
+
+
+@pytest.mark.usefixtures("world")
+def test_tensorboard_gets_the_calls_of_each_update_on_rank_0_only(agree):
+    writer = Writer()
+    sums = train_with(writer)
+    agree.equal(bool(writer.values), RANK == 0)
+    for name, values in writer.values.items():
+        agree.equal([step for step, _ in values], [1, 2, 3, 4], name)
+    if RANK == 0:
+        for name in OF_CALLS:
+            added = [after[name] - before[name] for before, after in pairwise(sums)]
+            for (_, value), expected in zip(writer.values[name], added, strict=True):
+                agree(abs(value - expected) <= 1e-5, f"{name}: {value}, {expected}")  # two readings of the clock
+        agree(all(value >= 16 for _, value in writer.values["bytes/calls"]), f"{writer.values}")
+        agree(all(value > 0 for _, value in writer.values["seconds/calls"]), f"{writer.values}")
+        agree(SIZE == 1 or all(value > 0 for _, value in writer.values["seconds/waited"]), f"{writer.values}")
+
+
+@pytest.mark.usefixtures("world")
+def test_tensorboard_reads_the_calls_of_each_update(agree, tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sums = train_with(tmp_path)
+    files = list(tmp_path.iterdir())
+    agree.equal(len(files), int(RANK == 0))
+    if RANK == 0:
+        found = reader.EventAccumulator(str(tmp_path)).Reload()
+        agree.equal(set(found.Tags()["scalars"]), {"loss", "lr", "seconds/update", *OF_CALLS})
+        for name in ("bytes/calls", "stalls"):
+            added = [int(after[name] - before[name]) for before, after in pairwise(sums)]
+            agree.equal([(each.step, each.value) for each in found.Scalars(name)], list(enumerate(added, 1)))
+
+
+@pytest.mark.usefixtures("world")
+def test_tensorboard_gets_bytes_and_staleness_of_updates_with_servers(agree):
+    network, engine, writer, lasts, moved = torch.nn.Linear(3, 1), SGDEngine(progress=False), Writer(), [], []
+    with ps.DownpourUpdate(network, lr=0.1, update_frequency=1, init_delay=0, name="dense") as update:
+        engine.hooks.on_start.append(lambda state: moved.append(update.bytes_sent + update.bytes_received))
+        engine.hooks.on_update.append(lambda state: update.update())
+        engine.add(TensorBoard(writer))
+        engine.hooks.on_update.append(lambda state: lasts.append((state.t, update.staleness.last)))
+        engine.hooks.on_update.append(lambda state: moved.append(update.bytes_sent + update.bytes_received))
+        batches = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(5)]
+        engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=batches, lr=0.1)
+    known = [(step, last) for step, last in lasts if last == last]
+    agree(len(known) > 2, f"{lasts}")
+    agree.equal(writer.values.get("staleness/dense", []), known if RANK == 0 else [])
+    added = [after - before for before, after in pairwise(moved)]
+    agree.equal(writer.values.get("bytes/dense", []), list(enumerate(added, 1)) if RANK == 0 else [])
+    agree(sum(added) > 0, f"{added}")

@@ -38,7 +38,8 @@ def test_each_update_has_its_scalars():
     assert len(losses) == 10
     steps = [step for step, _ in losses]
     assert writer.values["lr"] == [(step, 0.1) for step in steps]
-    assert writer.values["seconds/calls"] == [(step, 0.0) for step in steps]  # no ranks
+    for name in ("seconds/calls", "seconds/waited", "seconds/moved", "bytes/calls", "stalls"):
+        assert writer.values[name] == [(step, 0.0) for step in steps]  # no ranks
     assert [step for step, _ in writer.values["seconds/update"]] == steps
     assert all(seconds > 0 for _, seconds in writer.values["seconds/update"])
 

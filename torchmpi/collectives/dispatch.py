@@ -112,7 +112,8 @@ def submit(
     description = f"{call.group.where}: {collective}"
     if call.finish is not None:
         finish = call.finish
-        return call.group.call_queue.submit(lambda: finish(task()), description, call.subject(out))
+        finishing = call.group.shown(lambda: finish(task()), call.group.described_call, *task.args)
+        return call.group.call_queue.submit(finishing, description, call.subject(out))
     # Three frames of this package: CallQueue.submit, this function, and the one that calls it.
     return call.group.call_queue.submit(task, description, call.subject(out), 3)
 
@@ -126,7 +127,8 @@ def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str,
         group.perform(plan, flat, None, 0)
         bucket_plan.unpack(flat, parts)
 
-    return group.call_queue.submit(task, f"{group.where}: {plan.collective}", flat if plan.is_on_device else None)
+    shown = group.shown(task, group.described_call, plan, flat, None, 0)
+    return group.call_queue.submit(shown, f"{group.where}: {plan.collective}", flat if plan.is_on_device else None)
 
 
 def run_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from ..session import runtime
 from ..tensors import buffers, dtypes
 from .prepared import in_order
 
+T = TypeVar("T")
 _BACKENDS = ("shm", "mpi", "gloo")
 """The backends in host memory with the operation ``exchange_parts``."""
 
@@ -113,7 +115,12 @@ def rows_task(
         buffers.copy_result(rows, out)
         return out
 
-    return task, subject_of(tensor)
+    return shown(group, task, tensor), subject_of(tensor)
+
+
+def shown(group: Group, task: Callable[[], T], tensor: torch.Tensor) -> Callable[[], T]:
+    """Return a task that torch.profiler shows as one alltoall of parts that are not even, also of their lengths."""
+    return group.shown(task, group.described, ("alltoall", "", dtypes.short_name(tensor.dtype), -1), [tensor])
 
 
 def subject_of(tensor: torch.Tensor) -> torch.Tensor | None:

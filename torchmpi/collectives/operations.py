@@ -17,7 +17,6 @@ import torch
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.levels import Comm, used
-from ..communicators.plan import Plan
 from ..config import BackendName, Operation
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
@@ -488,7 +487,7 @@ def _call(
                 if plan is not None:
                     if collective != "reduce" and backend is None and (comm is None or type(comm) in _LASTING):
                         cache_call(group, collective, (tensor, out, root), op, comm)
-                    return group.call_queue.run(_perform_into, group, plan, tensor, out, root)
+                    return group.call_queue.run(group.perform_into, plan, tensor, out, root)
             plan = None
         if plan is not None and has_root and (is_tensor or root != group.rank):
             if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) in _LASTING):
@@ -519,19 +518,6 @@ def _call(
 def _is_separate(tensor: _Tensor, out: Any) -> bool:
     """Return whether `out` is simple too, of the same dtype, and shares no memory with the tensor."""
     return is_simple(out) and out.dtype is tensor.dtype and not buffers.overlap(out, tensor)
-
-
-def _perform_into(group: Group, plan: Plan, tensor: _Tensor, out: _Tensor, root: int) -> _Tensor:
-    """Run a collective that works in place on a copy of the tensor in `out`."""
-    if plan.collective == "reduce" and group.rank != root:  # it changes nothing there
-        group.perform(plan, tensor, None, root)
-        return tensor
-    if out.is_inference():
-        buffers.overwrite(out, tensor)
-    else:
-        out.copy_(tensor)  # notifies autograd too
-    group.perform(plan, out, None, root)
-    return out
 
 
 # --- objects ----------------------------------------------------------------------

@@ -186,7 +186,7 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
     exchange = message.in_order(message.exchange_with(dst))
     if type(src) is int and type(dst) is int and not message.is_number:
         message.cache(dst, comm)
-    result: Value = message.result(message.queue_to(dst).run(partial(message.call_queue.run, exchange)))
+    result: Value = message.result(message.queue_to(dst).run(message.receive_by, exchange))
     return result
 
 
@@ -215,7 +215,7 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
         raise unknown_keyword(sendreceive_async, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
-    return message.submit(partial(message.call_queue.run, exchange), message.queue_to(dst))
+    return message.submit(partial(message.receive_by, exchange), message.queue_to(dst))
 
 
 class _Message:
@@ -263,6 +263,10 @@ class _Message:
 
     def queue_to(self, dst: int) -> CallQueue:
         return self.group.peer_queue("send", self._checked_peer(dst))
+
+    def receive_by(self, exchange: Callable[[], Any]) -> Any:
+        """Run an exchange, from the queue to the receiver, in the queue of messages from the sender."""
+        return self.call_queue.run(exchange)
 
     def result(self, value: Any) -> Any:
         return restore(value) if self.is_number else value
@@ -333,12 +337,11 @@ class _Message:
                 recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)
 
     def _begin_event(self) -> Any:
-        return events.begin_event(*self.described_call(), is_task=self.call_queue.origin is not None)
+        return events.begin_event(self.described_call(), is_task=self.call_queue.origin is not None)
 
-    def described_call(self, *_: Any) -> tuple[events.GroupInfo, events.Names, int]:
-        """Return the properties of the message for torch.profiler: group, names, number of elements."""
-        names = self.collective, "", dtypes.short_name(self.tensor.dtype), -1
-        return self.group.info, names, self.tensor.numel()
+    def described_call(self, *_: Any) -> events.ShownCall:
+        """Return what torch.profiler shows of the message."""
+        return self.group.described((self.collective, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)
 
     def _receive(self) -> torch.Tensor:
         channel = self._counted(self.peer, is_receive=True)

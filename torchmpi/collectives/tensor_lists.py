@@ -271,7 +271,8 @@ def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
         members.write_back()
         return held
 
-    return group.call_queue.submit(task, f"{group.where}: allreduce_many")
+    shown = group.shown(task, group.described_call, plan, members, None, 0)
+    return group.call_queue.submit(shown, f"{group.where}: allreduce_many")
 
 
 def _start_packed(

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ..errors import MismatchError, StallError
 from ..shared_memory.memory_layout import (
+    ARRIVED,
     BLAMED_RANK_BITS,
     BLAMES,
     BLOCK_FIELDS,
@@ -54,6 +55,7 @@ from ..shared_memory.memory_layout import (
     entry,
 )  # fmt: skip
 from ..tensors.dtypes import OPS, from_code, short_name
+from ..timeline import events
 from .conditions import sleep_until
 from .flight_record import STARTS, WRITERS, Ring
 from .status_board import StatusBoard, request_status
@@ -68,6 +70,8 @@ _NO_OP = len(OPS)
 
 _LAST = RECORD_LENGTH - 1
 _POLL_SECONDS = 0.0001
+_SHORT_NS = 20_000
+"""The time of calls in which waits for other ranks are not looked for, as that would take a part of it."""
 _STATUS_SECONDS = 3.0
 NATIVE = 1 << 61
 """Set in the signature of calls that kernels run, so that a different choice of backend is found."""
@@ -269,6 +273,8 @@ class CallLog:
         seq, code, shape = self.entered
         own, others = self._slots[seq & (RING_LENGTH - 1)]
         signature = code ^ hash(shape)
+        if not code & ON_DEVICE:  # where calls may end when they are enqueued
+            fields[own + ARRIVED], self.time_field = self.begin, COUNTED_KNOWN_NS
         fields[own + SIGNATURE] = signature
         fields[own + SEQUENCE] = seq  # last: until then the entry has the number of an old call
         fields[self.rank * BLOCK_FIELDS + ENTERED] = seq
@@ -328,12 +334,27 @@ class CallLog:
             counters = LOG_COUNTERS + (self.entered[1] & 0xFF) * COUNTER_FIELDS
             fields[counters + COUNTED_CALLS] += num_calls
             fields[counters + COUNTED_BYTES] += num_bytes
-            fields[counters + self.time_field] += end - self.begin
+            duration = end - self.begin
+            fields[counters + self.time_field] += duration
+            if duration > _SHORT_NS and not fields[LOG_WAITED]:
+                fields[LOG_WAITED] = self._waited_until(end)
             if waited := fields[LOG_WAITED]:
                 fields[counters + COUNTED_WAITED_NS] += waited
                 fields[LOG_WAITED] = 0
         self.entered = None
         return end
+
+    def _waited_until(self, end: int) -> int:
+        """Return how long this rank has waited for others in the call that ends; 0 if it has not announced the call."""
+        assert self.entered is not None
+        seq, code, _ = self.entered
+        if self._fields is None or self._fields[self._slots[seq & (RING_LENGTH - 1)][0] + ARRIVED] != self.begin:
+            return 0
+        collective, _, _, root = call_names(code)
+        awaited = events.awaited_ranks(collective, self.rank, root, range(self.size))
+        slots = [entry(rank, seq & (RING_LENGTH - 1)) for rank in awaited]
+        times = [self._fields[slot + ARRIVED] for slot in slots if self._fields[slot + SEQUENCE] == seq]
+        return max(0, min(max(times, default=0), end) - self.begin)
 
     def count_stall(self, code: int) -> None:
         """Count a call that waits too long; called by the watchdog, the only thread that writes this counter."""

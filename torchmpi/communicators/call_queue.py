@@ -190,7 +190,7 @@ class CallQueue:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
                 self._worker.start()
             recorder = events.recorder
-            if events.show_task is not None:
+            if events.show_task is not None and not events.has_event():
                 task = events.show_task(description, task)
             origin: events.PlainOrigin | None = None
             if recorder is not None:

@@ -21,6 +21,8 @@ from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LOG_ALGORITHM, LOG_BYTES, num_slots, slots_begin
 from ..shared_memory.segments import Segment
+from ..tensors import buffers
+from ..tensors.dtypes import short_name
 from ..timeline import events
 from ..timeline.clocks import tick_clock
 from . import splits
@@ -34,6 +36,7 @@ from .handle import Handle
 from .message_record import Channels
 from .plan import Plan
 from .release import MessageCounter, register, retire
+from .shown_calls import ShownTask, message_sizes
 from .status_board import StatusBoard
 
 T = TypeVar("T")
@@ -196,17 +199,42 @@ class Group:
                 recorder.call(self.info, call_log.seq, plan, code, num_bytes, algorithm, begin, end, origin, depth + 1)
         return result
 
+    def perform_into(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
+        """Run a collective that works in place on a copy of the tensor in `out`."""
+        if plan.collective == "reduce" and self.rank != root:  # it changes nothing there
+            self.perform(plan, tensor, None, root, 4)
+            return tensor
+        if out.is_inference():
+            buffers.overwrite(out, tensor)
+        else:
+            out.copy_(tensor)  # notifies autograd too
+        self.perform(plan, out, None, root, 4)
+        return out
+
     def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
         is_task = self.call_queue.origin is not None
-        return events.begin_event(*self.described_call(plan, tensor, out, root), is_task=is_task)
+        return events.begin_event(self.described_call(plan, tensor, out, root), is_task=is_task)
 
-    def described_call(
-        self, plan: Plan, tensor: Any, out: Any, root: int
-    ) -> tuple[events.GroupInfo, events.Names, int]:
-        """Return what torch.profiler shows of a call of :meth:`perform`: group, names, number of elements."""
-        tensors = tensor if isinstance(tensor, list) else [tensor]  # an alltoall of several tensors
-        numel = sum(each.numel() for each in tensors if each is not None)
-        return self.info, call_names(plan.code | root << 32), numel
+    def described_call(self, plan: Plan, tensor: Any, out: Any, root: int, *_: Any) -> events.ShownCall:
+        """Return what torch.profiler shows of a call of :meth:`perform`, and of :meth:`perform_into`."""
+        collective, op, dtype, root = call_names(plan.code | root << 32)
+        given = out if tensor is None else tensor
+        if not dtype and given is not None:  # the ranks of a scatter do not compare it
+            dtype = short_name(given.dtype)
+        return self.described((collective, op, dtype, root), tensor, out)
+
+    def described(self, names: events.Names, given: Any = None, out: Any = None) -> events.ShownCall:
+        """Return what torch.profiler shows of a call in which this rank passes `given` and receives in `out`."""
+        return events.ShownCall(self.info, names, *message_sizes(names[0], self.rank, self.size, given, out))
+
+    def shown(
+        self, task: Callable[[], T], describe: Callable[..., events.ShownCall], *arguments: Any
+    ) -> Callable[[], T]:
+        """Return a task that torch.profiler shows as one call, `describe(*arguments)`, whatever calls it makes.
+
+        Without a profiler, that is the task itself.
+        """
+        return task if events.show_call is None else ShownTask(self.call_queue, task, describe(*arguments))
 
     def fast_call_info(self, code: int, backend: str, read_ticks: Callable[[], int]) -> events.FastCallInfo:
         """Return the properties of a call on the fast path for a recorder."""

@@ -53,6 +53,11 @@ Tensors = list[torch.Tensor]
 
 _ABORT_POLL_SECONDS = 0.001
 _REPORT_SECONDS = 10.0
+_NAMES = {
+    "all_reduce": "allreduce", "allreduce_coalesced": "allreduce", "all_gather": "allgather",
+    "all_gather_into_tensor": "allgather", "all_to_all": "alltoall", "all_to_all_single": "alltoall",
+}  # fmt: skip
+"""The names that collectives of torch have here."""
 
 
 class ProcessGroup(GroupProperties):
@@ -120,7 +125,7 @@ class ProcessGroup(GroupProperties):
             task = partial(self._run_composed, task, [tensor], reduction)
         is_bucket = events.recorder is not None and torch_names.is_bucket_of_ddp(tensor)
         with self._labelled_bucket(tensor) if is_bucket else nullcontext():
-            return self._launch(task, [tensor], opts, "all_reduce")
+            return self._launch(task, [tensor], [tensor], opts, "all_reduce", op)
 
     def _labelled_bucket(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """Label a call in timelines with the number of the bucket in this backward pass."""
@@ -158,7 +163,7 @@ class ProcessGroup(GroupProperties):
                 tensor.copy_(total)
             return tensor._indices(), tensor._values()  # new memory, of which wait() tells the allocator
 
-        return self._launch(task, [tensor], opts, "all_reduce")
+        return self._launch(task, [tensor], [tensor], opts, "all_reduce", op)
 
     def allreduce_coalesced(
         self, tensors: Tensors, opts: AllreduceCoalescedOptions = torch_names.ALLREDUCE_COALESCED
@@ -170,7 +175,8 @@ class ProcessGroup(GroupProperties):
         for tensor in tensors:  # raise here rather than in the queue
             self._allreduce_plan(tensor, opts.reduceOp)
         task = partial(self._reduce_packed, tensors, opts.reduceOp)
-        return self._launch(task, tensors, opts, "allreduce_coalesced")
+        op = op_name(opts.reduceOp, tensors[0].dtype)
+        return self._launch(task, tensors, tensors, opts, "allreduce_coalesced", op)
 
     def _allreduce_plan(self, tensor: torch.Tensor, reduction: Any) -> PreparedPlan:
         op = op_name(reduction, tensor.dtype)
@@ -210,7 +216,7 @@ class ProcessGroup(GroupProperties):
             if self.rank() == root:
                 divide([tensor], reduction, self.size())
 
-        return self._launch(task, [tensor], opts, "reduce")
+        return self._launch(task, [tensor], [tensor], opts, "reduce", op, root)
 
     @overloaded(ReduceScatterOptions, 2, "op", "timeout")
     def reduce_scatter(  # type: ignore[override]
@@ -231,7 +237,7 @@ class ProcessGroup(GroupProperties):
             return scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
 
         if have_equal_lengths(parts):
-            return self._reduce_scatter_rows(output, parts[0], flat, op, opts)
+            return self._reduce_scatter_rows(output, parts, flat, op, opts)
         lengths = [part.numel() for part in parts]
         begin = sum(lengths[: self.rank()])
 
@@ -242,7 +248,7 @@ class ProcessGroup(GroupProperties):
             buffers.overwrite(output, work[begin : begin + output.numel()].view(output.shape))
             divide([output], opts.reduceOp, self.size())
 
-        return self._launch(task, [output], opts, "reduce_scatter")
+        return self._launch(task, parts, [output], opts, "reduce_scatter", op)
 
     def _reduce_scatter_base(  # type: ignore[override]
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
@@ -255,26 +261,26 @@ class ProcessGroup(GroupProperties):
         def flat() -> torch.Tensor:
             return scaled(input.detach().reshape(-1), opts.reduceOp)
 
-        return self._reduce_scatter_rows(output, input, flat, op, opts)
+        return self._reduce_scatter_rows(output, [input], flat, op, opts)
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def _reduce_scatter_rows(
         self,
         output: torch.Tensor,
-        source: torch.Tensor,
+        inputs: Tensors,
         flat: Callable[[], torch.Tensor],
         op: str,
         opts: ReduceScatterOptions,
     ) -> dist.Work:
-        target, plan = result_rows(output, 1), self._rows_plan("reduce_scatter", source, op)
+        target, plan = result_rows(output, 1), self._rows_plan("reduce_scatter", inputs[0], op)
 
         def task() -> None:
             self._group.perform(plan, as_rows(flat(), self.size()), target, 0)
             deliver(target, output)
             divide([output], opts.reduceOp, self.size())
 
-        return self._launch(task, [output], opts, "reduce_scatter")
+        return self._launch(task, inputs, [output], opts, "reduce_scatter", op)
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
@@ -295,7 +301,7 @@ class ProcessGroup(GroupProperties):
         root = dispatch.check_root(self._group, opts.rootRank, "broadcast")
         plan = dispatch.plan_of(self._communicator, "broadcast", tensor)
         task = partial(self._group.perform, plan, tensor, None, root)
-        return self._launch(task, [tensor], opts, "broadcast")
+        return self._launch(task, [tensor], [tensor], opts, "broadcast", root=root)
 
     @overloaded(AllgatherOptions, 2, "timeout")
     def allgather(  # type: ignore[override]
@@ -306,14 +312,14 @@ class ProcessGroup(GroupProperties):
         exchange.check(self._group, [tensor] * self.size(), parts, "all_gather")
         if not have_equal_lengths([*parts, tensor]):
             task = partial(exchange.exchange, self._group, [tensor] * self.size(), parts)
-            return self._launch(task, parts, opts, "all_gather")
+            return self._launch(task, [tensor], parts, opts, "all_gather")
         target, plan = stacked(parts), self._rows_plan("allgather", tensor)
 
         def gather_rows() -> None:
             self._group.perform(plan, as_rows(tensor, 1), target, 0)
             deliver_each(target, parts)
 
-        return self._launch(gather_rows, parts, opts, "all_gather")
+        return self._launch(gather_rows, [tensor], parts, opts, "all_gather")
 
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions = torch_names.ALLGATHER
@@ -327,7 +333,7 @@ class ProcessGroup(GroupProperties):
             self._group.perform(plan, as_rows(input, 1), target, 0)
             deliver(target, output)
 
-        return self._launch(task, [output], opts, "all_gather_into_tensor")
+        return self._launch(task, [input], [output], opts, "all_gather_into_tensor")
 
     all_gather_single = _allgather_base
 
@@ -369,7 +375,7 @@ class ProcessGroup(GroupProperties):
             if target is not None:
                 deliver_each(target, parts)
 
-        return self._launch(task, parts or [tensor], opts, "gather")
+        return self._launch(task, [tensor], parts or [tensor], opts, "gather", root=root)
 
     @overloaded(ScatterOptions, 2, "root", "timeout")
     def scatter(  # type: ignore[override]
@@ -394,7 +400,7 @@ class ProcessGroup(GroupProperties):
             self._group.perform(plan, None if flat is None else as_rows(flat, self.size()), target, root)
             deliver(target, output)
 
-        return self._launch(task, [output], opts, "scatter")
+        return self._launch(task, parts, [output], opts, "scatter", root=root)
 
     @overloaded(AllToAllOptions, 2, "timeout")
     def alltoall(  # type: ignore[override]
@@ -403,7 +409,8 @@ class ProcessGroup(GroupProperties):
         """Send entry j of every rank's list to rank j."""
         outputs, inputs = list(outputs), list(inputs)
         exchange.check(self._group, inputs, outputs, "all_to_all")
-        return self._launch(partial(exchange.exchange, self._group, inputs, outputs), outputs, opts, "all_to_all")
+        task = partial(exchange.exchange, self._group, inputs, outputs)
+        return self._launch(task, inputs, outputs, opts, "all_to_all")
 
     def alltoall_base(  # type: ignore[override]
         self,
@@ -423,7 +430,7 @@ class ProcessGroup(GroupProperties):
             exchange.exchange(self._group, sources, parts)
             buffers.touch(output)  # for autograd, the detached parts are not views of `output`
 
-        return self._launch(task, [output], opts, "all_to_all_single")
+        return self._launch(task, [input], [output], opts, "all_to_all_single")
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
@@ -453,14 +460,15 @@ class ProcessGroup(GroupProperties):
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called."""
         plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
-        return self._launch(partial(self._group.perform, plan, None, None, 0), [], opts, "barrier")
+        return self._launch(partial(self._group.perform, plan, None, None, 0), [], [], opts, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Run a barrier that names missing ranks; see :func:`torchmpi.distributed.monitored_barrier`."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = self._group.timeout_seconds if seconds is None else seconds
         self._num_monitored += 1
-        monitored.barrier(self._group, seconds, self._num_monitored, wait_all_ranks=wait_all_ranks)
+        run = partial(monitored.barrier, self._group, seconds, self._num_monitored, wait_all_ranks=wait_all_ranks)
+        self._group.shown(run, self._group.described, ("monitored_barrier", "", "", -1))()
 
     # --- Lifetime and timeouts --------------------------------------------------------------------------------------
 
@@ -507,7 +515,16 @@ class ProcessGroup(GroupProperties):
 
     # --- Execution of a call ----------------------------------------------------------------------------------------
 
-    def _launch(self, task: Callable[[], object], outputs: Tensors, options: CallOptions, collective: str) -> dist.Work:
+    def _launch(
+        self,
+        task: Callable[[], object],
+        given: Tensors,
+        outputs: Tensors,
+        options: CallOptions,
+        collective: str,
+        op: str = "",
+        root: int = -1,
+    ) -> dist.Work:
         runtime.current()  # raises in a forked child
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         limit = options.timeout.total_seconds()
@@ -516,6 +533,9 @@ class ProcessGroup(GroupProperties):
         else:
             limit = self._group.timeout_seconds
         limit += self._report_seconds
+        if events.show_call is not None:
+            names = _NAMES.get(collective, collective), op, dtypes.short_name(outputs[0].dtype) if outputs else "", root
+            task = self._group.shown(task, self._group.described, names, given, outputs)
         if is_asynchronous(options):
             return self._noted(PendingWork(self._submit(task, collective, tensor), outputs, limit))
         if self._by_messages:

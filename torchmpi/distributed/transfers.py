@@ -91,9 +91,9 @@ class MessageHandle(Handle[torch.Tensor]):
         """Set the MPI request, and the function to call with its status when it has completed."""
         self._request, self._finish = request, finish
 
-    def described_call(self) -> tuple[events.GroupInfo, events.Names, int]:
-        """Return what torch.profiler shows of the message: group, names, number of elements."""
-        return self._group.info, (self._collective, "", dtypes.short_name(self._tensor.dtype), -1), self._tensor.numel()
+    def described_call(self) -> events.ShownCall:
+        """Return what torch.profiler shows of the message."""
+        return self._group.described((self._collective, "", dtypes.short_name(self._tensor.dtype), -1), self._tensor)
 
     def _end(self) -> None:
         """Count and record the message before other threads see its end."""
@@ -101,7 +101,8 @@ class MessageHandle(Handle[torch.Tensor]):
         if self._error is None:
             num_nanoseconds = events.now() - self._begin
             group.context.call_counts.add_message(group.name, collective, tensor.nbytes, num_nanoseconds)
-        self._channel.end()
+        if self._number:
+            self._channel.end()
         if self._show_end is not None:
             self._show_end()
         if (recorder := events.recorder) is not None and self._origin is not None:
@@ -181,7 +182,7 @@ class MessageHandle(Handle[torch.Tensor]):
         self._request.Wait(status)
         if status.Is_cancelled():
             self._channel.withdraw()
-            self._channel.is_exact = False  # later receives have their numbers already
+            self._channel.is_exact, self._number = False, 0  # later receives have their numbers already
             raise error
         return True  # the message arrived before it could be cancelled
 

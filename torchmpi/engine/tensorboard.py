@@ -13,11 +13,12 @@ from .state import State
 
 
 class TensorBoard:
-    """Writes loss, learning rate and times of each update for TensorBoard; pass it to ``engine.add()``.
+    """Writes loss, learning rate, and times and bytes of each update for TensorBoard; pass it to ``engine.add()``.
 
     Only rank 0 of the current communicator writes. The scalars are ``loss`` (of the last batch of rank 0), ``lr``,
-    ``seconds/update``, and ``seconds/calls``: those in calls since the last update, of which asynchronous ones overlap
-    with the update.
+    ``seconds/update``; of the calls of this rank since the last update ``seconds/calls``, ``seconds/waited``,
+    ``seconds/moved``, ``bytes/calls`` and ``stalls``; of each update with parameter servers ``bytes/NAME`` and
+    ``staleness/NAME``. Asynchronous calls overlap with the update.
 
     Args:
         target: A folder, for a ``SummaryWriter`` of torch; or an object with ``add_scalar(name, value, step)``.
@@ -40,7 +41,8 @@ class TensorBoard:
                 f"TensorBoard({self._folder!r}) needs the package tensorboard, which is not installed. Install it with "
                 "`pip install tensorboard`, or pass an object with add_scalar(name, value, step)."
             )
-        self._begin = self._seconds = 0.0
+        self._begin = 0.0
+        self._totals: dict[str, float] = {}
 
     def on_start(self, state: State) -> None:
         """Open the file, and begin the measurement of the first update."""
@@ -49,19 +51,20 @@ class TensorBoard:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._writer = SummaryWriter(self._folder)
-            self._begin, self._seconds = time.monotonic(), _seconds_in_calls()
+            self._begin, (self._totals, _) = time.monotonic(), _metrics()
 
     def on_update(self, state: State) -> None:
         """Write the scalars of an update."""
         if not _is_first_rank():
             return
-        now, seconds = time.monotonic(), _seconds_in_calls()
-        scalars = {"lr": state.lr, "seconds/update": now - self._begin, "seconds/calls": seconds - self._seconds}
+        now, (totals, staleness) = time.monotonic(), _metrics()
+        scalars = {"lr": state.lr, "seconds/update": now - self._begin}
+        scalars |= {name: total - self._totals.get(name, 0) for name, total in totals.items()} | staleness
         if state.loss is not None:
             scalars["loss"] = state.loss.item()
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, state.t)
-        self._begin, self._seconds = now, seconds
+        self._begin, self._totals = now, totals
 
     def on_end(self, state: State) -> None:
         """Write what the writer has buffered."""
@@ -73,5 +76,17 @@ def _is_first_rank() -> bool:
     return not runtime.is_running() or api.rank() == 0
 
 
-def _seconds_in_calls() -> float:
-    return float(call_metrics.metrics()["seconds"]) if runtime.is_running() else 0.0
+def _metrics() -> tuple[dict[str, float], dict[str, float]]:
+    """Return the sums over the calls of this rank since start(), and the last staleness of each update."""
+    if not runtime.is_running():
+        return dict.fromkeys(("seconds/calls", "seconds/waited", "seconds/moved", "bytes/calls", "stalls"), 0.0), {}
+    found = call_metrics.metrics()
+    calls, steps = ([each for by in found[kind].values() for each in by.values()] for kind in ("calls", "steps"))
+    totals = {"seconds/calls": found["seconds"], "stalls": found["stalls"]}
+    totals["bytes/calls"] = sum(each["bytes"] for each in calls)
+    for name in ("waited", "moved"):  # of a hierarchical call only its steps know them
+        totals[f"seconds/{name}"] = sum(each[name] for each in (*calls, *steps))
+    updates = found["updates"].items()
+    totals |= {f"bytes/{name}": each["bytes_sent"] + each["bytes_received"] for name, each in updates}
+    lasts = {f"staleness/{name}": each["staleness_last"] for name, each in updates}
+    return totals, {name: last for name, last in lasts.items() if last == last}  # nan before the first send

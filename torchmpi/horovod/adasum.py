@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle
+from ..tensors.dtypes import short_name
 
 _LEAST = math.sqrt(sys.float_info.min)
 
@@ -38,7 +39,9 @@ def start(tensor: Tensor, comm: Communicator) -> Handle[Tensor]:
         return tensor.copy_(values)
 
     subject = None if tensor.device.type == "cpu" else tensor
-    return group.call_queue.submit(reduce, f"{group.where}: allreduce(op=Adasum)", subject)
+    names = "allreduce", "adasum", short_name(tensor.dtype), -1
+    shown = group.shown(reduce, group.described, names, tensor)
+    return group.call_queue.submit(shown, f"{group.where}: allreduce(op=Adasum)", subject)
 
 
 def combine(first: Tensor, second: Tensor) -> Tensor:

@@ -216,11 +216,8 @@ def alltoall_async(
     sent = tensor.detach()[: sum(numbers)]
 
     def start() -> Handle[Any]:
-        return group.call_queue.submit(
-            lambda: exchange.exchange_rows(group, sent, numbers),
-            f"{group.where}: alltoall",
-            exchange.subject_of(sent),
-        )
+        task = exchange.shown(group, lambda: exchange.exchange_rows(group, sent, numbers), sent)
+        return group.call_queue.submit(task, f"{group.where}: alltoall", exchange.subject_of(sent))
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
         rows, received = result

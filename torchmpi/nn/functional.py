@@ -8,6 +8,7 @@ takes part in a loss, all ranks must run backward, in the same order of these ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -196,10 +197,8 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
     received: list[int] = []
 
     def run(values: Tensor, numbers: list[int]) -> tuple[Tensor, list[int]]:
-        subject = exchange.subject_of(values)
-        result: tuple[Tensor, list[int]] = group.call_queue.run(
-            exchange.exchange_rows, group, values, numbers, subject=subject
-        )
+        task = exchange.shown(group, partial(exchange.exchange_rows, group, values, numbers), values)
+        result: tuple[Tensor, list[int]] = group.call_queue.run(task, subject=exchange.subject_of(values))
         return result
 
     def exchanged(values: Tensor) -> Tensor:

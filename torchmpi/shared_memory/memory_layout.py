@@ -51,6 +51,7 @@ ENTRY_FIELDS = _LINE_FIELDS
 SEQUENCE, SIGNATURE, PAYLOAD = range(3)
 PAYLOAD_BYTES = (ENTRY_FIELDS - PAYLOAD) * FIELD_BYTES
 MEMORY = 2  # field of the payload of a long call from which a rank announces its shared tensor
+ARRIVED = PAYLOAD  # of calls that no kernel runs: when the rank has entered the call, in nanoseconds
 
 # Private memory that machine code and Python share. The call log of a group: number of the last call; number of the
 # call that the fast path has entered and that is active, or 0; address of the first entry of the flight record; bytes

@@ -6,11 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .events import awaited_ranks
 from .trace_reader import RankTrace, TracedCall
-
-_WAITS_FOR_ROOT = ("broadcast", "scatter")
-_ROOT_WAITS = ("reduce", "gather")
-_DOES_NOT_SYNCHRONIZE = ("free", "stop")
 
 
 class AlignedCall(NamedTuple):
@@ -32,19 +29,13 @@ class AlignedCall(NamedTuple):
         return max(self.calls, key=lambda rank: self.calls[rank].begin)
 
     def awaited(self, rank: int) -> int | None:
-        """Return the rank for which a rank waited last; None if its part of the call waits for nobody.
-
-        A rank of a broadcast needs the root only, and the ranks of a reduce or gather other than the root need nobody.
-        """
+        """Return the rank for which a rank waited last; None if its part of the call waits for nobody."""
         call = self.calls[rank]
-        if not self.is_whole or len(self.ranks) == 1 or call.collective in _DOES_NOT_SYNCHRONIZE:
+        if not self.is_whole or len(self.ranks) == 1:
             return None
-        root = self.ranks[call.details["root"]] if "root" in call.details else None
-        if call.collective in _WAITS_FOR_ROOT:
-            return None if rank == root else root
-        if call.collective in _ROOT_WAITS and rank != root:
-            return None
-        return self.last
+        root = self.ranks[call.details["root"]] if "root" in call.details else -1
+        awaited = awaited_ranks(call.collective, rank, root, self.ranks)
+        return max(awaited, key=lambda each: self.calls[each].begin, default=None)
 
     def ready(self, rank: int) -> float:
         """Return when the ranks for which a rank waits had arrived, from which on data moves."""

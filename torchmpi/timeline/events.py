@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,7 @@ _OWN_FOLDERS = (
 )
 _BETWEEN = tuple(module.__file__ for module in (contextlib, threading, typing_extensions, warnings))
 """Files of other modules whose functions call those of this package and of torch, or are called by them."""
+_WAITS_FOR_ROOT, _ROOT_WAITS, _DOES_NOT_SYNCHRONIZE = ("broadcast", "scatter"), ("reduce", "gather"), ("free", "stop")
 _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
@@ -217,6 +218,21 @@ def _fast_record(
     )  # fmt: skip
 
 
+def awaited_ranks(collective: str, rank: int, root: int, ranks: Sequence[int]) -> Sequence[int]:
+    """Return the ranks, of all `ranks` of a call, without which it cannot end on a rank.
+
+    A rank of a broadcast needs the root only, and the ranks of a reduce or gather other than the root need nobody.
+
+    >>> awaited_ranks("allreduce", 1, -1, (0, 1, 2)), awaited_ranks("scatter", 1, 2, (0, 1, 2))
+    ((0, 1, 2), (2,))
+    """
+    if collective in _WAITS_FOR_ROOT:
+        return () if rank == root else (root,)
+    if collective in _DOES_NOT_SYNCHRONIZE or (collective in _ROOT_WAITS and rank != root):
+        return ()
+    return ranks
+
+
 def _message_numbers(numbers: int) -> dict[str, int]:
     """Return the numbers of the messages of an exchange in their channels, as machine code packs them.
 
@@ -342,7 +358,17 @@ recorder: Recorder | None = None
 """The recorder while there is a reader, else None."""
 when_changed: list[Callable[[], None]] = []
 """Functions to call when a reader has been added or removed."""
-show_call: Callable[[GroupInfo, Names, int, str], Any] | None = None
+class ShownCall(NamedTuple):
+    """What torch.profiler shows of a call."""
+
+    group: GroupInfo
+    names: Names
+    sent: int | None
+    """The elements that this rank passes; None if that is not known."""
+    received: int | None
+
+
+show_call: Callable[[ShownCall, str], Any] | None = None
 """Begins an event of torch.profiler while one runs, else None; "task": of a queued call, in its own thread."""
 show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
 """Begins an event of a call that is queued now and returns the task that also ends it; None without a profiler."""
@@ -364,16 +390,21 @@ _queues: tuple[EventQueue, ...] = ()
 _know: Callable[[CodeType, bool], None] = _know_nothing
 
 
-def begin_event(group: GroupInfo, names: Names, numel: int, *, is_task: bool) -> Any:
+def has_event() -> bool:
+    """Return whether this thread is in a call that is an event of torch.profiler."""
+    return _calls.has_event
+
+
+def begin_event(call: ShownCall, *, is_task: bool) -> Any:
     """Begin an event of torch.profiler for a call that begins now; None without a profiler.
 
-    The steps of a hierarchical call are no events of their own.
+    The steps of a hierarchical call, and the calls of a task that is an event, are no events of their own.
     """
     show = show_call
     if show is None or _calls.has_event:
         return None
     _calls.has_event = True
-    return show(group, names, numel, "task" if is_task else "")
+    return show(call, "task" if is_task else "")
 
 
 def end_event(event: Any) -> None:

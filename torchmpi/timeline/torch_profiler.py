@@ -18,7 +18,6 @@ from . import events
 
 _START, _STOP = "_run_on_profiler_start", "_run_on_profiler_stop"
 _RecordFunction: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)
-_GATHERING, _SCATTERING = ("allgather", "gather"), ("reduce_scatter", "scatter")
 _EVENTS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 """Names of torch.distributed, which tools look for."""
 _TORCH_NAMES = {"float32": "Float", "float64": "Double", "bfloat16": "BFloat16", "float16": "Half", "int64": "Long"}
@@ -61,20 +60,20 @@ def _ignore(record: object) -> None:
     """Read no records: the events of torch have been made when the calls ran."""
 
 
-def _open_event(group: events.GroupInfo, names: events.Names, numel: int, kind: str = "") -> Any:
+def _open_event(call: events.ShownCall, kind: str = "") -> Any:
     """Begin an event with the fields that torch's own backends give theirs (with ``record_shapes=True``)."""
-    collective, op, dtype, root = names
-    size = len(group.ranks)
-    received = numel * size if collective in _GATHERING else numel // size if collective in _SCATTERING else numel
+    collective, op, dtype, root = call.names
     fields: dict[str, Any] = {
         "Collective name": collective,
         "dtype": _TORCH_NAMES.get(dtype, dtype),
-        "In msg nelems": numel,
-        "Out msg nelems": received,
-        "Group size": size,
-        "Process Group Name": group.name,
-        "Process Group Ranks": str(list(group.ranks)),
+        "Group size": len(call.group.ranks),
+        "Process Group Name": call.group.name,
+        "Process Group Ranks": str(list(call.group.ranks)),
     }
+    if call.sent is not None:
+        fields["In msg nelems"] = call.sent
+    if call.received is not None:
+        fields["Out msg nelems"] = call.received
     if op:
         fields["Reduction"] = op
     if root >= 0:
@@ -95,17 +94,18 @@ def _show_queued(description: str, task: Callable[[], Any]) -> Callable[[], Any]
     Torch ends such an event by a future, and gives it no fields, so an event without a length, ``torchmpi queued:...``,
     has them. The profiler sees the thread of the calls with ``profile_all_threads`` only.
     """
-    describe = getattr(getattr(getattr(task, "func", None), "__self__", None), "described_call", None)
-    if describe is None:  # several calls in one
+    call = _described(task)
+    if call is not None:
+        collective = call.names[0]
+    elif ": " in description:  # a call of the parameter server
         collective = description.rpartition(": ")[2].split("(")[0]
-    else:
-        group, names, numel = describe(*task.args)  # type: ignore[attr-defined]
-        collective = names[0]
+    else:  # no call of the program
+        return task
     ended: torch.futures.Future[None] = torch.futures.Future()
     event = torch.ops.profiler._record_function_enter_new(_name_of(collective), None)
     torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, ended)
-    if describe is not None:
-        _open_event(group, names, numel, "queued").__exit__(None, None, None)
+    if call is not None:
+        _open_event(call, "queued").__exit__(None, None, None)
 
     def run() -> Any:
         try:
@@ -114,3 +114,16 @@ def _show_queued(description: str, task: Callable[[], Any]) -> Callable[[], Any]
             ended.set_result(None)
 
     return run
+
+
+def _described(task: Any) -> events.ShownCall | None:
+    """Return what the owner of a task says of it; None if it says nothing.
+
+    The task of a call on device tensors is the last argument of the one that the queue runs.
+    """
+    function, arguments = getattr(task, "func", task), getattr(task, "args", ())
+    describe = getattr(getattr(function, "__self__", function), "described_call", None)
+    if describe is None:
+        return _described(arguments[-1]) if arguments else None
+    call: events.ShownCall = describe(*arguments)
+    return call

@@ -1,0 +1,73 @@
+"""Calls as torch.profiler shows them: their sizes, and tasks of several calls that are one to the program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..tensors import partition
+from ..timeline import events
+from .call_queue import CallQueue
+
+_GATHERING, _SCATTERING = ("allgather", "gather"), ("scatter", "reduce_scatter")
+
+
+def message_sizes(collective: str, rank: int, size: int, given: Any, out: Any) -> tuple[int | None, int | None]:
+    """Return the numbers of elements that a rank passes and receives, None where they are not known before the call.
+
+    They are those that torch's own backends record: all ranks of a gather or scatter have those of the root. Where
+    ranks may differ in length, they count as if all had the length of this one.
+
+    Args:
+        collective: Name of the collective.
+        rank: This rank.
+        size: The number of ranks.
+        given: The tensor or tensors that the rank passes, or None.
+        out: Those in which it receives, or None.
+
+    >>> import torch
+    >>> message_sizes("allgather", 0, 2, torch.ones(3), None), message_sizes("scatter", 1, 2, None, torch.ones(3))
+    ((3, 6), (6, 3))
+    >>> message_sizes("reduce_scatter", 1, 2, torch.ones(5, 2), None), message_sizes("barrier", 0, 2, None, None)
+    ((10, 4), (0, 0))
+    """
+    sent, received = _numel(given), _numel(out)
+    if collective == "scatter" and sent is None:
+        return (None if received is None else received * size), received
+    if sent is None:
+        return 0, 0
+    if collective == "gather" or (collective in _GATHERING and received is None):
+        return sent, sent * size
+    if received is None and collective in (*_SCATTERING, "alltoall"):
+        if isinstance(given, Sequence) or not given.dim():  # parts of any length
+            return sent, None
+        own = partition.part_of(given.shape[0], size, rank)[1] * math.prod(given.shape[1:])
+        return sent, own if collective in _SCATTERING else own * size
+    return sent, sent if received is None else received
+
+
+def _numel(tensors: Any) -> int | None:
+    """Return the number of elements of a tensor, or of several ones."""
+    if isinstance(tensors, Sequence):
+        return sum(each.numel() for each in tensors if each is not None) if tensors else None
+    return None if tensors is None else tensors.numel()
+
+
+class ShownTask:
+    """A task that is one event of torch.profiler, whatever calls it makes."""
+
+    def __init__(self, call_queue: CallQueue, task: Callable[[], Any], call: events.ShownCall) -> None:
+        self._call_queue, self._task, self._call = call_queue, task, call
+
+    def described_call(self) -> events.ShownCall:
+        """Return what the profiler shows."""
+        return self._call
+
+    def __call__(self) -> Any:
+        """Run the task, inside the event."""
+        event = events.begin_event(self._call, is_task=self._call_queue.origin is not None)
+        try:
+            return self._task()
+        finally:
+            events.end_event(event)
