@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 import time
+from functools import partial
 
 import bench_rows
 import psutil
@@ -17,10 +18,13 @@ import pytest
 
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
+from torchmpi.communicators.call_queue import CallQueue
+from torchmpi.communicators.shown_calls import ShownTask
 from torchmpi.errors import ArgumentError
 from torchmpi.shared_memory import fast_path
 from torchmpi.shared_memory.kernels import records
-from torchmpi.timeline import events, trace_writer
+from torchmpi.tensors import streams
+from torchmpi.timeline import events, torch_profiler, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.clocks import AlignedClock, ClockSample, TickClock, sample
 from torchmpi.timeline.events import CallRecord, GroupInfo, Origin, SliceRecord
@@ -462,3 +466,11 @@ def test_notes_of_machine_code_are_taken_in_their_order():
     assert taken == expected
     del taken, some, expected
     assert [sys.getrefcount(each) for each in objects] == before
+
+
+def test_the_profiler_finds_the_call_in_the_task_of_device_tensors():
+    shown = events.ShownCall(GroupInfo(7, "world", 0, (0, 1), 1), ("allreduce", "sum", "float32", -1), 3, 3)
+    task = ShownTask(CallQueue("example"), lambda: None, shown)
+    assert torch_profiler._described(task) is shown
+    assert torch_profiler._described(partial(streams.queue, "mark", "device", task, task)) is shown
+    assert torch_profiler._described(partial(print, "a server")) is None
