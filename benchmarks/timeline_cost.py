@@ -1,32 +1,46 @@
-"""Measure what recording a timeline costs: a call of 4 bytes, and DDP steps of the networks of `torchmpi bench train`.
+"""Measure what a timeline costs: calls of 4 bytes, and DDP steps of the networks of `torchmpi bench train`.
 
     mpirun -n 2 python benchmarks/timeline_cost.py
-    mpirun -n 1 python benchmarks/timeline_cost.py --parts calls
+    mpirun -n 1 python benchmarks/timeline_cost.py --parts calls,off
 
-Batches with and without a timeline alternate in one job. Reported are medians of the slowest rank, the median of the
-differences of neighboring batches, and the difference of the fastest batches. Times are those of the processor: of one
-thread for calls, which should be measured on one rank, and of all threads for steps. The threads of asynchronous calls
-do not take turns: the worker waits until some calls have been queued, and each wait finds a call that has just ended.
+Batches with and without a timeline alternate in one job; in the part `off`, without a timeline, the package and the
+same code without the comparisons that ask whether there is one. Reported are medians of the slowest rank, the median of
+the differences of neighboring batches, and the difference of the fastest batches. Times are those of the processor: of
+one thread for calls, which should be measured on one rank, and of all threads for steps. The threads of asynchronous
+calls do not take turns: the worker waits until some calls have been queued, and each wait finds a call that has just
+ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
+import importlib
+import inspect
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed
 
 import torchmpi as mpi
 from torchmpi.cli.bench.models import make_task
+from torchmpi.communicators.call_queue import CallQueue
+from torchmpi.communicators.group import Group
 from torchmpi.communicators.handle import Handle
 from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
+from torchmpi.shared_memory.kernels import compilation, function_at, native_code, source_digest
+from torchmpi.shared_memory.kernels.fast_path_code import FastPathWrapper
+from torchmpi.shared_memory.kernels.kernel_sets import SETS
 
 _MODELS = ("mlp", "cnn", "transformer", "resnet")
 
@@ -34,7 +48,7 @@ _MODELS = ("mlp", "cnn", "transformer", "resnet")
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="calls,steps", help="calls, steps (default: both)")
+    parser.add_argument("--parts", default="calls,off,steps", help="calls, off, steps (default: all)")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of batches (default 40)")
     parser.add_argument("--models", default=",".join(_MODELS), help="networks, separated by commas")
     options = parser.parse_args()
@@ -42,18 +56,25 @@ def main() -> None:
     folder = mpi.broadcast_object(tempfile.mkdtemp())
     if mpi.rank() == 0:
         print(f"{mpi.size()} ranks, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    recording = partial(mpi.timeline.start, folder)
     if "calls" in options.parts:
-        measure_calls(folder, options.rounds)
+        measure_calls(options.rounds, ("off", nullcontext), ("on", recording))
+    if "off" in options.parts:
+        measure_calls(options.rounds, ("without", without_comparisons()), ("with", nullcontext))
     if "steps" in options.parts:
         torch.distributed.init_process_group("torchmpi")
         for name in options.models.split(","):
-            measure_steps(name, folder, options.rounds)
+            measure_steps(name, options.rounds, ("off", nullcontext), ("on", recording))
         torch.distributed.destroy_process_group()
     mpi.stop()
 
 
-def measure_calls(folder: str, rounds: int) -> None:
-    """Print the time of calls of 4 bytes, in microseconds."""
+Side = tuple[str, Callable[[], AbstractContextManager[object]]]
+"""The name of one side of a comparison, and a context in which it is measured."""
+
+
+def measure_calls(rounds: int, *sides: Side) -> None:
+    """Print the time of calls of 4 bytes, in nanoseconds."""
     tensor, repeats = torch.zeros(1), 1000
 
     def fast() -> None:
@@ -71,7 +92,8 @@ def measure_calls(folder: str, rounds: int) -> None:
         ("asynchronous, the worker", lambda: queued(tensor, repeats)[1]),
         ("asynchronous, a wait", lambda: waited(repeats)),
     ):
-        show(f"{name}, 4 bytes", "us", [1e6 * value / repeats for value in compared(batch, folder, rounds)])
+        values = [1e9 * value / repeats for value in compared(batch, rounds, *sides)]
+        show(f"{name}, 4 bytes", "ns", values, sides)
 
 
 def queued(tensor: torch.Tensor, repeats: int) -> tuple[float, float]:
@@ -112,7 +134,7 @@ def timed(batch: Callable[[], None], clock: Callable[[], float] = time.thread_ti
     return run
 
 
-def measure_steps(model: str, folder: str, rounds: int) -> None:
+def measure_steps(model: str, rounds: int, *sides: Side) -> None:
     """Print the time of DDP steps of a network, in milliseconds."""
     net, inputs, targets = make_task(model, rank=mpi.rank())
     net = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -128,7 +150,8 @@ def measure_steps(model: str, folder: str, rounds: int) -> None:
     before = num_calls()
     step()
     name = f"DDP step, {model}, {num_calls() - before} calls"
-    show(name, "ms", [1e3 * value for value in compared(timed(step, time.process_time), folder, rounds)])
+    values = [1e3 * value for value in compared(timed(step, time.process_time), rounds, *sides)]
+    show(name, "ms", values, sides)
 
 
 def num_calls() -> int:
@@ -137,29 +160,100 @@ def num_calls() -> int:
     return sum(int(each["calls"]) for collectives in found for each in collectives.values())
 
 
-def compared(batch: Callable[[], float], folder: str, rounds: int) -> list[float]:
-    """Return seconds of a batch: medians without and with a timeline and of the differences; that of the fastest."""
-    times: dict[bool, list[float]] = {False: [], True: []}
+def compared(batch: Callable[[], float], rounds: int, *sides: Side) -> list[float]:
+    """Return seconds of a batch: medians of both sides and of the differences; the difference of the fastest."""
+    times: dict[str, list[float]] = {name: [] for name, _ in sides}
     gc.disable()
     for number in range(rounds):
-        for is_on in (False, True) if number % 2 else (True, False):
-            with mpi.timeline.start(folder) if is_on else nullcontext():
+        for name, context in sides[:: 1 if number % 2 else -1]:
+            with context():
                 batch()  # fills the caches of this side
                 mpi.barrier()
                 own = batch()
-            times[is_on].append(mpi.allreduce(own, op="max"))
+            times[name].append(mpi.allreduce(own, op="max"))
     gc.enable()
-    off, on = times[False], times[True]
-    differences = [after - before for before, after in zip(off, on, strict=True)]
-    return [*map(statistics.median, (off, on, differences)), min(on) - min(off)]
+    before, after = times.values()
+    differences = [more - less for less, more in zip(before, after, strict=True)]
+    return [*map(statistics.median, (before, after, differences)), min(after) - min(before)]
 
 
-def show(name: str, unit: str, values: list[float]) -> None:
+def show(name: str, unit: str, values: list[float], sides: tuple[Side, ...]) -> None:
     """Print one row on rank 0."""
     if mpi.rank() == 0:
-        off, on, more, least = values
-        difference = f"difference {more:6.2f} ({100 * more / off:5.1f} %), fastest {least:6.2f}"
-        print(f"{name:34} off {off:7.2f} {unit}, on {on:7.2f}, {difference}", flush=True)
+        before, after, more, least = values
+        (first, _), (second, _) = sides
+        difference = f"difference {more:7.1f} ({100 * more / before:5.1f} %), fastest {least:7.1f}"
+        print(f"{name:34} {first} {before:8.1f} {unit}, {second} {after:8.1f}, {difference}", flush=True)
+
+
+class UncheckedPath(FastPathWrapper):
+    """The fast path without the comparison at the end of a call."""
+
+    def _note(self, cached_call: Any) -> None:
+        pass
+
+
+class WithoutRecorder(ast.NodeTransformer):
+    """Removes what a function does with the recorder, and the comparisons that ask whether there is one."""
+
+    num_removed = 0
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        """Remove the assignment of the recorder."""
+        return None if ast.unparse(node.targets[0]) == "recorder" else self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> Any:
+        """Remove what is done with a recorder."""
+        if "recorder is not None" not in ast.unparse(node.test):
+            return self.generic_visit(node)
+        self.num_removed += 1
+        return None
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        """Take the value without a recorder."""
+        if ast.unparse(node.test) != "recorder is None":
+            return self.generic_visit(node)
+        self.num_removed += 1
+        return node.body
+
+
+def without_recorder(method: Callable[..., Any]) -> Any:
+    """Return a method whose calls are never recorded."""
+    remover, source = WithoutRecorder(), textwrap.dedent(inspect.getsource(method))
+    tree = ast.fix_missing_locations(remover.visit(ast.parse("from __future__ import annotations\n" + source)))
+    assert remover.num_removed and "recorder" not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names: dict[str, Any] = {}
+    exec(compile(tree, inspect.getsourcefile(method) or "", "exec"), method.__globals__, names)
+    return names[method.__name__]
+
+
+def without_comparisons() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which this process runs the code without comparisons."""
+    kernel_set, name = SETS["collectives"], "torchmpi_unchecked_allreduce"
+    for module in kernel_set.modules:
+        importlib.import_module(f"torchmpi.shared_memory.kernels.{module}")
+    wrapper = UncheckedPath(name, kernel_set.fast_paths["allreduce"])
+    compiler = native_code.compiler()
+    compiler.build(name, source_digest(), compilation.link(name, [wrapper]))
+    record, _ = fast_path._fast_paths["allreduce"].fields.buffer_info()
+    unchecked = function_at(name, compiler.find(name), record)
+    # Classes stay as they are: the interpreter has specialized the code of their users.
+    replacements: list[tuple[Any, str, Any]] = [(fast_path, "allreduce", unchecked)]
+    for method in (Group.perform, CallQueue.submit, Handle.wait):
+        replacements.append((method, "__code__", without_recorder(method).__code__))
+
+    @contextmanager
+    def replaced() -> Iterator[None]:
+        originals = [getattr(owner, key) for owner, key, _ in replacements]
+        for owner, key, replacement in replacements:
+            setattr(owner, key, replacement)
+        try:
+            yield
+        finally:
+            for (owner, key, _), original in zip(replacements, originals, strict=True):
+                setattr(owner, key, original)
+
+    return replaced
 
 
 if __name__ == "__main__":

@@ -126,6 +126,49 @@ def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
     assert len(early) > NUM_CALLS / 4 and max(early) <= 1e9 * error_of_clocks(traces)
 
 
+DRIFTING = """
+import os, time
+import torch
+from torchmpi.communicators import call_log
+from torchmpi.session import launcher
+from torchmpi.timeline import events
+rank, monotonic = launcher.detect().rank, time.monotonic_ns
+os.environ["TORCHMPI_HOST_NAME"] = "node0" if rank < 2 else "node1"
+begin = monotonic()
+
+def drifting():
+    seconds = (monotonic() - begin) / 1e9
+    return monotonic() + 5_000_000_000 + round(450e3 * max(0, min(seconds, 4 - seconds)))
+
+if rank == 2:
+    time.monotonic_ns = events.now = call_log.monotonic_ns = drifting
+import torchmpi as mpi
+mpi.start()
+begin = monotonic()
+with mpi.timeline.start(FOLDER):
+    for _ in range(400):
+        mpi.barrier()
+        mpi.allreduce(torch.ones(1), backend="mpi")
+        time.sleep(0.01)
+mpi.stop()
+"""
+
+
+@pytest.mark.once
+def test_clocks_whose_rates_change_while_a_timeline_is_recorded_stay_aligned(launch, tmp_path):
+    """Regression: a clock that is fast by 450 ppm for two seconds, and then as slow, was wrong by 0.9 ms between."""
+    (tmp_path / "job.py").write_text(DRIFTING.replace("FOLDER", repr(str(tmp_path))))
+    result = launch(NUM_RANKS, [tmp_path / "job.py"])
+    assert result.returncode == 0, result.output
+    traces = read_folder(tmp_path)
+    limit, samples = error_of_clocks(traces), traces[2].samples
+    assert [trace.error_seconds for trace in traces[:2]] == [0, 0] and len(samples) > 8
+    assert earliest_result(align(traces)) >= -limit
+    ends_alone = RankTrace(traces[2].path)
+    ends_alone.align([samples[0], samples[-1]])
+    assert earliest_result(align([*traces[:2], ends_alone])) < -limit
+
+
 BURST = """
 import os, signal
 import torch

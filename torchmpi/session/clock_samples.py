@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import timeline
+from ..backends import network
 from ..communicators.group import Group
 from ..timeline import events
 from ..timeline.clocks import ClockSample, sample
+from .host_ring import leaders_of
 
-_ROUNDS = 32
+_ROUNDS, _ROUNDS_BETWEEN = 32, 8
+_SECONDS_BETWEEN, _MOST_HOSTS = 0.25, 16
+"""Seconds between two samples of a host, and the number of hosts up to which rank 0 answers so often."""
+_CONNECT_SECONDS, _NUM_STRANGERS = 2.0, 128
 _TAG = 3
+_TIME = struct.Struct("q")
+_TIMES = struct.Struct("2q")
 
 
 def provide_timeline(world: Group, description: dict[str, Any]) -> None:
     """Let timelines be recorded by the ranks of the world."""
-    measure_here = partial(measure, world)
-    is_exact = len(set(world.context.hosts)) == 1  # no communication
-    timeline.set_job(
-        timeline.JobInfo(description, measure_here if is_exact else partial(world.call_action, "barrier", measure_here))
-    )
+    measure_here, open_here = partial(measure, world), partial(HostClock, world)
+    hosts = world.context.hosts
+    description = {**description, "leader": leaders_of(hosts)[hosts[world.rank]]}
+    if len(set(hosts)) == 1:  # no communication
+        timeline.set_job(timeline.JobInfo(description, open_here, measure_here))
+    else:
+        run = partial(world.call_action, "barrier")
+        timeline.set_job(timeline.JobInfo(description, partial(run, open_here), partial(run, measure_here)))
 
 
 def measure(world: Group) -> list[ClockSample]:
@@ -33,9 +50,8 @@ def measure(world: Group) -> list[ClockSample]:
     hosts = world.context.hosts
     if len(set(hosts)) == 1:
         return [ClockSample(events.now(), 0, 0)]
-    leaders = [hosts.index(host) for host in sorted(set(hosts))]
     own: ClockSample | None = ClockSample(events.now(), 0, 0) if world.rank == 0 else None
-    for leader in leaders:
+    for leader in leaders_of(hosts).values():
         if leader != 0 and world.rank in (0, leader):
             own = _exchange(world, leader) or own
     samples: list[ClockSample | None] = world.comm.allgather(own)
@@ -60,3 +76,105 @@ def _exchange(world: Group, leader: int) -> ClockSample | None:
             buffer[0] = events.now()
             comm.Send((buffer, MPI.INT64_T), leader, _TAG)
     return sample(rounds) if rounds else None
+
+
+class HostClock:
+    """The clock of this host while a timeline is recorded.
+
+    It is measured at once, and then by a thread of the first rank of each host, which asks a thread of rank 0. They
+    have connections of their own, as a thread that waits in MPI occupies a core. Where the hosts cannot connect, the
+    error of the clocks grows with the length of the recording.
+    """
+
+    def __init__(self, world: Group) -> None:
+        """Measure, and connect. Collective if there are several hosts."""
+        self.samples = measure(world)
+        num_hosts = len(set(world.context.hosts))
+        self._is_reference = world.rank == 0
+        self._sockets = [] if num_hosts == 1 else _connect(world)
+        self._seconds = _SECONDS_BETWEEN * max(1.0, num_hosts / _MOST_HOSTS)
+        self._stopped, self._thread = threading.Event(), threading.Thread()
+
+    def follow(self, take: Callable[[ClockSample], None]) -> None:
+        """Pass samples to a function from now on."""
+        if self._sockets:
+            run = self._answer if self._is_reference else partial(self._ask, take)
+            self._thread = threading.Thread(target=run, name="torchmpi clock", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the connections."""
+        self._stopped.set()
+        for sock in self._sockets:
+            with suppress(OSError):  # the other end has ended
+                sock.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive():
+            self._thread.join()
+        for sock in self._sockets:
+            sock.close()
+
+    def _ask(self, take: Callable[[ClockSample], None]) -> None:
+        while not self._stopped.wait(self._seconds):
+            try:
+                take(sample([self._exchange_with(self._sockets[0]) for _ in range(_ROUNDS_BETWEEN)]))
+            except TimeoutError:  # rank 0 is stopped, for example
+                continue
+            except OSError:  # rank 0 records no more
+                return
+
+    def _exchange_with(self, sock: socket.socket) -> tuple[int, int, int]:
+        sent = events.now()
+        sock.sendall(_TIME.pack(sent))
+        answered = None
+        while answered != sent:  # after a timeout, the answer to an earlier message comes first
+            reply = sock.recv(_TIMES.size, socket.MSG_WAITALL)
+            if len(reply) < _TIMES.size:
+                raise ConnectionResetError
+            answered, reference = _TIMES.unpack(reply)
+        return sent, reference, events.now()
+
+    def _answer(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for sock in self._sockets:
+                selector.register(sock, selectors.EVENT_READ, sock)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if not _answer_one(key.data):
+                        selector.unregister(key.data)
+
+
+def _answer_one(sock: socket.socket) -> bool:
+    """Answer a message; return False if the connection has ended."""
+    with suppress(OSError):
+        sent = sock.recv(_TIME.size, socket.MSG_WAITALL)
+        if len(sent) == _TIME.size:
+            sock.sendall(sent + _TIME.pack(events.now()))
+            return True
+    return False
+
+
+def _connect(world: Group) -> list[socket.socket]:
+    """Connect rank 0 with the first rank of each other host, and return the connections of this rank. Collective."""
+    rank, awaited = world.rank, set(leaders_of(world.context.hosts).values()) - {0}
+    places = world.comm.allgather((network.namespace(), network.own_interfaces()))
+    listener, address, secret = None, None, secrets.token_bytes(16)
+    if rank == 0:
+        with suppress(OSError):
+            listener = network.listen(network.address_of(places, 0), len(awaited) + _NUM_STRANGERS)
+            address = listener.getsockname()[:2]
+    address, secret = world.comm.allgather((address, secret))[0]
+    found: dict[int, socket.socket] = {}
+    if rank in awaited and address is not None:
+        with suppress(OSError):
+            found[0] = network.connect(address, secret, rank, timeout_seconds=_CONNECT_SECONDS)
+    if listener is not None:
+        with listener:
+            while missing := awaited - found.keys():
+                accepted = network.accept([listener], secret, missing, timeout_seconds=_CONNECT_SECONDS)
+                if accepted is None:
+                    break
+                found[accepted[0]] = accepted[1]
+    for sock in found.values():
+        sock.settimeout(1.0)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return list(found.values())

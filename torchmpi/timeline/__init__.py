@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import NotStartedError, TorchMPIError
 from . import events
@@ -18,11 +18,25 @@ from .clocks import ClockSample
 from .trace_writer import TraceWriter, path_for
 
 
+class MeasuredClock(Protocol):
+    """The clock of this host while a timeline is recorded."""
+
+    samples: list[ClockSample]
+
+    def follow(self, take: Callable[[ClockSample], None]) -> None:
+        """Pass further samples to a function, in a thread."""
+
+    def close(self) -> None:
+        """Take no further samples."""
+
+
 class JobInfo(NamedTuple):
     """What a timeline needs of the running job."""
 
     describe: dict[str, Any]
-    """Rank, size, host, and whatever readers of the file may want to know."""
+    """Rank, size, host, the first rank of the host (`leader`), and whatever readers of the file may want to know."""
+    open_clock: Callable[[], MeasuredClock]
+    """Compares the clock of this host with that of rank 0, now and further on. Collective."""
     measure_clock: Callable[[], list[ClockSample]]
     """Compares the clock of this host with that of rank 0. Collective."""
 
@@ -42,14 +56,17 @@ class Recording:
     def __init__(self, folder: Path, job: JobInfo) -> None:
         self.folder, self._job = folder, job
         path = path_for(folder, job.describe["rank"])
-        self._writer = TraceWriter(path, job.describe, job.measure_clock())
+        self._clock = job.open_clock()
+        self._writer = TraceWriter(path, job.describe, self._clock.samples)
         self.path = self._writer.path
+        self._clock.follow(self._writer.add_sample)
         self._hook = _count_steps()
         events.add_reader(self._writer.read)
 
     def _close(self, measure_clock: Callable[[], list[ClockSample]]) -> None:
         events.remove_reader(self._writer.read)  # before the measurement, which is no call of the program
         self._hook()
+        self._clock.close()
         self._writer.close(measure_clock())
 
     def __enter__(self) -> Recording:

@@ -9,8 +9,7 @@ from typing import Any
 
 from .step_times import CallSite
 
-_SAME_EVERYWHERE = {name: name for name in ("allreduce", "broadcast", "reduce")} | {"allreduce_many": "allreduce"}
-"""Collectives whose tensor has one size on all ranks, which is also the size that the benchmark states."""
+_SAME_AS = {"allreduce_many": "allreduce"}
 _CONTESTANT, _MODE = "auto", "sync"
 
 
@@ -18,7 +17,8 @@ class BenchTimes:
     """The times of a file of ``torchmpi bench --json``, of the default choice of backends, by size.
 
     >>> row = {"ranks": 2, "verb": "allreduce", "dtype": "float32", "mode": "sync", "contestant": "auto"}
-    >>> times = BenchTimes([row | {"bytes": 1000, "median_us": 10.0}, row | {"bytes": 3000, "median_us": 20.0}])
+    >>> sizes = {1000: 10.0, 3000: 20.0}
+    >>> times = BenchTimes(row | {"payload_bytes": size, "median_us": time} for size, time in sizes.items())
     >>> [round(1e6 * times.seconds(("allreduce", 2, "float32"), size), 3) for size in (10, 2000, 6000)]
     [10.0, 15.0, 40.0]
     """
@@ -27,7 +27,7 @@ class BenchTimes:
         self._times: dict[tuple[str, int, str], dict[int, float]] = defaultdict(dict)
         for row in rows:
             if row["contestant"] == _CONTESTANT and row["mode"] == _MODE and "median_us" in row:
-                self._times[row["verb"], row["ranks"], row["dtype"]][row["bytes"]] = row["median_us"] / 1e6
+                self._times[row["verb"], row["ranks"], row["dtype"]][row["payload_bytes"]] = row["median_us"] / 1e6
 
     def seconds(self, key: tuple[str, int, str], num_bytes: int) -> float | None:
         """Return the time of a call; `key` has collective, ranks and dtype. None if there is no such measurement.
@@ -48,8 +48,25 @@ class BenchTimes:
 
     def share(self, site: CallSite) -> float | None:
         """Return the speed of the calls of a line while data move, as a part of that in the benchmark, if known."""
-        collective, moving = _SAME_EVERYWHERE.get(site.collective), (site.seconds - site.waiting) / site.num_calls
-        if collective is None or moving <= 0:
+        moving = (site.seconds - site.waiting) / site.num_calls
+        if moving <= 0:
             return None
-        seconds = self.seconds((collective, site.num_ranks, site.dtype), site.num_bytes)
+        collective = _SAME_AS.get(site.collective, site.collective)
+        num_bytes = payload_bytes(collective, site.num_bytes, site.num_ranks)
+        seconds = self.seconds((collective, site.num_ranks, site.dtype), num_bytes)
         return None if seconds is None else seconds / moving
+
+
+def payload_bytes(collective: str, num_bytes: int, num_ranks: int) -> int:
+    """Return the size of a call as the benchmark states it, which is that of the larger tensor.
+
+    `num_bytes`: what a rank passes, or receives if it passes nothing; the mean over the ranks.
+
+    >>> payload_bytes("allreduce", 1000, 4), payload_bytes("allgather", 250, 4), payload_bytes("scatter", 1750 // 4, 4)
+    (1000, 1000, 999)
+    """
+    if collective in ("allgather", "gather"):
+        return num_bytes * num_ranks
+    if collective == "scatter" and num_ranks:  # the root passes all parts, each other rank receives one
+        return round(num_bytes * num_ranks**2 / (2 * num_ranks - 1))
+    return num_bytes

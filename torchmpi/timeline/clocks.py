@@ -1,16 +1,23 @@
-"""Alignment of the clocks of hosts: offset and drift against the clock of rank 0, with an error bound."""
+"""Alignment of the clocks of hosts: the offset against the clock of rank 0 over time, with an error bound."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+Times = npt.ArrayLike
 _DRIFT_BOUND = 500e-6
-"""The drift assumed after the last measurement: the largest rate by which Linux corrects a clock for NTP."""
+"""The most by which the rates of two clocks are assumed to differ: the largest rate by which Linux corrects a clock for
+NTP."""
 
 _NUM_READINGS = 20
+_READINGS_APART = 1_000_000_000
 
 
 class ClockSample(NamedTuple):
@@ -36,42 +43,66 @@ def sample(rounds: Iterable[tuple[int, int, int]]) -> ClockSample:
 
 
 class AlignedClock:
-    """Converts local times of a rank to the clock of rank 0.
+    """Converts local times of a rank to the clock of rank 0, for arrays and for single times.
 
-    Between two samples the offset is interpolated, which removes a constant drift. Beyond them it is constant, and the
-    error grows by the largest drift that clocks have.
+    Between two samples the offset is interpolated. Whatever the rate of the clock does there, within its bound, the
+    offset leaves the straight line by half the bound times the distance of the samples at most, which is the error of
+    the segment together with that of its samples. A sample with a larger error than its neighbours have at its place is
+    left out. Before the first sample and after the last one the offset is constant, and the error grows.
 
-    >>> clock = AlignedClock([ClockSample(0, 100, 5), ClockSample(1000, 110, 7)])
-    >>> clock.aligned(500), clock.error(500), round(clock.drift * 1e6)
-    (605, 7, 10000)
+    >>> clock = AlignedClock([ClockSample(0, 100, 5), ClockSample(1000000, 110, 7), ClockSample(2000000, 0, 900)])
+    >>> clock.aligned([0, 500000]).tolist(), clock.error([500000, 5000000]).tolist()
+    ([100, 500105], [259, 2009])
     """
 
-    def __init__(self, samples: Sequence[ClockSample]) -> None:
-        self.samples = sorted(samples)
+    def __init__(self, samples: Iterable[ClockSample]) -> None:
+        found = np.array(sorted(samples), np.int64).reshape(-1, 3)
+        local, offset, error = found[~_is_beaten(found)].T
+        self._times, self._offsets = local, offset
+        self._is_exact = not error.any()  # the clock is that of the reference
+        self._ends = np.where(error > 0, error * (1 + _DRIFT_BOUND) + 1, 0)  # the offset changes during an exchange
+        self._segments = np.maximum(self._ends[:-1], self._ends[1:]) + _DRIFT_BOUND / 2 * np.diff(local)
 
-    @property
-    def drift(self) -> float:
-        """The seconds that the offset changes in a second; 0 with one sample."""
-        first, last = self.samples[0], self.samples[-1]
-        return (last.offset - first.offset) / (last.local - first.local) if last.local > first.local else 0.0
+    def aligned(self, local: Times) -> IntArray:
+        """Return the time of the reference at local times."""
+        times, first = np.asarray(local, np.int64), self._times[0]
+        more = np.interp(times - first, self._times - first, self._offsets - self._offsets[0])
+        found: IntArray = times + self._offsets[0] + np.rint(more).astype(np.int64)
+        return found
 
-    def aligned(self, local: int) -> int:
-        """Return the time of the reference at a local time."""
-        first, last = self.samples[0], self.samples[-1]
-        return local + first.offset + round(self.drift * (min(max(local, first.local), last.local) - first.local))
-
-    def error(self, local: int) -> int:
+    def error(self, local: Times) -> IntArray:
         """Return the bound of the error of :meth:`aligned`."""
-        first, last = self.samples[0], self.samples[-1]
-        beyond = max(first.local - local, local - last.local, 0)
-        is_exact = all(each.error == 0 for each in self.samples)  # the clock is that of the reference
-        return max(each.error for each in self.samples) + (0 if is_exact else round(_DRIFT_BOUND * beyond))
+        times = np.asarray(local, np.int64)
+        if self._is_exact:
+            return np.zeros_like(times)
+        before, after = self._times[0] - times, times - self._times[-1]
+        errors = np.concatenate((self._ends[:1], self._segments, self._ends[-1:]))
+        inside = errors[np.searchsorted(self._times, times)]
+        beyond = np.maximum(np.maximum(before, after), 0)
+        found: IntArray = np.ceil(inside + _DRIFT_BOUND * beyond).astype(np.int64)
+        return found
+
+    def largest_error(self, first: int, last: int) -> int:
+        """Return the largest error of the times from `first` to `last`."""
+        between = self._times[(first < self._times) & (self._times < last)]
+        return int(self.error(np.concatenate(([first], between, [last]))).max())
+
+
+def _is_beaten(samples: IntArray) -> npt.NDArray[np.bool_]:
+    """Return for each of the sorted samples whether the error of another one, grown until there, is smaller."""
+    local, error = samples[:, 0] - samples[:1, 0], samples[:, 2].astype(float)
+    before = np.minimum.accumulate(np.append(np.inf, error - _DRIFT_BOUND * local)[:-1]) + _DRIFT_BOUND * local
+    later = np.append((error + _DRIFT_BOUND * local)[1:], np.inf)[::-1]
+    after = np.minimum.accumulate(later)[::-1] - _DRIFT_BOUND * local
+    beaten: npt.NDArray[np.bool_] = (before <= error) | (after < error)
+    return beaten
 
 
 class TickClock:
     """Converts the ticks by which the fast path measures to nanoseconds of the monotonic clock.
 
-    Both are read together at the beginning, and again when later ticks are to be converted.
+    Both are read together when later ticks are to be converted. Ticks are converted by a reading of a second or two ago
+    and the last one, as the rate of the monotonic clock may change.
 
     >>> clock = TickClock(lambda: 2 * time.monotonic_ns())
     >>> later = 2 * time.monotonic_ns()
@@ -81,7 +112,7 @@ class TickClock:
 
     def __init__(self, read_ticks: Callable[[], int]) -> None:
         self._read_ticks = read_ticks
-        self._first = self._last = self._reading()
+        self._first = self._middle = self._last = self._reading()
 
     def nanoseconds(self, ticks: int) -> int:
         """Return the time of ticks, which are nanoseconds with a minus where a processor has no counter to read."""
@@ -89,6 +120,8 @@ class TickClock:
             return -ticks
         if ticks > self._last[0]:
             self._last = self._reading()
+            if self._last[1] - self._middle[1] > _READINGS_APART:
+                self._first, self._middle = self._middle, self._last
         (begin, nanoseconds), (end, last) = self._first, self._last
         return nanoseconds + (ticks - begin) * (last - nanoseconds) // max(end - begin, 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,62 @@ from .events import BACKGROUND_MESSAGE, PART
 from .trace_reader import Event, RankTrace
 
 _COMPRESSION = 6
+_AT_ONCE = 10_000
+"""Events whose times are converted together."""
 
 
 def merge(traces: Sequence[RankTrace], path: Path) -> int:
     """Write the traces of all ranks to one file; return the number of events."""
-    events = list(merged_events(traces))
+    number = 0
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=_COMPRESSION) as file:
-        file.write("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
-    return len(events)
+        for number, event in enumerate(merged_events(traces), 1):
+            file.write(("[\n" if number == 1 else ",\n") + json.dumps(event))
+        file.write("\n]\n")
+    return number
 
 
 def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
     """Return the events of all ranks in microseconds since the first one, with phases and flows."""
     aligned = align(traces)
-    times = [trace.seconds(each["ts"]) for trace in traces for each in trace.events if each["ph"] != "M"]
-    first = min(times, default=0.0)
-    tracks: dict[tuple[int, str], int] = {}
-    ready = {(rank, call.group, call.seq): each.ready(rank) for each in aligned for rank, call in each.calls.items()}
+    first, with_parts = float("inf"), set[tuple[int, str, int]]()
     for trace in traces:
-        for event in trace.events:
+        for event, seconds in _timed(trace):
+            if event["ph"] != "M":
+                first = min(first, seconds)
+            if event.get("cat") == PART:
+                with_parts.add(_call_of(trace, event))
+    ready: dict[tuple[int, str, int], float] = {}
+    for each in aligned if with_parts else ():
+        keys = {rank: (rank, call.group, call.seq) for rank, call in each.calls.items()}
+        ready.update({key: each.ready(rank) for rank, key in keys.items() if key in with_parts})
+    tracks: dict[tuple[int, str], int] = {}
+    for trace in traces:
+        for event, seconds in _timed(trace):
             if event["ph"] == "M":
                 yield event
                 if event["name"] == "torchmpi_group":
                     tracks[trace.rank, f"{event['args']['key']:x}"] = event["tid"]
             else:
-                shifted = {**event, "ts": _microseconds(trace.seconds(event["ts"]) - first)}
+                shifted = {**event, "ts": _microseconds(seconds - first)}
                 if event.get("cat") == PART:
-                    limit = ready[trace.rank, event["args"]["group"], event["args"]["call"]]
-                    yield from _divided(shifted, _microseconds(limit - first))
+                    yield from _divided(shifted, _microseconds(ready[_call_of(trace, event)] - first))
                 else:
                     yield shifted
     for number, each in enumerate(aligned, 1):
         yield from _phases(each, tracks, first)
         yield from _flow(each, tracks, first, number)
     yield from _message_flows(traces, first, len(aligned) + 1)
+
+
+def _timed(trace: RankTrace) -> Iterator[tuple[Event, float]]:
+    """Return the events of a rank with their times on the clock of rank 0."""
+    events = trace.events
+    while some := list(islice(events, _AT_ONCE)):
+        yield from zip(some, trace.seconds([each["ts"] for each in some]).tolist(), strict=True)
+
+
+def _call_of(trace: RankTrace, part: Event) -> tuple[int, str, int]:
+    return trace.rank, part["args"]["group"], part["args"]["call"]
 
 
 def _divided(event: Event, limit: float) -> Iterator[Event]:
@@ -94,27 +117,26 @@ def _flow(aligned: AlignedCall, tracks: dict[tuple[int, str], int], first: float
 
 def _message_flows(traces: Sequence[RankTrace], first: float, first_id: int) -> Iterator[Event]:
     """Connect each send with its receive: the message with the same number of the same channel."""
-    sends: dict[tuple[Any, ...], tuple[RankTrace, Event]] = {}
-    receives: dict[tuple[Any, ...], tuple[RankTrace, Event]] = {}
+    sends: dict[tuple[Any, ...], tuple[Event, float]] = {}
+    receives: dict[tuple[Any, ...], tuple[Event, float]] = {}
     for trace in traces:
-        for event in trace.events:
+        for event, seconds in _timed(trace):
             if event.get("cat") in ("message", BACKGROUND_MESSAGE):
                 details = event["args"]
                 group, tag = details.get("group"), details.get("tag")
                 if "sent" in details:
-                    sends[group, trace.rank, details["to"], tag, details["sent"]] = trace, event
+                    sends[group, trace.rank, details["to"], tag, details["sent"]] = event, seconds - first
                 if "received" in details:
-                    receives[group, details["from"], trace.rank, tag, details["received"]] = trace, event
+                    receives[group, details["from"], trace.rank, tag, details["received"]] = event, seconds - first
     for number, key in enumerate(sends.keys() & receives.keys(), first_id):
-        (sender, send), (receiver, receive) = sends[key], receives[key]
-        sent, begin = sender.seconds(send["ts"]) - first, receiver.seconds(receive["ts"]) - first
+        (send, sent), (receive, begin) = sends[key], receives[key]
         # The arrow ends inside the slice of the receive, not before its begin, nor before the message was sent.
         at = min(max(_microseconds(begin), _microseconds(sent)), _microseconds(begin) + receive["dur"] - 0.001)
         if at < _microseconds(sent):  # by the error of the clocks: viewers show no arrow backwards in time
             continue
         flow = {"name": "message", "cat": "message", "id": number}
-        yield {**flow, "ph": "s", "pid": sender.rank, "tid": send["tid"], "ts": _microseconds(sent)}
-        yield {**flow, "ph": "f", "bp": "e", "pid": receiver.rank, "tid": receive["tid"], "ts": at}
+        yield {**flow, "ph": "s", "pid": send["pid"], "tid": send["tid"], "ts": _microseconds(sent)}
+        yield {**flow, "ph": "f", "bp": "e", "pid": receive["pid"], "tid": receive["tid"], "ts": at}
 
 
 def _microseconds(seconds: float) -> float:

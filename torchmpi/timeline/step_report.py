@@ -7,7 +7,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from .aligned_calls import AlignedCall, align, earliest_result
+import numpy as np
+
+from .aligned_calls import AlignedCalls, align, earliest_result
 from .bench_times import BenchTimes
 from .step_times import (
     CallSite,
@@ -20,7 +22,7 @@ from .step_times import (
     step_spans,
     times_of_steps,
 )
-from .trace_reader import RankTrace
+from .trace_reader import Flags, RankTrace
 
 _MOST_SITES = 10
 # Below these parts of a step nothing is gained by a change.
@@ -38,7 +40,7 @@ class StepReport(NamedTuple):
     """What a timeline says about a job; the times of the steps are means over steps and ranks."""
 
     traces: Sequence[RankTrace]
-    aligned: Sequence[AlignedCall]
+    aligned: AlignedCalls
     steps: dict[int, list[StepTimes]]
     sites: Sequence[CallSite]
     late: Sequence[LateRank]
@@ -51,11 +53,10 @@ class StepReport(NamedTuple):
         """Make the report of the traces of a job; `bench` has the times with which calls are compared."""
         aligned, error = align(traces), 2 * max(trace.error_seconds for trace in traces)
         steps = {trace.rank: times_of_steps(trace, aligned) for trace in traces}
-        parts = set().union(*(trace.steps for trace in traces))
-        during = [each for each in aligned if _is_inside(each, steps)]
-        whole = [each for each in during if not _is_step(each, parts)]
+        during = ~aligned.largest(_is_outside(aligned, steps))
+        late = late_ranks(aligned, error, during & ~aligned.largest(aligned.column("is_step")))
         ranges = range_times(traces)
-        return cls(traces, aligned, steps, call_sites(during, traces), late_ranks(whole, error), error, ranges, bench)
+        return cls(traces, aligned, steps, call_sites(aligned, during), late, error, ranges, bench)
 
     @property
     def num_steps(self) -> int:
@@ -205,22 +206,18 @@ class StepReport(NamedTuple):
             for key, group in trace.groups.items()
             if 1 < group["num_hosts"] < len(group["ranks"])
         }
-        steps = {trace.rank: trace.steps for trace in self.traces}
-        outer = [
-            call
-            for each in self.aligned
-            for rank, call in each.calls.items()
-            if call.collective in _HIERARCHICAL and call.num_bytes >= _SHORT_BYTES
-            if (call.group, call.seq) not in steps[rank]
+        aligned = self.aligned
+        is_flat = [
+            kind.group in several
+            and kind.collective in _HIERARCHICAL
+            and kind.details.get("backend", "hierarchical") != "hierarchical"
+            for kind in aligned.kinds
         ]
-        flat = [
-            call
-            for call in outer
-            if call.group in several and call.details.get("backend", "hierarchical") != "hierarchical"
-        ]
-        if not flat:
+        is_long = (aligned.column("num_bytes") >= _SHORT_BYTES) & ~aligned.column("is_step")
+        flat = np.unique(aligned.kind[is_long & aligned.of_kinds(is_flat).astype(bool)])
+        if not len(flat):
             return ""
-        names = sorted({call.details["backend"] for call in flat})
+        names = sorted({aligned.kinds[each].details["backend"] for each in flat})
         return (
             f"Calls over several hosts run flat (backend {', '.join(names)}), so that every rank of a host sends its "
             "data over the network. Remove TORCHMPI_HIERARCHICAL=off or backend= from the calls, which lets the ranks "
@@ -249,13 +246,14 @@ class StepReport(NamedTuple):
         all_axes = figure.subplots(len(self.steps), 1, sharex=True, sharey=True, squeeze=False)
         tallest = 0.0
         for axes, (rank, steps) in zip(all_axes[:, 0], self.steps.items(), strict=True):
-            below = [0.0] * len(steps)
+            edges, below = np.arange(len(steps) + 1) - 0.5, np.zeros(len(steps))
             for title, color, field in zip(_PARTS, _COLORS, ("computing", "exposed", "waiting"), strict=True):
-                heights = [1000 * getattr(step, field) for step in steps]
-                axes.bar(range(len(steps)), heights, bottom=below, color=color, label=title, width=1.0)
-                below = [low + height for low, height in zip(below, heights, strict=True)]
+                above = below + [1000 * getattr(step, field) for step in steps]
+                if len(steps):  # one shape for all steps: a bar for each of them takes milliseconds
+                    axes.stairs(above, edges, baseline=below, fill=True, color=color, label=title)
+                below = above
             axes.set_ylabel(f"rank {rank}\nms")
-            tallest = max([tallest, *below])
+            tallest = max(tallest, below.max(initial=0.0))
         if tallest:
             all_axes[0, 0].set_ylim(0, _MARGIN * tallest)
         all_axes[-1, 0].set_xlabel("step")
@@ -265,19 +263,14 @@ class StepReport(NamedTuple):
         canvas.print_png(str(path))
 
 
-def _is_step(call: AlignedCall, steps: set[tuple[str, int]]) -> bool:
-    """Return whether a call is a step of a hierarchical one: who is last there follows from the algorithm."""
-    part = next(iter(call.calls.values()))
-    return (part.group, part.seq) in steps
-
-
-def _is_inside(call: AlignedCall, steps: dict[int, list[StepTimes]]) -> bool:
-    """Return whether a call ends within the steps of its ranks; before them are starts and compilations."""
-    for rank, part in call.calls.items():
-        own = steps[rank]
-        if own and not own[0].begin <= part.begin <= own[-1].end:
-            return False
-    return True
+def _is_outside(aligned: AlignedCalls, steps: dict[int, list[StepTimes]]) -> Flags:
+    """Return which parts of calls begin outside of the steps of their rank; before them are starts and compilations."""
+    outside = np.zeros(len(aligned.rank), bool)
+    for rank, own in steps.items():
+        if own:
+            begins = (aligned.begin < own[0].begin) | (aligned.begin > own[-1].end)
+            outside |= (aligned.rank == rank) & begins
+    return outside
 
 
 def _milliseconds(seconds: float) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .aligned_calls import AlignedCall
-from .events import BACKGROUND_MESSAGE, OF_DDP, SERVER_CALL
-from .trace_reader import MAIN_THREAD, RankTrace, TracedCall
+import numpy as np
 
-Span = tuple[float, float]
+from .aligned_calls import AlignedCalls
+from .events import BACKGROUND_MESSAGE, OF_DDP, SERVER_CALL
+from .trace_reader import MAIN_THREAD, Calls, Flags, Floats, RankTrace, Spans
+
+_ALL = slice(None)
 
 
 class StepTimes(NamedTuple):
@@ -28,97 +28,78 @@ class StepTimes(NamedTuple):
     hidden: float
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def union(spans: Spans) -> Spans:
     """Return disjoint intervals that cover the same times, in order.
 
-    >>> union([(5, 6), (0, 2), (1, 3)])
-    [(0, 3), (5, 6)]
+    >>> union(np.array([(5.0, 6), (0, 2), (1, 3)])).tolist()
+    [[0.0, 3.0], [5.0, 6.0]]
     """
-    found: list[Span] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif end > begin:
-            found.append((begin, end))
-    return found
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if not len(spans):
+        return spans
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(spans[:, 1])
+    firsts = np.flatnonzero(np.append(True, spans[1:, 0] > ends[:-1]))
+    return np.column_stack((spans[firsts, 0], ends[np.append(firsts[1:], len(ends)) - 1]))
 
 
-def common(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """Return the times that are in both lists of disjoint intervals.
+def covered(steps: Spans, spans: Spans) -> Floats:
+    """Return how much of each step disjoint intervals cover.
 
-    >>> common([(0, 3), (5, 6)], [(2, 5.5)])
-    [(2, 3), (5, 5.5)]
+    >>> covered(np.array([(0.0, 4.0), (4.0, 8.0)]), np.array([(1.0, 3.0), (3.5, 6.0)])).tolist()
+    [2.5, 2.0]
     """
-    found, i, j = [], 0, 0
-    while i < len(left) and j < len(right):
-        begin, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
+    if not len(spans):
+        return np.zeros(len(steps))
+    sums = np.append(0.0, np.cumsum(spans[:, 1] - spans[:, 0]))
+    number = np.searchsorted(spans[:, 0], steps)  # of the intervals that have begun
+    after = np.where(number > 0, np.maximum(spans[number - 1, 1] - steps, 0.0), 0.0)  # what is left of the last one
+    until: Floats = sums[number] - after
+    return until[:, 1] - until[:, 0]
 
 
-def length(spans: Iterable[Span]) -> float:
-    """Return the length of disjoint intervals.
-
-    >>> length([(0, 3), (5, 6)])
-    4
-    """
-    return sum(end - begin for begin, end in spans)
-
-
-def step_spans(trace: RankTrace) -> list[Span]:
+def step_spans(trace: RankTrace) -> Spans:
     """Return the steps of a rank, from one ``optimizer.step()`` to the next; without any, the whole recording."""
-    ends = [each.end for each in trace.intervals("step")]
+    ends, calls = trace.intervals("step").end, trace.calls
     if len(ends) > 1:
-        return list(pairwise(ends))
-    times = [time for call in trace.calls for time in (call.begin, call.end)]
-    return [(min(times), max(times))] if times else []
+        return np.column_stack((ends[:-1], ends[1:]))
+    return np.array([(calls.begin.min(), calls.end.max())] if len(calls) else np.empty((0, 2)))
 
 
-def times_of_steps(trace: RankTrace, aligned: Sequence[AlignedCall]) -> list[StepTimes]:
+def times_of_steps(trace: RankTrace, aligned: AlignedCalls) -> list[StepTimes]:
     """Return the parts of each step of a rank."""
-    steps = step_spans(trace)
-    own = [each for each in aligned if trace.rank in each.calls]
-    blocked = [(call.begin, call.end) for call in trace.calls if _blocks(call)]
-    blocked += [(each.begin, each.end) for each in trace.intervals("wait") if each.thread == MAIN_THREAD]
-    messages = trace.intervals("message") + trace.intervals(SERVER_CALL)
-    blocked += [(each.begin, each.end) for each in messages if each.thread == MAIN_THREAD]
-    blocked += _waits_of_reducer(trace.calls, steps)
-    messages += trace.intervals(BACKGROUND_MESSAGE)
-    moving = union([*((c.begin, c.end) for c in trace.calls), *((each.begin, each.end) for each in messages)])
-    waiting = union((each.calls[trace.rank].begin, each.ready(trace.rank)) for each in own)
-    blocked = union(blocked)
-    idle = common(blocked, waiting)
-    return [_parts(step, blocked, idle, moving) for step in steps]
+    steps, calls = step_spans(trace), trace.calls
+    of_calls, is_own = np.column_stack((calls.begin, calls.end)), aligned.rank == trace.rank
+    messages = [trace.intervals("message"), trace.intervals(SERVER_CALL)]
+    blocked = union(
+        np.concatenate([
+            of_calls[~calls.is_queued & (calls.thread == MAIN_THREAD)],
+            _waits_of_reducer(calls, steps),
+            *(each.spans_of_main_thread for each in (trace.intervals("wait"), *messages)),
+        ])
+    )  # fmt: skip
+    messages.append(trace.intervals(BACKGROUND_MESSAGE))
+    moving = union(np.concatenate([of_calls, *(each.spans for each in messages)]))
+    waiting = union(np.column_stack((aligned.begin[is_own], aligned.ready[is_own])))
+    stopped = covered(steps, blocked)
+    waited = stopped + covered(steps, waiting) - covered(steps, union(np.concatenate([blocked, waiting])))
+    hidden = covered(steps, union(np.concatenate([blocked, moving]))) - stopped
+    begin, end = steps.T
+    columns = begin, end, end - begin - stopped, stopped - waited, waited, hidden
+    return [StepTimes(*row) for row in np.column_stack(columns).tolist()]
 
 
-def _parts(step: Span, blocked: list[Span], idle: list[Span], moving: list[Span]) -> StepTimes:
-    stopped, waited, moved = (length(common([step], spans)) for spans in (blocked, idle, moving))
-    hidden = moved - length(common([step], common(blocked, moving)))
-    begin, end = step
-    return StepTimes(begin, end, end - begin - stopped, stopped - waited, waited, hidden)
-
-
-def _blocks(call: TracedCall) -> bool:
-    return not call.is_queued and call.details["thread"] == MAIN_THREAD
-
-
-def _waits_of_reducer(calls: Sequence[TracedCall], steps: Sequence[Span]) -> list[Span]:
+def _waits_of_reducer(calls: Calls, steps: Spans) -> Spans:
     """Return when torch's reducer waits for its buckets, which happens in C++.
 
     The last bucket is queued when all gradients of the step exist, so nothing is left to compute for backward().
     """
-    buckets = sorted(call for call in calls if call.details.get("label", "").endswith(OF_DDP))
-    found = []
-    for begin, end in steps:
-        inside = [call for call in buckets if begin <= call.queued < end]
-        if inside:
-            found.append((max(call.queued for call in inside), max(call.end for call in inside)))
-    return found
+    is_bucket = calls.of_kinds([kind.details.get("label", "").endswith(OF_DDP) for kind in calls.kinds]).astype(bool)
+    order = np.argsort(calls.queued[is_bucket], kind="stable")
+    queued, ends = calls.queued[is_bucket][order], calls.end[is_bucket][order]
+    limits = np.searchsorted(queued, steps)
+    found = [(queued[last - 1], ends[first:last].max()) for first, last in limits if first < last]
+    return np.array(found or np.empty((0, 2)))
 
 
 class RangeTimes(NamedTuple):
@@ -136,14 +117,15 @@ def range_times(traces: Sequence[RankTrace]) -> list[RangeTimes]:
     sums: dict[str, float] = defaultdict(float)
     num_steps = 0
     for trace in traces:
-        steps = step_spans(trace)
+        steps, ranges = step_spans(trace), trace.intervals("range")
         num_steps += len(steps)
-        ends = [end for _, end in steps]
-        for each in trace.intervals("range"):
-            index = bisect_left(ends, each.end)
-            if each.thread == MAIN_THREAD and index < len(steps) and steps[index][0] <= each.begin:
-                counts[each.name] += 1
-                sums[each.name] += each.end - each.begin
+        step = np.searchsorted(steps[:, 1], ranges.end)
+        begins = np.append(steps[:, 0], np.inf)[step]
+        is_inside = (ranges.thread == MAIN_THREAD) & (begins <= ranges.begin)
+        names, seconds = ranges.name[is_inside], (ranges.end - ranges.begin)[is_inside]
+        for name in np.unique(names):
+            counts[ranges.names[name]] += np.count_nonzero(names == name)
+            sums[ranges.names[name]] += float(seconds[names == name].sum())
     found = [RangeTimes(name, counts[name] / num_steps, sums[name] / num_steps) for name in sums]
     return sorted(found, key=lambda times: -times.seconds)
 
@@ -158,20 +140,20 @@ class LateRank(NamedTuple):
     """The longest wait of another rank, summed over these calls."""
 
 
-def late_ranks(aligned: Sequence[AlignedCall], error_seconds: float) -> list[LateRank]:
-    """Return the ranks for which others have waited longer than the error of the clocks, longest wait first."""
-    counts: dict[int, int] = defaultdict(int)
-    seconds: dict[int, float] = defaultdict(float)
-    for each in aligned:
-        waits = [
-            (each.ready(rank) - call.begin, awaited)
-            for rank, call in each.calls.items()
-            if (awaited := each.awaited(rank)) is not None
-        ]
-        if waits and (longest := max(waits))[0] > error_seconds:
-            counts[longest[1]] += 1
-            seconds[longest[1]] += longest[0]
-    return sorted((LateRank(rank, counts[rank], seconds[rank]) for rank in counts), key=lambda late: -late.seconds)
+def late_ranks(aligned: AlignedCalls, error_seconds: float, which: Flags | slice = _ALL) -> list[LateRank]:
+    """Return the ranks for which others have waited longer than the error of the clocks, longest wait first.
+
+    `which`: the calls to look at.
+    """
+    waits = np.where(aligned.awaited >= 0, aligned.ready - aligned.begin, -np.inf)
+    longest = aligned.largest(waits)
+    is_longest = (waits == longest[aligned.call]) & (aligned.awaited >= 0)
+    late = aligned.largest(np.where(is_longest, aligned.rank[aligned.awaited], -1))[which]
+    longest = longest[which]
+    late, longest = late[longest > error_seconds], longest[longest > error_seconds]
+    counts, seconds = np.bincount(late), np.bincount(late, weights=longest)
+    found = [LateRank(int(rank), int(counts[rank]), float(seconds[rank])) for rank in np.flatnonzero(counts)]
+    return sorted(found, key=lambda late: -late.seconds)
 
 
 class CallSite(NamedTuple):
@@ -199,31 +181,40 @@ class CallSite(NamedTuple):
         return self.num_calls * self.num_bytes / moving if moving > 0 else 0.0
 
 
-def call_sites(aligned: Sequence[AlignedCall], traces: Sequence[RankTrace]) -> list[CallSite]:
-    """Return the lines that make calls, the most expensive first. Steps of hierarchical calls are not counted."""
-    steps, num_ranks = {trace.rank: trace.steps for trace in traces}, len(traces)
-    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    backends: dict[tuple[str, str], set[str]] = defaultdict(set)
-    kinds: dict[tuple[str, str], set[tuple[int, str]]] = defaultdict(set)
-    for each in aligned:
-        for rank, call in each.calls.items():
-            line = call.details.get("line", "")
-            if not line or (call.group, call.seq) in steps[rank]:
-                continue
-            total = sums[line, call.collective]
-            total[0] += 1
-            total[1] += call.num_bytes
-            total[2] += call.end - call.begin
-            total[3] += each.ready(rank) - call.begin
-            kinds[line, call.collective].add((len(each.ranks), call.details.get("dtype", "")))
-            if about := [call.details[name] for name in ("backend", "algorithm") if name in call.details]:
-                backends[line, call.collective].add(": ".join(about))
+def call_sites(aligned: AlignedCalls, which: Flags | slice = _ALL) -> list[CallSite]:
+    """Return the lines that make calls, the most expensive first. Steps of hierarchical calls are not counted.
+
+    `which`: the calls to look at.
+    """
+    names = [(kind.details.get("line", ""), kind.collective) for kind in aligned.kinds]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name in names if name[0]))}
+    is_looked_at = np.zeros(len(aligned), bool)
+    is_looked_at[which] = True
+    site = aligned.of_kinds([numbers.get(name, -1) for name in names])
+    counted = is_looked_at[aligned.call] & ~aligned.column("is_step") & (site >= 0)
+    site, num_ranks = site[counted], len(aligned.traces)
+
+    def sums(values: Floats | None = None) -> list[float]:
+        weights = None if values is None else values[counted]
+        found: list[float] = np.bincount(site, weights, minlength=len(numbers)).tolist()
+        return found
+
+    kinds: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for each in np.unique(aligned.kind[counted]):
+        kinds[names[each]].add(each)
     sites = []
-    for (line, collective), (count, num_bytes, seconds, waiting) in sums.items():
-        names, calls = " + ".join(sorted(backends[line, collective])), max(1, round(count / num_ranks))
-        mean_bytes = round(num_bytes / count)
-        ranks, dtypes = {size for size, _ in kinds[line, collective]}, {name for _, name in kinds[line, collective]}
-        size, dtype = (ranks.pop() if len(ranks) == 1 else 0), (dtypes.pop() if len(dtypes) == 1 else "")
-        times = seconds / num_ranks, waiting / num_ranks
-        sites.append(CallSite(line, collective, names, calls, mean_bytes, *times, size, dtype))
+    columns = sums(), sums(aligned.column("num_bytes")), sums(aligned.end - aligned.begin)
+    for name, count, num_bytes, seconds, waiting in zip(
+        numbers, *columns, sums(aligned.ready - aligned.begin), strict=True
+    ):
+        if not count:
+            continue
+        found = [aligned.kinds[each] for each in kinds[name]]
+        sizes = {len(aligned.groups[kind.group]) for kind in found}
+        dtypes = {kind.details.get("dtype", "") for kind in found}
+        about = ([kind.details[key] for key in ("backend", "algorithm") if key in kind.details] for kind in found)
+        backends = sorted({": ".join(each) for each in about if each})
+        calls, times = max(1, round(count / num_ranks)), (seconds / num_ranks, waiting / num_ranks)
+        size, dtype = (sizes.pop() if len(sizes) == 1 else 0), (dtypes.pop() if len(dtypes) == 1 else "")
+        sites.append(CallSite(*name, " + ".join(backends), calls, round(num_bytes / count), *times, size, dtype))
     return sorted(sites, key=lambda site: -site.seconds)

@@ -1,4 +1,8 @@
-"""Reading of trace files: the calls, waits and steps of each rank, on the clock of rank 0."""
+"""Reading of trace files: the calls, waits and steps of each rank, on the clock of rank 0.
+
+A file is read event by event. Calls and intervals are kept in arrays, some dozens of bytes each, so that millions of
+them fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,28 @@ import contextlib
 import gzip
 import json
 import zlib
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import ArgumentError
-from .clocks import AlignedClock, ClockSample
-from .trace_writer import FIRST_ROW, FORMAT
+from .clocks import AlignedClock, ClockSample, IntArray
+from .events import PART
+from .trace_writer import FIRST_ROW, FORMAT, QUEUED
 
 Event = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Spans = Floats
+"""Begins and ends of intervals, in two columns."""
 MAIN_THREAD = FIRST_ROW
 """The number of the row of the main thread."""
+_COLLECTIVE = "collective"
 
 
 class TracedCall(NamedTuple):
@@ -31,12 +46,9 @@ class TracedCall(NamedTuple):
     end: float
     queued: float
     """When the call was queued; `begin` if it ran in the thread of the caller."""
+    is_queued: bool
+    """Whether the call ran in the background."""
     details: Event
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether the call ran in the background."""
-        return "queued" in self.details
 
 
 class Interval(NamedTuple):
@@ -48,86 +60,238 @@ class Interval(NamedTuple):
     thread: int
 
 
+class CallKind(NamedTuple):
+    """The properties that many calls of a rank share."""
+
+    collective: str
+    details: Event
+
+    @property
+    def group(self) -> str:
+        """The key of the group."""
+        group: str = self.details["group"]
+        return group
+
+
+class Calls(Sequence[TracedCall]):
+    """The collectives of a rank in the order of their ends.
+
+    Attributes:
+        kinds: The different kinds of calls.
+        kind: For each call the index of its kind; the further arrays have the fields of :class:`TracedCall`.
+        is_step: Whether a call is a step of a hierarchical one: it runs inside another call of its thread.
+    """
+
+    def __init__(self, rank: int, kinds: Sequence[CallKind], columns: _CallColumns, clock: AlignedClock) -> None:
+        begin = _seconds(clock, columns.begin)
+        end = begin + _floats(columns.duration) / 1e6
+        order = np.argsort(end, kind="stable")  # those of the fast path are written apart
+        queued = _integers(columns.queued)[order]
+        self.rank, self.kinds = rank, kinds
+        self.begin, self.end = begin[order], end[order]
+        self.kind, self.seq = _integers(columns.kind)[order].astype(np.int32), _integers(columns.seq)[order]
+        self.num_bytes, self.is_queued = _integers(columns.num_bytes)[order], queued >= 0
+        self.queued = np.where(self.is_queued, _seconds(clock, queued), self.begin)
+        self.thread = self.of_kinds([kind.details["thread"] for kind in kinds])
+        self.is_step = _are_inside(self.begin, self.end, self.thread)
+
+    def of_kinds(self, values: Sequence[Any]) -> npt.NDArray[Any]:
+        """Return for each call the value of its kind."""
+        return np.array(values or np.empty(0, np.int64))[self.kind]
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+    @overload
+    def __getitem__(self, index: int) -> TracedCall: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TracedCall]: ...
+    def __getitem__(self, index: int | slice) -> TracedCall | Sequence[TracedCall]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        kind, num_bytes = self.kinds[self.kind[index]], int(self.num_bytes[index])
+        return TracedCall(
+            self.rank, kind.group, int(self.seq[index]), kind.collective, num_bytes, float(self.begin[index]),
+            float(self.end[index]), float(self.queued[index]), bool(self.is_queued[index]),
+            {**kind.details, "bytes": num_bytes},
+        )  # fmt: skip
+
+
+class Intervals(Sequence[Interval]):
+    """The intervals of one category of a rank, in the order of the file.
+
+    Attributes:
+        names: The different names.
+        name: For each interval the index of its name; the further arrays have the fields of :class:`Interval`.
+    """
+
+    def __init__(self, columns: _IntervalColumns, clock: AlignedClock) -> None:
+        self.names = list(columns.names)
+        self.name, self.thread = _integers(columns.name), _integers(columns.thread)
+        self.begin = _seconds(clock, columns.begin)
+        self.end = self.begin + _floats(columns.duration) / 1e6
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    @overload
+    def __getitem__(self, index: int) -> Interval: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Interval]: ...
+    def __getitem__(self, index: int | slice) -> Interval | Sequence[Interval]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        name = self.names[self.name[index]]
+        return Interval(name, float(self.begin[index]), float(self.end[index]), int(self.thread[index]))
+
+    @property
+    def spans(self) -> Spans:
+        """Their begins and ends."""
+        spans: Spans = np.column_stack((self.begin, self.end))
+        return spans
+
+    @property
+    def spans_of_main_thread(self) -> Spans:
+        """The begins and ends of those in the main thread."""
+        spans: Spans = self.spans[self.thread == MAIN_THREAD]
+        return spans
+
+
+class _CallColumns:
+    """The calls that have been read; times are local nanoseconds, durations microseconds."""
+
+    def __init__(self) -> None:
+        self.kind, self.seq, self.num_bytes, self.begin, self.queued = (array("q") for _ in range(5))
+        self.duration = array("d")
+
+
+class _IntervalColumns:
+    """The intervals of a category that have been read, with times as in :class:`_CallColumns`."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.name, self.thread, self.begin = (array("q") for _ in range(3))
+        self.duration = array("d")
+
+
 class RankTrace:
     """What a rank has recorded.
 
     Attributes:
         job: Rank, size, host and settings, as given by :meth:`torchmpi.session.runtime.Runtime`.
-        clock: Converts its times to those of rank 0.
+        samples: The measurements of its clock.
         groups: Name, ranks and number of hosts of each group, by its key.
-        events: The events of the file, with local times in microseconds.
         calls: All collectives, also those that are steps of other ones.
-        steps: The calls that are steps of a hierarchical collective, as (group, number).
         num_lost: The number of events that did not fit into memory.
         is_complete: Whether the file has its end: the rank was not killed.
     """
 
+    calls: Calls
+
     def __init__(self, path: Path) -> None:
+        """Read a file; :meth:`align` has to be called before times are used."""
+        self.path = path
         self.job: dict[str, Any] = {}
         self.groups: dict[str, Event] = {}
-        self.events: list[Event] = []
+        self.samples: list[ClockSample] = []
         self.num_lost, self.is_complete = 0, False
-        samples: list[ClockSample] = []
-        for event in read_events(path):
-            details = event.get("args", {})
-            kind = event["name"] if event["ph"] == "M" else ""
-            if kind == "torchmpi_job":
-                self.job = details
-            elif kind == "torchmpi_clock":
-                samples += [ClockSample(*each) for each in details["samples"]]
-            elif kind == "torchmpi_lost":
-                self.num_lost = details["events"]
-            elif kind == "torchmpi_group":
-                self.groups[f"{details['key']:x}"] = details
-            elif kind == "torchmpi_end":
-                self.is_complete = True
-            self.events.append(event)
+        self._kinds: dict[tuple[Any, ...], int] = {}
+        self._call_kinds: list[CallKind] = []
+        self._calls: _CallColumns | None = _CallColumns()
+        self._intervals: dict[str, _IntervalColumns] = defaultdict(_IntervalColumns)
+        for event in self.events:
+            if event["ph"] == "M":
+                self._read_metadata(event["name"], event.get("args", {}))
+            elif event["ph"] == "X" and event["cat"] == _COLLECTIVE:
+                self._read_call(event, self._calls)
+            elif event["ph"] == "X" and event["cat"] != PART:
+                self._read_interval(event)
         if self.job.get("format") != FORMAT:
             raise ArgumentError(f"{path} is no trace file of torchmpi, or one of another version.")
         self.rank: int = self.job["rank"]
-        self.clock = AlignedClock(samples)
-        calls = (self._call(each) for each in self.events if each.get("cat") == "collective")
-        self.calls = sorted(calls, key=lambda call: call.end)  # those of the fast path are written apart
-        self.steps = _steps_of_calls(self.calls)
-
-    def seconds(self, microseconds: float) -> float:
-        """Return a time of the clock of rank 0."""
-        return self.clock.aligned(round(microseconds * 1000)) / 1e9
 
     @property
-    def error_seconds(self) -> float:
+    def events(self) -> Iterator[Event]:
+        """The events of the file, with local times in microseconds."""
+        return read_events(self.path)
+
+    def _read_metadata(self, kind: str, details: Event) -> None:
+        if kind == "torchmpi_job":
+            self.job = details
+        elif kind == "torchmpi_clock":
+            self.samples += [ClockSample(*each) for each in details["samples"]]
+        elif kind == "torchmpi_lost":
+            self.num_lost = details["events"]
+        elif kind == "torchmpi_group":
+            self.groups[f"{details['key']:x}"] = details
+        elif kind == "torchmpi_end":
+            self.is_complete = True
+
+    def _read_call(self, event: Event, calls: _CallColumns) -> None:
+        details = event["args"]
+        calls.seq.append(details.pop("call"))
+        calls.num_bytes.append(details.pop("bytes"))
+        calls.queued.append(round(1000 * details.pop(QUEUED)) if QUEUED in details else -1)
+        calls.begin.append(round(1000 * event["ts"]))
+        calls.duration.append(event["dur"])
+        key = event["name"], *details.items()
+        kind = self._kinds.setdefault(key, len(self._call_kinds))
+        if kind == len(self._call_kinds):
+            self._call_kinds.append(CallKind(event["name"], details))
+        calls.kind.append(kind)
+
+    def _read_interval(self, event: Event) -> None:
+        found = self._intervals[event["cat"]]
+        found.name.append(found.names.setdefault(event["name"], len(found.names)))
+        found.thread.append(event["args"]["thread"])
+        found.begin.append(round(1000 * event["ts"]))
+        found.duration.append(event["dur"])
+
+    def align(self, samples: Sequence[ClockSample]) -> None:
+        """Convert all times to the clock of rank 0, by measurements of the clock of this host."""
+        assert self._calls is not None
+        self.clock = AlignedClock(samples)
+        begins = [self._calls.begin, *(each.begin for each in self._intervals.values())]
+        limits = [limit for begin in begins if begin for limit in (min(begin), max(begin))]
+        self.error_seconds = self.clock.largest_error(min(limits), max(limits)) / 1e9 if limits else 0.0
         """The bound of the error of the times of this rank against those of rank 0."""
-        times = [round(each["ts"] * 1000) for each in self.events if each["ph"] == "X"]
-        return max((self.clock.error(each) for each in (min(times), max(times))), default=0) / 1e9 if times else 0.0
+        self.calls = Calls(self.rank, self._call_kinds, self._calls, self.clock)
+        self._calls = None
+        self._kinds.clear()
 
-    def _call(self, event: Event) -> TracedCall:
-        details, begin = event["args"], self.seconds(event["ts"])
-        return TracedCall(
-            self.rank, details["group"], details["call"], event["name"], details["bytes"], begin,
-            begin + event["dur"] / 1e6, self.seconds(details["queued"]) if "queued" in details else begin, details,
-        )  # fmt: skip
+    def seconds(self, microseconds: Sequence[float]) -> Floats:
+        """Return times of the clock of rank 0."""
+        return _seconds(self.clock, np.rint(1000 * np.array(microseconds)))
 
-    def intervals(self, category: str) -> list[Interval]:
+    def intervals(self, category: str) -> Intervals:
         """Return the intervals of a category: ``wait``, ``message``, ``range`` or ``step``."""
-        found = [each for each in self.events if each.get("cat") == category]
-        begins = [self.seconds(each["ts"]) for each in found]
-        return [
-            Interval(each["name"], begin, begin + each["dur"] / 1e6, each["args"]["thread"])
-            for each, begin in zip(found, begins, strict=True)
-        ]
+        return Intervals(self._intervals.get(category) or _IntervalColumns(), self.clock)
 
 
-def _steps_of_calls(calls: Sequence[TracedCall]) -> set[tuple[str, int]]:
-    """Return the calls that run inside another call of the same thread."""
-    steps = set()
-    outer: dict[int, TracedCall] = {}
-    for call in sorted(calls, key=lambda call: (call.begin, -call.end)):
-        around = outer.get(call.details["thread"])
-        if around is not None and call.end <= around.end:
-            steps.add((call.group, call.seq))
-        else:
-            outer[call.details["thread"]] = call
-    return steps
+def _integers(values: array[int]) -> IntArray:
+    return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)
+
+
+def _floats(values: array[float]) -> Floats:
+    return np.frombuffer(values, np.float64) if values else np.empty(0)
+
+
+def _seconds(clock: AlignedClock, local: npt.ArrayLike) -> Floats:
+    return clock.aligned(np.asarray(local, np.int64)) / 1e9
+
+
+def _are_inside(begin: Floats, end: Floats, thread: IntArray) -> Flags:
+    """Return which calls run inside another call of the same thread.
+
+    >>> _are_inside(np.array([0.0, 1, 5, 1]), np.array([4.0, 2, 6, 3]), np.array([1000, 1000, 1000, 1001])).tolist()
+    [False, True, False, False]
+    """
+    inside = np.zeros(len(begin), bool)
+    for each in np.unique(thread):
+        (own,) = np.nonzero(thread == each)
+        own = own[np.lexsort((-end[own], begin[own]))]
+        inside[own[1:]] = end[own[1:]] <= np.maximum.accumulate(end[own])[:-1]
+    return inside
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -154,4 +318,8 @@ def read_folder(folder: Path) -> list[RankTrace]:
             "environment of the job, or with mpi.timeline.start()."
         )
     traces = [RankTrace(path) for path in paths]
-    return sorted((each for each in traces if each.rank < traces[0].job["size"]), key=lambda trace: trace.rank)
+    found = {each.rank: each for each in traces if each.rank < traces[0].job["size"]}
+    for trace in found.values():
+        leader = found.get(trace.job.get("leader", trace.rank), trace)  # which measures the clock of the host
+        trace.align([*trace.samples, *(leader.samples if leader is not trace else ())])
+    return [found[rank] for rank in sorted(found)]

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from bisect import bisect_left, bisect_right
+from collections import deque
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,16 @@ class TraceWriter:
         self._lines = [self._metadata("process_name", name=name, start_time_since_epoch_in_micros=epoch)]
         self._lines += [self._metadata("process_sort_index", sort_index=self.rank)]
         self._lines += [self._metadata("torchmpi_job", format=FORMAT, **job)]
-        self.add_samples(samples)
+        self._samples = deque(samples)
         self._track("")  # the first row
         self._flush()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchmpi timeline", daemon=True)
         self._thread.start()
 
-    def add_samples(self, samples: list[ClockSample]) -> None:
-        """Write measurements of the clock."""
-        self._lines.append(self._metadata("torchmpi_clock", samples=[list(each) for each in samples]))
+    def add_sample(self, sample: ClockSample) -> None:
+        """Write a measurement of the clock, which any thread has made."""
+        self._samples.append(sample)
 
     def close(self, samples: list[ClockSample]) -> None:
         """Write the queued events and the end of the file."""
@@ -76,7 +77,7 @@ class TraceWriter:
             return
         self._stopped.set()
         self._thread.join()
-        self.add_samples(samples)
+        self._samples.extend(samples)
         self._flush(last=True)
         os.close(self._file)
 
@@ -116,6 +117,8 @@ class TraceWriter:
 
     def _write(self, *, last: bool) -> None:
         """Write the lines as one gzip member."""
+        if samples := [self._samples.popleft() for _ in range(len(self._samples))]:
+            self._lines.append(self._metadata("torchmpi_clock", samples=[list(each) for each in samples]))
         if self._events.num_lost or last:
             self._lines.append(self._metadata("torchmpi_lost", events=self._events.num_lost))
         if last:

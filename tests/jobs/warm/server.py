@@ -31,8 +31,7 @@ from typing import Any, NoReturn
 
 import numpy.random
 import torch._dynamo  # by the first optimizer
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
+import torch.distributed
 
 # What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
 import torchmpi.backends.gloo
