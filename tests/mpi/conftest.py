@@ -36,7 +36,9 @@ ONCE = {
         *("test_large.py", "test_preparing.py"),
         "test_training_recipes.py",  # combinations of what the files of each interface test
         "test_groups.py::test_thousands_of_groups_fit",  # the limit of MPICH is that of a process
+        "test_ipc.py::test_a_wait_for_a_missing_rank_ends_with_the_timeout",
     ),
+    (3,): ("test_shm_tensors.py::test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks",),
     (1, 2): (
         *("test_engine_validation.py", "test_flight_record.py", "test_timeline.py"),
         *("test_nn_clipping.py", "test_nn_closures.py", "test_nn_compression.py", "test_nn_error_feedback.py"),
