@@ -111,39 +111,6 @@ NAMES = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group s
          "Process Group Ranks", "Reduction", "Root Rank")  # fmt: skip
 
 
-def test_calls_of_torch_distributed_are_events_of_the_profiler(agree, default_group):
-    tensor = torch.ones(3)
-
-    def calls():
-        torch.distributed.all_reduce(tensor)
-        torch.distributed.all_reduce(tensor, async_op=True).wait()
-        torch.distributed.broadcast(tensor, 0)
-
-    names = sorted(each["name"] for each in profiled(calls))
-    expected = (" queued:all_reduce", ":all_reduce", ":all_reduce", ":broadcast")
-    agree.equal(names, [f"torchmpi{name}" for name in expected])
-
-
-def test_messages_of_torch_distributed_are_events_of_the_profiler(agree, default_group):
-    size = mpi.size()
-    if size < 2:
-        pytest.skip("needs two ranks")
-
-    def messages():
-        works = [torch.distributed.isend(torch.ones(6), (mpi.rank() + 1) % size)]
-        works += [torch.distributed.irecv(torch.empty(6), (mpi.rank() - 1) % size)]
-        for work in works:
-            work.wait()
-
-    found = {each["name"]: each["args"] for each in profiled(messages)}
-    names = ["torchmpi queued:recv", "torchmpi queued:send", "torchmpi:recv", "torchmpi:send"]
-    agree.equal(sorted(found), names)
-    for name in ("send", "recv"):
-        fields = found[f"torchmpi queued:{name}"]
-        agree.equal((fields["Collective name"], fields["In msg nelems"], fields["Group size"]), (name, 6, size))
-        agree(found[f"torchmpi:{name}"].get("finished", True))
-
-
 # --- every call -----------------------------------------------------------------------------------------------------
 
 Sizes = tuple[str, int | None, int | None]
