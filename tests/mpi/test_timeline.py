@@ -114,7 +114,7 @@ def test_the_algorithm_is_named(agree, folder):
                 expected.append(("broadcast", backend, name))
     calls = traces_of(folder)[mpi.rank()].calls
     agree.equal([(each.collective, each.details["backend"], each.details["algorithm"]) for each in calls], expected)
-    sites = call_sites(align(traces_of(folder)), traces_of(folder))
+    sites = call_sites(align(traces_of(folder)))
     names = {f"{backend}: {name}" for what, backend, name in expected if what == "broadcast"}
     agree.equal({each.backends for each in sites if each.collective == "broadcast"}, {" + ".join(sorted(names))})
 
