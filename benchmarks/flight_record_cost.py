@@ -4,7 +4,8 @@
 
 The first line is all that the fast path does to enter and end a call besides its kernel: run lock, entry of the record,
 signature, counters of `mpi.metrics()`. So it bounds the cost of the record. The second one is the largest part of the
-record, two readings of the clock. Reported is the fastest of 30 loops.
+record, two readings of the clock. The third one is the record of the two messages of an exchange, without readings of
+the clock. Reported is the fastest of 30 loops.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable
 from torchmpi.communicators.call_log import CallLog, call_code
 from torchmpi.shared_memory.kernels import compilation, function_at, native_code, records, source_digest
 from torchmpi.shared_memory.kernels.fast_path_code import begin_call
-from torchmpi.shared_memory.kernels.intrinsics import load_field, ticks
+from torchmpi.shared_memory.kernels.intrinsics import load_field, store_field, ticks
 from torchmpi.shared_memory.kernels.logged_calls import end_call
-from torchmpi.shared_memory.memory_layout import RUN_LOCK_FIELDS
+from torchmpi.shared_memory.kernels.messages import begin_message, end_message
+from torchmpi.shared_memory.memory_layout import FIELD_BYTES, LOG_ALGORITHM, RECORD_FIELDS, RUN_LOCK_FIELDS
 
 _PREFIX, _CALLS, _LOOPS = "torchmpi_bench_", 100_000, 30
 _CALL_LOG, _RUN_LOCK = records.CALL_LOG, records.RUN_LOCK
@@ -44,14 +46,26 @@ def read_clock_twice(count: int) -> int:
     return total
 
 
+@compilation.kernel
+def count_messages(channels: int, log: int, count: int) -> int:
+    """Count the messages of exchanges, to one rank and from another."""
+    other = channels + RECORD_FIELDS * FIELD_BYTES
+    for index in range(count):
+        number = begin_message(channels, index, 1, 4) | begin_message(other, index, 1, 4) << 32
+        store_field(log, LOG_ALGORITHM, number)
+        end_message(channels, index)
+        end_message(other, index)
+    return 0
+
+
 def main() -> None:
     """Measure and print."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    names = ("enter_and_end", "read_clock_twice")
+    names = ("enter_and_end", "read_clock_twice", "count_messages")
     wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in names]
     compiler = native_code.compiler()
     compiler.build(f"{_PREFIX}record", source_digest(), compilation.link(_PREFIX, wrappers))
-    enter, read = (function_at(name, compiler.find(_PREFIX + name)) for name in names)
+    enter, read, count = (function_at(name, compiler.find(_PREFIX + name)) for name in names)
     log, code = CallLog("example", 0, 1), call_code("allreduce", "sum", 1)
     lock, arguments, shape = (array("q", bytes(8 * num_fields)) for num_fields in (RUN_LOCK_FIELDS, 16, 1))
     tensor, cached_call = (array("q", bytes(8 * num)) for num in (_DLTENSOR_FIELDS, records.CACHED_CALL_FIELDS))
@@ -61,6 +75,9 @@ def main() -> None:
     addresses = [each.buffer_info()[0] for each in (cached_call, tensor, arguments)]
     show("enter and end a call of one dimension", lambda: enter(*addresses, _CALLS))
     show("two readings of the clock", lambda: read(_CALLS))
+    channels = array("q", bytes(FIELD_BYTES * 2 * RECORD_FIELDS))
+    places = channels.buffer_info()[0], log.log_fields.buffer_info()[0]
+    show("count the messages of an exchange", lambda: count(*places, _CALLS))
     last = log.ring.read(_LOOPS * _CALLS)
     assert last is not None and last[:3] == (log.seq, code, (1,))
 

@@ -149,13 +149,13 @@ begin() {
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
-    start nice -n "$niceness" timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
+    start timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
     running+=("$started")
     begun+=("$name $started $limit $SECONDS $kind")
 }
 
 # finish: show the suites that were begun, one after the other, and judge them.
-begun=() niceness=0
+begun=()
 finish() {
     local entry name pid limit since kind status follower
     for entry in ${begun[@]+"${begun[@]}"}; do
@@ -209,6 +209,12 @@ pytest_suite() {
     begin "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
+# unit_suite: after the types or with them, as it uses the cache of mypy in the end.
+unit_suite() {
+    use_environment "${mpis%% *}"
+    pytest_suite unit 900 tests/unit tests/test_architecture.py
+}
+
 # share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi. What runs under one MPI
 # runs on two ranks under the last and otherwise under the first, as waiting ranks of MPICH occupy the cores that others need.
 share_of_ranks() {
@@ -259,25 +265,24 @@ prepare_environments
 turn_autogroups_off
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 use_environment "${mpis%% *}"
-# One process each: these run side by side, with the tests on one rank, which wait for a core that the others leave: the
-# unit tests take as long as everything else, and use the cache of mypy in the end.
-pytest_suite unit 480 tests/unit tests/test_architecture.py
+# One process each: these run side by side, with the tests on one rank.
 begin types 240 python -m mypy
 begin lint 120 python -m ruff check --output-format concise .
-niceness=10
+[ $quick = no ] || unit_suite
 for ranks in $sizes; do
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086 # a list of words
         mpi_suites 1 $mpis
-        niceness=0
     else
         for name in $mpis; do
             mpi_suites "$ranks" "$name"
         done
     fi
 done
-# Last, as they take longest: where time runs out, everything else has been run.
+# Last, as they take longest: where time runs out, everything else has been run. The unit tests take the time that jobs
+# sleep or wait.
 if [ $quick = no ]; then
+    unit_suite
     for name in $mpis; do
         use_environment "$name"
         share_of_jobs "$name"

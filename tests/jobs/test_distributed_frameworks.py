@@ -44,7 +44,8 @@ from pathlib import Path
 import torch._inductor.config
 import torch.distributed._functional_collectives as funcol
 
-torch._inductor.config.cpp_cache_precompile_headers = False  # they take longer than this one function
+# Both take longer than this one function.
+torch._inductor.config.cpp_cache_precompile_headers = torch._inductor.config.cpp.vec_isa_ok = False
 dist.init_process_group("torchmpi")
 
 def step(x):

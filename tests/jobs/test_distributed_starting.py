@@ -186,7 +186,7 @@ dist.new_group()
 
 
 @once
-def test_forks_of_multiprocessing_end_without_destroying_the_group(tmp_path):
+def test_forks_of_multiprocessing_end_without_destroying_the_group(tmp_path, warm_python):
     """A fork ends by os._exit(), which is taken for the failure of a rank elsewhere."""
     program = tmp_path / "program.py"
     program.write_text(f"""
@@ -213,7 +213,7 @@ if __name__ == "__main__":
             each.join()
         print([each.exitcode for each in processes])
 """)
-    command = [sys.executable, str(program)]
+    command = [*warm_python, str(program)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=90, env=job_environment({}))
     assert (result.returncode, result.stdout) == (0, "[0, 0]\n[7, 7]\n"), result.stdout + result.stderr
     assert "ends the job" not in result.stderr, result.stderr
@@ -357,7 +357,7 @@ print("torch works:", torch.ones(2).sum().item())
     importlib.util.find_spec("torchmpi.session.launcherless") is None,
     reason="torchmpi.session.launcherless is not there",
 )
-def test_torchrun_without_mpi(tmp_path):
+def test_torchrun_without_mpi(tmp_path, warm_python):
     """The ranks connect through torchrun's store, for a program of torch and then for one of torchmpi."""
     script = tmp_path / "job.py"
     script.write_text("""
@@ -384,7 +384,8 @@ for _ in range(2):
     mpi.stop()
 sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
 """)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [*warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--no-python", *warm_python, str(script)]
     done = subprocess.run(
         ["timeout", "-k", "5", "90", *command], capture_output=True, text=True, env=job_environment({})
     )

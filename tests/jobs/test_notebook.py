@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import nbformat
-from conftest import ROOT
+from conftest import ROOT, job_environment
 from nbclient import NotebookClient
 
 FOLDER = ROOT / "examples" / "notebook"
@@ -19,9 +19,8 @@ def test_the_notebook_trains_and_shows_a_failure(tmp_path, monkeypatch):
     for file in FOLDER.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
+    for variable, value in job_environment({}).items():
+        monkeypatch.setenv(variable, value)
     notebook = nbformat.read(tmp_path / "training.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "saved with outputs"
     resources = {"metadata": {"path": str(tmp_path)}}

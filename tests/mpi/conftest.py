@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import time
 import traceback
 from array import array
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from pathlib import Path
 
 import contract
 import pytest
@@ -30,19 +32,24 @@ os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 # Files and single tests that reach MPI only through calls which the others test under every MPI, with the numbers of
 # ranks on which scripts/test_cpu.sh runs them, each under one MPI. An even and an odd number show faults in what ranks
 # exchange; two are enough for what uses such exchanges. One rank: calls return early, or have a fast path. Four:
-# several groups of several ranks, such as grids of 2 x 2.
+# several groups of several ranks, such as grids of 2 x 2. The first entry that has a test counts.
 ONCE = {
+    (2, 4): (
+        "test_comparison.py",
+        *(f"test_selector.py::test_{name}" for name in ("over_several_hosts*", "queued_calls_keep_their_backend")),
+    ),
     (2,): (
-        *("test_large.py", "test_preparing.py"),
+        *("test_large.py", "test_preparing.py", "test_selector.py"),
         "test_training_recipes.py",  # combinations of what the files of each interface test
         "test_groups.py::test_thousands_of_groups_fit",  # the limit of MPICH is that of a process
         "test_ipc.py::test_a_wait_for_a_missing_rank_ends_with_the_timeout",
     ),
     (3,): ("test_shm_tensors.py::test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks",),
     (1, 2): (
-        *("test_engine_validation.py", "test_flight_record.py", "test_timeline.py"),
-        *("test_nn_clipping.py", "test_nn_closures.py", "test_nn_compression.py", "test_nn_error_feedback.py"),
-        "test_nn_gradient_checks.py",
+        *("test_flight_record.py", "test_timeline.py"),
+        *(f"test_engine_{name}.py" for name in ("allreduce", "fit", "meters", "validation")),
+        *(f"test_nn_{name}.py" for name in ("async", "clipping", "closures", "compression", "error_feedback")),
+        *(f"test_nn_{name}.py" for name in ("blocksequential", "gradient_checks", "optimizer")),
         *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "functional", "hooks")),
     ),
     (2, 3): (
@@ -54,17 +61,12 @@ ONCE = {
     (3, 4): ("test_two_level.py::test_compressors_are_used_between_hosts_only",),
     (1, 2, 3): (
         *("test_alltoall_splits.py", "test_ipc.py", "test_many.py", "test_metrics.py"),
-        *(f"test_engine_{name}.py" for name in ("allreduce", "checkpoint", "fit", "meters")),
-        *("test_parameterserver*", "test_nn_sync*"),
-        *(f"test_nn_{name}.py" for name in ("async", "blocksequential", "functional", "join", "optimizer")),
-        *("test_nn_replica_check.py", "test_nn_sampler.py", "test_fast_path.py", "test_horovod.py", "test_shm.py"),
+        *("test_engine_checkpoint.py", "test_fast_path.py", "test_horovod.py", "test_parameterserver*", "test_shm.py"),
+        *("test_nn_sync*", *(f"test_nn_{name}.py" for name in ("functional", "join", "replica_check", "sampler"))),
         *(f"test_distributed_{name}.py" for name in ("collectives", "ddp", "sharded", "works")),
     ),
-    (2, 4): ("test_comparison.py", "test_selector.py"),
-    (1, 2, 3, 4): (
-        *("test_nn_model_parallel.py", "test_nn_sharding.py"),
-        *(f"test_distributed_{name}.py" for name in ("fsdp", "groups", "pipeline", "stack")),
-    ),
+    (1, 4): ("test_nn_model_parallel.py", *(f"test_distributed_{name}.py" for name in ("fsdp", "pipeline", "stack"))),
+    (1, 3, 4): ("test_distributed_groups.py", "test_nn_sharding.py"),
 }
 
 
@@ -75,6 +77,21 @@ def ranks_of_once(item: pytest.Function) -> tuple[int, ...]:
         if any(fnmatch(name, pattern) for name in names for pattern in patterns):
             return ranks
     return (1, 2, 3, 4) if item.get_closest_marker("once") else ()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which scripts/test_cpu.sh selects no test, which takes seconds on each rank."""
+    selected = re.fullmatch("not once(?: or n([1-4]))?", config.option.markexpr)
+    found = [
+        (ranks, pattern)
+        for ranks, patterns in ONCE.items()
+        for pattern in patterns
+        if fnmatch(collection_path.name, pattern.partition("::")[0])
+    ]
+    is_once = any("::" not in pattern for _, pattern in found)
+    if selected and is_once and not any(int(selected[1] or 0) in ranks for ranks, _ in found):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

@@ -69,8 +69,9 @@ def test_first_and_second_derivatives(agree, name):
     inputs = torch.randn(mpi.size(), rows, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     inputs.requires_grad_()
     function = joint(lambda x: FUNCTIONS[name](x.square()))
-    agree(torch.autograd.gradcheck(function, inputs), "gradcheck")
-    agree(torch.autograd.gradgradcheck(function, inputs), "gradgradcheck")
+    # In random directions, which are the same on all ranks: each element needs several calls.
+    agree(torch.autograd.gradcheck(function, inputs, fast_mode=True), "gradcheck")
+    agree(torch.autograd.gradgradcheck(function, inputs, fast_mode=True), "gradgradcheck")
 
 
 def test_results_are_those_of_the_collectives(agree):

@@ -21,16 +21,8 @@ pytestmark = pytest.mark.usefixtures("world")
 
 # Below and above the limit where all ranks gather everything, uneven, and more chunks than are in progress together.
 NUMELS = (0, 1, 5, 1000, 4099, 20_011)
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.int8,
-    torch.uint64,
-    torch.bool,
-)
+# Of each kind of arithmetic one; the bits of all floats are compared with those of the backend `mpi` below.
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.uint64, torch.bool)
 SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 
@@ -74,7 +66,7 @@ def test_relayed_allreduces_are_those_in_rank_order(agree, dtype):
             agree.bits(result, contract.reduced(inputs, op), f"{op} {numel}")
 
 
-@pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
+@pytest.mark.parametrize("dtype", (torch.float8_e5m2, torch.bfloat16, torch.int32, torch.complex128), ids=str)
 def test_movements_preserve_every_bit(agree, dtype):
     rank, size = mpi.rank(), mpi.size()
     for numel in (*NUMELS, 60_000):

@@ -81,9 +81,10 @@ def gather_other_hosts(process: int, folder: Path) -> str:
     if not elsewhere:
         return ""
     before = {rank: _file_number(folder, rank) for rank in elsewhere}
+    request = time.time_ns()
     for path in _records_of(process):
         with contextlib.suppress(OSError):
-            ask_for_records(path, folder.resolve())
+            ask_for_records(path, folder.resolve(), request)
     limit = time.monotonic() + _GATHER_SECONDS
     while elsewhere and time.monotonic() < limit:
         time.sleep(_POLL_SECONDS)

@@ -358,15 +358,19 @@ def read(path: Path) -> RankCalls:
     return parse(data, str(path))
 
 
-def ask_for_records(path: Path, folder: Path) -> None:
+def ask_for_records(path: Path, folder: Path, request: int) -> None:
     """Ask the rank with this flight record for those of the other hosts, which their ranks write to a folder.
+
+    Args:
+        path: The flight record.
+        folder: The folder.
+        request: A number that no earlier request has had; equal ones are answered once.
 
     Raises:
         OSError: The file cannot be written.
     """
     with path.open("r+b") as file, mmap.mmap(file.fileno(), _HEAD_BYTES) as head:
         memory = memoryview(head)
-        request = time.time_ns()
         _write_text(memory[_PAGE_BYTES:], {"folder": str(folder), "number": request})
         with memory.cast("q") as fields:
             fields[_REQUEST] = request

@@ -31,7 +31,8 @@ from typing import Any, NoReturn
 
 import numpy.random
 import torch._dynamo  # by the first optimizer
-import torch.distributed
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 
 # What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
 import torchmpi.backends.gloo
