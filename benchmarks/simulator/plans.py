@@ -16,7 +16,7 @@ from torchmpi.backends.rank_order import combiner
 from torchmpi.backends.selection_table import REDUCING, Key, default_rule
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group, GroupContext
-from torchmpi.communicators.plan import Plan
+from torchmpi.communicators.plan import Backends, Plan
 from torchmpi.config import Config
 from torchmpi.tensors import dtypes, partition
 
@@ -121,16 +121,16 @@ class Ranks:
 
     def _bind_step(
         self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
-    ) -> Operation:
+    ) -> tuple[Operation, Backends]:
         if len(group.hosts) == 1:
-            return base.bind(self.shared, group, collective, dtype, op)
+            return base.bind(self.shared, group, collective, dtype, op), ((None, self.shared.name),)
         if self.across != "rule":
-            return base.bind(self.backends[self.across], group, collective, dtype, op)
+            return base.bind(self.backends[self.across], group, collective, dtype, op), ((None, self.across),)
         key = Key(collective, "cpu", "across", "sync")
         able = {name for name in ("mpi", "p2p") if self.backends[name].why_not(collective, "cpu", group) is None}
         rule = default_rule(key, able.__contains__, num_hosts=len(group.hosts), compared=False)
         parts = [(limit, base.bind(self.backends[name], group, collective, dtype, op)) for limit, name in rule]
-        return base.by_size(parts, dtype)
+        return base.by_size(parts, dtype), rule
 
     def prepare(self, collective: str, backend: str, dtype: torch.dtype | None, op: str | None) -> Callable[..., Any]:
         """Return a collective of the whole group: ``call(tensor, out=None, root=0)``."""

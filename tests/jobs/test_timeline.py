@@ -80,6 +80,13 @@ def test_a_thousand_mixed_calls_are_in_the_traces_of_all_ranks(folder):
     aligned = align(traces)
     assert all(each.is_whole for each in aligned)
     assert earliest_result(aligned) >= -error_of_clocks(traces)
+    calls = [each.details for trace in traces for each in trace.calls]
+    assert {(each["communicator"], each["backend"], each.get("algorithm")) for each in calls} > {
+        ("world", "hierarchical", "first ranks of the hosts"),
+        ("world", "hierarchical", "messages of the comparison"),
+        ("world on one host", "shm", "whole slots"),
+        ("world across hosts", "mpi", "library"),
+    }
 
 
 @pytest.mark.once

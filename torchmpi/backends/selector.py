@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..communicators.group import Group
+from ..communicators.plan import Backends
 from ..config import Config
 from ..errors import ArgumentError, BackendUnavailableError, ConfigError
 from ..log import logger
@@ -166,10 +167,11 @@ class Selector:
         device_type: str = "cpu",
         wanted: str | None = None,
         mode: str = "sync",
-    ) -> Operation:
+    ) -> tuple[Operation, Backends]:
         """Prepare a collective on a group by the selected backends, as a step of a larger collective."""
         choices = self.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
-        return by_size([(limit, bind(backend, group, collective, dtype, op)) for limit, backend in choices], dtype)
+        parts = [(limit, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
+        return by_size(parts, dtype), tuple((limit, backend.name) for limit, backend in choices)
 
     def _why_not(self, name: str, call: CallSpec, group: Group) -> str | None:
         if name not in self.backends:

@@ -181,8 +181,8 @@ def _about_peer(message: LoggedMessages, other: LoggedMessages | None, *, is_exa
         return f"; {peer} has sent {num_there or 'none'} in all"
     if num_missing <= 0:
         return f"; {peer} has sent it" if message.is_receive else f"; {peer} receives it"
-    verb = "sent" if message.is_receive else "received"
-    return f"; {peer} has {verb} {'none' if num_there == 0 else f'{num_there} of {message.num_begun}'}"
+    what = "sent" if message.is_receive else "received"
+    return f"; {peer} has {what} {'none' if num_there == 0 else f'{num_there} of {message.num_begun}'}"
 
 
 def _ranks(states: Iterable[RankState]) -> str:

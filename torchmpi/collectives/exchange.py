@@ -132,7 +132,9 @@ def _counts_plan(group: Group, tensor: torch.Tensor) -> Plan:
     """Return the plan of the exchange of numbers of rows, with which the ranks compare dtype and shape of the rows."""
     plan, _ = _plan(group, torch.int64, "cpu")
     code = call_code("alltoall_splits", None, dtypes.info(tensor.dtype).code)
-    return Plan("alltoall_splits", code, plan.run, lambda _: tuple(tensor.shape[1:]))
+    counts = Plan("alltoall_splits", code, plan.run, lambda _: tuple(tensor.shape[1:]))
+    counts.backends = plan.backends
+    return counts
 
 
 def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, bool]:
@@ -148,7 +150,9 @@ def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, boo
         operation = bind(backend, group, "exchange_parts", dtype, None)
         if on_device:
             operation, code = _in_order(operation, group), code | ON_DEVICE
-        group.plans[key] = Plan("alltoall", code, operation), on_device
+        plan = Plan("alltoall", code, operation)
+        plan.backends = ((None, backend.name),)
+        group.plans[key] = plan, on_device
     found: tuple[Plan, bool] = group.plans[key]
     return found
 

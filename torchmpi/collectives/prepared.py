@@ -23,7 +23,7 @@ from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.plan import Plan, Shape, no_shape
+from ..communicators.plan import Backends, Plan, Shape, no_shape
 from ..errors import ArgumentError, DtypeError
 from ..log import logger
 from ..session.runtime import Runtime
@@ -198,13 +198,15 @@ def _step(
     dtype: torch.dtype | None,
     op: str | None,
     device_type: str,
-) -> Operation:
+) -> tuple[Operation, Backends]:
     choices = runtime.selector.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
     parts = [(limit, backend, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
     if device_type == "cpu":
-        return by_size([(limit, operation) for limit, _, operation in parts], dtype)
-    return by_size([(limit, around(operation, backend)) for limit, backend, operation in parts], dtype)
+        operations = [(limit, operation) for limit, _, operation in parts]
+    else:
+        operations = [(limit, around(operation, backend)) for limit, backend, operation in parts]
+    return by_size(operations, dtype), tuple((limit, backend.name) for limit, backend, _ in parts)
 
 
 def _runner(

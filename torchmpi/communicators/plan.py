@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..timeline import events
 from .algorithms import algorithm_name
 from .call_log import call_names
 
 Shape = tuple[int, ...]
+Backends = events.Backends
 Run = Callable[[Any, Any, int], Any]
 """``run(tensor, out, root) -> result``"""
 
@@ -36,7 +38,7 @@ class Plan:
         self, collective: str, code: int, run: Run, shape_of: Callable[[Any], Shape] | None = no_shape
     ) -> None:
         self.collective, self.code, self.run, self.shape_of = collective, code, run, shape_of
-        self.backends: tuple[tuple[int | None, str], ...] = ()
+        self.backends: Backends = ()
 
     @staticmethod
     def names(code: int) -> tuple[str, str, str, int]:

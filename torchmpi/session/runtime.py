@@ -34,6 +34,7 @@ from ..communicators.flight_record import FlightRecord, as_ranges
 from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
+from ..communicators.plan import Backends
 from ..config import Config
 from ..errors import AlreadyStartedError, ConfigError, NotStartedError, RankLostError, TorchMPIError
 from ..log import HOST, logger, set_place
@@ -259,7 +260,7 @@ class Runtime:
 
     def _bind_step(
         self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
-    ) -> Operation:
+    ) -> tuple[Operation, Backends]:
         return self.selector.bind(group, collective, dtype, op, device_type=device_type)
 
     @property

@@ -8,6 +8,7 @@ import torch
 
 from ...communicators.call_log import CallNumber
 from ...communicators.group import Group
+from ...communicators.plan import Backends
 from ...errors import MismatchError
 from ..base import Backend, Operation, bind
 from ..comparison import MessageComparison, NumberExchange, can_carry
@@ -56,10 +57,11 @@ class HostComparison:
 
     def _bind(
         self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
-    ) -> Operation:
+    ) -> tuple[Operation, Backends]:
         # Not by the selector: among kernels, any two calls that differ end with an error.
         has_memory = self._shared.why_not(collective, device_type, group) is None
-        return bind(self._shared if has_memory else self._network, group, collective, dtype, op)
+        backend = self._shared if has_memory else self._network
+        return bind(backend, group, collective, dtype, op), ((None, backend.name),)
 
     def can_carry(self, num_bytes: int) -> bool:
         """Return whether vectors of this size are sent between the hosts in the messages of a comparison."""

@@ -17,7 +17,7 @@ from ...communicators import splits
 from ...communicators.call_log import call_code
 from ...communicators.group import Group
 from ...communicators.handle import Handle
-from ...communicators.plan import Plan, Shape, no_shape
+from ...communicators.plan import Backends, Plan, Shape, no_shape
 from ...shared_memory import fast_path
 from ...tensors import dtypes, partition
 from ..base import Operation
@@ -25,8 +25,8 @@ from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults
 from ..selection_table import BY_SIZE, REDUCING
 
-BindStep = Callable[[Group, str, torch.dtype | None, str | None, str], Operation]
-"""``bind_step(group, collective, dtype, op, device_type)``: a flat collective by the backend of the group."""
+BindStep = Callable[[Group, str, torch.dtype | None, str | None, str], tuple[Operation, Backends]]
+"""``bind_step(group, collective, dtype, op, device_type)``: a flat collective by the backends of the group."""
 
 RunStep = Callable[..., Any]
 """``run_step(group, collective, source, destination=None, root=0)``: :meth:`StepRunner.run` or `perform`."""
@@ -92,8 +92,9 @@ class StepRunner:
             whole_shape = self._variant is not None and collective in BY_SIZE
             shape_of = self._shape_of or (None if whole_shape else no_shape)
             code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
-            operation = self._bind_step(group, collective, dtype, op, device_type)
+            operation, backends = self._bind_step(group, collective, dtype, op, device_type)
             plan = group.plans[key] = Plan(collective, code, operation, shape_of)
+            plan.backends = backends
         return plan
 
 
