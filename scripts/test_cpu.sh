@@ -225,13 +225,25 @@ share_of_ranks() {
     [ $complete = no ] || only=()
 }
 
-# share_of_jobs NAME: the same for tests/jobs, about half of it under the first and half under the last, as they run side
-# by side. The files named here do not depend on the MPI, or have tests in tests/mpi that run under every MPI.
+# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI. The first ones are
+# a suite of their own beside the other jobs.
+programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,launcherless,notebook,recovery,scripts,site,slow_links,warm}.py)
+under_the_first=(tests/jobs/test_{bench,llm_examples,torch_suite}.py)
+
+# share_of_jobs NAME: the same for tests/jobs. The shares of all suites that run side by side take about as long.
 share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
+    only=("${programs[@]/#/--ignore=}")
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{bench,distributed_{frameworks,support},docs,llm_examples,notebook,scripts,site,torch_suite}.py)
+    [ "$1" = "${mpis%% *}" ] || only+=("${under_the_first[@]/#/--ignore=}")
+}
+
+# jobs_suite NAME TEST...: the limits of the jobs are shorter: a job that takes too long fails its test and not the suite.
+jobs_suite() {
+    local name=$1
+    shift
+    pytest_suite "$name" 2700 -o faulthandler_timeout=600 --durations=25 "$@"
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
@@ -286,9 +298,10 @@ if [ $quick = no ]; then
     for name in $mpis; do
         use_environment "$name"
         share_of_jobs "$name"
-        # The limits of the jobs are shorter: a job that takes too long fails its test and not the whole suite.
-        pytest_suite "$name-jobs" 2700 -o faulthandler_timeout=600 --durations=25 tests/jobs ${only[@]+"${only[@]}"}
+        jobs_suite "$name-jobs" tests/jobs ${only[@]+"${only[@]}"}
     done
+    use_environment "${mpis%% *}"
+    [ $complete = yes ] || jobs_suite programs "${programs[@]}"
     finish
 fi
 
