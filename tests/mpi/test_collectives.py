@@ -491,3 +491,9 @@ def test_reduce_with_a_library_that_cannot_reduce_in_place(agree, monkeypatch):
     mpi.set_communicator(0)
     expected = sum(range(size)) if rank == size - 1 else rank
     agree.bits(tensor, torch.full((2000,), float(expected)), "reduce")
+
+
+def test_a_receiver_of_a_scatter_may_pass_a_tensor_of_any_shape(agree):
+    """Regression: its dimensions were counted, although it is ignored."""
+    given = torch.arange(float(mpi.size())) if mpi.rank() == 0 else torch.ones((1,) * 20)
+    agree.equal(mpi.scatter(given, 0), torch.tensor([float(mpi.rank())]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -186,6 +187,29 @@ def test_sendreceive_shifts(agree):
     agree.equal(mpi.sendreceive(rank, left, right), left)
     big = torch.full((1_000_000,), float(rank))
     agree.equal(mpi.sendreceive_async(big, left, right).wait(), torch.full((1_000_000,), float(left)))
+
+
+@pytest.mark.parametrize("length", [3, 5000])  # in one message, and in several
+def test_exchanges_and_other_messages_do_not_wait_for_the_opposite_direction(agree, length):
+    """MPI allows these orders: a receive may wait for an exchange that follows it, an exchange for a later send."""
+    if mpi.size() < 2 or not runtime.current().threads_allowed:
+        return
+    values = partial(torch.full, (length,))
+    if mpi.rank() == 0:
+        earlier = mpi.recv_async(values(0.0), 1)
+        exchanged = mpi.sendreceive(values(1.0), 1, 1)
+        agree.equal(earlier.wait(), values(2.0))
+        agree.equal(exchanged, values(3.0))
+        exchange, later = mpi.sendreceive_async(values(4.0), 1, 1), mpi.send_async(values(5.0), 1)
+        agree.equal(exchange.wait(), values(6.0))
+        later.wait()
+    elif mpi.rank() == 1:
+        received = [mpi.recv(values(0.0), 0)]
+        mpi.send(values(2.0), 0)
+        mpi.send(values(3.0), 0)
+        received += [mpi.recv(values(0.0), 0) for _ in range(2)]
+        mpi.send(values(6.0), 0)
+        agree.equal([int(each[-1]) for each in received], [1, 4, 5])
 
 
 def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(agree):

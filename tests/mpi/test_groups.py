@@ -287,6 +287,34 @@ def test_a_freed_communicator_refuses_calls_after_those_that_were_started(agree)
     agree.equal(mpi.allreduce(1), size)
 
 
+def test_keys_of_groups_are_not_used_again(agree):
+    """Regression: calls on groups of the same ranks were taken for calls on one group by `torchmpi analyze`."""
+    ranks = range(mpi.size())
+    first, second = mpi.group(ranks), mpi.group(ranks)
+    keys = [first.intra.key, second.intra.key]
+    first.free()
+    with mpi.group(ranks) as third:
+        keys.append(third.intra.key)
+    second.free()
+    agree.equal(len(set(keys)), 3, str(keys))
+    agree.equal(mpi.allgather_object(keys), [keys] * mpi.size())
+
+
+def test_messages_that_wait_in_a_queue_are_counted_by_free(agree, monkeypatch):
+    """Regression: a message sent after the count was left on a communicator that MPI assigns again."""
+    if mpi.size() < 2 or not runtime.current().threads_allowed:
+        return
+    comm, held, freed = mpi.group(range(mpi.size())), threading.Event(), []
+    group, free = comm.intra, type(comm.intra).free
+    monkeypatch.setattr(type(group), "free", lambda each, *, together=False: (freed.append(together), free(each)))
+    if mpi.rank() == 0:
+        group.peer_queue("send", 1).submit(held.wait, "another message")
+        mpi.send_async(torch.ones(3), 1, comm=comm)
+        threading.Timer(0.2, held.set).start()
+    comm.free()
+    agree.equal(freed[0], False)
+
+
 def test_an_error_that_is_raised_after_freeing_has_been_seen(agree):
     """Regression: stop() raised the error again, since wait() had not been called when the group was freed."""
     if mpi.size() < 2:

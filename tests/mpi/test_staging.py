@@ -123,6 +123,25 @@ def test_inference_tensors_in_chunks(agree):
     agree.equal(inside.tolist(), [float(mpi.size())] * 333)
 
 
+@pytest.mark.parametrize("message_bytes", [8, 1 << 20])
+def test_mpi_moves_bytes_of_any_shape_and_of_inference_tensors(agree, message_bytes):
+    """Regression: ranks copied their own part with Tensor.copy_, which refuses both, and the other ranks waited."""
+    size, rank = mpi.size(), mpi.rank()
+    movement = MPIMovement(mpi.communicator().intra, message_bytes)
+    sources = [torch.full((2, 3), float(rank)) for _ in range(size)]
+    with torch.inference_mode():
+        targets = [torch.zeros(6) for _ in range(size)]
+        gathered, scattered = torch.zeros(2 * size, 3), torch.zeros(2, 3)
+    movement.exchange_parts(sources, targets, 0)
+    movement.allgather(sources[0], gathered, 0)
+    everything = torch.arange(float(size)).repeat_interleave(6).view(-1, 3)
+    movement.scatter(everything if rank == 0 else None, scattered, 0)
+    for sender in range(size):
+        agree.equal(targets[sender], torch.full((6,), float(sender)))
+    agree.equal(gathered, everything)
+    agree.equal(scattered, torch.full((2, 3), float(rank)))
+
+
 def test_a_device_on_one_rank_only_is_a_mismatch_on_all(agree):
     """Otherwise a call in chunks and a whole call would exchange wrong bytes."""
     if mpi.size() == 1 or not usable("shm"):

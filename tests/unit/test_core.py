@@ -6,12 +6,16 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import gc
 import itertools
+import math
 import os
 import pwd
 import subprocess
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -235,10 +239,11 @@ def test_without_threads_a_queue_runs_at_submission():
 
 def test_waiting_with_a_limit():
     handle = Handle("slow call")
-    with pytest.raises(errors.StallError, match="slow call"):
-        handle.wait(timeout=0.01)
+    for timeout in (0.01, 0, -0.3, -1):
+        with pytest.raises(errors.StallError, match="slow call"):
+            handle.wait(timeout)
     handle.set_result(5)
-    assert handle.wait(timeout=1) == 5 and handle.done()
+    assert handle.wait(timeout=1) == handle.wait(timeout=math.inf) == 5 and handle.done()
 
 
 def test_many_threads_may_wait_on_one_handle():
@@ -253,17 +258,47 @@ def test_many_threads_may_wait_on_one_handle():
 
 
 def test_a_callback_that_fails_is_logged_and_the_queue_continues(capsys):
-    """Regression: the exception ended the worker thread, and later calls never ended."""
+    """Regression: the exception, later a SystemExit, ended the worker thread, and later calls never ended."""
     call_queue, release = CallQueue("test"), threading.Event()
     handle = call_queue.submit(release.wait, "first")
     handle.when_done(lambda: 1 // 0)
+    handle.when_done(sys.exit)
     release.set()
     assert call_queue.submit(lambda: "next", "task").wait(timeout=10) == "next" and handle.wait() is True
     handle.when_done(lambda: {}["missing"])
     call_queue.close()
     logged = capsys.readouterr().err
-    assert logged.count("first: a callback of when_done() failed:\nTraceback") == 2
-    assert "ZeroDivisionError" in logged and "KeyError: 'missing'" in logged
+    assert logged.count("first: a callback of when_done() failed:\nTraceback") == 3
+    assert "ZeroDivisionError" in logged and "SystemExit" in logged and "KeyError: 'missing'" in logged
+
+
+def test_an_interrupt_in_a_callback_reaches_the_main_thread():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Handle.completed(1).when_done(interrupt)
+
+
+def test_an_error_that_was_raised_does_not_keep_the_tensors_of_its_call():
+    """Regression: until the next error of the queue."""
+    call_queue = CallQueue("test")
+
+    def fails():
+        tensor = torch.ones(3)
+        kept.append(weakref.ref(tensor))
+        raise ValueError("fails")
+
+    kept = []
+    with pytest.raises(ValueError, match="fails"):
+        call_queue.submit(fails, "first").wait()
+    call_queue.submit(lambda: None, "second").wait()
+    gc.collect()
+    assert kept[0]() is None
+    call_queue.submit(fails, "third")
+    call_queue.submit(lambda: None, "fourth").wait()
+    assert [str(handle.unseen_error) for handle in call_queue.failed] == ["fails"]
+    call_queue.close()
 
 
 def test_a_joined_handle_ends_with_the_last_of_its_calls():

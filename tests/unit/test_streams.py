@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import types
@@ -13,7 +14,7 @@ import torch
 from device_model import DEVICE, DeviceTensor, Model, compute, plain
 
 from torchmpi import errors
-from torchmpi.collectives import device_staging
+from torchmpi.collectives import device_staging, prepared
 from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import DeviceHandle, JoinedHandle
@@ -100,6 +101,41 @@ def test_a_call_in_the_callers_thread_is_in_the_order_of_its_stream(model):
         assert seen(out) == [6.0] * NUMEL
         assert seen(tensor) == [5.0] * NUMEL
     group.call_queue.close()
+
+
+def test_a_result_may_overlap_the_input(model):
+    """Regression: the result of a chunk overwrote a later chunk before it was copied to the host."""
+    group, pool = group_of_one(), host_pool()
+    base = model.tensor(torch.zeros(2 * NUMEL))
+    tensor, out = base[:NUMEL], base[NUMEL // 2 : NUMEL // 2 + NUMEL]
+    with model.use(model.stream()):
+        compute(tensor, lambda values: values.copy_(torch.arange(float(NUMEL))))
+        group.call_queue.run(partial(doubled, group, pool, tensor, out), subject=tensor)
+        assert seen(out) == [2.0 * index for index in range(NUMEL)]
+    group.call_queue.close()
+
+
+def test_a_timeout_names_the_awaited_ranks(model):
+    call_queue, held = CallQueue("model"), threading.Event()
+    with model.use(model.stream()):
+        handle = call_queue.submit(held.wait, "call", model.tensor(torch.zeros(1)))
+    handle.awaited = lambda: "rank 3"
+    with pytest.raises(errors.StallError, match=r"call has not ended after 0\.01 s: it waits for rank 3"):
+        handle.wait(0.01)
+    held.set()
+    call_queue.close()
+
+
+def test_the_buffers_do_not_keep_a_runtime_alive():
+    class Runtime:
+        resources, config = contextlib.ExitStack(), types.SimpleNamespace(pipeline_bytes=_CHUNK_BYTES)
+
+    runtime = Runtime()
+    reference = weakref.ref(runtime)
+    assert prepared._pool(runtime) is prepared._pool(runtime)
+    runtime.resources.close()
+    del runtime
+    assert reference() is None
 
 
 def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):

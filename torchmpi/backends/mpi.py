@@ -217,7 +217,7 @@ class MPIMovement:
             return destination
         for rank, part in enumerate(destination.split_with_sizes(rows)):
             if rank == self.rank:
-                part.copy_(source)
+                buffers.overwrite(part, source)
                 streams.settle(part)  # MPI reads device memory without regard to streams
             self.broadcast(part, None, rank)
         return destination
@@ -240,7 +240,7 @@ class MPIMovement:
             assert destination is not None
             for rank, part in enumerate(destination.split_with_sizes(rows)):
                 if rank == root:
-                    part.copy_(source)
+                    buffers.overwrite(part, source)
                 else:
                     self._receive(part, rank)
         return destination if self.rank == root else None
@@ -264,7 +264,7 @@ class MPIMovement:
         else:
             for rank, part in enumerate(source.reshape(shape).split_with_sizes(rows)):
                 if rank == root:
-                    destination.copy_(part)
+                    buffers.overwrite(destination, part)
                 else:
                     self._send(part, rank)
         return destination
@@ -297,7 +297,8 @@ class MPIMovement:
 
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         self.group.call_log.log_fields[LOG_ALGORITHM] = algorithms.DIRECT
-        incoming[self.rank].detach().copy_(outgoing[self.rank])
+        own = incoming[self.rank]  # of as many elements as the other one, but perhaps of another shape
+        buffers.overwrite(own, outgoing[self.rank].view(own.shape))
         requests = []
         for shift in range(1, self.size):
             target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size

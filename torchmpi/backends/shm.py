@@ -437,13 +437,13 @@ class SharedMovement(SharedCalls):
 
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Give each rank its part of dim 0 of the root's tensor."""
+        if self.rank != root:  # the tensors of other ranks are ignored
+            source = None
         if source is not None and source.dim() > _MAX_DIMS:
             raise ArgumentError(
                 f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MAX_DIMS} "
                 "that can be announced. Merge some with flatten()."
             )
-        if self.rank != root:  # the tensors of other ranks are ignored
-            source = None
         num_rows, row_bytes, address = 0, 0, 0
         message: tuple[int, ...] = ()
         if source is not None:

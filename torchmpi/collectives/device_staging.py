@@ -105,7 +105,9 @@ class StagedOperation:
         wanted = tensor if out is None else out
         target = source
         if out is not None and writes:
-            target = out.detach() if buffers.is_direct(out) else torch.empty_like(source)
+            # In memory that overlaps the source, the result of a chunk would overwrite a chunk not yet read.
+            is_usable = buffers.is_direct(out) and not buffers.overlap(out, source)
+            target = out.detach() if is_usable else torch.empty_like(source)
         with torch.inference_mode(target.is_inference()):
             self._pump(source.view(-1) if reads else None, target.view(-1) if writes else None, source, root)
         if self._collective == "reduce" and not is_root:

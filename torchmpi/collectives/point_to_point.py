@@ -24,7 +24,7 @@ from ..communicators.call_queue import CallQueue
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import sleep_until
 from ..communicators.group import Group
-from ..communicators.handle import Handle
+from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm, used
 from ..communicators.message_record import Channel
 from ..errors import ArgumentError, MismatchError, TorchMPIError
@@ -123,7 +123,7 @@ def recv(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) ->
         raise ArgumentError(
             f"{message.what}: a blocking receive from oneself never ends. Use recv_async, or sendreceive."
         )
-    result: Value = message.result(message.call_queue.run(message.in_order(message.receive)))
+    result: Value = message.call_queue.run(message.in_order(message.receive))
     return result
 
 
@@ -183,10 +183,15 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
     if _unknown:
         raise unknown_keyword(sendreceive, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
-    exchange = message.in_order(message.exchange_with(dst))
+    target = message.checked_peer(dst)
     if type(src) is int and type(dst) is int and not message.is_number:
         message.cache(dst, comm)
-    result: Value = message.result(message.queue_to(dst).run(message.receive_by, exchange))
+    outgoing = message.group.peer_queue("send", target)
+    finish = outgoing.run(message.in_order(partial(message.post, target)))
+    try:
+        result: Value = message.call_queue.run(message.in_order(message.receive))
+    finally:
+        finish()  # also after an error: MPI reads the memory until then
     return result
 
 
@@ -194,7 +199,7 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
 def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
     """Run :func:`sendreceive` in the background.
 
-    In place: the tensor is overwritten.
+    In place: the tensor is overwritten. A copy, made at the call, is sent.
 
     Args:
         tensor: As for :func:`sendreceive`.
@@ -214,8 +219,23 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
     if _unknown:
         raise unknown_keyword(sendreceive_async, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
-    exchange = message.in_order(message.exchange_with(dst))
-    return message.submit(partial(message.receive_by, exchange), message.queue_to(dst))
+    target, copy = message.checked_peer(dst), message.tensor.detach().clone()
+    outgoing = message.group.peer_queue("send", target)
+    posted = message.submit(lambda: message.post(target, copy), outgoing)
+    received: Handle[Value] = message.submit(message.receive)
+    sent = message.submit(lambda: message.complete(posted.wait(), target, outgoing), outgoing)
+    return _Exchange((received, posted, sent), None, message.what)
+
+
+class _Exchange(JoinedHandle[Any]):
+    """The handle of a `sendreceive`, of which the first part is the receive."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the received value when it has arrived and the other one is sent."""
+        super().wait(timeout)
+        return self._handles[0].wait()
 
 
 class _Message:
@@ -225,7 +245,7 @@ class _Message:
         running = runtime.current()
         self.group: Group = runtime.communicator(comm).intra
         self.what = f"{self.group.where}: {collective}"
-        self.collective, self.peer, self.is_number = collective, self._checked_peer(peer), is_number(tensor)
+        self.collective, self.peer, self.is_number = collective, self.checked_peer(peer), is_number(tensor)
         given = as_tensor(tensor) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=collective != "send")
         self.code = dtypes.info(self.tensor.dtype).code
@@ -249,7 +269,7 @@ class _Message:
             self.numbers |= {"from": rank, "received": number}
         return channel
 
-    def _checked_peer(self, peer: Any) -> int:
+    def checked_peer(self, peer: Any) -> int:
         try:
             number = -1 if isinstance(peer, bool) else operator.index(peer)  # numpy's integers too
         except TypeError:
@@ -261,15 +281,8 @@ class _Message:
             )
         return number
 
-    def queue_to(self, dst: int) -> CallQueue:
-        return self.group.peer_queue("send", self._checked_peer(dst))
-
-    def receive_by(self, exchange: Callable[[], Any]) -> Any:
-        """Run an exchange, from the queue to the receiver, in the queue of messages from the sender."""
-        return self.call_queue.run(exchange)
-
-    def result(self, value: Any) -> Any:
-        return restore(value) if self.is_number else value
+    def result(self) -> Any:
+        return restore(self.tensor) if self.is_number else self.tensor
 
     def in_order(self, task: Callable[[], Any]) -> Callable[[], Any]:
         """Return the task, to run after the work queued on the tensor's device now."""
@@ -278,10 +291,9 @@ class _Message:
     def submit(self, task: Callable[[], Any], call_queue: CallQueue | None = None) -> Handle[Any]:
         mark = streams.fence(self.tensor)
         device = None if mark is None else self.tensor.device
-        return (call_queue or self.call_queue).submit(partial(self._run, mark, device, task), self.what)
-
-    def _run(self, mark: streams.Mark | None, device: torch.device | None, task: Callable[[], Any]) -> Any:
-        return self.result(streams.run_after(mark, device, task))
+        # Of a sendreceive, torch.profiler shows the receive alone: the other parts have a name of no call.
+        name = self.what if call_queue is None else f"{self.collective} of {self.group.where}"
+        return (call_queue or self.call_queue).submit(partial(streams.run_after, mark, device, task), name)
 
     def cache(self, dst: int, comm: Comm) -> None:
         """Let the fast path make exchanges like this one, if it can."""
@@ -297,19 +309,41 @@ class _Message:
 
     # Run in the queue.
 
-    def send(self) -> torch.Tensor:
+    def send(self) -> Any:
         with self.watched(f"to rank {self.peer}"):
-            messages = self._messages(self._plain())
+            messages = self._messages(self._plain(self.tensor))
             channel = self._counted(self.peer, is_receive=False)
             for message, tag in messages:
                 self.comm.Send((message, self.MPI.BYTE), self.peer, tag)
                 self.group.messages.add(1)
             channel.end()
-        return self.tensor
+        return self.result()
 
-    def receive(self) -> torch.Tensor:
+    def receive(self) -> Any:
         with self.watched(f"from rank {self.peer}"):
-            return self._receive()
+            self._receive()
+        return self.result()
+
+    def post(self, dst: int, copy: torch.Tensor | None = None) -> Callable[[], None]:
+        """Begin to send the tensor, which may be overwritten then, or the copy of it; return what ends the messages."""
+        work = self._plain(self.tensor, copied=True) if copy is None else self._plain(copy)
+        messages = self._messages(work)
+        channel = self._counted(dst, is_receive=False)
+        requests = [self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in messages]
+        self.group.messages.add(len(requests))
+        return partial(self._finish, requests, channel, work)
+
+    def _finish(self, requests: list[Any], channel: Channel, _memory: torch.Tensor) -> None:
+        self.MPI.Request.Waitall(requests)
+        channel.end()
+
+    def complete(self, finish: Callable[[], None], dst: int, call_queue: CallQueue) -> None:
+        """End the messages of `post` in the queue of messages to `dst`."""
+        call_queue.doing = self.description(f"to rank {dst}")
+        try:
+            finish()
+        finally:
+            call_queue.doing = None
 
     @contextmanager
     def watched(self, peer: str) -> Iterator[None]:
@@ -343,7 +377,7 @@ class _Message:
         """Return what torch.profiler shows of the message."""
         return self.group.described((self.collective, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)
 
-    def _receive(self) -> torch.Tensor:
+    def _receive(self) -> None:
         channel = self._counted(self.peer, is_receive=True)
         try:
             header = self._header()
@@ -351,16 +385,16 @@ class _Message:
             channel.withdraw()
             raise
         try:
-            return self._received(header)
+            self._received(header)
         finally:
             channel.end()
 
-    def _received(self, header: npt.NDArray[np.uint8]) -> torch.Tensor:
+    def _received(self, header: npt.NDArray[np.uint8]) -> None:
         """Write the values of a message to the tensor."""
         payload = self.unpacked(header)
         if payload is not None:
             buffers.overwrite(self.tensor, payload)
-            return self.tensor
+            return
         direct = self.backend.takes(self.tensor.device.type, self.collective) and buffers.is_direct(self.tensor)
         work = self.tensor.detach() if direct else torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         streams.settle(work)
@@ -369,30 +403,12 @@ class _Message:
             buffers.overwrite(self.tensor, work)
         else:
             buffers.touch(self.tensor)
-        return self.tensor
 
-    def exchange_with(self, dst: int) -> Callable[[], torch.Tensor]:
-        dst = self._checked_peer(dst)
-
-        def exchange() -> torch.Tensor:
-            outgoing = self._plain(copied=True)
-            messages = self._messages(outgoing)
-            channel = self._counted(dst, is_receive=False)
-            requests = [self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in messages]
-            self.group.messages.add(len(requests))
-            try:
-                return self.receive()
-            finally:
-                self.MPI.Request.Waitall(requests)  # also after an error: MPI reads this memory until then
-                channel.end()
-
-        return exchange
-
-    def _plain(self, *, copied: bool = False) -> torch.Tensor:
+    def _plain(self, tensor: torch.Tensor, *, copied: bool = False) -> torch.Tensor:
         """Return the values to send; `copied`: in memory that is not that of the tensor, unless they are packed."""
-        is_packed = self.tensor.nbytes <= PACKED_BYTES
-        to_host = is_packed or not self.backend.takes(self.tensor.device.type, self.collective)
-        work = buffers.plain(self.tensor, to_host=to_host)
+        is_packed = tensor.nbytes <= PACKED_BYTES
+        to_host = is_packed or not self.backend.takes(tensor.device.type, self.collective)
+        work = buffers.plain(tensor, to_host=to_host)
         if copied and not is_packed:
             work = work.clone()
         streams.settle(work)  # MPI reads device memory without regard to streams

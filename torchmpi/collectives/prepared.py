@@ -232,7 +232,7 @@ def _runner(
     return _direct(operation) if direct and takes else _copying(collective, operation, group)
 
 
-_pools: weakref.WeakKeyDictionary[Runtime, device_staging.StagingPool] = weakref.WeakKeyDictionary()
+_pools: dict[Runtime, device_staging.StagingPool] = {}
 _orders: weakref.WeakKeyDictionary[Group, streams.Order] = weakref.WeakKeyDictionary()
 
 
@@ -243,7 +243,7 @@ def _pool(runtime: Runtime) -> device_staging.StagingPool:
         # Shared with the other ranks if possible: then reductions within a host work on the buffers directly.
         allocate = partial(_shared_bytes, runtime)
         pool = _pools[runtime] = device_staging.StagingPool(runtime.config.pipeline_bytes, allocate, pinned=True)
-        runtime.resources.callback(pool.close)
+        runtime.resources.callback(lambda: _pools.pop(runtime).close())
     return pool
 
 

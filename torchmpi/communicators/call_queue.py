@@ -238,11 +238,13 @@ class CallQueue:
 
     def _finish(self, task: Task, handle: Handle[Any], origin: events.PlainOrigin | None) -> None:
         before, self.origin = self.origin, origin
+        if self.failed:  # an error that has been raised would keep the tensors of its call
+            self.failed = [other for other in self.failed if other.unseen_error is not None]
         try:
             result = task()
         except BaseException as error:  # every error is raised by wait()
             self.origin = before  # callbacks of the handle make calls of their own
-            self.failed = [*(other for other in self.failed if other.unseen_error is not None), handle]
+            self.failed = [*self.failed, handle]
             handle.set_error(error)
         else:
             self.origin = before

@@ -167,6 +167,8 @@ class Communicator:
                 f"{group.where}: communicator {self.name} cannot be freed by a callback of one of its calls. Free it "
                 "in the thread that waits for the call."
             )
+        for call_queue in list(group.peer_queues.values()):  # a message that waits in a queue is not in the balance
+            call_queue.drain()
         balances = group.call_action("free", lambda: group.comm.allgather(group.messages.value))
         group.free(together=sum(balances) == 0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -69,7 +70,7 @@ class Group:
         shared: State of the shared-memory backend, made by that backend.
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
             worker of the call queue, and there must be one count of calls.
-        key: A number that is the same on all ranks of the group and differs from those of other groups.
+        key: A number that is the same on all ranks of the group and differs from those of other groups, freed ones too.
         info: The description of the group for readers of recorded calls.
         timeout_seconds: The timeout of calls in shared memory; 0 for none.
         attachments: Objects to close before the group.
@@ -106,8 +107,9 @@ class Group:
         self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
         self.log_board = self.status_board if self.checking == "board" else None
-        twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
-        self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
+        number = context.num_made[world_ranks, name]
+        context.num_made[world_ranks, name] += 1
+        self.key = zlib.crc32(repr((world_ranks, name, number)).encode())
         self.info = events.GroupInfo(self.key, name, self.rank, world_ranks, len(self.hosts))
         record = context.flight_record
         ring = None if record is None else record.ring(self.key, name, world_ranks)
@@ -465,6 +467,8 @@ class GroupContext:
         """Whether the loss of a rank raises an error instead of ending the job."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
+        self.num_made: Counter[tuple[tuple[int, ...], str]] = Counter()
+        """The number of groups made, freed ones too, by ranks and name: the same on all ranks of these groups."""
         self.failed: list[Handle[Any]] = []
         """Failed asynchronous calls on freed groups, if no thread had called ``wait()`` when the group was freed."""
 

@@ -83,7 +83,7 @@ class Handle(Generic[T_co]):
         """
         recorder = None if self._is_done else events.recorder
         begin = 0 if recorder is None else events.now()
-        if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._finished.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX)):
             ranks = self.awaited() if self.awaited is not None else ""
             reason = f": it waits for {ranks}" if ranks else ""
             raise StallError(
@@ -173,8 +173,10 @@ class Handle(Generic[T_co]):
                 return
             try:
                 callback()
-            except Exception:  # the exception would end the worker thread of the call queue
+            except BaseException as error:  # SystemExit too would end the worker thread of the call queue
                 logger.error(f"{self._description}: a callback of when_done() failed:\n{traceback.format_exc()}")
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise
 
 
 class DeviceHandle(Handle[T_co]):
@@ -194,6 +196,7 @@ class DeviceHandle(Handle[T_co]):
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Return the result when the work is queued; raise after `timeout` seconds."""
+        self._queued.awaited = self.awaited
         result: T_co = self._queued.wait(timeout).follow()
         return result
 
