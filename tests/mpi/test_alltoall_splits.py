@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi.errors import ArgumentError, DtypeError, MismatchError
+from torchmpi.errors import ArgumentError, DeviceError, DtypeError, MismatchError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -63,6 +63,16 @@ def test_refusals(agree):
     agree.raises(ArgumentError, lambda: mpi.alltoall(torch.tensor(1.0), splits=even))
     agree.raises(ArgumentError, lambda: mpi.alltoall(tensor, splits=even, backend="mpi"), "Omit backend")
     agree.raises(DtypeError, lambda: mpi.alltoall([1.0], splits=even), "not a tensor")
+    agree.raises(DtypeError, lambda: mpi.alltoall(3, splits=even), "a number cannot be split")
+    agree.raises(DtypeError, lambda: mpi.alltoall(tensor, tensor.double(), splits=even), "Make out of the same dtype")
+    agree.raises(DeviceError, lambda: mpi.alltoall(tensor, tensor.to("meta"), splits=even), f"rank {mpi.rank()}")
+    quantized = torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8)
+    for call in (
+        lambda: mpi.alltoall(quantized, splits=even),
+        lambda: mpi.send_async(quantized, mpi.rank()),
+        lambda: mpi.recv_async(quantized, mpi.rank()),
+    ):
+        agree.raises(DtypeError, call, f"rank {mpi.rank()}: ", "Convert")
 
 
 def test_calls_that_differ_between_the_ranks_raise_on_all(agree):

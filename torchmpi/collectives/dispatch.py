@@ -83,7 +83,7 @@ def check_call(
     if out is not None and not isinstance(out, _Tensor):
         raise DtypeError(f"{group.where}: {collective}: {_not_out(out)}")
     if is_number(tensor):
-        _refuse_number(collective, out, f"{group.where}: {collective}")
+        refuse_number(collective, out, f"{group.where}: {collective}")
         tensor, finish = as_tensor(tensor, op), _number_result
     if collective in _ROOTED:
         root = check_root(group, root, collective)
@@ -178,7 +178,7 @@ def plan_of(
         direct = direct and out is None
         key = (collective, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
     if out is not None and receives:
-        _check_out(collective, tensor, out, f"{communicator.intra.where}: {collective}")
+        check_out(collective, tensor, out, f"{communicator.intra.where}: {collective}")
     plan: PreparedPlan | None = communicator.intra.plans.get(key)
     return plan_for(communicator, key) if plan is None else plan
 
@@ -210,7 +210,8 @@ def check_root(group: Group, root: Any, collective: str) -> int:
     return number
 
 
-def _check_out(collective: str, tensor: Any, out: Any, what: str) -> None:
+def check_out(collective: str, tensor: Any, out: Any, what: str) -> None:
+    """Raise if the result of a collective cannot be written to `out`."""
     buffers.check(out, f"{what}: out", written=True)
     if tensor is None:
         return
@@ -230,7 +231,8 @@ def _not_out(value: Any) -> str:
     return f"out={value!r} is of type {type(value).__name__}, but the result is written to a tensor. {remedy}."
 
 
-def _refuse_number(collective: str, out: Any, what: str) -> None:
+def refuse_number(collective: str, out: Any, what: str) -> None:
+    """Raise if a collective does not take a number, or none with `out`."""
     if collective in ("scatter", "reduce_scatter", "alltoall"):
         raise DtypeError(f"{what}: a number cannot be split over ranks. Pass a tensor with one row per rank.")
     if out is not None:

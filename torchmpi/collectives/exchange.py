@@ -15,7 +15,9 @@ from ..communicators.plan import Plan
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes
-from .prepared import in_order
+from ..tensors.numbers import is_number
+from .dispatch import check_out, refuse_number
+from .prepared import checked_dtype, in_order
 
 T = TypeVar("T")
 _BACKENDS = ("shm", "mpi", "gloo")
@@ -57,6 +59,7 @@ def check(
     kinds = {part.dtype for part in (*sources, *destinations)}
     if len(kinds) > 1:
         raise ArgumentError(f"{what}: tensors of different dtypes ({', '.join(map(str, kinds))}). Convert them to one.")
+    checked_dtype(collective, kinds.pop(), None, what)
     own = group.rank
     if sources[own].numel() != destinations[own].numel():
         raise ArgumentError(
@@ -69,6 +72,7 @@ def check_splits(group: Group, tensor: torch.Tensor, splits: Iterable[int]) -> l
     """Return how many rows of dim 0 each rank gets, as integers; raise if they are not all rows of the tensor."""
     what = f"{group.where}: alltoall"
     buffers.check(tensor, what)
+    checked_dtype("alltoall", tensor.dtype, None, what)
     num_rows = tensor.shape[0] if tensor.dim() else 0
     try:
         numbers = [operator.index(each) for each in splits]
@@ -98,15 +102,18 @@ def exchange_rows(group: Group, tensor: torch.Tensor, splits: Sequence[int]) -> 
 
 def rows_task(
     group: Group, tensor: torch.Tensor, splits: Iterable[int], out: torch.Tensor | None, backend: str | None
-) -> tuple[Callable[[], torch.Tensor], torch.Tensor | None]:
-    """Return the task of an alltoall of uneven parts, and its tensor if that is on a device."""
+) -> Callable[[], torch.Tensor]:
+    """Return the task of an alltoall of uneven parts."""
     if backend is not None:
         raise ArgumentError(
             f"{group.where}: alltoall: the backend of a call with splits cannot be chosen. Omit backend={backend!r}."
         )
+    what = f"{group.where}: alltoall"
+    if is_number(tensor):
+        refuse_number("alltoall", out, what)
     numbers = check_splits(group, tensor, splits)
     if out is not None:
-        buffers.check(out, f"{group.where}: alltoall: out", written=True)
+        check_out("alltoall", tensor, out, what)
 
     def task() -> torch.Tensor:
         rows, _ = exchange_rows(group, tensor, numbers)
@@ -115,17 +122,12 @@ def rows_task(
         buffers.copy_result(rows, out)
         return out
 
-    return shown(group, task, tensor), subject_of(tensor)
+    return shown(group, task, tensor)
 
 
 def shown(group: Group, task: Callable[[], T], tensor: torch.Tensor) -> Callable[[], T]:
     """Return a task that torch.profiler shows as one alltoall of parts that are not even, also of their lengths."""
     return group.shown(task, group.described, ("alltoall", "", dtypes.short_name(tensor.dtype), -1), [tensor])
-
-
-def subject_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor if it is on a device, whose streams the call has to follow."""
-    return None if tensor.device.type == "cpu" else tensor
 
 
 def _counts_plan(group: Group, tensor: torch.Tensor) -> Plan:

@@ -419,8 +419,7 @@ def alltoall(
         raise unknown_keyword(alltoall, _unknown)
     if splits is not None:
         group = runtime.communicator(comm).intra
-        task, subject = rows_task(group, tensor, splits, out, backend)
-        rows: _Tensor = group.call_queue.run(task, subject=subject)
+        rows: _Tensor = group.call_queue.run(rows_task(group, tensor, splits, out, backend), subject=tensor)
         return rows
     result: _Tensor | None = fast_path.alltoall(tensor, out, 0, comm, backend)
     if result is None:

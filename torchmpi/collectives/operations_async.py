@@ -381,6 +381,6 @@ def alltoall_async(
         raise unknown_keyword(alltoall_async, _unknown)
     if splits is not None:
         group = runtime.communicator(comm).intra
-        task, subject = rows_task(group, tensor, splits, out, backend)
-        return group.call_queue.submit(task, f"{group.where}: alltoall", subject)
+        task = rows_task(group, tensor, splits, out, backend)
+        return group.call_queue.submit(task, f"{group.where}: alltoall", tensor)
     return submit("alltoall", tensor, out, comm=comm, backend=backend)

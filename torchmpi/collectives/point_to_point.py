@@ -35,6 +35,7 @@ from ..shared_memory.kernels.records import MISMATCH
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
+from .prepared import checked_dtype
 from .short_messages import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, cached_exchange
 
 _PAYLOAD_TAG = 2
@@ -248,7 +249,7 @@ class _Message:
         self.collective, self.peer, self.is_number = collective, self.checked_peer(peer), is_number(tensor)
         given = as_tensor(tensor) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=collective != "send")
-        self.code = dtypes.info(self.tensor.dtype).code
+        self.code = checked_dtype(collective, self.tensor.dtype, None, self.what).code
         self.backend = running.selector.choose(collective, self.tensor.device.type, "mpi", self.group)
         self.message_bytes = running.config.message_bytes
         self.MPI, self.comm = self.group.context.MPI, self.group.side_comm

@@ -99,7 +99,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     device_type = chosen_by if dtype is None and device_type == "cpu" else device_type
     where = f"{group.where}: {collective}"
     if dtype is not None:
-        row = _checked(collective, dtype, op, where)
+        row = checked_dtype(collective, dtype, op, where)
     choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     bound: list[tuple[int | None, Operation, Backend]]
     if wanted != HIERARCHICAL and hierarchical.is_composed(runtime.communicators, communicator, collective):
@@ -164,7 +164,8 @@ def _packing(operation: Operation) -> Operation:
     return run
 
 
-def _checked(collective: str, dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
+def checked_dtype(collective: str, dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
+    """Return the properties of a dtype; raise if the collective does not take it."""
     try:
         return dtypes.check_reduction(dtype, op) if "reduce" in collective else dtypes.info(dtype)
     except (DtypeError, ArgumentError) as error:

@@ -171,7 +171,8 @@ def allreduce_many(
     The results have the same bits as those of one call per tensor.
 
     Args:
-        tensors: Tensors of any shapes, dtypes and devices; the same on every rank. No tensor may occur twice.
+        tensors: Tensors of any shapes, dtypes and devices; the same on every rank. No tensor may occur
+            twice or overlap another one.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend, instead of that of the selection table.
@@ -224,7 +225,8 @@ def allreduce_many_async(
     if _unknown:
         raise unknown_keyword(allreduce_many_async, _unknown)
     tensors = list(tensors)
-    return JoinedHandle(_start(tensors, op, comm, backend, asynchronous=True), tensors, "allreduce_many")
+    started = _start(tensors, op, comm, backend, asynchronous=True)
+    return JoinedHandle(started, tensors, f"{runtime.communicator(comm).intra.where}: allreduce_many")
 
 
 def _start(

@@ -217,7 +217,7 @@ def alltoall_async(
 
     def start() -> Handle[Any]:
         task = exchange.shown(group, lambda: exchange.exchange_rows(group, sent, numbers), sent)
-        return group.call_queue.submit(task, f"{group.where}: alltoall", exchange.subject_of(sent))
+        return group.call_queue.submit(task, f"{group.where}: alltoall", sent)
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
         rows, received = result

@@ -198,7 +198,7 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
 
     def run(values: Tensor, numbers: list[int]) -> tuple[Tensor, list[int]]:
         task = exchange.shown(group, partial(exchange.exchange_rows, group, values, numbers), values)
-        result: tuple[Tensor, list[int]] = group.call_queue.run(task, subject=exchange.subject_of(values))
+        result: tuple[Tensor, list[int]] = group.call_queue.run(task, subject=values)
         return result
 
     def exchanged(values: Tensor) -> Tensor:
