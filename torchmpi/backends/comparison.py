@@ -119,25 +119,14 @@ class NumberExchange:
         return self._vectors[1]
 
 
-class MessageComparison:
-    """Comparison between all ranks of a group, each of which sends messages."""
-
-    def __init__(self, group: Group) -> None:
-        self.exchange = NumberExchange(group.context.MPI, group.comm)
-
-    def agree(self, number: int) -> bool:
-        """Return whether all ranks pass the same number. Collective."""
-        return self.exchange.agree(number)
-
-
 class ComparedAllreduce:
     """An allreduce whose short vectors are sent with the comparison of the call."""
 
     compares = True
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, longer: Operation) -> None:
-        assert isinstance(group.comparison, MessageComparison)
-        self.group, self.exchange, self.longer = group, group.comparison.exchange, longer
+        assert isinstance(group.comparison, NumberExchange)
+        self.group, self.exchange, self.longer = group, group.comparison, longer
         self.combine = combiner(dtype, op)
         self._dtype, self._op = dtype, op
 

@@ -28,7 +28,7 @@ from ..shared_memory.memory_layout import LOG_ALGORITHM
 from ..tensors import buffers, partition
 from . import ordered_reduction, schedule
 from .base import Operation
-from .comparison import ComparedAllreduce, MessageComparison
+from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
 from .ordered_reduction import REDUCTIONS
 from .pipeline import ChunkBuffers
@@ -87,7 +87,7 @@ class P2PBackend:
             return movement.broadcast if collective == "broadcast" else movement.allgather
         assert dtype is not None and op is not None
         operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, self.config), collective)
-        if collective == "allreduce" and isinstance(group.comparison, MessageComparison):
+        if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
             return ComparedAllreduce(group, dtype, op, operation)
         return operation
 

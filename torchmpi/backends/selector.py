@@ -165,11 +165,9 @@ class Selector:
         op: str | None,
         *,
         device_type: str = "cpu",
-        wanted: str | None = None,
-        mode: str = "sync",
     ) -> tuple[Operation, Backends]:
         """Prepare a collective on a group by the selected backends, as a step of a larger collective."""
-        choices = self.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+        choices = self.select(collective, device_type, group, dtype=dtype, op=op)
         parts = [(limit, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
         return by_size(parts, dtype), tuple((limit, backend.name) for limit, backend in choices)
 

@@ -11,14 +11,14 @@ from ...communicators.group import Group
 from ...communicators.plan import Backends
 from ...errors import MismatchError
 from ..base import Backend, Operation, bind
-from ..comparison import MessageComparison, NumberExchange, can_carry
+from ..comparison import NumberExchange, can_carry
 from .steps import StepRunner
 
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
 
-def comparison_for(group: Group, shared: Backend, network: Backend) -> HostComparison | MessageComparison:
+def comparison_for(group: Group, shared: Backend, network: Backend) -> HostComparison | NumberExchange:
     """Return the comparison for a group.
 
     Args:
@@ -28,7 +28,7 @@ def comparison_for(group: Group, shared: Backend, network: Backend) -> HostCompa
     """
     num_hosts = len(group.placement.groups)
     if num_hosts in (1, group.size) or shared.why_not("barrier", "cpu") is not None:
-        return MessageComparison(group)
+        return NumberExchange(group.context.MPI, group.comm)
     return HostComparison(group, shared, network)
 
 
