@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def main() -> None:
     if "calls" in options.parts:
         measure_calls(options.rounds, ("off", nullcontext), ("on", recording))
     if "off" in options.parts:
-        measure_calls(options.rounds, ("without", without_comparisons()), ("with", nullcontext))
+        without, with_them = contexts_of_comparisons()
+        measure_calls(options.rounds, ("without", without), ("with", with_them))
     if "steps" in options.parts:
         torch.distributed.init_process_group("torchmpi")
         for name in options.models.split(","):
@@ -227,33 +229,39 @@ def without_recorder(method: Callable[..., Any]) -> Any:
     return names[method.__name__]
 
 
-def without_comparisons() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which this process runs the code without comparisons."""
-    kernel_set, name = SETS["collectives"], "torchmpi_unchecked_allreduce"
+def contexts_of_comparisons() -> list[Callable[[], AbstractContextManager[None]]]:
+    """Return contexts in which this process runs code without comparisons, and the same code with them.
+
+    Both fast paths are compiled here, since the compiler treats a function with fewer callers differently.
+    """
+    kernel_set, prefix = SETS["collectives"], "torchmpi_off_"
     for module in kernel_set.modules:
         importlib.import_module(f"torchmpi.shared_memory.kernels.{module}")
-    wrapper = UncheckedPath(name, kernel_set.fast_paths["allreduce"])
+    kinds = {"unchecked": UncheckedPath, "checked": FastPathWrapper}
+    wrappers = [kind(prefix + name, kernel_set.fast_paths["allreduce"]) for name, kind in kinds.items()]
     compiler = native_code.compiler()
-    compiler.build(name, source_digest(), compilation.link(name, [wrapper]))
+    compiler.build(f"{prefix}paths", source_digest(), compilation.link(prefix, wrappers))
     record, _ = fast_path._fast_paths["allreduce"].fields.buffer_info()
-    unchecked = function_at(name, compiler.find(name), record)
+    paths = [function_at(name, compiler.find(prefix + name), record) for name in kinds]
     # Classes stay as they are: the interpreter has specialized the code of their users.
-    replacements: list[tuple[Any, str, Any]] = [(fast_path, "allreduce", unchecked)]
-    for method in (Group.perform, CallQueue.submit, Handle.wait):
-        replacements.append((method, "__code__", without_recorder(method).__code__))
+    methods = {method: without_recorder(method).__code__ for method in (Group.perform, CallQueue.submit, Handle.wait)}
+    codes = [methods, {method: method.__code__ for method in methods}]
+    return [partial(replaced, path, code) for path, code in zip(paths, codes, strict=True)]
 
-    @contextmanager
-    def replaced() -> Iterator[None]:
-        originals = [getattr(owner, key) for owner, key, _ in replacements]
-        for owner, key, replacement in replacements:
-            setattr(owner, key, replacement)
-        try:
-            yield
-        finally:
-            for (owner, key, _), original in zip(replacements, originals, strict=True):
-                setattr(owner, key, original)
 
-    return replaced
+@contextmanager
+def replaced(path: Callable[..., Any], codes: dict[Any, CodeType]) -> Iterator[None]:
+    """Use a fast path of allreduce, and codes of methods."""
+    originals = {method: method.__code__ for method in codes}
+    original, fast_path.allreduce = fast_path.allreduce, path
+    for method, code in codes.items():
+        method.__code__ = code
+    try:
+        yield
+    finally:
+        fast_path.allreduce = original
+        for method, code in originals.items():
+            method.__code__ = code
 
 
 if __name__ == "__main__":
