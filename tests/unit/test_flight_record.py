@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import mmap
 import os
 import re
@@ -9,7 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
 
 import pytest
 from hypothesis import given
@@ -30,6 +35,7 @@ from torchmpi.communicators.flight_record import (
     RankCalls,
     Ring,
     as_ranges,
+    ask_for_records,
     from_ranges,
     parse,
     read,
@@ -305,10 +311,11 @@ def messages(rank: int, *channels: tuple[object, ...]) -> RankCalls:
         (((ANY_RANK, True, 3, 1, 0),), "rank 0 waits for a message with tag 3 from any rank, for S s."),
         (((1, False, NO_TAG, 2, 1),), "rank 0 sends a message to rank 1, for S s; rank 1 has received none."),
         (((2, True, NO_TAG, 1, 0),), "; there is no record of rank 2."),
+        (((1, False, 6, 3, 2),), "to rank 1, for S s; rank 1 has received 2 from any rank."),
     ],
 )  # fmt: skip
 def test_awaited_messages_are_named(channels, words):
-    there = messages(1, (0, False, NO_TAG, 2, 2), (0, False, 4, 2, 2), (0, False, 5, 1, 1))
+    there = messages(1, (0, False, NO_TAG, 2, 2), (0, False, 4, 2, 2), (0, False, 5, 1, 1), (ANY_RANK, True, 6, 2, 2))
     (finding,) = analyze([messages(0, *channels), there])
     assert " (float32, 40 bytes) on world, " in finding.text
     text = re.sub(r" \(float32, 40 bytes\) on world, for \S+ s", ", for S s", finding.text)
@@ -339,6 +346,121 @@ def test_a_message_that_ends_after_its_group_is_freed_changes_no_other_record(tm
     channel.end()
     assert bytes(ring.memory) == before
     assert read(tmp_path / "rank0.flight").messages == []
+
+
+def test_channels_made_after_the_group_is_freed_change_no_other_record(tmp_path):
+    record = record_of(tmp_path)
+    channels = Channels(lambda: record.ring(7, "world", [0, 1], OF_MESSAGES))
+    channels.channel(1, is_receive=True, tag=3)
+    (ring,) = channels.close()
+    before = bytes(ring.memory)
+    channels.channel(1, is_receive=True, tag=4).begin(1, 40)
+    assert bytes(ring.memory) == before
+
+
+def test_threads_get_separate_rings(tmp_path, monkeypatch):
+    """The first messages of two groups, by two threads: one makes a ring while the other one does."""
+    record = record_of(tmp_path)
+    map_memory = record._map
+
+    def map_slowly(start: int, num_bytes: int) -> memoryview:
+        time.sleep(0.1)
+        return map_memory(start, num_bytes)
+
+    monkeypatch.setattr(record, "_map", map_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda key: record.ring(key, f"group {key}", [0, 1]), (1, 2)))
+    assert {group.name for group in read(tmp_path / "rank0.flight").groups} == {"group 1", "group 2"}
+
+
+def test_a_copy_never_replaces_the_record_and_leaves_no_other_file(tmp_path):
+    record = record_of(tmp_path / "records")
+    (tmp_path / "link").symlink_to("records")
+    file = (tmp_path / "records" / "rank0.flight").stat().st_ino
+    record.save(tmp_path / "link")
+    assert [(each.name, each.stat().st_ino) for each in (tmp_path / "records").iterdir()] == [("rank0.flight", file)]
+    (tmp_path / "out" / "rank0.flight").mkdir(parents=True)
+    (tmp_path / "out" / "rank0.part").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError):
+        record.save(tmp_path / "out")
+    assert not (tmp_path / "other").exists()
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["rank0.flight", "rank0.part"]
+
+
+def test_a_record_is_closed_while_it_is_saved(tmp_path):
+    class Folder(PosixPath):
+        def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+            record.close()  # as the thread of stop() may do
+            super().mkdir(mode, parents, exist_ok)
+
+    record = record_of(tmp_path)
+    record.save(Folder(tmp_path / "out"))
+    assert read(tmp_path / "out" / "rank0.flight").about == read(tmp_path / "rank0.flight").about
+
+
+def test_requests_that_are_damaged_are_left_out(tmp_path):
+    record, path = record_of(tmp_path), tmp_path / "rank0.flight"
+    ask_for_records(path, tmp_path / "out", 5)
+    assert record.take_request() == {"folder": str(tmp_path / "out"), "number": 5}
+    assert record.take_request() == {}
+    for number, values in enumerate(({"number": 6}, {"folder": 1, "number": 6}, {"folder": "out", "number": "6"}), 6):
+        ask_for_records(path, tmp_path / "out", number)
+        text = json.dumps({**values, "kind": "ending"}).encode()
+        with path.open("r+b") as file:
+            file.seek(4096 + 128)
+            file.write(text.ljust(1000, b"\0"))
+        assert record.take_request() == {}
+
+
+def test_long_texts_keep_what_others_rely_on(tmp_path):
+    about = {"rank": 0, "size": 2, "program": "p" * 5000, "on_host": as_ranges(range(0, 600, 2))}
+    record = FlightRecord(str(tmp_path), about)
+    assert read(tmp_path / "rank0.flight").about == {**about, "program": "p" * 500}
+    with pytest.raises(TorchMPIError, match="its name is too long"):
+        ask_for_records(tmp_path / "rank0.flight", tmp_path / ("n" * 4000), 1)
+    assert record.take_request() == {}
+
+
+@contextmanager
+def other_process(folder: str, about: dict[str, object]) -> Iterator[int]:
+    """The number of a process with a flight record."""
+    code = f"""
+from torchmpi.communicators.flight_record import FlightRecord
+record = FlightRecord({folder!r}, {about!r})
+print(flush=True)
+input()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.communicate(b"\n")
+
+
+def dump(process: int, folder: Path) -> None:
+    options = argparse.Namespace(command="dump", process=process, folder=folder, torch=None, json=False)
+    assert flight_commands.run(options) == 0
+
+
+def test_a_dump_into_the_folder_of_the_records_changes_nothing(tmp_path, capsys):
+    path = tmp_path / "rank0.flight"
+    with other_process(str(tmp_path), {"rank": 0, "size": 2, "on_host": "0"}) as process:
+        before = path.stat(), path.read_bytes()
+        dump(process, tmp_path)
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before[0].st_ino, before[0].st_mtime_ns)
+        assert path.read_bytes() == before[1]
+    assert "1 of 2 ranks; " in capsys.readouterr().out
+
+
+def test_a_dump_from_a_second_host_misses_the_ranks_of_others_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(flight_commands, "_GATHER_SECONDS", 0.2)
+    for rank, on_host in ((0, "0-1"), (2, "2")):
+        with other_process("", {"rank": rank, "size": 3, "on_host": on_host}) as process:
+            dump(process, tmp_path / "out")
+    first, second = capsys.readouterr().out.split("The last calls of 1 rank of this host: ")[1:]
+    assert "No record has come from rank 2 on other hosts in 0.2 s: " in first
+    assert "No record has come from ranks 0, 1 on other hosts in 0.2 s: " in second
 
 
 def test_a_full_disk_is_an_error_with_the_remedy(tmp_path):

@@ -156,8 +156,9 @@ def _awaited_messages(records: Sequence[RankCalls], latest: float) -> list[Diver
                 continue
             seconds = max(0.0, (latest - each.begin - record.wall_ns) / 1e9)
             other = by_channel.get((each.key, each.peer, record.rank, not each.is_receive, each.tag))
-            is_exact = (each.key, record.rank, ANY_RANK, True, each.tag) not in by_channel
-            there = _about_peer(each, other, is_exact=is_exact) if each.peer in known else ""
+            receiver = record.rank if each.is_receive else each.peer
+            from_any = by_channel.get((each.key, receiver, ANY_RANK, True, each.tag))
+            there = _about_peer(each, other, from_any) if each.peer in known else ""
             if each.peer not in known and each.peer != ANY_RANK:
                 there = f"; there is no record of rank {each.peer}"
             text = f"rank {record.rank} {_awaited(each, count)} on {each.group}, for {seconds:.3g} s{there}."
@@ -173,11 +174,13 @@ def _awaited(message: LoggedMessages, count: int) -> str:
     return f"waits for {what} from {whom} {size}" if message.is_receive else f"sends {what} to {whom} {size}"
 
 
-def _about_peer(message: LoggedMessages, other: LoggedMessages | None, *, is_exact: bool) -> str:
-    """Describe how many messages the other rank has sent or received."""
+def _about_peer(message: LoggedMessages, other: LoggedMessages | None, from_any: LoggedMessages | None) -> str:
+    """Describe how many messages the other rank has sent or received; `from_any`: the receives from any rank."""
     num_there, peer = 0 if other is None else other.num_begun, f"rank {message.peer}"
     num_missing = message.num_begun - num_there
-    if message.is_receive and not is_exact:  # receives from any rank may have taken messages of this one
+    if from_any is not None:  # it may have taken messages of this channel
+        if not message.is_receive:
+            return f"; {peer} has received {from_any.num_ended or 'none'} from any rank"
         return f"; {peer} has sent {num_there or 'none'} in all"
     if num_missing <= 0:
         return f"; {peer} has sent it" if message.is_receive else f"; {peer} receives it"

@@ -7,27 +7,38 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from ..communicators.flight_record import FILE_NAME, SUFFIX, RankCalls, ask_for_records, from_ranges, parse, read
+from ..communicators.flight_record import (
+    FILE_NAME,
+    SUFFIX,
+    RankCalls,
+    ask_for_records,
+    from_ranges,
+    parse,
+    read,
+    write_copy,
+)
 from ..errors import TorchMPIError
 from ..session.report import named
 from . import torch_traces
 from .flight_analysis import as_json, report
 
-_GATHER_SECONDS, _POLL_SECONDS = 5.0, 0.05
+_GATHER_SECONDS = 30.0  # for as long NFS may say that a file does not exist
+_POLL_SECONDS = 0.05
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     folder: Path = options.folder or Path(f"torchmpi-dump-{options.process}")
     if options.command == "dump":
-        num_ranks = dump(options.process, folder)
-        print(f"The last calls of {num_ranks} rank{'s' if num_ranks > 1 else ''} of this host: {folder}")
-        print(gather_other_hosts(options.process, folder), end="")
+        own = dump(options.process, folder)
+        print(f"The last calls of {len(own)} rank{'s' if len(own) > 1 else ''} of this host: {folder}", flush=True)
+        print(gather_other_hosts(options.process, folder, own[0].about), end="")
     records = read_folder(folder)
     if options.torch is not None:
         torch_traces.write(records, options.torch)
@@ -50,39 +61,47 @@ def read_folder(folder: Path) -> list[RankCalls]:
     return sorted((read(path) for path in paths), key=lambda record: record.rank)
 
 
-def dump(process: int, folder: Path) -> int:
-    """Copy the flight records of a process and of all processes that it has started; return their number.
+def dump(process: int, folder: Path) -> list[RankCalls]:
+    """Copy the flight records of a process and of all processes that it has started, unless they are in the folder.
+
+    Returns:
+        The records.
 
     Raises:
         TorchMPIError: The process does not exist, or none of them is a rank that this user may read.
     """
-    contents = {path.read_bytes() for path in _records_of(process)}
-    if not contents:
+    paths = list(_records_of(process))
+    records = {}
+    for path in paths:  # one per rank: its children may have inherited the file
+        data = path.read_bytes()
+        record = parse(data, "the record")
+        records[record.rank] = record, data
+    if not records:
         raise TorchMPIError(
             f"Neither process {process} nor a process that it has started is a rank between mpi.start() and mpi.stop() "
             "that this user may read. Name the process of a rank or of its launcher, as its user or as root."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    for data in contents:
-        rank = parse(data, "the record").rank
-        (folder / f"rank{rank}{SUFFIX}").write_bytes(data)
-    return len(contents)
+    if not _are_in(folder, paths):
+        for rank, (_, data) in records.items():
+            write_copy(folder / f"rank{rank}{SUFFIX}", data)
+    return [record for record, _ in records.values()]
 
 
-def gather_other_hosts(process: int, folder: Path) -> str:
+def gather_other_hosts(process: int, folder: Path, about: dict[str, Any]) -> str:
     """Ask the ranks of other hosts for their flight records, through a rank of this host; return what is missing.
 
     Args:
         process: The process of a rank, or of the launcher of all ranks of this host.
         folder: The folder with the records of this host, which the other hosts should have too.
+        about: The description of a rank of this host, as its record has it.
     """
-    first = read_folder(folder)[0].about
-    elsewhere = set(range(int(first["size"]))) - set(from_ranges(str(first["on_host"])))
-    if not elsewhere:
+    paths = list(_records_of(process))
+    elsewhere = set(range(int(about["size"]))) - set(from_ranges(str(about["on_host"])))
+    if not elsewhere or _are_in(folder, paths):
         return ""
     before = {rank: _file_number(folder, rank) for rank in elsewhere}
     request = time.time_ns()
-    for path in _records_of(process):
+    for path in paths:
         with contextlib.suppress(OSError):
             ask_for_records(path, folder.resolve(), request)
     limit = time.monotonic() + _GATHER_SECONDS
@@ -92,10 +111,21 @@ def gather_other_hosts(process: int, folder: Path) -> str:
     if not elsewhere:
         return f"The ranks of other hosts have written theirs: {named(sorted(before))}\n"
     return (
-        f"No record has come from {named(sorted(elsewhere))} on other hosts: they are stopped, have ended, or do not "
-        f"share this folder, so that they have written it to {folder.resolve()} there. `torchmpi dump PROCESS --out "
-        f"{folder}` on their hosts reads those of stopped ranks too. Copy them here, and call `torchmpi analyze`.\n"
+        f"No record has come from {named(sorted(elsewhere))} on other hosts in {_GATHER_SECONDS:g} s: they are stopped "
+        "or busy, or all ranks of this host are; they have ended; the hosts are not connected, as with "
+        'heartbeat_seconds=0 or on_lost_rank="raise"; or they do not share this folder, and have written to '
+        f"{folder.resolve()} there. `torchmpi dump PROCESS --out {folder}` on their hosts reads the records of all "
+        "ranks that have not ended. Copy the files here, and call `torchmpi analyze`.\n"
     )
+
+
+def _are_in(folder: Path, records: Iterable[Path]) -> bool:
+    """Return whether a folder is that of TORCHMPI_FLIGHT_RECORD: its files are the records, and not to be replaced."""
+    for record in records:
+        with contextlib.suppress(OSError):
+            if record.samefile(folder / Path(os.readlink(record)).name):
+                return True
+    return False
 
 
 def _file_number(folder: Path, rank: int) -> int:

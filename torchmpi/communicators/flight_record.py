@@ -23,6 +23,8 @@ import json
 import mmap
 import os
 import struct
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +64,7 @@ _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
 _MOST_RANKS = 1 << 20  # of a damaged file
+_CUT = ("program", "name", "ranks")  # in a text that is too long; the other values are short
 _HAS_FAILED = 1 << 33
 """Added to RECORD_NUM_DIMS of a call that has ended with an error."""
 STARTS = tuple(_PAGE_BYTES + index * _ENTRY_BYTES for index in range(RECORD_LENGTH))
@@ -195,12 +198,15 @@ class FlightRecord:
     """
 
     def __init__(self, folder: str, about: dict[str, Any]) -> None:
-        self.path = Path(folder) / f"rank{about['rank']}{SUFFIX}" if folder else None
+        self._rank = about["rank"]
+        self.path = Path(folder) / f"rank{self._rank}{SUFFIX}" if folder else None
         self._file = self._open()
         self._maps: list[mmap.mmap] = []
         self._rings: list[Ring] = []
         self._unused: list[Ring] = []
         self._freed: list[Ring] = []
+        self._lock = threading.Lock()
+        """Of rings and file: any thread may make a ring with the first message, or save a copy."""
         self.read_ticks: Callable[[], int] | None = None
         """Reads the ticks with which the fast path measures time."""
         self._head = memoryview(bytearray(_HEAD_BYTES)) if self._file is None else self._map_head()
@@ -259,22 +265,23 @@ class FlightRecord:
 
         The rings of freed groups are kept as long as there are unused ones.
         """
-        if not self._unused and self._freed:
-            ring = self._freed.pop(0)
-            ring.clear()
-        else:
-            try:
-                ring = self._next()
-            except OSError as error:
-                if self.path is not None:
-                    logger.warning(f"the calls on communicator {name} are not in {self.path}: {error.strerror}")
+        with self._lock:
+            if self._file is None:
                 return Ring.private()
-        ring.describe(key, name, ranks, kind)
-        return ring
+            if not self._unused and self._freed:
+                ring = self._freed.pop(0)
+                ring.clear()
+            else:
+                try:
+                    ring = self._next()
+                except OSError as error:
+                    if self.path is not None:
+                        logger.warning(f"the calls on communicator {name} are not in {self.path}: {error.strerror}")
+                    return Ring.private()
+            ring.describe(key, name, ranks, kind)
+            return ring
 
     def _next(self) -> Ring:
-        if self._file is None:
-            return Ring.private()
         if not self._unused:
             begin = _HEAD_BYTES + len(self._rings) * _RING_BYTES
             block = self._map(begin, _RINGS_PER_BLOCK * _RING_BYTES)
@@ -288,9 +295,10 @@ class FlightRecord:
 
     def free(self, ring: Ring) -> None:
         """Keep the ring of a freed group, to be read, or to be used again."""
-        ring.free()
-        if ring in self._rings:
-            self._freed.append(ring)
+        with self._lock:
+            ring.free()
+            if ring in self._rings:
+                self._freed.append(ring)
 
     def note_ticks(self) -> None:
         """Read ticks and clock together: readers compute the times of the fast path from the first and last reading.
@@ -303,25 +311,34 @@ class FlightRecord:
         self._fields[LAST_TICKS], self._fields[LAST_NS] = ticks, now
 
     def take_request(self) -> dict[str, Any]:
-        """Return the last request of :func:`ask_for_records`, the first time that this is called after it; else {}."""
+        """Return the last request of :func:`ask_for_records`, the first time that this is called after it; else {}.
+
+        Other programs can write to the file: a request that is damaged is left out.
+        """
         request = self._fields[_REQUEST]
         if request == self._request:
             return {}
         self._request = request
-        return _read_text(bytes(self._head[: 2 * _PAGE_BYTES]), _PAGE_BYTES)
+        values = _read_text(bytes(self._head[: 2 * _PAGE_BYTES]), _PAGE_BYTES)
+        folder, number = values.get("folder"), values.get("number")
+        is_valid = isinstance(folder, str) and isinstance(number, int)
+        return {"folder": folder, "number": number} if is_valid else {}
 
     def save(self, folder: Path) -> None:
-        """Write a copy to a folder.
+        """Write a copy to a folder, unless the record itself is there, or has been closed.
 
         Raises:
             OSError: That is not possible.
+            ValueError: The name of the folder is none.
         """
-        if self._file is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"rank{_read_text(bytes(self._head[:_PAGE_BYTES]), 0)['rank']}{SUFFIX}"
-            part = path.with_suffix(".part")  # a reader finds a complete file, or none
-            part.write_bytes(os.pread(self._file, os.fstat(self._file).st_size, 0))
-            part.rename(path)
+        with self._lock:
+            if self._file is None:
+                return
+            about = os.fstat(self._file)
+            data = os.pread(self._file, about.st_size, 0)
+        path = folder / f"rank{self._rank}{SUFFIX}"
+        if not (path.exists() and os.path.samestat(about, path.stat())):
+            write_copy(path, data)
 
     def seconds_per_tick(self) -> float:
         """Return the length of a tick; 0 if there is no fast path, or if the clock has not advanced."""
@@ -333,7 +350,9 @@ class FlightRecord:
     def close(self) -> None:
         """End the record: the rank has called stop(), and all groups are freed."""
         self.note_ticks()
-        if self._file is not None:
+        with self._lock:
+            if self._file is None:
+                return
             self._fields[_ENDED] = 1
             self._fields.release()
             self._head.release()
@@ -358,6 +377,23 @@ def read(path: Path) -> RankCalls:
     return parse(data, str(path))
 
 
+def write_copy(path: Path, data: bytes) -> None:
+    """Write a copy of a flight record; readers find a complete file, or none, also if several processes write one.
+
+    Raises:
+        OSError: That is not possible.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
+        try:
+            part.write(data)
+            part.flush()
+            os.replace(part.name, path)
+        except OSError:
+            os.unlink(part.name)
+            raise
+
+
 def ask_for_records(path: Path, folder: Path, request: int) -> None:
     """Ask the rank with this flight record for those of the other hosts, which their ranks write to a folder.
 
@@ -368,10 +404,14 @@ def ask_for_records(path: Path, folder: Path, request: int) -> None:
 
     Raises:
         OSError: The file cannot be written.
+        TorchMPIError: The name of the folder is too long.
     """
+    values = {"folder": str(folder), "number": request}
+    if len(json.dumps(values)) > _PAGE_BYTES - _TEXT_BYTES:
+        raise TorchMPIError(f"The ranks of other hosts cannot be told the folder {folder}: its name is too long.")
     with path.open("r+b") as file, mmap.mmap(file.fileno(), _HEAD_BYTES) as head:
         memory = memoryview(head)
-        _write_text(memory[_PAGE_BYTES:], {"folder": str(folder), "number": request})
+        _write_text(memory[_PAGE_BYTES:], values)
         with memory.cast("q") as fields:
             fields[_REQUEST] = request
         memory.release()
@@ -434,7 +474,7 @@ def _as_call(entry: Sequence[int], time_of: Callable[[int], float]) -> LoggedCal
 def _write_text(memory: memoryview, values: dict[str, Any]) -> None:
     data = json.dumps(values).encode()
     if len(data) > _PAGE_BYTES - _TEXT_BYTES:  # names and lists of any length
-        short = {key: value[:500] if isinstance(value, str) else value for key, value in values.items()}
+        short = {key: value[:500] if key in _CUT else value for key, value in values.items()}
         data = json.dumps(short).encode()
     memory[_TEXT_BYTES:_PAGE_BYTES] = data[: _PAGE_BYTES - _TEXT_BYTES].ljust(_PAGE_BYTES - _TEXT_BYTES, b"\0")
 

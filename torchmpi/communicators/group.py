@@ -303,7 +303,9 @@ class Group:
 
     def _memory_of_channels(self) -> Ring:
         record = self.context.flight_record
-        return Ring.private() if record is None else record.ring(self.key, self.name, self.world_ranks, OF_MESSAGES)
+        if record is None or self not in self.context.groups:  # without a record, or freed
+            return Ring.private()
+        return record.ring(self.key, self.name, self.world_ranks, OF_MESSAGES)
 
     @cached_property
     def comparison(self) -> Comparison | None:

@@ -113,17 +113,19 @@ class Channels(Generic[M]):
         return self._make(key) if found is None else found
 
     def close(self) -> list[M]:
-        """End the use of the memory, and return it."""
-        for channel in self._channels.values():
-            channel.close()
-        return self._memories
+        """End the use of the memory, and return it; channels that are made later get memory of their own."""
+        with self._lock:
+            for channel in self._channels.values():
+                channel.close()
+            memories, self._memories = self._memories, []
+            return memories
 
     def _make(self, key: tuple[bool, int, int]) -> Channel:
         is_receive, peer, tag = key
         with self._lock:
             if key not in self._channels:
                 index = len(self._channels) % RECORD_LENGTH
-                if index == 0:
+                if index == 0 or not self._memories:
                     self._memories.append(self._make_memory())
                 made = Channel(self._memories[-1], index, is_receive=is_receive, peer=peer, tag=tag)
                 if is_receive and peer == ANY_RANK:

@@ -318,8 +318,8 @@ class Watchdog(threading.Thread):
         try:
             if self.context.flight_record is not None:
                 self.context.flight_record.save(Path(folder))
-        except OSError as error:
-            logger.warning(f"the last calls cannot be written to {folder}, as `torchmpi dump` asks: {error.strerror}")
+        except (OSError, ValueError) as error:
+            logger.warning(f"the last calls cannot be written to {folder}, as `torchmpi dump` asks: {error}")
 
     def _how_to_compare(self) -> str:
         """Return the command that compares the last calls of the ranks while they wait."""
