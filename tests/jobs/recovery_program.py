@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import torchmpi as mpi
-from torchmpi.engine import AllReduceSGDEngine
+from torchmpi.engine import AllReduceSGDEngine, TensorBoard
 
 EVERY, LAST_UPDATE = 6, 8  # with 36 batches, 4, 3 and 2 ranks can share what is left after 6 updates
 folder, moment, asynchronous, fault = Path(sys.argv[1]), sys.argv[2], bool(int(sys.argv[3])), sys.argv[5]
@@ -29,6 +30,15 @@ network = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Line
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
 engine = AllReduceSGDEngine(asynchronous=asynchronous, progress=False)
 losses, calls = [], []
+scalars, begin = defaultdict(list), time.monotonic()
+
+
+class Writer:
+    def add_scalar(self, name, value, step):
+        scalars[name].append(value)
+
+
+engine.add(TensorBoard(Writer()))
 
 
 @engine.on("on_forward_criterion")
@@ -83,5 +93,8 @@ if fault != "reference":
     assert calls == [first_size, first_size - len(lost)], calls
     first, last = (sum(loss for _, loss in part) / len(part) for part in (losses[:5], losses[-15:]))
     assert last < 0.8 * first, losses
+assert bool(scalars) == (mpi.rank() == 0), scalars
+assert all(value >= 0 for name in scalars.keys() - {"loss"} for value in scalars[name]), scalars
+assert sum(scalars["seconds/update"]) <= time.monotonic() - begin, scalars
 print(f"result {mpi.rank()}: {state.t} {total.hex()} {moments.hex()} {after}", flush=True)
 mpi.stop()

@@ -115,12 +115,13 @@ def undisturbed():
 
 
 @pytest.mark.parametrize(
-    ("moment", "asynchronous"), [("forward", 0), ("updated", 0), ("backward", 1), ("synchronized", 1)]
+    ("moment", "asynchronous", "lost"),
+    [("forward", 0, 1), ("updated", 0, 0), ("backward", 1, 1), ("synchronized", 1, 0)],
 )
 def test_an_engine_continues_with_the_bits_of_a_run_from_that_step(
-    survive, tmp_path, undisturbed, moment, asynchronous
+    survive, tmp_path, undisturbed, moment, asynchronous, lost
 ):
-    result = survive(3, TRAINING, tmp_path, moment, asynchronous, 1, "kill", start="")
+    result = survive(3, TRAINING, tmp_path, moment, asynchronous, lost, "kill", start="")
     assert result.returncode == 0, result.output
     assert "continuing on 2 of 3 ranks" in result.stderr, result.output
     if asynchronous not in undisturbed:

@@ -42,24 +42,30 @@ class TensorBoard:
                 "`pip install tensorboard`, or pass an object with add_scalar(name, value, step)."
             )
         self._begin = 0.0
-        self._totals: dict[str, float] = {}
+        self._totals: dict[str, float] = {}  # empty before the first measurement
 
     def on_start(self, state: State) -> None:
         """Open the file, and begin the measurement of the first update."""
         if state.training and _is_first_rank():
-            if self._writer is None:
-                from torch.utils.tensorboard import SummaryWriter
+            self._start()
 
-                self._writer = SummaryWriter(self._folder)
-            self._begin, (self._totals, _) = time.monotonic(), _metrics()
+    def _start(self) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder)
+        self._begin, (self._totals, _) = time.monotonic(), _metrics()
 
     def on_update(self, state: State) -> None:
         """Write the scalars of an update."""
         if not _is_first_rank():
             return
+        if not self._totals:  # mpi.recover() has made this rank the first one: its first update is not measured
+            self._start()
+            return
         now, (totals, staleness) = time.monotonic(), _metrics()
         scalars = {"lr": state.lr, "seconds/update": now - self._begin}
-        scalars |= {name: total - self._totals.get(name, 0) for name, total in totals.items()} | staleness
+        scalars |= {name: _growth(self._totals.get(name, 0), total) for name, total in totals.items()} | staleness
         if state.loss is not None:
             scalars["loss"] = state.loss.item()
         for name, value in scalars.items():
@@ -74,6 +80,15 @@ class TensorBoard:
 
 def _is_first_rank() -> bool:
     return not runtime.is_running() or api.rank() == 0
+
+
+def _growth(old: float, total: float) -> float:
+    """Return by how much a sum has grown, also if it has begun anew, by mpi.recover() or a new update of its name.
+
+    >>> _growth(5, 7), _growth(5, 3)
+    (2, 3)
+    """
+    return total - old if total >= old else total
 
 
 def _metrics() -> tuple[dict[str, float], dict[str, float]]:
