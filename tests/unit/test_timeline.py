@@ -1,4 +1,4 @@
-"""Timelines without processes: the recorder, the trace file, aligned clocks, phases, and the parts of a step."""
+"""Timelines without processes: the recorder, the trace file, phases, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ import tracemalloc
 from functools import partial
 
 import bench_rows
-import numpy as np
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
@@ -31,9 +28,9 @@ from torchmpi.tensors import streams
 from torchmpi.timeline import events, torch_profiler, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.bench_times import BenchTimes
-from torchmpi.timeline.clocks import AlignedClock, ClockSample, TickClock, sample
+from torchmpi.timeline.clocks import ClockSample, TickClock
 from torchmpi.timeline.events import CallRecord, GroupInfo, Origin, SliceRecord
-from torchmpi.timeline.merging import merge
+from torchmpi.timeline.merging import merge, merged_events
 from torchmpi.timeline.step_report import StepReport
 from torchmpi.timeline.step_times import call_sites, late_ranks, step_spans, times_of_steps
 from torchmpi.timeline.trace_reader import read_folder
@@ -93,80 +90,6 @@ def write(folder, records, samples=EXACT):
             writer.read(record)
         writer.close([])
     return read_folder(folder)
-
-
-def test_an_offset_lies_within_the_error_of_its_sample():
-    clock_ahead = 12_345
-    rounds = [
-        (t, t + there + clock_ahead, t + there + back) for t, there, back in ((0, 90, 10), (500, 7, 3), (900, 40, 40))
-    ]
-    best = sample(rounds)
-    assert abs(best.offset - clock_ahead) <= best.error == 5
-
-
-def test_drift_is_removed_between_samples_and_bounded_after_the_last_one():
-    clock = AlignedClock([ClockSample(0, 1000, 5), ClockSample(10**9, 21_000, 5)])
-    assert clock.aligned(5 * 10**8) == 5 * 10**8 + 11_000
-    at_samples, between, later = clock.error([0, 5 * 10**8, 2 * 10**9])
-    assert (at_samples, between, later) == (7, 250_007, 500_007)  # 500 ppm of half a second, and of a second
-    assert AlignedClock([ClockSample(0, 0, 0)]).error(10**12) == 0  # the clock of rank 0 itself
-
-
-SECOND = 1_000_000_000
-TRIPS = st.tuples(st.integers(1, SECOND), st.integers(1, 50 * MILLISECOND), st.floats(0, 1))
-"""Time since the previous sample, duration of a message and its reply, and when in it the reference is read."""
-
-
-@given(
-    st.integers(-(10**15), 10**15),
-    st.lists(st.tuples(st.integers(1, 2 * SECOND), st.floats(-500e-6, 500e-6)), min_size=1, max_size=8),
-    st.lists(st.lists(TRIPS, min_size=1, max_size=3), min_size=1, max_size=12),
-)
-def test_the_true_time_lies_within_the_error_however_the_rate_changes(offset, rates, exchanges):
-    """Regression: the rate was assumed to be constant from the first to the last sample."""
-    durations, drifts = np.array(rates).T
-    knots = np.append(0.0, np.cumsum(durations))
-    drifted = np.append(0.0, np.cumsum(durations * drifts))
-
-    def reference(local):
-        return local + offset + np.rint(np.interp(local, knots, drifted)).astype(np.int64)
-
-    samples, sent = [], 0
-    for trips in exchanges:
-        rounds = []
-        for pause, duration, part in trips:
-            sent += pause
-            rounds.append((sent, int(reference(np.int64(sent + int(part * duration)))), sent + duration))
-        samples.append(sample(rounds))
-    clock = AlignedClock(samples)
-    times = np.linspace(-SECOND, max(sent, int(knots[-1])) + SECOND, 500).astype(np.int64)
-    wrong = np.abs(clock.aligned(times) - reference(times))
-    assert np.all(wrong <= clock.error(times) + 1)  # the reference is rounded
-    assert clock.largest_error(int(times[0]), int(times[-1])) >= wrong.max() - 1
-
-
-def test_more_samples_make_the_error_smaller_and_bad_ones_do_not_make_it_larger():
-    ends = [ClockSample(0, 0, 5000), ClockSample(10 * SECOND, 0, 5000)]
-    between = [ClockSample(k * SECOND // 4, 0, 5000) for k in range(1, 40)]
-    bad = [ClockSample(5 * SECOND + 1, 3 * MILLISECOND, 4 * MILLISECOND)]
-    errors = [AlignedClock(found).largest_error(0, 10 * SECOND) for found in (ends, ends + between)]
-    assert errors == [2_505_004, 67_504]
-    clock = AlignedClock(ends + between + bad)
-    assert clock.largest_error(0, 10 * SECOND) == errors[1] and clock.aligned(bad[0].local) == bad[0].local
-
-
-def test_ticks_are_converted_by_the_rate_of_the_last_seconds(monkeypatch):
-    """Regression: the mean rate since the start was used, so that notes of calls were wrong by 0.2 ms here."""
-    times = {"ticks": 1, "ns": 0}
-    monkeypatch.setattr(time, "monotonic_ns", lambda: times["ns"])
-    clock = TickClock(lambda: times["ticks"])
-    for half_second in range(240):
-        before = dict(times)
-        times["ticks"] += SECOND
-        times["ns"] += SECOND // 2 + (200_000 if half_second >= 200 else 0)  # 400 ppm faster
-        clock.nanoseconds(times["ticks"])
-        if not 200 <= half_second < 206:
-            assert abs(clock.nanoseconds(before["ticks"]) - before["ns"]) < 1000
 
 
 def test_parts_come_before_their_calls(tmp_path):
@@ -241,7 +164,7 @@ def test_phases_and_the_late_rank(tmp_path):
     aligned = align(traces)
     assert aligned[0].awaited(0) == aligned[0].awaited(1) == 1
     assert [aligned[0].ready(rank) for rank in (0, 1)] == pytest.approx([0.010, 0.010])
-    (late,) = late_ranks(aligned, 1e-4)
+    (late,) = late_ranks(aligned)
     assert (late.rank, late.num_calls) == (1, 1) and late.seconds == pytest.approx(0.010)
     assert earliest_result(aligned) == pytest.approx(0.001)
     merge(traces, tmp_path / "merged.json.gz")
@@ -271,6 +194,32 @@ def test_clocks_of_hosts_are_aligned(tmp_path):
     (aligned,) = align(traces)
     assert aligned.calls[1].begin == pytest.approx(0.50449)
     assert aligned.last == 1 and traces[1].error_seconds == pytest.approx(250_012e-9)  # 500 ppm of half a second
+
+
+def test_ends_are_aligned_like_begins(tmp_path):
+    """Regression: ends were aligned begins and local durations, so that the second call was inside the first one."""
+    samples = [[ClockSample(0, 0, 10), ClockSample(10**9, -5 * MILLISECOND, 10)]]
+    wait = SliceRecord("wait", "wait", "", 0, 1000 * MILLISECOND, MAIN, {})
+    part = SliceRecord("combining", events.PART, "", 500 * MILLISECOND, 1000 * MILLISECOND, MAIN, {})
+    records = [part, call(0, 1, 0, 1000, size=1), call(0, 2, 1001, 2000, size=1), wait]
+    (trace,) = write(tmp_path, [records], samples)
+    assert trace.calls.end.tolist() == pytest.approx([0.995, 1.995]) and not trace.calls.is_step.any()
+    assert trace.intervals("wait").end.tolist() == pytest.approx([0.995])
+    assert call_sites(align([trace]))[0].num_calls == 2
+    assert trace.error_seconds == pytest.approx(500_012e-9)  # 500 ppm of the second after the last sample
+    found = [each for each in merged_events([trace]) if each["ph"] == "X"]
+    spans = {(each["cat"], each["ts"], each["ts"] + each["dur"]) for each in found}
+    both = {("collective", 0, 995_000), ("collective", 996_000, 1_995_000)}
+    assert spans == both | {(events.PART, 497_500, 995_000), ("wait", 0, 995_000)}
+
+
+def test_a_folder_is_merged_while_the_job_records(tmp_path):
+    """Regression: a KeyError for the parts of calls that were recorded after the calls had been read."""
+    part = SliceRecord("combining", events.PART, "", 21 * MILLISECOND, 22 * MILLISECOND, MAIN, {})
+    traces = write(tmp_path, [[call(0, 1, 0, 10, size=1)]])
+    write(tmp_path, [[call(0, 1, 0, 10, size=1), part, call(0, 2, 20, 30, size=1)]])
+    parts = [each for each in merged_events(traces) if each.get("cat") == events.PART]
+    assert [(each["ts"], each["dur"]) for each in parts] == [(21_000, 1000)]
 
 
 def test_parts_of_a_step(tmp_path):
@@ -455,7 +404,17 @@ def test_the_order_of_arrival_at_a_step_of_a_hierarchical_call_makes_no_rank_lat
         records.append([step(0), call(rank, 1, 1, 10), inner, step(20)])
     traces = write(tmp_path, records)
     assert StepReport.of(traces).late == []
-    assert [late.rank for late in late_ranks(align(traces), 0.0)] == [1]
+    assert [late.rank for late in late_ranks(align(traces))] == [1]
+
+
+def test_a_time_without_samples_hides_no_late_rank_of_other_times(tmp_path):
+    """Regression: waits had to be longer than the largest error of the recording."""
+    samples = [[ClockSample(0, 0, 0)], [ClockSample(local, 0, 1000) for local in (0, 10**9, 10**11)]]
+    records = [[step(0), step(99_000)] for _ in range(2)]
+    for rank, of_rank in enumerate(records):
+        of_rank[1:1] = [call(rank, n, begin + 10 * rank, begin + 11) for n, begin in enumerate((500, 50_000))]
+    (late,) = StepReport.of(write(tmp_path, records, samples)).late
+    assert (late.rank, late.num_calls) == (1, 1) and late.seconds == pytest.approx(0.010)
 
 
 def test_files_of_an_earlier_larger_job_are_ignored(tmp_path):

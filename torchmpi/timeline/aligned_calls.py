@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .clocks import IntArray
 from .events import awaited_ranks
-from .trace_reader import Flags, RankTrace, TracedCall
+from .trace_reader import Flags, Floats, RankTrace, TracedCall
 
 
 class AlignedCall(NamedTuple):
@@ -98,6 +98,14 @@ class AlignedCalls(Sequence[AlignedCall]):
     def of_kinds(self, values: Sequence[Any]) -> npt.NDArray[Any]:
         """Return for each part the value of its kind."""
         return np.array(values or np.empty(0, np.int64))[self.kind]
+
+    def wait_error(self) -> Floats:
+        """Return for each part the bound of the error of its wait in seconds, by the clocks of the hosts."""
+        leaders = [trace.job.get("leader", trace.rank) for trace in self.traces]
+        leader = np.repeat(leaders, [len(trace.calls) for trace in self.traces])[self._source]
+        error = self.column("clock_error")
+        found: Floats = np.where(leader == leader[self.awaited], 0, error + error[self.awaited])
+        return found
 
     def largest(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return for each call the largest value of its parts."""

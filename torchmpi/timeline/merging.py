@@ -51,8 +51,8 @@ def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
                     tracks[trace.rank, f"{event['args']['key']:x}"] = event["tid"]
             else:
                 shifted = {**event, "ts": _microseconds(seconds - first)}
-                if event.get("cat") == PART:
-                    yield from _divided(shifted, _microseconds(ready[_call_of(trace, event)] - first))
+                if event.get("cat") == PART:  # that of a call recorded since the file was read is not divided
+                    yield from _divided(shifted, _microseconds(ready.get(_call_of(trace, event), first) - first))
                 else:
                     yield shifted
     for number, each in enumerate(aligned, 1):
@@ -62,10 +62,15 @@ def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
 
 
 def _timed(trace: RankTrace) -> Iterator[tuple[Event, float]]:
-    """Return the events of a rank with their times on the clock of rank 0."""
+    """Return the events of a rank with their times and durations on the clock of rank 0."""
     events = trace.events
     while some := list(islice(events, _AT_ONCE)):
-        yield from zip(some, trace.seconds([each["ts"] for each in some]).tolist(), strict=True)
+        begins = trace.seconds([each["ts"] for each in some]).tolist()
+        ends = trace.seconds([each["ts"] + each.get("dur", 0.0) for each in some]).tolist()
+        for event, begin, end in zip(some, begins, ends, strict=True):
+            if "dur" in event:
+                event["dur"] = _microseconds(end - begin)
+            yield event, begin
 
 
 def _call_of(trace: RankTrace, part: Event) -> tuple[int, str, int]:

@@ -54,7 +54,7 @@ class StepReport(NamedTuple):
         aligned, error = align(traces), 2 * max(trace.error_seconds for trace in traces)
         steps = {trace.rank: times_of_steps(trace, aligned) for trace in traces}
         during = ~aligned.largest(_is_outside(aligned, steps))
-        late = late_ranks(aligned, error, during & ~aligned.largest(aligned.column("is_step")))
+        late = late_ranks(aligned, during & ~aligned.largest(aligned.column("is_step")))
         ranges = range_times(traces)
         return cls(traces, aligned, steps, call_sites(aligned, during), late, error, ranges, bench)
 

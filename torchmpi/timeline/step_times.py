@@ -140,17 +140,18 @@ class LateRank(NamedTuple):
     """The longest wait of another rank, summed over these calls."""
 
 
-def late_ranks(aligned: AlignedCalls, error_seconds: float, which: Flags | slice = _ALL) -> list[LateRank]:
-    """Return the ranks for which others have waited longer than the error of the clocks, longest wait first.
+def late_ranks(aligned: AlignedCalls, which: Flags | slice = _ALL) -> list[LateRank]:
+    """Return the ranks for which others have waited longer than the error of the clocks then, longest wait first.
 
     `which`: the calls to look at.
     """
-    waits = np.where(aligned.awaited >= 0, aligned.ready - aligned.begin, -np.inf)
+    waits = aligned.ready - aligned.begin
+    waits[(aligned.awaited < 0) | (waits <= aligned.wait_error())] = 0
     longest = aligned.largest(waits)
-    is_longest = (waits == longest[aligned.call]) & (aligned.awaited >= 0)
+    is_longest = (waits == longest[aligned.call]) & (waits > 0)
     late = aligned.largest(np.where(is_longest, aligned.rank[aligned.awaited], -1))[which]
     longest = longest[which]
-    late, longest = late[longest > error_seconds], longest[longest > error_seconds]
+    late, longest = late[longest > 0], longest[longest > 0]
     counts, seconds = np.bincount(late), np.bincount(late, weights=longest)
     found = [LateRank(int(rank), int(counts[rank]), float(seconds[rank])) for rank in np.flatnonzero(counts)]
     return sorted(found, key=lambda late: -late.seconds)

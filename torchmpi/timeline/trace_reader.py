@@ -80,20 +80,20 @@ class Calls(Sequence[TracedCall]):
         kinds: The different kinds of calls.
         kind: For each call the index of its kind; the further arrays have the fields of :class:`TracedCall`.
         is_step: Whether a call is a step of a hierarchical one: it runs inside another call of its thread.
+        clock_error: The bound of the error of `begin` in seconds.
     """
 
     def __init__(self, rank: int, kinds: Sequence[CallKind], columns: _CallColumns, clock: AlignedClock) -> None:
-        begin = _seconds(clock, columns.begin)
-        end = begin + _floats(columns.duration) / 1e6
-        order = np.argsort(end, kind="stable")  # those of the fast path are written apart
-        queued = _integers(columns.queued)[order]
+        order = np.argsort(_integers(columns.end), kind="stable")  # those of the fast path are written apart
+        begin, end, queued = (_integers(each)[order] for each in (columns.begin, columns.end, columns.queued))
         self.rank, self.kinds = rank, kinds
-        self.begin, self.end = begin[order], end[order]
+        self.begin, self.end = _seconds(clock, begin), _seconds(clock, end)
+        self.clock_error = (clock.error(begin) / 1e9).astype(np.float32)
         self.kind, self.seq = _integers(columns.kind)[order].astype(np.int32), _integers(columns.seq)[order]
         self.num_bytes, self.is_queued = _integers(columns.num_bytes)[order], queued >= 0
         self.queued = np.where(self.is_queued, _seconds(clock, queued), self.begin)
         self.thread = self.of_kinds([kind.details["thread"] for kind in kinds])
-        self.is_step = _are_inside(self.begin, self.end, self.thread)
+        self.is_step = _are_inside(begin, end, self.thread)
 
     def of_kinds(self, values: Sequence[Any]) -> npt.NDArray[Any]:
         """Return for each call the value of its kind."""
@@ -128,8 +128,7 @@ class Intervals(Sequence[Interval]):
     def __init__(self, columns: _IntervalColumns, clock: AlignedClock) -> None:
         self.names = list(columns.names)
         self.name, self.thread = _integers(columns.name), _integers(columns.thread)
-        self.begin = _seconds(clock, columns.begin)
-        self.end = self.begin + _floats(columns.duration) / 1e6
+        self.begin, self.end = (_seconds(clock, _integers(each)) for each in (columns.begin, columns.end))
 
     def __len__(self) -> int:
         return len(self.name)
@@ -157,21 +156,33 @@ class Intervals(Sequence[Interval]):
         return spans
 
 
-class _CallColumns:
-    """The calls that have been read; times are local nanoseconds, durations microseconds."""
+class _Columns:
+    """Times that have been read, in local nanoseconds."""
 
     def __init__(self) -> None:
-        self.kind, self.seq, self.num_bytes, self.begin, self.queued = (array("q") for _ in range(5))
-        self.duration = array("d")
+        self.begin, self.end = array("q"), array("q")
+
+    def add_times(self, event: Event) -> None:
+        begin = round(1000 * event["ts"])
+        self.begin.append(begin)
+        self.end.append(begin + round(1000 * event["dur"]))
 
 
-class _IntervalColumns:
-    """The intervals of a category that have been read, with times as in :class:`_CallColumns`."""
+class _CallColumns(_Columns):
+    """The calls that have been read."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.seq, self.num_bytes, self.queued = (array("q") for _ in range(4))
+
+
+class _IntervalColumns(_Columns):
+    """The intervals of a category that have been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.names: dict[str, int] = {}
-        self.name, self.thread, self.begin = (array("q") for _ in range(3))
-        self.duration = array("d")
+        self.name, self.thread = array("q"), array("q")
 
 
 class RankTrace:
@@ -232,8 +243,7 @@ class RankTrace:
         calls.seq.append(details.pop("call"))
         calls.num_bytes.append(details.pop("bytes"))
         calls.queued.append(round(1000 * details.pop(QUEUED)) if QUEUED in details else -1)
-        calls.begin.append(round(1000 * event["ts"]))
-        calls.duration.append(event["dur"])
+        calls.add_times(event)
         key = event["name"], *details.items()
         kind = self._kinds.setdefault(key, len(self._call_kinds))
         if kind == len(self._call_kinds):
@@ -244,15 +254,14 @@ class RankTrace:
         found = self._intervals[event["cat"]]
         found.name.append(found.names.setdefault(event["name"], len(found.names)))
         found.thread.append(event["args"]["thread"])
-        found.begin.append(round(1000 * event["ts"]))
-        found.duration.append(event["dur"])
+        found.add_times(event)
 
     def align(self, samples: Sequence[ClockSample]) -> None:
         """Convert all times to the clock of rank 0, by measurements of the clock of this host."""
         assert self._calls is not None
         self.clock = AlignedClock(samples)
-        begins = [self._calls.begin, *(each.begin for each in self._intervals.values())]
-        limits = [limit for begin in begins if begin for limit in (min(begin), max(begin))]
+        columns = [each for each in (self._calls, *self._intervals.values()) if each.begin]
+        limits = [limit for each in columns for limit in (min(each.begin), max(each.end))]
         self.error_seconds = self.clock.largest_error(min(limits), max(limits)) / 1e9 if limits else 0.0
         """The bound of the error of the times of this rank against those of rank 0."""
         self.calls = Calls(self.rank, self._call_kinds, self._calls, self.clock)
@@ -272,18 +281,14 @@ def _integers(values: array[int]) -> IntArray:
     return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)
 
 
-def _floats(values: array[float]) -> Floats:
-    return np.frombuffer(values, np.float64) if values else np.empty(0)
-
-
 def _seconds(clock: AlignedClock, local: npt.ArrayLike) -> Floats:
     return clock.aligned(np.asarray(local, np.int64)) / 1e9
 
 
-def _are_inside(begin: Floats, end: Floats, thread: IntArray) -> Flags:
+def _are_inside(begin: IntArray, end: IntArray, thread: IntArray) -> Flags:
     """Return which calls run inside another call of the same thread.
 
-    >>> _are_inside(np.array([0.0, 1, 5, 1]), np.array([4.0, 2, 6, 3]), np.array([1000, 1000, 1000, 1001])).tolist()
+    >>> _are_inside(np.array([0, 1, 5, 1]), np.array([4, 2, 6, 3]), np.array([1000, 1000, 1000, 1001])).tolist()
     [False, True, False, False]
     """
     inside = np.zeros(len(begin), bool)
