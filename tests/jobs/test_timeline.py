@@ -23,6 +23,12 @@ rank = launcher.detect().rank
 os.environ["TORCHMPI_HOST_NAME"] = "node0" if rank < 2 else "node1"
 import torchmpi as mpi
 mpi.start()
+try:
+    mpi.timeline.start(FOLDER + "/job.py" * (rank == 2))  # a file
+except OSError if rank == 2 else mpi.TorchMPIError as error:
+    assert not mpi.timeline.is_recording(), error
+else:
+    raise AssertionError("one rank cannot write")
 choice, handles = random.Random(5), []
 with mpi.timeline.start(FOLDER):
     for _ in range({NUM_CALLS}):

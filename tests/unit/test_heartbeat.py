@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
+import resource
 import signal
 import socket
 import time
@@ -179,6 +181,24 @@ def test_a_forked_child_does_not_keep_the_connections():
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     ranks.close()
+
+
+def test_a_process_with_many_descriptors_accepts():
+    """Regression: `select()` raised a ValueError for descriptors from 1,024 on."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    secret = os.urandom(16)
+    try:
+        with (
+            network.listen(network.loopback(), 1) as listener,
+            socket.socket(fileno=fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)) as high,
+            network.connect(listener.getsockname()[:2], secret, 1, timeout_seconds=5),
+        ):
+            found = network.accept([high], secret, {1}, timeout_seconds=5)
+        assert found is not None and found[0] == 1
+        found[1].close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_strangers_are_not_accepted():

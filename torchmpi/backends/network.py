@@ -156,11 +156,14 @@ def accept(
 ) -> tuple[int, socket.socket] | None:
     """Return the next of the awaited ranks that connects, or None; close connections of other programs."""
     limit = time.monotonic() + timeout_seconds
+    poll, by_number = select.poll(), {each.fileno(): each for each in listeners}  # select() stops at descriptor 1,023
+    for number in by_number:
+        poll.register(number, select.POLLIN)
     while True:
-        ready, _, _ = select.select(listeners, (), (), max(0.001, limit - time.monotonic()))
+        ready = poll.poll(1000 * max(0.001, limit - time.monotonic()))
         if not ready:
             return None
-        sock, _ = ready[0].accept()
+        sock, _ = by_number[ready[0][0]].accept()
         sock.settimeout(_GREETING_SECONDS)
         with suppress(OSError):
             said = sock.recv(_GREETING.size, socket.MSG_WAITALL)

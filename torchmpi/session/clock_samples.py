@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import timeline
 from ..backends import network
+from ..communicators.conditions import on_all
 from ..communicators.group import Group
 from ..timeline import events
 from ..timeline.clocks import ClockSample, sample
@@ -36,10 +37,15 @@ def provide_timeline(world: Group, description: dict[str, Any]) -> None:
     hosts = world.context.hosts
     description = {**description, "leader": leaders_of(hosts)[hosts[world.rank]]}
     if len(set(hosts)) == 1:  # no communication
-        timeline.set_job(timeline.JobInfo(description, open_here, measure_here))
+        timeline.set_job(timeline.JobInfo(description, open_here, measure_here, bool))
     else:
         run = partial(world.call_action, "barrier")
-        timeline.set_job(timeline.JobInfo(description, partial(run, open_here), partial(run, measure_here)))
+        actions = partial(run, open_here), partial(run, measure_here), partial(_agree, world)
+        timeline.set_job(timeline.JobInfo(description, *actions))
+
+
+def _agree(world: Group, condition: bool) -> bool:
+    return world.call_action("barrier", partial(on_all, world.comm, condition))
 
 
 def measure(world: Group) -> list[ClockSample]:
@@ -134,7 +140,7 @@ class HostClock:
         return sent, reference, events.now()
 
     def _answer(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with suppress(OSError), selectors.DefaultSelector() as selector:  # without descriptors nobody is answered
             for sock in self._sockets:
                 selector.register(sock, selectors.EVENT_READ, sock)
             while selector.get_map():
@@ -168,7 +174,7 @@ def _connect(world: Group) -> list[socket.socket]:
         with suppress(OSError):
             found[0] = network.connect(address, secret, rank, timeout_seconds=_CONNECT_SECONDS)
     if listener is not None:
-        with listener:
+        with listener, suppress(OSError):
             while missing := awaited - found.keys():
                 accepted = network.accept([listener], secret, missing, timeout_seconds=_CONNECT_SECONDS)
                 if accepted is None:

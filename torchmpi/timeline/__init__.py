@@ -39,6 +39,8 @@ class JobInfo(NamedTuple):
     """Compares the clock of this host with that of rank 0, now and further on. Collective."""
     measure_clock: Callable[[], list[ClockSample]]
     """Compares the clock of this host with that of rank 0. Collective."""
+    agree: Callable[[bool], bool]
+    """Whether a condition is true on all ranks whose clocks are compared. Collective."""
 
 
 _job: JobInfo | None = None
@@ -57,7 +59,16 @@ class Recording:
         self.folder, self._job = folder, job
         path = path_for(folder, job.describe["rank"])
         self._clock = job.open_clock()
-        self._writer = TraceWriter(path, job.describe, self._clock.samples)
+        error: OSError | None = None
+        try:
+            self._writer = TraceWriter(path, job.describe, self._clock.samples)
+        except OSError as caught:
+            error = caught
+        if not job.agree(error is None):  # or stop() would wait for this rank
+            self._clock.close()
+            if error is None:
+                self._writer.close([])
+            raise error or TorchMPIError(f"No timeline is recorded: other ranks cannot write to {folder}.")
         self.path = self._writer.path
         self._clock.follow(self._writer.add_sample)
         self._hook = _count_steps()
@@ -66,8 +77,12 @@ class Recording:
     def _close(self, measure_clock: Callable[[], list[ClockSample]]) -> None:
         events.remove_reader(self._writer.read)  # before the measurement, which is no call of the program
         self._hook()
-        self._clock.close()
-        self._writer.close(measure_clock())
+        samples: list[ClockSample] = []
+        try:
+            samples = measure_clock()  # waits for the other ranks; until then the clock is measured further
+        finally:
+            self._clock.close()
+            self._writer.close(samples)
 
     def __enter__(self) -> Recording:
         return self
@@ -93,7 +108,8 @@ def start(folder: str | os.PathLike[str]) -> Recording:
 
     Raises:
         NotStartedError: torchmpi is not started.
-        TorchMPIError: A timeline is being recorded already.
+        TorchMPIError: A timeline is being recorded already, or another rank cannot write its file.
+        OSError: This rank cannot write its file.
 
     Example:
         with mpi.timeline.start("traces"):

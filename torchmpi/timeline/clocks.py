@@ -13,8 +13,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 Times = npt.ArrayLike
 _DRIFT_BOUND = 500e-6
-"""The most by which the rates of two clocks are assumed to differ: the largest rate by which Linux corrects a clock for
-NTP."""
+"""The most by which the rates of two clocks are assumed to differ."""
 
 _NUM_READINGS = 20
 _READINGS_APART = 1_000_000_000
@@ -112,18 +111,20 @@ class TickClock:
 
     def __init__(self, read_ticks: Callable[[], int]) -> None:
         self._read_ticks = read_ticks
-        self._first = self._middle = self._last = self._reading()
+        self._readings = (self._reading(),) * 3
+        """Replaced at once, as the threads of several writers may call."""
 
     def nanoseconds(self, ticks: int) -> int:
         """Return the time of ticks, which are nanoseconds with a minus where a processor has no counter to read."""
         if ticks <= 0:
             return -ticks
-        if ticks > self._last[0]:
-            self._last = self._reading()
-            if self._last[1] - self._middle[1] > _READINGS_APART:
-                self._first, self._middle = self._middle, self._last
-        (begin, nanoseconds), (end, last) = self._first, self._last
-        return nanoseconds + (ticks - begin) * (last - nanoseconds) // max(end - begin, 1)
+        first, middle, last = self._readings
+        if ticks > last[0]:
+            last = self._reading()
+            if last[1] - middle[1] > _READINGS_APART:
+                first, middle = middle, last
+            self._readings = first, middle, last
+        return first[1] + (ticks - first[0]) * (last[1] - first[1]) // max(last[0] - first[0], 1)
 
     def _reading(self) -> tuple[int, int]:
         readings = []
