@@ -203,13 +203,18 @@ def test_exchanges_and_other_messages_do_not_wait_for_the_opposite_direction(agr
         exchange, later = mpi.sendreceive_async(values(4.0), 1, 1), mpi.send_async(values(5.0), 1)
         agree.equal(exchange.wait(), values(6.0))
         later.wait()
+        sent = mpi.send_async(values(7.0), 1)
+        agree.equal(mpi.sendreceive(values(8.0), 1, 1), values(9.0))
+        sent.wait()
     elif mpi.rank() == 1:
         received = [mpi.recv(values(0.0), 0)]
         mpi.send(values(2.0), 0)
         mpi.send(values(3.0), 0)
         received += [mpi.recv(values(0.0), 0) for _ in range(2)]
         mpi.send(values(6.0), 0)
-        agree.equal([int(each[-1]) for each in received], [1, 4, 5])
+        mpi.send(values(9.0), 0)
+        received += [mpi.recv(values(0.0), 0) for _ in range(2)]
+        agree.equal([int(each[-1]) for each in received], [1, 4, 5, 7, 8])
 
 
 def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(agree):

@@ -11,7 +11,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -188,12 +188,21 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
     if type(src) is int and type(dst) is int and not message.is_number:
         message.cache(dst, comm)
     outgoing = message.group.peer_queue("send", target)
+    if is_busy(outgoing):  # the receive must not wait for the messages before this one
+        waited: Value = message.start_exchange(target).wait()
+        return waited
     # Not message.post itself, which would describe a call: torch.profiler shows the receive alone.
     finish = outgoing.run(message.in_order(lambda: message.post(target)))
     try:
         result: Value = message.call_queue.run(message.in_order(message.receive))
-    finally:
-        finish()  # also after an error: MPI reads the memory until then
+    except BaseException:
+        with suppress(TorchMPIError):  # the first error is raised
+            message.complete(finish, target, outgoing)  # MPI reads the memory until then
+        raise
+    if is_busy(outgoing):  # by another thread
+        finish()
+    else:
+        outgoing.run(message.complete, finish, target, outgoing)
     return result
 
 
@@ -221,12 +230,12 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
     if _unknown:
         raise unknown_keyword(sendreceive_async, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
-    target, copy = message.checked_peer(dst), message.tensor.detach().clone()
-    outgoing = message.group.peer_queue("send", target)
-    posted = message.submit(lambda: message.post(target, copy), outgoing)
-    received: Handle[Value] = message.submit(message.receive)
-    sent = message.submit(lambda: message.complete(posted.wait(), target, outgoing), outgoing)
-    return _Exchange((received, posted, sent), None, message.what)
+    return message.start_exchange(message.checked_peer(dst))
+
+
+def is_busy(call_queue: CallQueue) -> bool:
+    """Return whether a call made now would wait for others in the queue."""
+    return call_queue.pending > 0 or call_queue.run_lock.locked()
 
 
 class _Exchange(JoinedHandle[Any]):
@@ -326,18 +335,45 @@ class _Message:
             self._receive()
         return self.result()
 
+    def start_exchange(self, dst: int) -> _Exchange:
+        """Send a copy of the tensor and receive, each in the queue of its direction."""
+        copy, outgoing = self.tensor.detach().clone(), self.group.peer_queue("send", dst)
+        posted = self.submit(lambda: self.post(dst, copy), outgoing)
+        try:
+            received = self.submit(self.receive)
+        finally:  # without it, nobody would keep the memory until MPI has read it
+            sent = self.submit(lambda: self.complete(posted.wait(), dst, outgoing), outgoing)
+        return _Exchange((received, posted, sent), None, self.what)
+
     def post(self, dst: int, copy: torch.Tensor | None = None) -> Callable[[], None]:
         """Begin to send the tensor, which may be overwritten then, or the copy of it; return what ends the messages."""
         work = self._plain(self.tensor, copied=True) if copy is None else self._plain(copy)
         messages = self._messages(work)
         channel = self._counted(dst, is_receive=False)
-        requests = [self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in messages]
+        requests: list[Any] = []
+        try:
+            for message, tag in messages:
+                requests.append(self.comm.Isend((message, self.MPI.BYTE), dst, tag))
+        except BaseException as error:
+            if not requests:
+                channel.withdraw()
+            self._raise_failure(error, dst)
         self.group.messages.add(len(requests))
-        return partial(self._finish, requests, channel, work)
+        return partial(self._finish, requests, channel, dst, work)
 
-    def _finish(self, requests: list[Any], channel: Channel, _memory: torch.Tensor) -> None:
-        self.MPI.Request.Waitall(requests)
+    def _finish(self, requests: list[Any], channel: Channel, dst: int, _memory: torch.Tensor) -> None:
+        try:
+            self.MPI.Request.Waitall(requests)
+        except self.MPI.Exception as error:
+            self._raise_failure(error, dst)
         channel.end()
+
+    def _raise_failure(self, error: BaseException, dst: int) -> NoReturn:
+        """Raise an error of MPI in a send as one that names the call, or the loss of a rank behind it."""
+        if not isinstance(error, self.MPI.Exception):
+            raise error
+        failure = TorchMPIError(f"{self.what}: {self.description(f'to rank {dst}')} failed: {error}.")
+        raise self.group.context.loss_behind(error) or failure from error
 
     def complete(self, finish: Callable[[], None], dst: int, call_queue: CallQueue) -> None:
         """End the messages of `post` in the queue of messages to `dst`."""

@@ -175,7 +175,8 @@ class Handle(Generic[T_co]):
                 callback()
             except BaseException as error:  # SystemExit too would end the worker thread of the call queue
                 logger.error(f"{self._description}: a callback of when_done() failed:\n{traceback.format_exc()}")
-                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                ends = isinstance(error, (KeyboardInterrupt, SystemExit))
+                if ends and threading.current_thread() is threading.main_thread():
                     raise
 
 

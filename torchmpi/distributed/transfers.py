@@ -83,9 +83,14 @@ class MessageHandle(Handle[torch.Tensor]):
         """The rank and its call, for messages to the user."""
         return self._description
 
-    def count(self) -> None:
-        """Count the message, which begins now."""
+    def start(self, call: Callable[..., Any], work: torch.Tensor, to: tuple[int, int]) -> Any:
+        """Count the message, start it with the memory of `work`, and return the request."""
         self._number = self._channel.begin(dtypes.info(self._tensor.dtype).code, self._tensor.nbytes)
+        try:
+            return _start(call, self._group.context.MPI, work, to)
+        except BaseException:
+            self._channel.withdraw()
+            raise
 
     def begin(self, request: Any, finish: Callable[[Any], object]) -> None:
         """Set the MPI request, and the function to call with its status when it has completed."""
@@ -192,8 +197,7 @@ def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> MessageHand
     message = _checked(group, tensor, "send", peer, tag)
     work = buffers.plain(tensor, to_host=True)
     streams.settle(work)
-    message.count()
-    request = _start(group.side_comm.Isend, group.context.MPI, work, (peer, tag))
+    request = message.start(group.side_comm.Isend, work, (peer, tag))
     group.messages.add(1)
 
     def keep_alive(status: Any, _work: torch.Tensor = work) -> None:
@@ -209,8 +213,7 @@ def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> M
     message = _checked(group, tensor, "recv", peer, tag)
     is_direct = tensor.device.type == "cpu" and buffers.is_direct(tensor)
     work = tensor.detach() if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    message.count()
-    request = _start(comm.Irecv, MPI, work, (MPI.ANY_SOURCE if peer is None else peer, tag))
+    request = message.start(comm.Irecv, work, (MPI.ANY_SOURCE if peer is None else peer, tag))
     mark = streams.fence(tensor)
 
     def finish(status: Any) -> None:
