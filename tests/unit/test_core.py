@@ -12,7 +12,6 @@ import math
 import os
 import pwd
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -258,18 +257,17 @@ def test_many_threads_may_wait_on_one_handle():
 
 
 def test_a_callback_that_fails_is_logged_and_the_queue_continues(capsys):
-    """Regression: the exception, later a SystemExit, ended the worker thread, and later calls never ended."""
+    """Regression: the exception ended the worker thread, and later calls never ended."""
     call_queue, release = CallQueue("test"), threading.Event()
     handle = call_queue.submit(release.wait, "first")
     handle.when_done(lambda: 1 // 0)
-    handle.when_done(sys.exit)
     release.set()
     assert call_queue.submit(lambda: "next", "task").wait(timeout=10) == "next" and handle.wait() is True
     handle.when_done(lambda: {}["missing"])
     call_queue.close()
     logged = capsys.readouterr().err
-    assert logged.count("first: a callback of when_done() failed:\nTraceback") == 3
-    assert "ZeroDivisionError" in logged and "SystemExit" in logged and "KeyError: 'missing'" in logged
+    assert logged.count("first: a callback of when_done() failed:\nTraceback") == 2
+    assert "ZeroDivisionError" in logged and "KeyError: 'missing'" in logged
 
 
 def test_an_interrupt_in_a_callback_reaches_the_main_thread():

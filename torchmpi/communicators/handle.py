@@ -173,11 +173,8 @@ class Handle(Generic[T_co]):
                 return
             try:
                 callback()
-            except BaseException as error:  # SystemExit too would end the worker thread of the call queue
+            except Exception:  # it would end the worker thread; SystemExit does, which ends the job with a report
                 logger.error(f"{self._description}: a callback of when_done() failed:\n{traceback.format_exc()}")
-                ends = isinstance(error, (KeyboardInterrupt, SystemExit))
-                if ends and threading.current_thread() is threading.main_thread():
-                    raise
 
 
 class DeviceHandle(Handle[T_co]):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
-Times = npt.ArrayLike
+if TYPE_CHECKING:  # it takes milliseconds of each import of torchmpi
+    import numpy.typing as npt
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 _DRIFT_BOUND = 500e-6
 """The most by which the rates of two clocks are assumed to differ."""
 
@@ -62,14 +63,14 @@ class AlignedClock:
         self._ends = np.where(error > 0, error * (1 + _DRIFT_BOUND) + 1, 0)  # the offset changes during an exchange
         self._segments = np.maximum(self._ends[:-1], self._ends[1:]) + _DRIFT_BOUND / 2 * np.diff(local)
 
-    def aligned(self, local: Times) -> IntArray:
+    def aligned(self, local: npt.ArrayLike) -> IntArray:
         """Return the time of the reference at local times."""
         times, first = np.asarray(local, np.int64), self._times[0]
         more = np.interp(times - first, self._times - first, self._offsets - self._offsets[0])
         found: IntArray = times + self._offsets[0] + np.rint(more).astype(np.int64)
         return found
 
-    def error(self, local: Times) -> IntArray:
+    def error(self, local: npt.ArrayLike) -> IntArray:
         """Return the bound of the error of :meth:`aligned`."""
         times = np.asarray(local, np.int64)
         if self._is_exact:

@@ -358,6 +358,8 @@ recorder: Recorder | None = None
 """The recorder while there is a reader, else None."""
 when_changed: list[Callable[[], None]] = []
 """Functions to call when a reader has been added or removed."""
+
+
 class ShownCall(NamedTuple):
     """What torch.profiler shows of a call."""
 
