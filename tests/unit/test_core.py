@@ -12,6 +12,7 @@ import math
 import os
 import pwd
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -268,6 +269,18 @@ def test_a_callback_that_fails_is_logged_and_the_queue_continues(capsys):
     logged = capsys.readouterr().err
     assert logged.count("first: a callback of when_done() failed:\nTraceback") == 2
     assert "ZeroDivisionError" in logged and "KeyError: 'missing'" in logged
+
+
+def test_sys_exit_in_a_callback_is_left_to_the_hook_of_threads(monkeypatch):
+    """Regression: without a hook that ends the job, all later calls waited for the thread, which had ended."""
+    failures, release = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    call_queue = CallQueue("test")
+    call_queue.submit(release.wait, "first").when_done(sys.exit)
+    release.set()
+    assert call_queue.submit(lambda: "next", "task").wait(timeout=10) == "next"
+    call_queue.close()
+    assert [(failure.exc_type, failure.thread.name) for failure in failures] == [(SystemExit, "torchmpi test")]
 
 
 def test_an_interrupt_in_a_callback_reaches_the_main_thread():

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PosixPath
 
 import pytest
@@ -422,20 +422,23 @@ def test_long_texts_keep_what_others_rely_on(tmp_path):
 
 
 @contextmanager
-def other_process(folder: str, about: dict[str, object]) -> Iterator[int]:
-    """The number of a process with a flight record."""
-    code = f"""
-from torchmpi.communicators.flight_record import FlightRecord
-record = FlightRecord({folder!r}, {about!r})
-print(flush=True)
-input()
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def started(code: str) -> Iterator[int]:
+    """The number of a process that runs the code, which prints a line and waits for input."""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         yield process.pid
         process.communicate(b"\n")
+
+
+def other_process(folder: str, about: dict[str, object]) -> AbstractContextManager[int]:
+    """The number of a process with a flight record."""
+    return started(f"""
+from torchmpi.communicators.flight_record import FlightRecord
+record = FlightRecord({folder!r}, {about!r})
+print(flush=True)
+input()
+""")
 
 
 def dump(process: int, folder: Path) -> None:
@@ -451,6 +454,23 @@ def test_a_dump_into_the_folder_of_the_records_changes_nothing(tmp_path, capsys)
         assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before[0].st_ino, before[0].st_mtime_ns)
         assert path.read_bytes() == before[1]
     assert "1 of 2 ranks; " in capsys.readouterr().out
+
+
+def test_a_dump_takes_the_record_that_has_not_ended(tmp_path):
+    """Regression: a worker that was forked before stop() and start() has the file of the earlier record open."""
+    code = """
+import fcntl
+from torchmpi.communicators.flight_record import FlightRecord
+earlier = FlightRecord("", {"rank": 0, "size": 9})
+fcntl.fcntl(earlier._file, fcntl.F_DUPFD, 200)
+earlier.close()
+record = FlightRecord("", {"rank": 0, "size": 2})
+print(flush=True)
+input()
+"""
+    with started(code) as process:
+        (found,) = flight_commands.dump(process, tmp_path / "out")
+    assert found.about["size"] == 2 and not found.has_ended
 
 
 def test_a_dump_from_a_second_host_misses_the_ranks_of_others_only(tmp_path, monkeypatch, capsys):

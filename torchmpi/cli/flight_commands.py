@@ -72,10 +72,11 @@ def dump(process: int, folder: Path) -> list[RankCalls]:
     """
     paths = list(_records_of(process))
     records = {}
-    for path in paths:  # one per rank: its children may have inherited the file
+    for path in paths:  # one per rank: its children may have inherited the file, and those of earlier starts
         data = path.read_bytes()
         record = parse(data, "the record")
-        records[record.rank] = record, data
+        if not record.has_ended:
+            records[record.rank] = record, data
     if not records:
         raise TorchMPIError(
             f"Neither process {process} nor a process that it has started is a rank between mpi.start() and mpi.stop() "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Hashable
@@ -231,7 +232,11 @@ class CallQueue:
     def _work(self) -> None:
         while (entry := self._tasks.get()) is not None:
             with self.run_lock:
-                self._finish(*entry)
+                try:
+                    self._finish(*entry)
+                except BaseException:  # of a callback, such as SystemExit; a job that the hook does not end continues
+                    thread = threading.current_thread()
+                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
                 with self._counting:
                     self.run_lock.fields[RUN_LOCK_PENDING] -= 1
             del entry  # otherwise the tensors of the last call would live until the next call

@@ -173,7 +173,7 @@ class Handle(Generic[T_co]):
                 return
             try:
                 callback()
-            except Exception:  # it would end the worker thread; SystemExit does, which ends the job with a report
+            except Exception:  # SystemExit ends the job, with a report
                 logger.error(f"{self._description}: a callback of when_done() failed:\n{traceback.format_exc()}")
 
 

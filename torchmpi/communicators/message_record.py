@@ -66,8 +66,8 @@ class Channel:
 
     def begin(self, dtype: int, num_bytes: int) -> int:
         """Count a message that begins now; return its number."""
-        fields, at = self._fields, self._at
         with self._lock:
+            fields, at = self._fields, self._at
             fields[at + MESSAGE_DTYPE], fields[at + MESSAGE_BYTES] = dtype, num_bytes
             fields[at + MESSAGE_BEGIN] = monotonic_ns()
             number = fields[at + MESSAGE_BEGUN] = fields[at + MESSAGE_BEGUN] + 1
@@ -75,8 +75,8 @@ class Channel:
 
     def end(self) -> None:
         """Count a message that ends now."""
-        fields, at = self._fields, self._at
         with self._lock:
+            fields, at = self._fields, self._at
             fields[at + MESSAGE_END] = monotonic_ns()
             fields[at + MESSAGE_ENDED] += 1
 
