@@ -99,7 +99,7 @@ def _metrics() -> tuple[dict[str, float], dict[str, float]]:
     calls, steps = ([each for by in found[kind].values() for each in by.values()] for kind in ("calls", "steps"))
     totals = {"seconds/calls": found["seconds"], "stalls": found["stalls"]}
     totals["bytes/calls"] = sum(each["bytes"] for each in calls)
-    for name in ("waited", "moved"):  # of a hierarchical call only its steps know them
+    for name in ("waited", "moved"):  # of a hierarchical call, measured in its steps only
         totals[f"seconds/{name}"] = sum(each[name] for each in (*calls, *steps))
     updates = found["updates"].items()
     totals |= {f"bytes/{name}": each["bytes_sent"] + each["bytes_received"] for name, each in updates}

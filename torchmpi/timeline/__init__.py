@@ -34,7 +34,7 @@ class JobInfo(NamedTuple):
     """What a timeline needs of the running job."""
 
     describe: dict[str, Any]
-    """Rank, size, host, the first rank of the host (`leader`), and whatever readers of the file may want to know."""
+    """Rank, size, host, the first rank of the host (`leader`), and other facts for the readers of the file."""
     open_clock: Callable[[], MeasuredClock]
     """Compares the clock of this host with that of rank 0, now and further on. Collective."""
     measure_clock: Callable[[], list[ClockSample]]

@@ -117,7 +117,7 @@ def _show_queued(description: str, task: Callable[[], Any]) -> Callable[[], Any]
 
 
 def _described(task: Any) -> events.ShownCall | None:
-    """Return what the owner of a task says of it; None if it says nothing.
+    """Return the description of a task by its owner; None if there is none.
 
     The task of a call on device tensors is the last argument of the one that the queue runs.
     """

@@ -229,8 +229,8 @@ class ComparedHostAllreduce:
         return tensor
 
 
-def _note_way(group: Group) -> None:
-    """Store how the current call of a group goes between the hosts."""
+def _note_algorithm(group: Group) -> None:
+    """Store the algorithm of the current call of a group."""
     group.call_log.log_fields[LOG_ALGORITHM] = algorithms.SLICES if group.is_grid else algorithms.FIRST_RANKS
 
 
@@ -249,7 +249,7 @@ class HostAllgather:
 
     def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks, in rank order, on all ranks."""
-        _note_way(self.group)
+        _note_algorithm(self.group)
         rows = row_counts(self.group, source)
         destination = destination_for(source, sum(rows), destination)
         row_bytes = rows_of(source)[1] * source.element_size()
@@ -304,7 +304,7 @@ class HostReduceScatter:
 
     def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
-        _note_way(self.group)
+        _note_algorithm(self.group)
         num_rows, row_numel = rows_of(source)
         rows = partition.rows(num_rows, self.group.size)
         destination = destination_for(source, rows[self.group.rank][1], destination)
