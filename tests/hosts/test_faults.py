@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from conftest import Start, hosts_sh, is_openmpi
+from conftest import ROOT, Start, hosts_sh, is_openmpi
 
 LIMIT = 4
 """The setting heartbeat_seconds, in place of 30."""
@@ -96,6 +99,20 @@ def test_a_missing_rank_of_another_host_is_named(start: Start):
     job.wait_for_end(90)
     pattern = r"rank 3, after \d+ calls: at \S+fault_program.py:\d+ in <module>: time.sleep\(3600\)"
     assert re.search(pattern, job.messages(0)), job.output()
+
+
+def test_the_records_of_all_hosts_are_dumped_from_one(start: Start, folder: Path):
+    """The heartbeat carries the request; the ranks of each host write their records to a folder that all hosts see."""
+    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT)
+    time.sleep(5)  # until the last rank sleeps, and the others wait for it
+    records, python = folder / "records", [sys.executable, "-m", "torchmpi"]
+    environment = ["env", f"PYTHONPATH={ROOT}"]
+    hosts_sh("run", "h0", *environment, *python, "dump", job.pid(0), "--out", str(records))
+    assert sorted(path.name for path in records.iterdir()) == [f"rank{rank}.flight" for rank in range(4)], job.output()
+    found = subprocess.run([*python, "analyze", str(records)], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert "Not arrived: rank 3, which ended allreduce" in found.stdout, found.stdout
+    assert job.processes().keys() == {"h0", "h1", "h2"}, "the job goes on"
 
 
 def test_a_stopped_host_is_a_stall_and_goes_on(start: Start):

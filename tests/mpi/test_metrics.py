@@ -289,6 +289,43 @@ def test_steps_of_hierarchical_calls_are_counted_apart(agree):
         mpi.start()
 
 
+@pytest.mark.parametrize("hosts", ["abcd", "aabb"])
+def test_the_comparison_between_hosts_measures_the_wait_for_a_late_rank(agree, hosts):
+    """By the fast path, through Python, in a comparison before the steps of a longer call, and before a call of MPI."""
+    if len(set(hosts[:SIZE])) == 1:
+        pytest.skip("needs two hosts")
+    was_running = mpi.is_started()
+    mpi.stop()
+    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=hosts[RANK]))
+    short, long = torch.ones(3), torch.ones(100_000)
+    for number, call in enumerate(
+        (
+            lambda comm: mpi.allreduce(short, comm=comm),
+            lambda comm: mpi.allreduce_async(short, comm=comm).wait(),
+            lambda comm: mpi.allreduce(long, comm=comm),
+            lambda comm: mpi.allreduce(short, comm=comm, backend="mpi"),
+        )
+    ):
+        comm = mpi.group(range(SIZE), name=f"late {number}")
+        for _ in range(2):
+            call(comm)
+        before = mpi.metrics()["calls"][comm.intra.name]["allreduce"]
+        mpi.barrier()
+        if RANK == 0:
+            time.sleep(0.1)
+        call(comm)
+        after = mpi.metrics()["calls"][comm.intra.name]["allreduce"]
+        comm.free()
+        found = {name: after[name] - before[name] for name in after}
+        agree.equal(round(after["waited"] + after["moved"], 9), round(after["seconds"], 9), f"{number}")
+        agree(0 < found["waited"] <= found["seconds"], f"{number}: {found}")
+        if RANK != 0:
+            agree(found["waited"] > found["moved"], f"{number}: {found}")
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
 class Writer:
     """The scalars of each name, with their steps."""
 

@@ -141,6 +141,7 @@ class ComparedAllreduce:
         vectors = self.exchange.gather(self.group.call_number, flat)
         if vectors is None:
             self.group.refuse_call()
+        self.group.call_log.count_wait()
         self.combine(vectors, flat)
         return buffer
 

@@ -300,10 +300,16 @@ class CallLog:
     def sleep_until_all_arrive(self) -> None:
         """Sleep until all ranks have announced the current call, if there is a status board."""
         if self.log_board is not None and self.entered is not None:
-            begin = monotonic_ns()
             sleep_until(partial(self._have_all_arrived, self.log_board, self.entered[0]))
-            self.log_fields[LOG_WAITED] += monotonic_ns() - begin
-            self.time_field = COUNTED_KNOWN_NS
+            self.count_wait()
+
+    def count_wait(self) -> None:
+        """Count the time of the current call until now as waited, since all ranks are known to have entered the call.
+
+        Calls on device tensors may end when they are enqueued: of these, no waits are counted.
+        """
+        if self.entered is not None and not self.entered[1] & ON_DEVICE:
+            self.log_fields[LOG_WAITED], self.time_field = monotonic_ns() - self.begin, COUNTED_KNOWN_NS
 
     def _have_all_arrived(self, log_board: StatusBoard, seq: int) -> bool:
         if self.is_ended:

@@ -334,6 +334,7 @@ class Group:
                 self.compare_headers(self.comm, *call_log.entered[1:])
             elif not self.comparison.agree(self.call_number):
                 self.refuse_call()
+            call_log.count_wait()
 
     def refuse_call(self) -> NoReturn:
         """Raise, naming the calls of all ranks, because the comparison has found a difference. Collective."""

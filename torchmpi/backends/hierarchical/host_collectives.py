@@ -182,12 +182,15 @@ class ComparedHostAllreduce:
             totals = exchange.gather(number, work)
             if totals is None:
                 return False
+            self.group.call_log.count_wait()
             self.combine(totals, work)
             self.partial_results.finish(work, flat)
             return True
 
         if not self.comparison.run(self.group.call_number, before, sum_across, after):
             self.group.refuse_call()
+        if self.comparison.exchange is None:  # the other hosts have arrived when the result has
+            self.group.call_log.count_wait()
 
     def _reduce_inside(self, work: torch.Tensor) -> None:
         self.runner.run(_inside(self.group), "reduce", work)
@@ -226,6 +229,7 @@ class ComparedHostAllreduce:
             is_equal = self.comparison.run(self.group.call_number, _nothing, lambda *_: failed == STEP_AFTER, after)
             if not is_equal:
                 self.group.refuse_call()
+            self.group.call_log.count_wait()
         return tensor
 
 

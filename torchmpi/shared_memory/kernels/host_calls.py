@@ -145,8 +145,9 @@ def allreduce_over_hosts(call, seq, signature, address, numel):
     Returns 0, MISMATCH, the error of MPI, or the status of a kernel, with the step in FAILED_STEP.
     """
     hosts, num_bytes = load_field(call, HOSTS), numel * load_field(call, ITEM_BYTES)
-    store_field(load_field(hosts, EXCHANGE_LOG), LOG_WAITED, -now())  # MPI does not tell how long it waits
-    store_field(load_field(hosts, EXCHANGE_LOG), LOG_ALGORITHM, WITH_COMPARISON)
+    log, begin, waited = load_field(hosts, EXCHANGE_LOG), now(), 0
+    store_field(log, LOG_WAITED, -begin)  # for Python, which ends a call that fails here
+    store_field(log, LOG_ALGORITHM, WITH_COMPARISON)
     number = call_number(seq, load_field(hosts, HOSTS_CODE), signature)
     local, sends, work = load_field(hosts, LOCAL_LOG), load_field(hosts, SENDRECV) != 0, address
     if sends:  # a copy: the tensor of a call that differs stays as it is
@@ -162,13 +163,17 @@ def allreduce_over_hosts(call, seq, signature, address, numel):
         if status != 0:
             store_field(hosts, FAILED_STEP, STEP_ACROSS)
             return status
+        waited = now() - begin
         store_field(hosts, RESULT, address)
         result, operands = field_address(hosts, RESULT), load_field(hosts, OPERANDS)
         reduce(load_field(call, REDUCER), result, 1, operands, load_field(hosts, NUM_HOSTS), numel)
     if local != 0:
         step_seq, signed = begin_step(hosts, BROADCAST_STEP, number, num_bytes)
         status = broadcast(load_field(hosts, BROADCAST_STEP + STEP_CALL), step_seq, signed, address, num_bytes)
-        return end_step(hosts, status, STEP_AFTER)
+        if end_step(hosts, status, STEP_AFTER) != 0:
+            return status
+    # The other hosts have arrived when their messages have, or for ranks that receive none, when the result has.
+    store_field(log, LOG_WAITED, waited if sends else now() - begin)
     return 0
 
 
