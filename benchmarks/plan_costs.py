@@ -15,16 +15,30 @@ from pathlib import Path
 import torch
 from simulator.messages import Comm, World
 from simulator.plans import Ranks
+from simulator.servers import request_cost
+from simulator.start import LibraryCall, kept_bytes, started
 
+from torchmpi.backends import schedule
 from torchmpi.backends.hierarchical import COLLECTIVES
 from torchmpi.backends.p2p import SHORT_BYTES, chunk_bytes
-from torchmpi.backends.plan_cost import Network, PlanCost, allreduce_plans, most_relayed_bytes, other_plans
+from torchmpi.backends.plan_cost import (
+    HEADER_BYTES,
+    Network,
+    PlanCost,
+    allreduce_plans,
+    cost_of,
+    most_relayed_bytes,
+    other_plans,
+)
 from torchmpi.config import Config
 
 SIZES = (2, 8, 64, 1024, 10_000)
 PAYLOADS = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
 PLACEMENTS = {"4 x 2": "aabbccdd", "4, 2, 1, 1": "aaaabbcd", "4 x 4": "aaaabbbbccccdddd", "8 x 2": "aabbccddeeffgghh"}
 PLACED_NUMEL = 1 << 16
+RANKS_OF_HOST = 8
+SERVICE_SIZES = (16, 64, 1024, 10_000)
+SERVER_BYTES = 64 << 20
 BEGIN, END = "<!-- costs: written by benchmarks/plan_costs.py -->", "<!-- end of costs -->"
 
 
@@ -81,6 +95,43 @@ def placed_table() -> list[str]:
     return lines
 
 
+def services(size: int, calls_of_start: list[LibraryCall]) -> dict[str, PlanCost]:
+    """Return what the first rank does in calls other than those on tensors, with several ranks on a host."""
+    num_hosts = size // RANKS_OF_HOST
+    barrier, across = (cost_of(schedule.doubling(0, ranks), 0) for ranks in (size, num_hosts))
+    request = request_cost(size, size - RANKS_OF_HOST, SERVER_BYTES)
+    return {
+        "`start()`": total([call.cost(size, RANKS_OF_HOST) for call in calls_of_start]),
+        "barrier of the MPI library": barrier,
+        "barrier in steps": total([across._replace(num_bytes=across.rounds * HEADER_BYTES), across]),
+        f"server: send or receive, {SERVER_BYTES >> 20} MB": request,
+    }
+
+
+def total(costs: list[PlanCost]) -> PlanCost:
+    """Return the cost of plans that run one after the other."""
+    rounds, messages, num_bytes, memory = (sum(values) for values in zip(*costs, strict=True))
+    return PlanCost(int(rounds), int(messages), num_bytes, memory)
+
+
+def services_table() -> list[str]:
+    """Return the table of start, barriers and servers."""
+    title = f"rounds, messages, bytes sent, of the first rank, and time of the model; ranks, {RANKS_OF_HOST} on a host:"
+    lines = [f"| {title} | " + " | ".join(f"{size:,}" for size in SERVICE_SIZES) + " |"]
+    lines.append("|---" * (len(SERVICE_SIZES) + 1) + "|")
+    with started([rank // RANKS_OF_HOST for rank in range(2 * RANKS_OF_HOST)]) as start:
+        calls = [call for call in start.world.library_calls if call.ranks != "host"]
+    by_size = [services(size, calls) for size in SERVICE_SIZES]
+    for name in by_size[0]:
+        costs = [of_size[name] for of_size in by_size]
+        cells = [
+            f"{cost.rounds:,}, {cost.messages:,}, {cost.num_bytes:,.0f}, {cost.seconds() * 1e3:.3g} ms"
+            for cost in costs
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def tables() -> str:
     """Return all tables."""
     ranks = " | ".join(f"{size:,}" for size in SIZES)
@@ -109,6 +160,13 @@ def tables() -> str:
         "simulated MPI library broadcasts along a binomial tree and gathers long rows along a ring.",
         "",
         *placed_table(),
+        "",
+        "Start, barriers and servers: the calls of MPI that `start()` makes are those of a simulated start, without",
+        "those among the ranks of a host, and with the algorithms of the simulated library.",
+        "",
+        *services_table(),
+        "",
+        f"After a simulated `start()` a rank keeps {kept_bytes():.0f} bytes for each rank of the job.",
     ]
     return "\n".join(lines)
 

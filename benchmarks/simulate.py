@@ -1,12 +1,14 @@
 """Predict the time of an allreduce of many ranks, by running the code of the backends on simulated ranks and links.
 
     python benchmarks/simulate.py --ranks 16,64,256 --hosts-of 8 --size 1M --rate 1Gbit --latency 50us [--plot FILE]
+    python benchmarks/simulate.py --as-data --ranks 64,1024,10000 --size 1K,1M
     mpirun --hostfile hosts -n 4 python benchmarks/simulate.py --measure --size 1K,64K,1M --rate 1Gbit --latency 100us
 
-The second form measures the allreduces in a job, and prints the measured and the predicted time and their ratio.
+The second form runs the plans of messages alone, as data. The last one measures the allreduces in a job, and prints the
+measured and the predicted time and their ratio.
 `ring`, `doubling` and `tree` are the messages of the algorithms of MPI libraries; the others are the backends.
-Combining vectors takes no time in the model, and messages within a host are copies in its memory. With many ranks, long
-vectors take minutes: each message is begun by Python.
+Combining vectors takes no time in the model, and messages within a host are copies in its memory. In the first form,
+long vectors of many ranks take minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from simulator import planned
 from simulator.messages import Comm, World
 from simulator.network import Network
 from simulator.plans import Ranks
@@ -168,21 +171,20 @@ def measure(sizes: Sequence[int], network: Network, repeats: int) -> None:
             )
 
 
-def plot(path: Path, times: dict[str, dict[int, float]]) -> None:
-    """Draw the time over the number of ranks."""
+def plot(path: Path, times: dict[int, dict[str, dict[int, float]]]) -> None:
+    """Draw the time over the number of ranks, for each size of the vector."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    for name, by_size in times.items():
-        pyplot.plot(list(by_size), [1e3 * seconds for seconds in by_size.values()], marker="o", label=name)
-    pyplot.xscale("log", base=2)
-    pyplot.yscale("log")
-    pyplot.xlabel("ranks")
-    pyplot.ylabel("ms, predicted")
-    pyplot.legend()
-    pyplot.savefig(path)
+    figure, axes = pyplot.subplots(1, len(times), figsize=(1 + 4 * len(times), 4), squeeze=False, layout="constrained")
+    for place, (num_bytes, by_plan) in zip(axes[0], times.items(), strict=True):
+        for name, by_size in by_plan.items():
+            place.plot(list(by_size), [1e3 * seconds for seconds in by_size.values()], marker="o", label=name)
+        place.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms, predicted", title=f"{num_bytes / 1024:g} KB")
+    axes[0][0].legend()
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -190,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="16,64", help="numbers of ranks, separated by commas")
     parser.add_argument("--hosts-of", type=int, default=8, help="ranks of a host, placed host by host (default 8)")
-    parser.add_argument("--size", default="1M", help="bytes of the vector; with --measure, several")
+    parser.add_argument("--size", default="1M", help="bytes of the vector, several separated by commas")
     parser.add_argument("--rate", type=quantity, default=Network().rate, help="of the link of a host, as 1Gbit")
     parser.add_argument("--latency", type=quantity, default=Network().latency, help="one way, as 50us")
     parser.add_argument("--overhead", type=quantity, default=Network().overhead, help="of a rank for each message")
@@ -200,7 +202,8 @@ def main() -> None:
     parser.add_argument(
         "--slow", action="append", default=[], help="HOST:FRACTION, a host with a slower link, as 1:0.5"
     )
-    parser.add_argument("--plans", default=",".join(PLANS), help="separated by commas")
+    parser.add_argument("--plans", default="", help="separated by commas; default: all")
+    parser.add_argument("--as-data", action="store_true", help="run plans without code and vectors: thousands of ranks")
     parser.add_argument("--plot", type=Path, help="draw the times to this file")
     parser.add_argument("--measure", action="store_true", help="measure in a job of mpirun, and compare")
     parser.add_argument("--repeats", type=int, default=20, help="measured calls (default 20)")
@@ -215,14 +218,19 @@ def main() -> None:
         measure(sizes, network, options.repeats)
         return
     late = {int(rank): quantity(seconds) for rank, seconds in (text.split(":") for text in options.late)}
-    times: dict[str, dict[int, float]] = {name: {} for name in options.plans.split(",")}
-    for size in map(int, options.ranks.split(",")):
+    plans = options.plans.split(",") if options.plans else list(planned.ALLREDUCES if options.as_data else PLANS)
+    times: dict[int, dict[str, dict[int, float]]] = {num_bytes: {name: {} for name in plans} for num_bytes in sizes}
+    for num_bytes, size, name in product(sizes, map(int, options.ranks.split(",")), plans):
         hosts = [rank // options.hosts_of for rank in range(size)]
-        for name in filter(lambda name: is_possible(name, hosts), times):
-            seconds, uplink = predict(name, hosts, sizes[0], network, late)
-            times[name][size] = seconds
-            print(f"{size:>6} ranks {name:>12} {seconds * 1e3:12.3f} ms predicted, {uplink:>13,} bytes of the busiest "
-                  "uplink", flush=True)  # fmt: skip
+        if options.as_data:
+            seconds, uplink = planned.predict(name, size, options.hosts_of, num_bytes, network, late)
+        elif is_possible(name, hosts):
+            seconds, uplink = predict(name, hosts, num_bytes, network, late)
+        else:
+            continue
+        times[num_bytes][name][size] = seconds
+        print(f"{num_bytes:>11} bytes, {size:>6} ranks {name:>12} {seconds * 1e3:12.3f} ms predicted, {uplink:>13,} "
+              "bytes of the busiest uplink", flush=True)  # fmt: skip
     if options.plot is not None:
         plot(options.plot, times)
 

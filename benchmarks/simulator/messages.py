@@ -8,6 +8,8 @@ buffering is a deadlock.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,24 +19,40 @@ import numpy as np
 from torchmpi.backends import schedule
 
 from .coroutines import Event, Turns
-from .network import Links, Network
+from .network import Links, Message, Network
 
 LIBRARY_TAG = 1000
 # Up to this size, collectives of a library gather in the fewest rounds.
-_LIBRARY_SHORT_BYTES = 64 << 10
+LIBRARY_SHORT_BYTES = 64 << 10
 _NUMBERS = {"FLOAT": np.float32, "DOUBLE": np.float64}
 
 
-class Request(Event):
+class Request(Message):
     """A message that a rank sends or receives."""
 
-    def __init__(self, comm: Comm, is_send: bool, memory: tuple[int, int], peer: int, tag: int) -> None:
-        direction = "to" if is_send else "from"
-        super().__init__(f"rank {comm.world_rank}: {memory[1]} bytes {direction} rank {comm.members[peer]}, tag {tag}")
-        self.comm, self.is_send, self.peer, self.tag = comm, is_send, peer, tag
-        self.address, self.num_bytes = memory
+    def __init__(self, comm: Comm, is_send: bool, message: Any, peer: int, tag: int) -> None:
+        address, num_bytes = _memory(message)
+        direction, hosts = "to" if is_send else "from", comm.world.hosts
+        description = f"rank {comm.world_rank}: {num_bytes} bytes {direction} rank {comm.members[peer]}, tag {tag}"
+        ends = (comm.rank, peer) if is_send else (peer, comm.rank)
+        on_hosts = hosts[comm.members[ends[0]]], hosts[comm.members[ends[1]]]
+        super().__init__(description, is_send, num_bytes, on_hosts, 0.0)
+        self.comm, self.key, self.address = comm, (comm.name, *ends, tag), address
+        self.memory = message
+        """Kept alive."""
         self.other: Request | None = None
-        self.posted = 0.0
+
+    def buffer(self) -> None:
+        """Copy what is sent, since the sender goes on."""
+        self.memory = ctypes.string_at(self.address, self.num_bytes)
+        self.address, _ = _memory(self.memory)
+
+    def Test(self) -> bool:
+        """Return whether the message has been sent or received."""
+        is_done = self.is_done and (self.comm.world.links is None or self.time <= self.comm.world.turns.clock)
+        if is_done:
+            self.comm.world.wait_all([self])
+        return is_done
 
 
 class Buffers:
@@ -46,10 +64,21 @@ class Buffers:
         return address, num_bytes
 
 
+class Status:
+    """What a probe has found."""
+
+    source = 0
+
+    def Get_source(self) -> int:
+        """Return the rank of the sender."""
+        return self.source
+
+
 class SimulatedMPI:
     """The part of the module `mpi4py.MPI` that backends use; types and operations are their names."""
 
-    UNDEFINED = -1
+    UNDEFINED = ANY_SOURCE = -1
+    Status = Status
     Exception = type("Exception", (RuntimeError,), {})
     buffer = Buffers
 
@@ -77,7 +106,7 @@ class Comm:
 
     def __init__(self, world: World, members: Sequence[int], rank: int, name: str) -> None:
         self.world, self.members, self.rank, self.size = world, members, rank, len(members)
-        self.name = name
+        self.name, self._num_made = name, 0
 
     @property
     def world_rank(self) -> int:
@@ -88,19 +117,29 @@ class Comm:
 
     def Isend(self, message: Any, dest: int, tag: int) -> Request:
         """Begin to send."""
-        request = Request(self, True, _memory(message), dest, tag)
+        request = Request(self, True, message, dest, tag)
         self.world.begin(request)
         return request
 
     def Irecv(self, message: Any, source: int, tag: int) -> Request:
         """Begin to receive."""
-        request = Request(self, False, _memory(message), source, tag)
+        request = Request(self, False, message, source, tag)
         self.world.begin(request)
         return request
 
     def Sendrecv(self, sent: Any, dest: int, sendtag: int, received: Any, source: int, recvtag: int) -> None:
         """Send a message and receive another."""
         self.world.wait_all([self.Irecv(received, source, recvtag), self.Isend(sent, dest, sendtag)])
+
+    def Recv(self, message: Any, source: int, tag: int) -> None:
+        """Receive."""
+        self.world.wait_all([self.Irecv(message, source, tag)])
+
+    def Iprobe(self, source: int, tag: int, status: Status) -> bool:
+        """Return whether there is a message to receive, of any rank."""
+        found = self.world.arrived(self, tag)
+        status.source = self.rank if found is None else found
+        return found is not None
 
     # Collectives, by algorithms that MPI libraries have too.
 
@@ -155,19 +194,29 @@ class Comm:
 
     def _gather(self, own: tuple[int, int], parts: list[tuple[int, int]]) -> None:
         ctypes.memmove(parts[self.rank][0], *own)
-        if sum(num_bytes for _, num_bytes in parts) <= _LIBRARY_SHORT_BYTES:
-            for (sent,), (received,) in schedule.doubling(self.rank, self.size):
-                requests = [
-                    begin(parts[(message.first + k) % self.size], message.peer, LIBRARY_TAG)
-                    for begin, message in ((self.Irecv, received), (self.Isend, sent))
-                    for k in range(message.num_blocks)
-                ]
-                self.world.wait_all(requests)
+        in_cyclic_order = [num_bytes for _, num_bytes in [*parts[self.rank :], *parts[: self.rank]]]
+        ends = list(itertools.accumulate(in_cyclic_order, initial=0))
+        if ends[-1] <= LIBRARY_SHORT_BYTES:
+            self._gather_short(own, parts, ends)
             return
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         for k in range(self.size - 1):
             sent_part, received_part = parts[(self.rank - k) % self.size], parts[(self.rank - k - 1) % self.size]
             self.Sendrecv(sent_part, right, LIBRARY_TAG, received_part, left, LIBRARY_TAG)
+
+    def _gather_short(self, own: tuple[int, int], parts: list[tuple[int, int]], ends: list[int]) -> None:
+        """Gather in the fewest rounds, in memory in cyclic order; `ends` are those of the parts there."""
+        memory = np.empty(max(1, ends[-1]), np.uint8)
+        begin = int(memory.ctypes.data)
+        ctypes.memmove(begin, *own)
+        for (sent,), (received,) in schedule.doubling(self.rank, self.size):
+            first = (received.first - self.rank) % self.size
+            place = begin + ends[first], ends[first + received.num_blocks] - ends[first]
+            sent_place = begin, ends[sent.num_blocks]
+            self.Sendrecv(sent_place, sent.peer, LIBRARY_TAG, place, received.peer, LIBRARY_TAG)
+        for position in range(self.size):
+            address, num_bytes = parts[(self.rank + position) % self.size]
+            ctypes.memmove(address, begin + ends[position], num_bytes)
 
     def _exchange(self, step: schedule.Round, outgoing: list[tuple[int, int]], incoming: list[tuple[int, int]]) -> None:
         requests = [self.Irecv(incoming[peer], peer, LIBRARY_TAG) for peer, *_ in step.receives]
@@ -178,15 +227,26 @@ class Comm:
 
     def Dup(self) -> Comm:
         """Return a communicator of the same ranks."""
-        return Comm(self.world, self.members, self.rank, f"{self.name}'")
+        return self._made(self.members, self.rank, "")
 
     def Split(self, color: int, key: int) -> Comm | None:
         """Return the communicator of the ranks with the same color. Collective."""
-        ranks = self.world.members_of(self, color, key)
-        if ranks is None:
+        colors = self._gathered_colors(color, key)
+        ranks = sorted(rank for rank in range(self.size) if colors[rank][0] == color)
+        ranks.sort(key=lambda rank: colors[rank][1])
+        if color == SimulatedMPI.UNDEFINED:
+            self._num_made += 1
             return None
-        members = [self.members[rank] for rank in ranks]
-        return Comm(self.world, members, ranks.index(self.rank), f"{self.name}/{ranks}")
+        return self._made([self.members[rank] for rank in ranks], ranks.index(self.rank), str(ranks))
+
+    def _gathered_colors(self, color: int, key: int) -> list[tuple[int, int]]:
+        """Return color and key of all ranks."""
+        found: list[tuple[int, int]] = self.world.meet(f"{self.name} split", self, (color, key), list)
+        return found
+
+    def _made(self, members: Sequence[int], rank: int, name: str) -> Comm:
+        self._num_made += 1
+        return type(self)(self.world, members, rank, f"{self.name}/{self._num_made}{name}")
 
 
 class BackgroundQueue:
@@ -220,15 +280,27 @@ class _TaskHandle:
 class World:
     """Ranks that exchange data."""
 
-    def __init__(self, hosts: Sequence[int], seed: int = 0, network: Network | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[int],
+        seed: int = 0,
+        network: Network | None = None,
+        comm_type: type[Comm] = Comm,
+    ) -> None:
         """Prepare ranks on these hosts; `network` gives times to messages."""
         self.hosts, self.network, self.MPI = hosts, network, SimulatedMPI(self)
+        self._comm_type = comm_type
         self.turns = Turns(seed, timed=network is not None)
         self.links = None if network is None else Links(network, self.turns)
         self.sent_bytes: dict[tuple[int, int], int] = defaultdict(int)
         """Bytes that were sent from a host to a host."""
         self.num_sent: dict[int, int] = defaultdict(int)
         """Messages that each rank has sent to other hosts."""
+        self.library_calls: list[Any] = []
+        """The collectives of the MPI library that rank 0 has called, where communicators note them."""
+        self.sent_by: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        """Messages and bytes that each rank has sent."""
+        # By communicator, ranks and tag: receives, and messages that are sent.
         self._posted: dict[tuple[str, int, int, int], tuple[deque[Request], deque[Request]]] = defaultdict(
             lambda: (deque(), deque())
         )
@@ -236,7 +308,7 @@ class World:
 
     def comm_of(self, rank: int) -> Comm:
         """Return the communicator of all ranks, for one of them."""
-        return Comm(self, range(len(self.hosts)), rank, "world")
+        return self._comm_type(self, range(len(self.hosts)), rank, "world")
 
     def run(self, function: Callable[[Comm], Any]) -> list[Any]:
         """Call a function on all ranks, and return the results; check that every message has been received."""
@@ -248,13 +320,12 @@ class World:
         return results
 
     def begin(self, request: Request) -> None:
-        """Begin a message: it is on its way when both sides have begun it."""
-        comm, peer = request.comm, request.peer
-        if self.network is not None:
+        """Begin a message: both sides are needed, except for the time of short ones."""
+        if self.links is not None and self.network is not None:
             self.turns.advance(self.network.overhead)
             request.posted = self.turns.clock
-        ends = (comm.rank, peer) if request.is_send else (peer, comm.rank)
-        queues = self._posted[comm.name, ends[0], ends[1], request.tag]
+            self.links.begin(request)
+        queues = self._posted[request.key]
         if not queues[1 - request.is_send]:
             queues[request.is_send].append(request)
             return
@@ -263,30 +334,35 @@ class World:
         sent, received = (request, other) if request.is_send else (other, request)
         if sent.num_bytes > received.num_bytes:
             raise RuntimeError(f"message too long: {sent.description}; {received.description}")
-        hosts = self.hosts[sent.comm.world_rank], self.hosts[received.comm.world_rank]
-        self.sent_bytes[hosts] += sent.num_bytes
-        self.num_sent[sent.comm.world_rank] += hosts[0] != hosts[1]
+        self.sent_bytes[sent.hosts] += sent.num_bytes
+        rank = sent.comm.world_rank
+        self.num_sent[rank] += sent.hosts[0] != sent.hosts[1]
+        self.sent_by[rank] = self.sent_by[rank][0] + 1, self.sent_by[rank][1] + sent.num_bytes
         if self.links is None:
             for each in (request, other):
                 self.turns.finish(each)
         else:
-            self.links.carry(sent, received, sent.num_bytes, sent.posted, received.posted, *hosts)
+            self.links.match(sent, received)
+
+    def arrived(self, comm: Comm, tag: int) -> int | None:
+        """Return the rank from which a message with this tag has arrived that the rank does not receive yet."""
+        for source in range(comm.size):
+            _, sent = self._posted.get((comm.name, source, comm.rank, tag), ((), ()))
+            if sent and (self.links is None or (sent[0].arrived or math.inf) <= self.turns.clock):
+                return source
+        return None
 
     def wait_all(self, requests: Sequence[Request]) -> None:
         """Wait for messages; each is copied when the first of its two sides has waited for it."""
         self.turns.wait(requests)
         for request in requests:
             other = request.other
-            if other is not None:
+            if request.is_send and request.receiver is None and self.links is not None:
+                request.buffer()
+            elif other is not None:
                 sent, received = (request, other) if request.is_send else (other, request)
                 ctypes.memmove(received.address, sent.address, sent.num_bytes)
                 request.other = other.other = None
-
-    def members_of(self, comm: Comm, color: int, key: int) -> list[int] | None:
-        """Return the ranks with the same color."""
-        colors = self.meet(f"{comm.name} split", comm, (color, key), list)
-        ranks = [rank for rank in range(comm.size) if colors[rank][0] == color]
-        return None if color == SimulatedMPI.UNDEFINED else sorted(ranks, key=lambda rank: (colors[rank][1], rank))
 
     def meet(self, name: str, comm: Comm, value: Any, combine: Callable[[list[Any]], Any], num_bytes: int = 0) -> Any:
         """Return what `combine` returns for the values of all ranks of a communicator. Collective."""
@@ -319,6 +395,8 @@ class World:
 
 def _memory(message: Any) -> tuple[int, int]:
     """Return address and length of a message as mpi4py takes it."""
+    if isinstance(message, (bytes, bytearray)):
+        return int(np.frombuffer(message, np.uint8).ctypes.data), len(message)
     if isinstance(message[0], np.ndarray):
         return int(message[0].ctypes.data), int(message[0].nbytes)
     if isinstance(message[0], tuple):

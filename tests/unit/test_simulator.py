@@ -14,11 +14,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import simulate
+from simulator import planned
 from simulator.coroutines import DeadlockError
 from simulator.messages import Comm, World
 from simulator.network import Network
 from simulator.plans import Ranks
+from simulator.servers import ServerRank, request_cost, virtual_time
+from simulator.start import started
 
+from torchmpi.backends import schedule
 from torchmpi.config import Config
 from torchmpi.tensors import partition
 
@@ -188,15 +192,31 @@ def test_a_message_takes_its_latency_and_its_bytes() -> None:
 def test_an_allreduce_takes_the_time_of_the_bytes_of_its_busiest_link(num_hosts: int, ranks_of_host: int) -> None:
     hosts = [rank // ranks_of_host for rank in range(num_hosts * ranks_of_host)]
     num_bytes = 4 << 20
-    plan = "p2p" if ranks_of_host == 1 else "hierarchical"
-    seconds, uplink = simulate.predict(plan, hosts, num_bytes, NETWORK, {})
+    plan, network = "p2p" if ranks_of_host == 1 else "hierarchical", NETWORK._replace(long_bytes=1 << 30)
+    seconds, uplink = simulate.predict(plan, hosts, num_bytes, network, {})
     least = 2 * (num_hosts - 1) / num_hosts * num_bytes
     assert least <= uplink < 1.001 * least
     assert least / 1e6 < seconds < 1.02 * least / 1e6
-    late, _ = simulate.predict(plan, hosts, num_bytes, NETWORK, {1: 5.0})
+    late, _ = simulate.predict(plan, hosts, num_bytes, network, {1: 5.0})
     assert 5.0 + least / 1e6 / 2 < late < 5.0 + 1.5 * least / 1e6  # no rank can end without the late one
-    slow, _ = simulate.predict(plan, hosts, num_bytes, NETWORK._replace(slow_hosts=((0, 0.5),)), {})
+    slow, _ = simulate.predict(plan, hosts, num_bytes, network._replace(slow_hosts=((0, 0.5),)), {})
     assert 2 * least / 1e6 < slow < 2.2 * least / 1e6
+
+
+def test_a_long_message_is_announced_behind_the_messages_before_it() -> None:
+    """Rank 0 sends 50,000 bytes to rank 1 before it announces 100,000 bytes to rank 2."""
+
+    def work(comm: Comm) -> float:
+        short, long = torch.zeros(50_000, dtype=torch.uint8), torch.zeros(100_000, dtype=torch.uint8)
+        messages = [(memory.data_ptr(), memory.nbytes) for memory in (short, long)]
+        if comm.rank == 0:
+            comm.world.wait_all([comm.Isend(messages[peer - 1], peer, 5) for peer in (1, 2)])
+        else:
+            comm.world.wait_all([comm.Irecv(messages[comm.rank - 1], 0, 5)])
+        return comm.world.turns.clock
+
+    *_, received = World(range(3), network=NETWORK).run(work)
+    assert received == pytest.approx(1e-4 + 0.05 + 3 * 0.01 + 0.1)
 
 
 def test_switches_share_their_uplinks() -> None:
@@ -230,6 +250,129 @@ def test_timed_ranks_have_the_same_results() -> None:
 
     total = in_order(list(vectors), hosts)
     assert all(torch.equal(result, total) for result in World(hosts, network=NETWORK).run(work))
+
+
+# Plans as data.
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes", "tolerance"),
+    [
+        *((plan, [(16, 1 << 11), (12, 3 << 18)], 1e-9) for plan in ("ring", "tree", "doubling", "direct", "relayed")),
+        ("direct", [(2, 9 << 20)], 1e-9),
+        # Ranks that leave a step at the same moment may be served in another order.
+        ("p2p", [(16, 1 << 10), (12, 3 << 20)], 0.05),
+        ("hierarchical", [(16, 1 << 10), (16, 32 << 10), (8, 1 << 20), (4, 1 << 20)], 0.05),
+    ],
+)
+def test_plans_as_data_take_the_time_of_the_code(plan: str, sizes: list[tuple[int, int]], tolerance: float) -> None:
+    network = Network(hosts_per_switch=2, oversubscription=2.0, slow_hosts=((1, 0.5),))
+    for size, num_bytes in sizes:
+        late, hosts = {rank: 1e-3 + 1.37e-5 * rank for rank in range(size)}, [rank // 2 for rank in range(size)]
+        seconds, uplink = planned.predict(plan, size, 2, num_bytes, network, late)
+        expected, expected_uplink = simulate.predict(plan, hosts, num_bytes, network, late)
+        assert seconds == pytest.approx(expected, rel=tolerance)
+        assert uplink == expected_uplink
+
+
+@pytest.mark.parametrize("plan", ["ring", "doubling", "gather", "direct", "relayed", "p2p", "hierarchical"])
+@pytest.mark.parametrize("hosts_per_switch", [0, 2])
+def test_some_ranks_stand_for_all(plan: str, hosts_per_switch: int) -> None:
+    network = Network(hosts_per_switch=hosts_per_switch, oversubscription=2.0)
+    seconds = [
+        planned.PlannedRanks(16, 2, network, is_cyclic=is_cyclic).run(
+            lambda ranks, rank: planned.ALLREDUCES[plan](ranks, rank, 1 << 17)
+        )
+        for is_cyclic in (False, True)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("plan", "size"),
+    [("tree", 1024), ("gather", 1024), ("relayed", 200), pytest.param("relayed", 1024, marks=pytest.mark.slow)],
+)
+def test_blocks_of_many_ranks(plan: str, size: int) -> None:
+    """Every block that is sent is there, each arrives once, and no ranks wait for each other."""
+    ranks = planned.PlannedRanks(size, 8, Network(), is_cyclic=False)
+    assert ranks.run(lambda ranks, rank: planned.ALLREDUCES[plan](ranks, rank, 4096)) > 7 * Network().latency
+
+
+def test_ten_thousand_ranks() -> None:
+    times = {plan: planned.predict(plan, 10_000, 1, 1 << 16, Network(), {})[0] for plan in ("direct", "relayed")}
+    assert times["relayed"] < times["direct"]
+
+
+def test_a_plan_that_sends_what_it_does_not_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(rank: int, size: int) -> list[schedule.Round]:
+        return [
+            schedule.Round((sent._replace(first=(sent.first + 1) % size),), (received,))
+            for (sent,), (received,) in doubling(rank, size)
+        ]
+
+    doubling = schedule.doubling
+    monkeypatch.setattr(planned.schedule, "doubling", shifted)
+    with pytest.raises(RuntimeError, match="sends a block that it does not have"):
+        planned.predict("gather", 8, 1, 4, Network(), {0: 1e-6})
+
+
+def test_ranks_that_wait_for_each_other_as_data() -> None:
+    def program(ranks: planned.PlannedRanks, rank: int) -> planned.Program:
+        yield ranks.begin(rank, [((rank - 1) % ranks.size, 4)], [])
+        yield ranks.begin(rank, [], [planned.Sent((rank + 1) % ranks.size, 4)])
+
+    with pytest.raises(DeadlockError, match="3 functions wait for each other: 0 to 1: 4 bytes"):
+        planned.PlannedRanks(3, 1, Network(), is_cyclic=False).run(program)
+
+
+# Start, barriers, servers.
+
+
+def test_a_simulated_start_has_the_calls_of_its_cost() -> None:
+    hosts = [rank // 2 for rank in range(6)]
+    with started(hosts, NETWORK) as start:
+        assert [each.num_hosts for each in start.runtimes] == [3] * 6
+        assert [each.local_rank for each in start.runtimes] == [0, 1] * 3
+        costs = [call.cost(6, 2) for call in start.world.library_calls]
+        sent = start.world.sent_by[0]
+        assert start.seconds > sum(call.ranks == "all" for call in start.world.library_calls) * NETWORK.latency
+    assert sent[0] == sum(cost.messages for cost in costs)
+    # Rank 0 passes on objects of other ranks, of other lengths.
+    assert sent[1] == pytest.approx(sum(cost.num_bytes for cost in costs), rel=0.05)
+
+
+def test_a_start_makes_the_same_calls_whatever_the_number_of_hosts() -> None:
+    calls = []
+    for num_hosts in (2, 4):
+        with started([rank // 2 for rank in range(2 * num_hosts)]) as start:
+            calls.append([(call.name, call.ranks) for call in start.world.library_calls])
+    assert calls[0] == calls[1]
+
+
+def test_clients_and_servers() -> None:
+    size, numel = 5, 300_000
+    values = torch.arange(numel, dtype=torch.float32)
+    world = World(range(size), network=Network())
+
+    def work(comm: Comm) -> tuple[torch.Tensor, tuple[int, int]]:
+        rank, out = ServerRank(comm, values), torch.zeros(numel)
+        before = world.sent_by[comm.rank]
+        if comm.rank == 1:
+            rank.send(torch.ones(numel), "add")
+            rank.receive(out)
+        after = world.sent_by[comm.rank]
+        rank.stop()
+        return out, (after[0] - before[0], after[1] - before[1])
+
+    with virtual_time(world):
+        results = world.run(work)
+    out, sent = results[1]
+    first, count = partition.part_of(numel, size, 1)
+    expected = values + 1
+    expected[first : first + count] = 0  # the own shard is not remote
+    assert torch.equal(out, expected)
+    cost = request_cost(size, size - 1, 4 * numel)
+    assert sent[0] == cost.messages + size - 1  # and the requests of the receive
 
 
 def test_quantities() -> None:
