@@ -328,8 +328,14 @@ def test_doctor_finds_a_launcher_of_another_library(alone, tmp_path):
 @pytest.mark.slow
 def test_doctor_survives_a_launcher_that_hangs(alone, tmp_path):
     path = fake_mpirun(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; echo looking for hosts >&2; wait")
-    checks = checks_of(alone(*COMMAND, "doctor", "--json", "--timeout", "1", path=path))
-    found = checks["launcher"]
+    code = """
+import sys
+from torchmpi.cli import main
+from torchmpi.cli.doctor import diagnosis
+diagnosis._GRACE_SECONDS = 1
+sys.exit(main(["doctor", "--json", "--timeout", "1"]))
+"""
+    found = checks_of(alone("-c", code, path=path))["launcher"]
     assert found["verdict"] == "problem" and "killed" in found["found"] and "looking for hosts" in found["found"]
     child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 10
     with pytest.raises(ProcessLookupError):

@@ -70,8 +70,16 @@ def check(job, script: str, num_ranks: int = 2, **options: object) -> None:
 
 
 PROGRAMS = Path(__file__).with_name("frameworks")
-NEEDS = {"trainer": "transformers", "lightning_trainer": "lightning"}
-"""Programs for gloo, with the package that each needs; scripts/test_frameworks.py runs all, under each launcher."""
+"""Programs for gloo; scripts/test_frameworks.py runs all, under each launcher."""
+UNCHANGED = {"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1"}
+
+# Importing Transformers takes longer than both of its programs.
+IN_TURN = """
+import os, runpy, sys
+for command in COMMANDS:
+    sys.argv, sys.path[0] = command, os.path.dirname(command[0])
+    runpy.run_path(command[0], run_name="__main__")
+"""
 
 
 def skip_without(package: str) -> None:
@@ -79,15 +87,26 @@ def skip_without(package: str) -> None:
         pytest.skip(f"{package} is not installed here: install the extra frameworks")
 
 
-@pytest.mark.parametrize("program", NEEDS)
-def test_programs_of_other_libraries_run_unchanged(launch, program):
-    """Under mpirun, without addresses. The programs compare their parameters with those of one process."""
-    skip_without(NEEDS[program])
-    environment = {"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1"}
-    result = launch(2, [PROGRAMS / f"{program}.py"], timeout=180, env=environment)
+def test_lightning_runs_unchanged(launch):
+    """Under mpirun, without addresses. The program compares its parameters with those of one process."""
+    skip_without("lightning")
+    result = launch(2, [PROGRAMS / "lightning_trainer.py"], timeout=180, env=UNCHANGED)
     assert result.returncode == 0, result.output
-    assert result.stdout.count(f": {program} like one process") == 2, result.output
+    assert result.stdout.count(": lightning_trainer like one process") == 2, result.output
     assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
+
+
+def test_transformers_run_unchanged(job):
+    """The same: with a tensor parallel plan the tokens and logits of the undivided model; then with its Trainer."""
+    skip_without("transformers")
+    divided = [str(Path(__file__).parents[2] / "examples" / "llm" / "tp_transformers.py")]
+    divided += ["--width", "256", "--depth", "2", "--tokens", "6", "--rounds", "1"]
+    commands = [divided, [str(PROGRAMS / "trainer.py")]]
+    result = job(2, IN_TURN.replace("COMMANDS", repr(commands)), timeout=180, env=UNCHANGED)
+    assert result.returncode == 0, result.output
+    assert "2 ranks: the logits of one process" in result.stdout, result.output
+    assert result.stdout.count(": trainer like one process") == 2, result.output
+    assert result.stderr.count("(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host") == 2, result.output
 
 
 def test_accelerate_launch_with_a_configuration_file(mpirun, tmp_path):
@@ -98,22 +117,11 @@ def test_accelerate_launch_with_a_configuration_file(mpirun, tmp_path):
         port = f"--main_process_port={free.getsockname()[1]}"
     config = f"--config_file={PROGRAMS / 'accelerate.yaml'}"
     program = [sys.executable, "-m", "accelerate.commands.launch", config, port, PROGRAMS / "accelerate_ddp.py"]
-    environment = job_environment({"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1", **search_path()})
+    environment = job_environment(UNCHANGED | search_path())
     result = subprocess.run(program, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(": accelerate_ddp like one process") == 2, result.stdout + result.stderr
     assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.stdout + result.stderr
-
-
-def test_tensor_parallel_plan_of_transformers(launch):
-    """The program compares tokens and logits with those of the undivided model."""
-    skip_without("transformers")
-    program = Path(__file__).parents[2] / "examples" / "llm" / "tp_transformers.py"
-    small = ["--width", "256", "--depth", "2", "--tokens", "6", "--rounds", "1"]
-    result = launch(2, [program, *small], timeout=180, env={"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1"})
-    assert result.returncode == 0, result.output
-    assert "2 ranks: the logits of one process" in result.stdout, result.output
-    assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
 
 
 def test_remaining_workers_do_not_keep_the_job(job):

@@ -104,8 +104,7 @@ def test_digits_of_scikit_learn(launch):
         ("mnist_parameterserver_easgd", 3),
         ("mnist_parameterserver_easgd_dataparallel", 3),
         ("mnist_parameterserver_diloco", 3),
-        # Other numbers of ranks: one example for all, and the one with groups of two; two ranks below.
-        ("mnist_parameterserver_downpour", 4),
+        # Other numbers of ranks: the example with groups of two; two ranks below.
         ("mnist_parameterserver_easgd_dataparallel", 4),
     ],
 )

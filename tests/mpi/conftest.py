@@ -44,6 +44,7 @@ ONCE = {
         "test_groups.py::test_thousands_of_groups_fit",  # the limit of MPICH is that of a process
         "test_ipc.py::test_a_wait_for_a_missing_rank_ends_with_the_timeout",
     ),
+    (4,): ("test_two_level.py::test_compressors_are_used_between_hosts_only",),
     (3,): ("test_shm_tensors.py::test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks",),
     (1, 2): (
         *("test_flight_record.py", "test_timeline.py"),
@@ -58,7 +59,6 @@ ONCE = {
         "test_profiler.py",
         *(f"test_groups.py::test_{name}_on_a_group" for name in ("functions_of_nn", "join_and_the_optimizer")),
     ),
-    (3, 4): ("test_two_level.py::test_compressors_are_used_between_hosts_only",),
     (1, 2, 3): (
         *("test_alltoall_splits.py", "test_ipc.py", "test_many.py", "test_metrics.py"),
         *("test_engine_checkpoint.py", "test_fast_path.py", "test_horovod.py", "test_parameterserver*", "test_shm.py"),

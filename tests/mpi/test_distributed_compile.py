@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from distributed_rig import LOOSE, SMALL_BUCKETS, TIGHT, net, sgd, sharded, share, train, trained_alone, values
+from distributed_rig import SMALL_BUCKETS, TIGHT, net, sgd, share, train, trained_alone, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -57,16 +57,6 @@ def test_compiled_ddp(agree, monkeypatch):
     agree(len(graphs) > 1, f"{len(graphs)} graphs")
 
 
-def test_compiled_layers_under_fsdp(agree):
-    model = net()
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.compile(backend=BACKEND)
-    sharded(model)
-    train(model, sgd(model.parameters()), share())
-    agree.close(values(model), values(trained_alone()), **LOOSE)
-
-
 def everything(x: Tensor, group: Any) -> Tensor:
     total = funcol.all_reduce(x * 2, "sum", group)
     whole = funcol.all_gather_tensor(total + 1, 0, group)
@@ -81,19 +71,3 @@ def test_compiled_collectives(agree):
     for start in (0.0, 5.0):  # the second time with the compiled code
         x = torch.arange(start, start + 2 * size) + rank
         agree.equal(compiled(x, group), everything(x, group))
-
-
-def test_compiled_calls_of_torch_distributed(agree):
-    """``dist.all_reduce`` and the like become functional ones in the graph."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-
-    def step(x: Tensor) -> Tensor:
-        y = x * 2
-        dist.all_reduce(y)
-        whole = torch.empty(size * len(y))
-        dist.all_gather_into_tensor(whole, y)
-        return whole.sum() + y
-
-    x = torch.arange(4.0) + rank
-    found = torch.compile(step, fullgraph=True, backend=BACKEND)(x)
-    agree.equal(found, step(x))

@@ -8,7 +8,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import TIGHT, net, same_everywhere, sgd, values
+from distributed_rig import net, same_everywhere, sgd, values
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
@@ -69,24 +69,6 @@ def test_training_with_workers(agree, persistent):
     for everywhere in orders:
         agree.equal(sorted(itertools.chain(*everywhere)), list(range(ITEMS)), "items")
     agree(orders[0] != orders[1], "the epochs have the same order")
-
-
-def test_the_same_model_with_and_without_workers(agree):
-    batches, sampler = loader()
-    model, alone = DDP(net()), net()
-    optimizer, other = sgd(model.parameters()), sgd(alone.parameters())
-    for _, x in batches:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    indices = [list(DistributedSampler(Rows(), dist.get_world_size(), r, seed=4)) for r in range(dist.get_world_size())]
-    for begin in range(0, len(sampler), 2):
-        rows = [index for mine in indices for index in mine[begin : begin + 2]]
-        x = torch.stack([torch.full((6,), index / ITEMS).sin().double() for index in rows])
-        other.zero_grad()
-        alone(x).square().mean().backward()
-        other.step()
-    agree.close(values(model), values(alone), **TIGHT)
 
 
 def test_iterable_data(agree):

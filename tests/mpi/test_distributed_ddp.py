@@ -94,17 +94,6 @@ def test_unused_parameters(agree):
     agree(model.module.never.weight.grad is None, "an unused parameter has got a gradient")
 
 
-def test_frozen_parameters(agree):
-    model, alone = net(), net()
-    for module in (model, alone):
-        module[2].requires_grad_(False)
-    parallel = DDP(model, **SMALL_BUCKETS)
-    train(parallel, sgd(p for p in parallel.parameters() if p.requires_grad), share())
-    train(alone, sgd(p for p in alone.parameters() if p.requires_grad))
-    agree.close(values(parallel), values(alone), **TIGHT)
-    agree.equal(model[2].weight.detach(), net()[2].weight.detach())
-
-
 class Words(nn.Module):
     """Gradients of three kinds: sparse, complex and plain."""
 
@@ -130,27 +119,6 @@ def test_sparse_and_complex_gradients(agree):
     agree.close(table.to_dense(), alone.table.weight.grad.to_dense(), **TIGHT)
     agree.close(model.module.phases.grad, alone.phases.grad, **TIGHT)
     agree.close(model.module.out.weight.grad, alone.out.weight.grad, **TIGHT)
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("counter", torch.zeros(3, dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(2, dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x)
-        return result
-
-
-def test_buffers_are_those_of_rank_0(agree):
-    model = DDP(Counting())
-    model.module.counter.fill_(dist.get_rank() + 5)
-    model.module.mean.fill_(dist.get_rank() + 1.5)
-    model(torch.ones(1, 2))
-    agree.equal(model.module.counter, torch.full((3,), 5))
-    agree.equal(model.module.mean, torch.full((2,), 1.5, dtype=torch.bfloat16))
 
 
 def test_several_groups(agree):

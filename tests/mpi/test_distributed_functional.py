@@ -18,34 +18,6 @@ pytestmark = [
 ]
 
 
-def test_functional_collectives(agree):
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    mine, all_of_them = of_rank(rank, 2 * size, 3), everybodys(2 * size, 3)
-    total = sum(all_of_them)
-    last = size - 1
-    found = {
-        "all_reduce": funcol.all_reduce(mine, "sum", group),
-        "average": funcol.all_reduce(mine, "avg", group),
-        "all_gather": funcol.all_gather_tensor(mine, 0, group),
-        "all_gather along 1": funcol.all_gather_tensor(mine, 1, group),
-        "reduce_scatter": funcol.reduce_scatter_tensor(mine, "sum", 0, group),
-        "all_to_all": funcol.all_to_all_single(mine, None, None, group),
-        "broadcast": funcol.broadcast(mine, last, group),
-    }
-    expected = {
-        "all_reduce": total,
-        "average": total / size,
-        "all_gather": torch.cat(all_of_them),
-        "all_gather along 1": torch.cat(all_of_them, 1),
-        "reduce_scatter": total.chunk(size)[rank],
-        "all_to_all": torch.cat([theirs.chunk(size)[rank] for theirs in all_of_them]),
-        "broadcast": all_of_them[last],
-    }
-    for name, result in found.items():
-        agree.equal(funcol.wait_tensor(result), expected[name], name)
-    agree.equal(mine, of_rank(rank, 2 * size, 3), "the input")
-
-
 def test_functional_all_to_all_uneven(agree):
     """Rank r sends (r + 2 j) modulo 3 rows to rank j."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -89,37 +61,6 @@ def test_gradients_go_through_functional_collectives(agree):
     # x is multiplied by the sum of all factors, and its row r by the factor of rank r.
     factor = size * (size + 1) / 2
     agree.equal(x.grad, factor * torch.arange(1.0, size + 1).double()[:, None].expand(size, 2))
-
-
-@pytest.mark.parametrize("asynchronous", (False, True))
-def test_coalescing_manager(agree, asynchronous):
-    """Calls in a block of the manager, which needs a device for other calls than these three."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    summed, gathered = [of_rank(rank, 4), of_rank(rank, 2, 3)], [torch.empty(n * size).double() for n in (3, 1)]
-    scattered, copies = [torch.empty(n).double() for n in (1, 2)], [of_rank(rank, 5), of_rank(rank, 2)]
-    managers = []
-
-    def coalesce(call, tensors: list[torch.Tensor], device: torch.device | None = None) -> None:
-        with dist._coalescing_manager(device=device, async_ops=asynchronous) as manager:
-            for tensor in tensors:
-                call(tensor)
-        managers.append(manager)
-
-    coalesce(dist.all_reduce, summed)
-    coalesce(lambda whole: dist.all_gather_into_tensor(whole, of_rank(rank, len(whole) // size)), gathered)
-    coalesce(lambda part: dist.reduce_scatter_tensor(part, of_rank(rank, len(part) * size)), scattered)
-    coalesce(lambda tensor: dist.broadcast(tensor, size - 1), copies, torch.device("cpu"))
-    if asynchronous:
-        for manager in managers:
-            manager.wait()
-    for tensor in summed:
-        agree.equal(tensor, sum(everybodys(*tensor.shape)), "all_reduce")
-    for whole in gathered:
-        agree.equal(whole, torch.cat(everybodys(len(whole) // size)), "all_gather")
-    for part in scattered:
-        agree.equal(part, sum(everybodys(len(part) * size)).chunk(size)[rank], "reduce_scatter")
-    for tensor in copies:
-        agree.equal(tensor, of_rank(size - 1, *tensor.shape), "broadcast")
 
 
 def test_a_coalescing_manager_waits_for_every_call_and_raises_their_errors(agree):

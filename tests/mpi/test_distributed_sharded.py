@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_rig import LOOSE, adam, net, same_everywhere, sharded, share, train, trained_alone, values
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -37,32 +36,6 @@ def test_zero_equals_adam_and_shards_its_state(agree, as_view):
     agree(same_everywhere(values(model)), "ranks differ")
     size = dist.get_world_size()
     agree(num_own < num_all if size > 1 else num_own == num_all, f"state of {num_own} of {num_all} parameters")
-
-
-def test_zero_consolidates_its_state_on_a_rank(agree):
-    model, last = DDP(net()), dist.get_world_size() - 1
-    optimizer = zero(model)
-    train(model, optimizer, share())
-    optimizer.consolidate_state_dict(to=last)
-    if dist.get_rank() == last:
-        single = net()
-        plain = adam(single.parameters())
-        train(single, plain)
-        found, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
-        agree.equal(sorted(found), sorted(expected))
-        for index, state in expected.items():
-            agree.close(found[index]["exp_avg"], state["exp_avg"], **LOOSE)
-
-
-def test_join_of_ddp_and_zero(agree):
-    """The ranks without data take part in the gradients and in the updates of the other ranks."""
-    rank = dist.get_rank()
-    model = DDP(net())
-    optimizer = zero(model)
-    with Join([model, optimizer]):
-        train(model, optimizer, share(), steps=rank + 1)
-    agree(same_everywhere(values(model)), "ranks differ")
-    agree(not torch.equal(values(model), values(net())), "nothing was learned")
 
 
 class Training(Stateful):

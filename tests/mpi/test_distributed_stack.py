@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import TIGHT, everybodys, gathered, gradients, loss_of, net, numbers, of_rank, values
-from torch import nn
+from distributed_rig import TIGHT, everybodys, gradients, loss_of, net, numbers, of_rank, values
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
@@ -83,55 +78,6 @@ def test_redistribute_over_two_dimensions(agree):
         tensor = distribute_tensor(whole, mesh, source)
         for target in layouts:
             agree.equal(tensor.redistribute(mesh, target).full_tensor(), whole, f"{source} -> {target}")
-
-
-def test_products_of_sharded_tensors(agree):
-    """Also backwards; the sum over the shared dimension is computed when the result is read."""
-    mesh = mesh_1d()
-    a, b = numbers(6, 12), numbers(12, 4, start=5)
-    plain = [a.clone().requires_grad_(), b.clone().requires_grad_()]
-    spread = [
-        distribute_tensor(a, mesh, [Shard(1)]).requires_grad_(),
-        distribute_tensor(b, mesh, [Shard(0)]).requires_grad_(),
-    ]
-    results: list[Any] = []
-    for left, right in (plain, spread):
-        product = left @ right
-        (product * product).sum().backward()
-        results.append((product, left.grad, right.grad))
-    for expected, found in zip(*results, strict=True):
-        agree.equal(found.full_tensor().detach(), expected.detach())
-
-
-def test_tensor_parallel_equals_one_process(agree):
-    mesh, model, alone = mesh_1d(), net(), net()
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for module in (model, alone):
-        loss_of(module, 0).backward()
-    # torch does not mix distributed and plain tensors: the last layer has plain ones only.
-    norms = [nn.utils.clip_grad_norm_(module[:4].parameters(), 0.02) for module in (model, alone)]
-    agree.close(gradients(model), gradients(alone), **TIGHT)
-    agree.close(gathered(norms[0]), norms[1], **TIGHT)
-
-
-def test_sequence_parallel_and_loss_parallel(agree):
-    """The norm works on a part of the sequence, the loss on a part of the classes."""
-    torch.manual_seed(4)
-    mesh, size = mesh_1d(), dist.get_world_size()
-    layers = [nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12)).double() for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x = torch.randn(2, 4 * size, 6).double()
-    target = torch.randint(12, (2 * 4 * size,))
-    columns = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-    parallelize_module(layers[0], mesh, {"0": SequenceParallel(), "1": columns})
-    split = distribute_tensor(x, mesh, [Shard(1)])
-    with loss_parallel():
-        loss = nn.functional.cross_entropy(layers[0](split).flatten(0, 1), target)
-        loss.backward()
-    expected = nn.functional.cross_entropy(layers[1](x).flatten(0, 1), target)
-    expected.backward()
-    agree.close(gathered(loss.detach()), expected.detach(), **TIGHT)
-    agree.close(gradients(layers[0]), gradients(layers[1]), **TIGHT)
 
 
 def test_tensor_and_data_parallel_on_a_mesh(agree):

@@ -244,38 +244,12 @@ def test_a_rank_without_any_batch_has_the_same_scale(agree):
     compare(agree, net, explicit_loop([data], max_epochs=1))
 
 
-def test_clipping_with_sharded_weights(agree):
-    """The norm includes the shards of all ranks."""
-
-    def clipped(net: nn.Module, engine: SGDEngine) -> State:
-        options = {"optimizer": momentum(net), "clip_grad_norm": 0.05, "max_epochs": 2}
-        data = make_batches(3, seed=7)
-        return engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=data, **options)
-
-    torch.manual_seed(0)
-    net = nn.Sequential(mpinn.MPLinear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    reference = network()
-    mine, theirs = clipped(net, AllReduceSGDEngine(progress=False)), clipped(reference, SGDEngine(progress=False))
-    agree.close(mine.grad_norm, theirs.grad_norm, rtol=1e-5, atol=1e-6)
-    agree.close(net[0].full_weight(), reference[0].weight.detach(), rtol=1e-5, atol=1e-6)
-    agree.close(net[2].weight.detach(), reference[2].weight.detach(), rtol=1e-5, atol=1e-6)
-
-
 def test_a_norm_that_is_not_finite_raises_on_all_ranks(agree):
     data = make_batches(1, seed=mpi.rank())
     if mpi.rank() == mpi.size() - 1:
         data[0][0][0, 0] = torch.nan
     with pytest.raises(GradientError, match="norm of the averaged gradient is nan"):
         train(AllReduceSGDEngine(progress=False), network(), data, clip_grad_norm=1.0)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_compiled_network(agree, asynchronous):
-    data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
-    net = network()
-    engine = AllReduceSGDEngine(asynchronous=asynchronous, progress=False)
-    train(engine, torch.compile(net, backend="eager"), data[mpi.rank()], optimizer=momentum(net))
-    compare(agree, net, explicit_loop(data))
 
 
 @pytest.mark.parametrize("name", ["accumulate", "lr", "scaler"])
@@ -349,24 +323,6 @@ def test_stop_on_one_rank_stops_all(agree, hook, t, epoch):
     agree.equal((state.t, state.epoch, state.stop), (t, epoch, True))
 
 
-def test_network_may_change_while_training(agree):
-    """Layers become trainable after the first epoch; asynchronous hooks are registered again."""
-    net, engine = network(), AllReduceSGDEngine(asynchronous=True, progress=False)
-    net[0].requires_grad_(False)
-    before = net[0].weight.detach().clone()
-    optimizer = momentum(net)
-
-    @engine.on("on_end_epoch")
-    def unfreeze(state):
-        if state.epoch == 0:
-            agree.equal(net[0].weight.detach(), before, "frozen weight")
-            net[0].requires_grad_(True)
-
-    train(engine, net, make_batches(3, seed=mpi.rank()), optimizer=optimizer, max_epochs=2)
-    agree(not torch.equal(net[0].weight, before), "the unfrozen layer was not trained")
-    mpinn.check_with_allreduce(net)
-
-
 def test_debug_detects_replicas_that_differ(agree):
     engine = AllReduceSGDEngine(debug=True, progress=False)
 
@@ -381,17 +337,6 @@ def test_debug_detects_replicas_that_differ(agree):
         return
     with pytest.raises(ReplicaError, match=r"2\.bias"):
         train(engine, network(), batches)
-
-
-def test_model_parallel_network(agree):
-    """Sharded weights remain sharded; all ranks get the same batches."""
-    torch.manual_seed(0)
-    net = nn.Sequential(mpinn.MPLinear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    data = make_batches(3, seed=7)
-    train(AllReduceSGDEngine(progress=False, debug=True), net, data)
-    reference = explicit_loop([data])
-    agree.close(net[0].full_weight(), reference[0].weight.detach(), rtol=1e-5, atol=1e-6)
-    agree.close(net[2].weight.detach(), reference[2].weight.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_device(agree):

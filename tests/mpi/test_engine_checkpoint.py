@@ -91,7 +91,6 @@ def adam(parameters):
 @pytest.mark.parametrize(
     ("make_optimizer", "options"),
     [
-        (momentum, {}),
         (adam, {}),
         (adam, {"asynchronous": True}),
         (momentum, {"sharded": True}),

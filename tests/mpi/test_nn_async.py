@@ -13,7 +13,6 @@ import pytest
 import torch
 from nn_nets import KINDS, gradients, loss, make, mine, values, whole_batch_gradients
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
@@ -204,14 +203,6 @@ def test_ranks_may_use_their_parameters_in_different_order(agree):
     agree.equal(net.right.weight.grad, x(2.0))
 
 
-def test_a_parameter_used_several_times(agree):
-    net = linear()
-    with registered(net):
-        (net(rank_plus_one()) + net(rank_plus_one())).backward()
-        mpinn.synchronize_gradients_async(net)
-    agree.equal(net.weight.grad, 2 * mean())
-
-
 def test_a_rank_without_a_backward_contributes_zeros(agree):
     net = linear()
     with registered(net):
@@ -219,29 +210,6 @@ def test_a_rank_without_a_backward_contributes_zeros(agree):
             net(x(1.0)).backward()
         mpinn.synchronize_gradients_async(net)
     agree.close(net.weight.grad, x(1 / mpi.size()))
-
-
-def test_sparse_embedding_next_to_dense_parameters(agree):
-    net = nn.Sequential(nn.Embedding(5, 1, sparse=True), linear())
-    nn.init.ones_(net[0].weight)
-    with registered(net):
-        net(torch.tensor([mpi.rank()])).sum().backward()
-        mpinn.synchronize_gradients_async(net)
-    expected = torch.zeros(5, 1)
-    expected[: mpi.size()] = 1 / mpi.size()
-    agree.close(net[0].weight.grad.to_dense(), expected)
-    agree.equal(net[1].weight.grad, x(1.0))
-
-
-def test_checkpointed_segments(agree):
-    for use_reentrant in (True, False):
-        net = nn.Sequential(linear(), linear())
-        inputs = rank_plus_one().requires_grad_()
-        with registered(net, bucket_bytes=4):
-            net[1](checkpoint(net[0], inputs, use_reentrant=use_reentrant)).backward()
-            mpinn.synchronize_gradients_async(net)
-        agree.equal(net[0].weight.grad, mean(), f"use_reentrant={use_reentrant}")
-        agree.equal(net[1].weight.grad, mean(), f"use_reentrant={use_reentrant}")
 
 
 def test_two_nets_in_one_backward(agree):
@@ -258,22 +226,6 @@ def test_two_nets_in_one_backward(agree):
     agree.equal(generator[0].weight.grad, mean())
     agree.equal(critic[0].weight.grad, mean())
     agree.close(critic[1].weight.grad, x(1 / mpi.size()))
-
-
-def test_adversarial_training(agree):
-    generator, critic = linear(), linear()
-    with registered(generator, critic):
-        for _ in range(3):
-            generator.zero_grad()
-            critic.zero_grad()
-            critic(generator(rank_plus_one()).detach()).backward()
-            mpinn.synchronize_gradients_async(critic)
-            critic.requires_grad_(False)
-            critic(generator(rank_plus_one())).backward()
-            mpinn.synchronize_gradients_async(generator)
-            critic.requires_grad_(True)
-    agree.equal(generator.weight.grad, mean())
-    agree.equal(critic.weight.grad, mean())
 
 
 def test_own_collectives_between_backward_and_synchronisation(agree):
@@ -530,15 +482,6 @@ def test_different_nets_are_an_error_on_all_ranks(agree):
         return
     with pytest.raises(ReplicaError, match="tensor 0 is 'weight'"):
         mpinn.register_async_backward(nn.Linear(2, 3 if mpi.rank() else 2))
-
-
-def test_parameters_that_became_trainable_are_detected(agree):
-    net = Branches()
-    net.right.weight.requires_grad_(False)
-    with registered(net):
-        net.right.weight.requires_grad_(True)
-        with pytest.raises(GradientError, match=r"'right.weight' became trainable"):
-            mpinn.synchronize_gradients_async(net)
 
 
 def test_parameters_frozen_later_are_left_out(agree):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -88,45 +86,6 @@ def test_16_bit_inputs_are_normalized_in_float32(agree, dtype, parameters):
     tolerance = {"rtol": 0, "atol": 0.1}  # of gradients, which contain the rounded output, and nearly cancel
     agree.close(part.grad.float(), mine(exact.grad, "uneven"), "gradient", **tolerance)
     agree.close(layer.running_mean.float(), reference.running_mean, "mean", rtol=0.02, atol=0.02)
-
-
-@contextmanager
-def averaging(net: nn.Module, how: str) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
-    """The module to call, and the function to call after the backward pass."""
-    if how == "sync":
-        yield net, lambda: mpinn.synchronize_gradients(net)
-    elif how == "async":
-        mpinn.register_async_backward(net, bucket_bytes=100)
-        yield net, lambda: mpinn.synchronize_gradients_async(net)
-        mpinn.unregister_async_backward(net)
-    else:
-        torch.distributed.init_process_group("torchmpi")
-        yield nn.parallel.DistributedDataParallel(net), lambda: None
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("how", ["sync", "async", "ddp"])
-def test_training_equals_one_process(agree, how):
-    def train(net: nn.Module, call: nn.Module, finish: Callable[[], object], rank: int, size: int) -> None:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        for step in range(20):
-            x = batch("even", 4, step)[rank::size]
-            optimizer.zero_grad()
-            (call(x).squeeze(1) - x[:, 0, 0, 0]).square().mean().backward()
-            finish()
-            optimizer.step()
-
-    torch.manual_seed(2)
-    whole = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(80, 1))
-    whole.double()
-    net = mpinn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole))
-    train(whole, whole, lambda: None, 0, 1)
-    mpinn.synchronize_parameters(net)
-    with averaging(net, how) as (call, finish):
-        train(net, call, finish, mpi.rank(), mpi.size())
-    for (name, tensor), expected in zip(net.state_dict().items(), whole.state_dict().values(), strict=True):
-        agree.close(tensor, expected, name, **TIGHT)
-    mpinn.check_with_allreduce(net)  # the running statistics, too
 
 
 def test_evaluation_does_not_communicate(agree):

@@ -35,14 +35,13 @@ from shm_rig import inputs_of, numels, shared, start
 )
 def test_reductions_of_every_length(slots, agree, dtype, op):
     rank, size = mpi.rank(), mpi.size()
-    for numel in numels(dtype.itemsize, slots):
-        inputs = inputs_of((numel,), dtype)
+    for number, numel in enumerate(numels(dtype.itemsize, slots)):
+        inputs, root = inputs_of((numel,), dtype), number % size
         mine, expected, case = inputs[rank], contract.reduced(inputs, op), f"{numel} {dtype} {op}"
         result = mpi.allreduce(mine.clone(), op=op, backend="shm")
         agree.bits(result, expected, f"allreduce of {case}")
-        for root in range(size):
-            result = mpi.reduce(mine.clone(), root, op=op, backend="shm")
-            agree.bits(result, expected if rank == root else mine, f"reduce of {case}, root {root}")
+        result = mpi.reduce(mine.clone(), root, op=op, backend="shm")
+        agree.bits(result, expected if rank == root else mine, f"reduce of {case}, root {root}")
         result = mpi.reduce_scatter(mine.clone(), op=op, backend="shm")
         agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter of {case}")
 
@@ -50,22 +49,21 @@ def test_reductions_of_every_length(slots, agree, dtype, op):
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.float16, torch.complex128), ids=str)
 def test_movements_of_every_length(slots, agree, dtype):
     rank, size = mpi.rank(), mpi.size()
-    for numel in numels(dtype.itemsize, slots):
-        inputs = inputs_of((numel,), dtype)
+    for number, numel in enumerate(numels(dtype.itemsize, slots)):
+        inputs, root = inputs_of((numel,), dtype), number % size
         mine, everything = inputs[rank], torch.cat(inputs)
         result = mpi.allgather(mine, backend="shm")
         agree.bits(result, everything, f"allgather of {numel}")
         result = mpi.alltoall(mine, backend="shm")
         wanted = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
         agree.bits(result, wanted, f"alltoall of {numel}")
-        for root in range(size):
-            result = mpi.broadcast(mine.clone(), root, backend="shm")
-            agree.bits(result, inputs[root], f"broadcast of {numel}, root {root}")
-            result = mpi.gather(mine, root, backend="shm")
-            fits = result is None if rank != root else contract.same_bits(result, everything)
-            agree(fits, f"gather of {numel}, root {root}")
-            result = mpi.scatter(mine if rank == root else None, root, backend="shm")
-            agree.bits(result, contract.rows(inputs[root], rank, size), f"scatter of {numel} by {root}")
+        result = mpi.broadcast(mine.clone(), root, backend="shm")
+        agree.bits(result, inputs[root], f"broadcast of {numel}, root {root}")
+        result = mpi.gather(mine, root, backend="shm")
+        fits = result is None if rank != root else contract.same_bits(result, everything)
+        agree(fits, f"gather of {numel}, root {root}")
+        result = mpi.scatter(mine if rank == root else None, root, backend="shm")
+        agree.bits(result, contract.rows(inputs[root], rank, size), f"scatter of {numel} by {root}")
 
 
 def test_short_lengths_that_differ_again_and_again(agree, stopped):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,22 @@ from shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 # --- tensors in shared memory
 
 
-@pytest.mark.parametrize("who", ("all", "the first", "the last", "all but the first"))
-def test_shared_tensors_have_the_bits_of_others(slots, agree, who):
-    rank, size = mpi.rank(), mpi.size()
-    chosen = {"all": range(size), "the first": [0], "the last": [size - 1], "all but the first": range(1, size)}[who]
-    for dtype, op in ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int8, "max")):
-        for numel in numels(dtype.itemsize, slots)[-12:]:
+WHO = ("all", "the first", "the last", "all but the first")
+"""The ranks that pass shared tensors; the others pass private ones."""
+
+
+def ranks_of(number: int) -> Sequence[int]:
+    """The ranks of an element of `WHO`."""
+    size = mpi.size()
+    return (range(size), [0], [size - 1], range(1, size))[number]
+
+
+@pytest.mark.parametrize("number", range(4), ids=WHO)
+def test_shared_tensors_have_the_bits_of_others(slots, agree, number):
+    """Dtypes alternate, so that each is used on both sides of each limit."""
+    rank, size, chosen = mpi.rank(), mpi.size(), ranks_of(number)
+    for place, (dtype, op) in enumerate(((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int8, "max"))):
+        for numel in numels(dtype.itemsize, slots)[-12:][(number + place) % 3 :: 3]:
             inputs = inputs_of((numel,), dtype)
             expected, case = contract.reduced(inputs, op), f"{numel} {dtype} {op}"
 
@@ -77,21 +88,21 @@ def calls_of(inputs: list[torch.Tensor], bring) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("who", ("all", "the first", "the last", "all but the first"))
-def test_shared_tensors_in_every_collective(slots, agree, who):
-    rank, size = mpi.rank(), mpi.size()
-    chosen = {"all": range(size), "the first": [0], "the last": [size - 1], "all but the first": range(1, size)}[who]
-    for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        for num_rows in (1, 2 * size + 1, slots + 3):
+@pytest.mark.parametrize("number", range(4), ids=WHO)
+def test_shared_tensors_in_every_collective(slots, agree, number):
+    """Dtypes alternate, so that each is used with each length."""
+    rank, size, chosen = mpi.rank(), mpi.size(), ranks_of(number)
 
-            def bring(values: torch.Tensor) -> torch.Tensor:
-                return shared(values, rank + 1) if rank in chosen else values.clone()
+    def bring(values: torch.Tensor) -> torch.Tensor:
+        return shared(values, rank + 1) if rank in chosen else values.clone()
 
-            calls = calls_of(inputs_of((num_rows, 6), dtype), bring)
-            for name, (call, expected) in calls.items():
-                for _ in range(2):
-                    result, case = call(), f"{name} of {num_rows} rows of {dtype}"
-                    agree(result is None) if expected is None else agree.bits(result, expected, case)
+    for length, num_rows in enumerate((1, 2 * size + 1, slots + 3)):
+        dtype = (torch.float32, torch.bfloat16, torch.int8)[(number + length) % 3]
+        calls = calls_of(inputs_of((num_rows, 6), dtype), bring)
+        for name, (call, expected) in calls.items():
+            for _ in range(2):
+                result, case = call(), f"{name} of {num_rows} rows of {dtype}"
+                agree(result is None) if expected is None else agree.bits(result, expected, case)
 
 
 def chunks_of(call) -> int:

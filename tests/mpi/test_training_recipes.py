@@ -222,19 +222,6 @@ def test_early_uses_are_refused(agree, early, passes, interface):
     agree.raises(GradientError, partial(train, Recipe(passes=passes, early=action), INTERFACES[interface]), word)
 
 
-@pytest.mark.parametrize("early", ["step", "unscale"])
-def test_early_uses_before_synchronize_gradients_are_refused(agree, early):
-    agree.raises(GradientError, partial(train, Recipe(early=EARLY[early][0]), INTERFACES["sync"]), "or was used")
-
-
-def test_clipping_gradients_of_one_rank_is_refused(agree):
-    if mpi.size() > 1:
-        early = Recipe(early=lambda net, optimizer: mpinn.clip_grad_norm_(net, 0.1))
-        agree.raises(
-            GradientError, partial(train, early, INTERFACES["sync"]), "the norms of the gradients differ between ranks"
-        )
-
-
 # --- refused by the engine -------------------------------------------------------------------------------
 
 
