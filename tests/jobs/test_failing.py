@@ -135,6 +135,20 @@ raise RuntimeError("bad sample 17")
     assert result.stderr.count("RuntimeError: bad sample 17") == 1, result.output
 
 
+@once
+def test_an_error_of_stop_may_be_caught(job):
+    """Regression: the next stop() of the other rank completed the one that had failed, and that at exit waited."""
+    code = """
+try:
+    mpi.allreduce(torch.ones(3)) if rank == 0 else mpi.stop()
+except mpi.errors.MismatchError:
+    print("caught", flush=True)
+if rank == 0: mpi.stop()
+"""
+    result = job(2, START + code, env=STALL)
+    assert result.returncode == 0 and result.stdout.count("caught") == 2, result.output
+
+
 @pytest.mark.parametrize("stop", ("mpi.stop()", pytest.param("", marks=once)), ids=("stop", "end of the program"))
 def test_an_asynchronous_error_without_a_wait_fails_the_job(job, stop):
     """Regression: the error was logged, and the job ended with status 0."""
@@ -153,8 +167,9 @@ if rank == 1: mpi.allreduce_async(torch.ones(3)).when_done(sys.exit)
 else: mpi.allreduce(torch.ones(3))
 mpi.allreduce_async(torch.ones(3)).wait()
 """
-    result = failing(job, code, n=2)
+    result = failing(job, code, n=2, env={"TORCHMPI_REPORT": "/nowhere/report.json"})
     assert "rank 1: the thread 'torchmpi world' failed, which ends the job:\nTraceback" in result.stderr, result.output
+    assert "the report cannot be written: [Errno 2] No such file" in result.stderr, result.output
 
 
 def test_the_same_exception_on_all_ranks_is_reported_once(job):

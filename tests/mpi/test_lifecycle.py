@@ -57,6 +57,19 @@ def test_stop_twice_is_harmless_and_start_may_follow(agree):
         mpi.stop()
 
 
+def test_an_error_within_stop_leaves_nothing_to_stop(agree):
+    """Regression: the next stop(), also that at exit, waited for the other ranks until the job was ended."""
+    mpi.start(config=quiet())
+    rank, error = mpi.rank(), None
+    if rank == 0:
+        runtime.current().resources.callback(os.rmdir, "/nowhere")
+    try:
+        mpi.stop()
+    except OSError as raised:
+        error = raised
+    agree((error is not None) == (rank == 0) and not mpi.is_started(), repr(error))
+
+
 def mpi_size() -> int:
     from mpi4py import MPI
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..backends.gpus import Devices
+from ..config import Config
 from ..errors import DeviceError
 
 
@@ -35,3 +37,17 @@ def check_cuda(has_cuda: list[bool]) -> None:
             f"start(with_cuda=True), but torch sees no CUDA device on rank {without}. Check CUDA_VISIBLE_DEVICES and "
             "`torchmpi doctor`, or leave with_cuda out to use the CPU."
         )
+
+
+def about_gpu_backends(config: Config, devices: Devices) -> str:
+    """Return the part of the line at start on the backends of the GPU; '' if no rank has one."""
+    if not any(devices.uuids):
+        return ""
+    names = config.chosen_gpu_backends
+    if config.gpu_backends == "auto":  # `ipc` among ranks that share a GPU, which `nccl` refuses
+        is_shared = devices.first_sharing(range(len(devices))) is not None
+        names = names if is_shared and len({*devices.uuids} - {""}) > 1 else ("ipc",) if is_shared else ("nccl",)
+    if not names:
+        return ", CUDA tensors go through the host"
+    plural = "s" * (len(names) > 1)
+    return f", GPU backend{plural} {' and '.join(names)} (TORCHMPI_GPU_BACKENDS=none: off)"

@@ -375,11 +375,13 @@ class FailureHandling:
         self._write_report(reason, status, others)
 
     def _write_report(self, reason: str, status: int, others: Mapping[int, report.Activity]) -> None:
-        """Write the report as JSON, if that is requested and possible."""
+        """Write the report as JSON, if that is requested."""
         if self._config.report:
             first = {"rank": self.world.rank, "host": self._host_name, "process": os.getpid(), "size": self.world.size}
-            with contextlib.suppress(OSError):
+            try:
                 report.write(self._config.report, {**first, "status": status, "reason": reason}, others)
+            except OSError as error:
+                write_directly(f"the report cannot be written: {error}")
 
     @property
     def _patience_seconds(self) -> float:

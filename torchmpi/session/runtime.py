@@ -42,7 +42,7 @@ from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
 from ..timeline import torch_profiler
 from . import affinity, clock_samples, host_ring, job_metrics, mpi_library, mpi_progress
-from .devices import check_cuda, choose_device
+from .devices import about_gpu_backends, check_cuda, choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
 from .lost_ranks import LossWatch
@@ -88,6 +88,8 @@ class Runtime:
         self.resources = ExitStack()
         self.arguments: dict[str, Any] = {}
         """The arguments of ``start()``, with which ``recover()`` starts again."""
+        self.is_closing = False
+        """Whether all ranks have been in ``stop()``: after an error there is no second one, for which nobody comes."""
         try:
             self._acquire(config, with_cuda, cartesian, ipc_groups)
         except Exception as error:
@@ -379,7 +381,7 @@ class Runtime:
         return (
             f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, "
             f"device {self.device}, {threads} per rank, {self.binding}{tuned}"
-            f"{_about_gpu_backends(self.config, self.devices)}"
+            f"{about_gpu_backends(self.config, self.devices)}"
         )
 
     def close(self) -> None:
@@ -387,9 +389,13 @@ class Runtime:
         for group in list(self.context.groups):
             group.drain()
         self.world.call_action("stop", self._synchronize)
+        self.is_closing = True
         self.resources.close()
 
     def _synchronize(self) -> None:
+        # Before the barrier: after a different call of another rank, that of its next call would complete it.
+        self.world.call_log.sleep_until_all_arrive()
+        self.world.call_log.compare()
         self.world.comm.Barrier()
         if timeline.is_recording():
             timeline.finish(partial(clock_samples.measure, self.world))
@@ -477,12 +483,15 @@ def stop() -> None:
     error = sys.exc_info()[1]
     if error is not None and not isinstance(error, SystemExit) and running.world.size > 1:
         running.failures.announce(error)
-    running.close()
-    unseen = [each for handle in running.context.failed if (each := handle.unseen_error) is not None]
-    where, running = running.world.where, None
-    _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
-    if unseen:
-        message = f"{where}: an asynchronous call failed, and wait() was not called: {unseen[0]}"
+    closed = running
+    try:
+        closed.close()
+    finally:
+        if closed.is_closing:
+            running = None
+            _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
+    if unseen := [each for handle in closed.context.failed if (each := handle.unseen_error) is not None]:
+        message = f"{closed.world.where}: an asynchronous call failed, and wait() was not called: {unseen[0]}"
         if error is None:
             raise TorchMPIError(message) from unseen[0]
         logger.error(message)
@@ -574,20 +583,6 @@ def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
         "gpu_backends", "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
-
-
-def _about_gpu_backends(config: Config, devices: Devices) -> str:
-    """Return the part of the summary on the backends of the GPU; '' if no rank has one."""
-    if not any(devices.uuids):
-        return ""
-    names = config.chosen_gpu_backends
-    if config.gpu_backends == "auto":  # `ipc` among ranks that share a GPU, which `nccl` refuses
-        is_shared = devices.first_sharing(range(len(devices))) is not None
-        names = names if is_shared and len({*devices.uuids} - {""}) > 1 else ("ipc",) if is_shared else ("nccl",)
-    if not names:
-        return ", CUDA tensors go through the host"
-    plural = "s" * (len(names) > 1)
-    return f", GPU backend{plural} {' and '.join(names)} (TORCHMPI_GPU_BACKENDS=none: off)"
 
 
 def _check_settings(settings: list[dict[str, object]]) -> None:
