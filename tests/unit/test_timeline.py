@@ -6,6 +6,8 @@ import _thread
 import ctypes
 import gzip
 import json
+import os
+import resource
 import struct
 import sys
 import threading
@@ -124,6 +126,25 @@ def test_a_file_cut_at_any_byte_can_be_read(tmp_path):
         assert not trace.is_complete or length > len(whole) - 20  # the end is read before the checksum
         counts.add(len(trace.calls))
     assert min(counts) == 0 and max(counts) == 10
+
+
+def test_a_full_disk_ends_the_file_and_not_the_job(tmp_path, capsys):
+    """Regression: close() raised, and so did stop(); a file that could not be begun stayed open."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "full.json").symlink_to("/dev/full")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No space left"):
+        TraceWriter(tmp_path / "full.json", job(0), EXACT[0])
+    assert os.listdir("/proc/self/fd") == before
+    writer = TraceWriter(path_for(tmp_path, 0), job(0, 1), EXACT[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size, limit[1]))
+    try:
+        writer.read(call(0, 1, 1, 2, size=1))
+        writer.close([])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert capsys.readouterr().err.count("rank0.json.gz is not complete: [Errno 27] File too large") == 1
+    assert not read_folder(tmp_path)[0].is_complete and os.listdir("/proc/self/fd") == before
 
 
 def test_events_that_were_flushed_are_there_without_close(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class JobInfo(NamedTuple):
     measure_clock: Callable[[], list[ClockSample]]
     """Compares the clock of this host with that of rank 0. Collective."""
     agree: Callable[[bool], bool]
-    """Whether a condition is true on all ranks whose clocks are compared. Collective."""
+    """Whether a condition is true on all ranks. Collective."""
 
 
 _job: JobInfo | None = None
@@ -59,10 +59,10 @@ class Recording:
         self.folder, self._job = folder, job
         path = path_for(folder, job.describe["rank"])
         self._clock = job.open_clock()
-        error: OSError | None = None
+        error: Exception | None = None
         try:
             self._writer = TraceWriter(path, job.describe, self._clock.samples)
-        except OSError as caught:
+        except (OSError, RuntimeError) as caught:  # the latter if there can be no more threads
             error = caught
         if not job.agree(error is None):  # or stop() would wait for this rank
             self._clock.close()

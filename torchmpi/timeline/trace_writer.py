@@ -7,9 +7,9 @@ queue, which a thread empties; events that do not fit are counted, and the count
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
+import logging
 import os
 import threading
 import time
@@ -62,29 +62,43 @@ class TraceWriter:
         self._lines += [self._metadata("torchmpi_job", format=FORMAT, **job)]
         self._samples = deque(samples)
         self._track("")  # the first row
-        self._flush()
-        self._stopped = threading.Event()
+        self._stopped, self._has_failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="torchmpi timeline", daemon=True)
-        self._thread.start()
+        try:
+            self._flush()
+            self._thread.start()
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def add_sample(self, sample: ClockSample) -> None:
         """Write a measurement of the clock, which any thread has made."""
         self._samples.append(sample)
 
     def close(self, samples: list[ClockSample]) -> None:
-        """Write the queued events and the end of the file."""
+        """Write the queued events and the end of the file, unless writing has failed before."""
         if os.getpid() != self._pid:
             return
         self._stopped.set()
         self._thread.join()
         self._samples.extend(samples)
-        self._flush(last=True)
+        self._try_to_flush(last=True)
         os.close(self._file)
 
     def _run(self) -> None:
         while not self._stopped.wait(_FLUSH_SECONDS if len(self._events) < _MOST_RECORDS else 0):
-            with contextlib.suppress(OSError):  # a full disk must not end the job
-                self._flush()
+            if not self._try_to_flush():
+                return
+
+    def _try_to_flush(self, *, last: bool = False) -> bool:
+        """Write; return False if that is not possible: the file ends there, as that of a killed rank, but not the job."""
+        try:
+            if not self._has_failed:
+                self._flush(last=last)
+        except OSError as error:
+            self._has_failed = True
+            logging.getLogger("torchmpi").warning(f"rank {self.rank}: the timeline {self.path} is not complete: {error}")
+        return not self._has_failed
 
     def _flush(self, *, last: bool = False) -> None:
         collect()
