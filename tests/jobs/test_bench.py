@@ -202,7 +202,7 @@ def test_a_launcher_that_fails(alone, tmp_path):
     assert "ended with status 3" in result.stderr and "no hosts today" in result.stderr
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_the_job_ends_with_the_command(tmp_path, number, status):
     path = fake_mpirun(
         tmp_path, f"sleep 600 & echo $! > {tmp_path}/child.new; mv {tmp_path}/child.new {tmp_path}/child; wait"

@@ -35,6 +35,7 @@ from torchmpi.errors import ArgumentError
         ["run", "--hosts", "a", "--hostfile", "b", "train.py"],
         ["run", "-n", "0", "train.py"],
         ["run", "-n", "2"],
+        ["run", "-n", "2", "--without-mpi", "--dry-run", "train.py"],
     ],
 )
 def test_wrong_command_lines_end_with_status_2(arguments, capsys):
@@ -74,6 +75,7 @@ def test_help_and_version(arguments, words, capsys):
         ("a,b", None, [("a", 1), ("b", 1)]),
         ("a:1,b,c:2", 6, [("a", 1), ("b", 3), ("c", 2)]),
         ("a:1,b:1,a:2", None, [("a", 3), ("b", 1)]),
+        ("a,a,b", None, [("a", 2), ("b", 1)]),  # as in the files of PBS and LSF
     ],
 )
 def test_placement(text, num_ranks, placed):
@@ -86,7 +88,7 @@ def test_placement(text, num_ranks, placed):
         ("a:0", "no room for a rank"),
         ("a,,b", "'' is not a host"),
         ("a:x", "'a:x' is not a host"),
-        ("a,a", "named twice"),
+        ("a,a:2", "named twice"),
         ("a:2,b:1", "4 ranks do not fit on a:2,b:1, with room for 3"),
     ],
 )
@@ -179,10 +181,12 @@ def test_library_paths():
 7f1 r--p 0 fd:00 1 /env/lib/libmpi.so.40
 7f2 r-xp 0 fd:00 2 /usr/lib/x86_64-linux-gnu/libmpich.so.12.1.6
 7f3 r-xp 0 fd:00 3 /opt/cray/lib/libmpi_cray.so.12
+7f3 r-xp 0 fd:00 3 /home/a b/env/lib/libmpi.so.40
 7f4 r-xp 0 fd:00 4 /usr/lib/libmpi_mpifh.so.40
 7f5 r-xp 0 fd:00 5 /env/mpi4py/MPI.openmpi.cpython-311.so""".splitlines()
     assert torchmpi.cli.facts.library_paths(maps) == [
         "/env/lib/libmpi.so.40",
+        "/home/a b/env/lib/libmpi.so.40",
         "/opt/cray/lib/libmpi_cray.so.12",
         "/usr/lib/x86_64-linux-gnu/libmpich.so.12.1.6",
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from torchmpi.backends import network
+from torchmpi.cli import job
 from torchmpi.cli.facts import Program
 from torchmpi.cli.launching import launch_command
 from torchmpi.session import launcher
@@ -100,10 +102,23 @@ def test_first_host_of_a_list(nodes, host):
     assert first_host(nodes) == host
 
 
-def test_the_hosts_of_a_job_of_slurm_are_used(monkeypatch):
-    """Regression: with --oversubscribe, Open MPI starts all ranks on the first node."""
-    program = Program("mpirun", "Open MPI 5.0.11", True)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("SLURM_JOB_NODELIST", "n[1-2]"), ("PBS_NODEFILE", "n1\nn1\nn2\n"), ("PE_HOSTFILE", "n1 2 q <N>\nn2 1 q <N>")],
+)
+def test_the_hosts_of_a_batch_job_are_used(monkeypatch, tmp_path, variable, value):
+    """Regression: with --oversubscribe, Open MPI starts all ranks on the first node, and MASTER_ADDR was 127.0.0.1."""
+    program, file = Program("mpirun", "Open MPI 5.0.11", True), tmp_path / "nodes"
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PBS_NODEFILE", str(file))  # of a job that has ended
     assert launch_command(program, 5000) == ["mpirun", "--oversubscribe", "-n", "5000"]
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert job._master([]).startswith(f"{network.loopback()}:") and job._master([("h0", 2)]).startswith("h0:")
+    if variable == "SLURM_JOB_NODELIST":
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv(variable, value)
+    else:
+        file.write_text(value)
+        monkeypatch.setenv(variable, str(file))
     assert launch_command(program, 5000) == ["mpirun", "-n", "5000"]
+    assert job._master([]).startswith("n1:")

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from ipaddress import IPv4Interface, IPv6Interface, ip_interface, ip_network
+from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 from pathlib import Path
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -66,6 +66,21 @@ def interface_in(network: str) -> str | None:
         if any(ip_interface(address).ip in wanted for address in own_interfaces([name])):
             return name
     return None
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name of a host, or an address, is one of this host.
+
+    >>> is_own("localhost"), is_own("192.0.2.1")
+    (True, False)
+    """
+    if name == socket.gethostname():
+        return True
+    own = {ip_interface(each).ip for each in own_interfaces()}
+    with suppress(OSError):
+        found = [ip_address(str(each[4][0]).split("%")[0]) for each in socket.getaddrinfo(name, None)]
+        return any(address.is_loopback or address in own for address in found)
+    return False
 
 
 def address_among(own: Sequence[str], others: Sequence[Sequence[str]]) -> str | None:

@@ -1,4 +1,4 @@
-"""The command line: ``torchmpi run``, ``info``, ``doctor`` and ``bench``, also as ``python -m torchmpi``."""
+"""The command line: ``torchmpi run``, ``info``, ``doctor``, ``bench``, ``timeline``, ``dump`` and ``analyze``."""
 
 from .command_line import main
 

@@ -280,7 +280,7 @@ def version_of(package: str) -> str | None:
 def read_text(path: Path) -> str:
     """Return the text of a file, or '' if it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 
@@ -390,7 +390,7 @@ def library_paths(maps: Iterable[str] | None = None) -> list[str]:
     ['/opt/lib/libmpi.so.40.30.1']
     """
     # libmpi.so (most), libmpich.so (Debian), libmpi_cray.so; not the bindings for Fortran and C++.
-    pattern = re.compile(r"(/\S*/libmpi(?:ch)?(?:_cray|_gnu\w*)?\.so[.\d]*)$")
+    pattern = re.compile(r"(/.*/libmpi(?:ch)?(?:_cray|_gnu\w*)?\.so[.\d]*)$")
     maps = read_text(Path("/proc/self/maps")).splitlines() if maps is None else maps
     return sorted({match[1] for line in maps if (match := pattern.search(line))})
 

@@ -38,7 +38,10 @@ def parse_list(text: str) -> list[Host]:
 
 
 def read_file(path: Path) -> list[Host]:
-    """Read a file with a host in each line: ``node1``, ``node1 slots=2`` (Open MPI) or ``node1:2`` (MPICH)."""
+    """Read a file with a host in each line: ``node1``, ``node1 slots=2`` (Open MPI) or ``node1:2`` (MPICH).
+
+    A host in several lines has room for a rank in each, as in the files of batch systems.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -68,14 +71,20 @@ def _host(name: str, number: str | None) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> list[Host]:
-    """Return each host once: MPICH would take a host that is named twice for two hosts."""
-    slots: dict[str, int | None] = {}
+    """Return each host once: MPICH would take a host that is named twice for two hosts.
+
+    Batch systems name a host once for each of its ranks.
+    """
+    numbers: dict[str, list[int | None]] = {}
     for name, number in hosts:
-        known = slots.get(name, 0)
-        if name in slots and (known is None or number is None):
+        numbers.setdefault(name, []).append(number)
+    for name, found in numbers.items():
+        if None in found and any(found):
             raise ArgumentError(f"the host {name} is named twice: name it once, with its number of ranks.")
-        slots[name] = number if number is None or known is None else known + number
-    return [Host(*item) for item in slots.items()]
+    return [
+        Host(name, found[0] if len(found) == 1 else sum(number or 1 for number in found))
+        for name, found in numbers.items()
+    ]
 
 
 def place(hosts: Sequence[Host], num_ranks: int | None) -> list[tuple[str, int]]:

@@ -6,7 +6,6 @@ import argparse
 import os
 import random
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..session import launcher, mpi_library
 from ..session.launcherless.environment import first_host
 from . import hosts, rank_start
 from .facts import Program
-from .launching import find_programs, launch_command
+from .launching import find_programs, hosts_of_batch_job, launch_command
 
 # Open MPI passes its own variables to other hosts and no others; MPICH passes all.
 _PASSED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT")
@@ -115,11 +114,12 @@ def _name_of(interface: str) -> str:
 
 def _master(placed: Sequence[tuple[str, int]]) -> str:
     """Return the address for programs that make a store of torch.distributed by themselves: on the host of rank 0."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-    if placed or nodes:
-        return f"{placed[0][0] if placed else first_host(nodes)}:{random.choice(_PORTS)}"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    names = [first_host(nodes)] if (nodes := os.environ.get("SLURM_JOB_NODELIST", "")) else hosts_of_batch_job()
+    if names := [name for name, _ in placed] or names:
+        return f"{names[0]}:{random.choice(_PORTS)}"
+    address = network.loopback()
+    with network.listen(address, 1) as free:
+        return f"{address}:{free.getsockname()[1]}"
 
 
 def program_of(options: argparse.Namespace) -> list[str]:
@@ -131,12 +131,12 @@ def program_of(options: argparse.Namespace) -> list[str]:
 
 
 def _matching_program() -> Program:
-    """Return the first launcher that may belong to the MPI library of this Python."""
+    """Return the launcher of the MPI library of this Python, or the first one that may belong to it."""
     library = mpi_library.short_version(mpi_library.load())
     programs = find_programs()
-    for program in programs:
-        if not launcher.are_incompatible(program.library, library):
-            return program
+    possible = [program for program in programs if not launcher.are_incompatible(program.library, library)]
+    if possible:
+        return next((program for program in possible if program.library == library), possible[0])
     if programs:
         found = " and ".join(f"{program.path} ({program.library})" for program in programs)
         raise LaunchError(

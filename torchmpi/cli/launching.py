@@ -110,6 +110,15 @@ def library_of(version_text: str) -> str:
     return "of an unknown library"
 
 
+def hosts_of_batch_job() -> list[str]:
+    """Return the hosts of this job, if the batch system (PBS, LSF, Grid Engine) has named them in a file."""
+    for variable in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"):
+        with suppress(KeyError, OSError):  # the latter after the end of the job
+            lines = Path(os.environ[variable]).read_text().splitlines()
+            return list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
+    return []
+
+
 def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -> list[str]:
     """Return the launcher with its options, up to the program.
 
@@ -119,9 +128,9 @@ def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -
     command = [program.path]
     if program.library.startswith("Open MPI"):
         cores = affinity.physical_cores()
-        # Its slots are cores, or in a job of Slurm the tasks of all nodes: all ranks would then start on the first one.
+        # Its slots are cores, or in a batch job the tasks of all nodes: all ranks would then start on the first one.
         is_crowded = num_ranks > len(set(cores.values()) if cores else affinity.current())
-        if is_crowded and "SLURM_JOB_ID" not in os.environ:
+        if is_crowded and "SLURM_JOB_ID" not in os.environ and len(hosts_of_batch_job()) < 2:
             command.append("--oversubscribe")
         if unbound:
             command += ["--bind-to", "none"]

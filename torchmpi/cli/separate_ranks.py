@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,13 +12,14 @@ from datetime import timedelta
 from types import FrameType
 
 from ..backends import network, torch_groups
+from ..errors import JobError
 from ..log import logger
 from ..session import launcher
+from .supervision import TIME_LIMIT_STATUS, handle_signals
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _POLL_SECONDS = 0.05
 _TERMINATION_SECONDS = 10.0
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TIMEOUT = timedelta(minutes=5)
 # The ranks find each other as under torchrun: through a store in this process.
 _AS_TORCHRUN = {"TORCHELASTIC_RUN_ID": launcher.WITHOUT_MPI_ID, "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -39,16 +39,23 @@ class SeparateRanks:
         """Run all ranks to their end; return 0 if one rank has ended with 0 and no other one has failed.
 
         After a time limit, the ranks are ended, and the status is 124.
+
+        Raises:
+            JobError: The program cannot be started.
         """
         address = network.loopback()
-        server = socket.create_server((address, 0), family=network.family(address))
+        server = network.listen(address, self._num_ranks)
         port = server.getsockname()[1]
         store = torch_groups.open_tcp_store(
             address, port, self._num_ranks, True, _TIMEOUT, master_listen_fd=server.detach()
         )
-        self._processes = [self._start(rank, address, port) for rank in range(self._num_ranks)]
-        for number in (signal.SIGINT, *_FORWARDED):
-            signal.signal(number, self._pass_on)
+        handle_signals(self._pass_on)
+        try:
+            for rank in range(self._num_ranks):
+                self._processes.append(self._start(rank, address, port))
+        except OSError as error:
+            self._end(self._processes)
+            raise JobError(f"{self._command[0]} cannot be started: {error.strerror}.") from error
         limit = None if seconds is None else time.monotonic() + seconds
         running, statuses = list(self._processes), dict[int, int]()
         while running:
@@ -60,7 +67,8 @@ class SeparateRanks:
                     logger.warning("torchmpi run: rank %d was ended by signal %d.", rank, -status)
             if limit is not None and time.monotonic() >= limit:
                 self._end(running)
-                return 124
+                logger.error("torchmpi run: the job was ended at its time limit of %g s.", seconds)
+                return TIME_LIMIT_STATUS
             time.sleep(_POLL_SECONDS)
         del store
         failed = [status for _, status in sorted(statuses.items()) if status > 0]
@@ -92,7 +100,8 @@ class SeparateRanks:
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Run ``torchmpi run --without-mpi``."""
-    for name in ("hosts", "hostfile", "interface", "rsh", "restarts", "min_ranks", "log_dir", "option"):
+    of_mpirun = ("hosts", "hostfile", "interface", "rsh", "restarts", "min_ranks", "log_dir", "option")
+    for name in (*of_mpirun, "verbose", "dry_run"):
         if getattr(options, name):
             options.refuse(f"--without-mpi starts ranks on this host only, and has no --{name.replace('_', '-')}")
     if options.ranks is None:

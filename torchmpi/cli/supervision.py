@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..backends import network
 from ..log import logger
 from .job import Job
 
@@ -21,6 +22,16 @@ _ANSWER_SECONDS = 10.0
 _RETURN_SECONDS = 60.0
 _TERMINATION_SECONDS = 10.0
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+OnSignal = Callable[[int, FrameType | None], None]
+
+
+def handle_signals(handler: OnSignal, numbers: Sequence[int] = (signal.SIGINT, *_FORWARDED)) -> dict[int, Any]:
+    """Install a handler of signals, and return the previous ones. Ignored signals, as with ``nohup``, remain ignored.
+
+    The processes that are started ignore them too then.
+    """
+    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in caught}
 
 
 class Limits(NamedTuple):
@@ -47,8 +58,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end and return its exit status."""
-        for number in (signal.SIGINT, *_FORWARDED):
-            signal.signal(number, self._pass_on)
+        handle_signals(self._pass_on)
         lost: list[str] = []
         for attempt in range(self._limits.restarts + 1):
             began = time.monotonic()
@@ -121,6 +131,8 @@ class Supervisor:
         return [name for name, answer in zip(names, answers, strict=True) if not answer]
 
     def _answers(self, host: str) -> bool:
+        if network.is_own(host):  # launchers start processes of this host without ssh, which it may not have
+            return True
         try:
             command = [*self._job.agent(host), "true"]
             quiet = subprocess.DEVNULL

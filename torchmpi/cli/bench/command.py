@@ -21,6 +21,7 @@ from ...errors import ArgumentError, JobError, TorchMPIError
 from ...log import log_fatal
 from ...session import affinity, launcher, mpi_library, runtime
 from ..launching import PACKAGE_PARENT, find_programs, launch_command, run_limited
+from ..supervision import handle_signals
 from . import collective_bench, options, training
 from .bench_job import Show, StatusLine, measure_job
 from .bench_report import check_can_plot, compare_files, draw, new_report, save
@@ -185,7 +186,7 @@ def run_job(
             "system MPI; see `torchmpi doctor`."
         )
     launch = launch_command(found[0], num_ranks, unbound=unbound)
-    with tempfile.TemporaryDirectory(prefix="torchmpi-bench-") as name, _ends_on_sigterm():
+    with tempfile.TemporaryDirectory(prefix="torchmpi-bench-") as name, _ends_on_signals():
         task, result, progress = (Path(name, file) for file in ("task.json", "result.json", "progress"))
         task.write_text(json.dumps(vars(given) | {"folder": name}))
         arguments = [*program, name] if program else ["-c", _BOOTSTRAP, str(PACKAGE_PARENT), str(task)]
@@ -206,8 +207,8 @@ def run_job(
 
 
 @contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """Raise an exception on SIGTERM, as on Ctrl-C, so that the job ends too."""
+def _ends_on_signals() -> Iterator[None]:
+    """Raise an exception on SIGTERM and SIGHUP, as on Ctrl-C, so that the job ends too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -215,8 +216,9 @@ def _ends_on_sigterm() -> Iterator[None]:
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    previous = handle_signals(leave, (signal.SIGTERM, signal.SIGHUP))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
