@@ -34,8 +34,9 @@ num_cores() {
 
 # Sets `python` to the first interpreter that is new enough; PYTHON overrides the search.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python python3.14 python3.13 python3.12 python3.11 python3.10}; do
+    local candidate candidates=(python3 python python3.14 python3.13 python3.12 python3.11 python3.10)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         python=$(type -P "$candidate") || continue
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             return

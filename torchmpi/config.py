@@ -6,6 +6,7 @@ Each field can be set in the environment as ``TORCHMPI_<FIELD>``; ``start(config
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,21 +129,22 @@ class Config:
     """File to which the report of a job that fails is also written, as JSON; empty: none."""
 
     def __post_init__(self) -> None:
-        for name in ("bind", "check", "hierarchical", "on_lost_rank"):
-            value, choices = getattr(self, name), get_args(get_type_hints(Config)[name])
-            if value not in choices:
-                raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}.")
+        types = get_type_hints(Config)
+        of_fields = {name: get_args(types[name]) for name in ("bind", "check", "hierarchical", "on_lost_rank")}
+        for name, choices in {**of_fields, "backend": ("auto", *get_args(BackendName))}.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
         if not set(self.chosen_gpu_backends) <= set(_GPU_BACKENDS):
             raise ConfigError(
                 f"gpu_backends={self.gpu_backends!r} is neither auto nor none nor a list of {', '.join(_GPU_BACKENDS)}."
             )
         for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be greater than zero.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be finite and greater than zero.")
         seconds = ("stall_warning_seconds", "stall_abort_seconds", "heartbeat_seconds")
         for name in ("threads", "slot_bytes", "staging_bytes", *seconds):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must not be negative.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be finite and not negative.")
 
     def bucket_bytes_on(self, device_type: str) -> int:
         """Return the largest size of a bucket of tensors on a type of device.

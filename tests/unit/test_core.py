@@ -42,9 +42,8 @@ from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers, sparse
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
 def test_every_setting_is_read_from_the_environment(field):
     given = {bool: ("0", False), int: ("7", 7), float: ("7.5", 7.5), str: ("none", "none")}[type(field.default)]
-    given = {"check": ("strict", "strict"), "hierarchical": ("off", "off"), "on_lost_rank": ("raise", "raise")}.get(
-        field.name, given
-    )
+    names = {"check": "strict", "hierarchical": "off", "on_lost_rank": "raise", "backend": "p2p"}
+    given = (names[field.name],) * 2 if field.name in names else given
     config = Config.from_environment({f"TORCHMPI_{field.name.upper()}": given[0], "HOME": "/root"})
     assert getattr(config, field.name) == given[1]
     assert dataclasses.replace(config, **{field.name: field.default}) == Config()
@@ -58,8 +57,12 @@ def test_every_setting_is_read_from_the_environment(field):
         ("TORCHMPI_THREADS", "two", "int"),
         ("TORCHMPI_THREADS", "-1", "negative"),
         ("TORCHMPI_BIND", "tight", "auto, none"),
+        ("TORCHMPI_BACKEND", "tcp", "backend='tcp' is not one of auto, mpi, shm, p2p"),
         ("TORCHMPI_GPU_BACKENDS", "nccl,gloo", "list of nccl, ipc"),
         ("TORCHMPI_BUCKET_BYTES", "0", "greater than zero"),
+        # Regressions: the watchdog ended the job with an OverflowError; no call was ever late.
+        ("TORCHMPI_WATCHDOG_PERIOD_SECONDS", "inf", "greater than zero"),
+        ("TORCHMPI_STALL_ABORT_SECONDS", "nan", "not negative"),
     ],
 )
 def test_wrong_settings_are_refused_with_a_hint(variable, text, hint):
@@ -486,6 +489,24 @@ def test_binding_moves_every_thread_and_can_be_undone():
     finally:
         affinity.bind(before)
     assert affinity.current() == before
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/user/job", {"cpu.max": "max 10000", "user/cpu.max": "15000 10000", "user/job/cpu.max": "max 10000"}, 1.5),
+        ("0::/docker/3f", {"cpu.max": "50000 100000"}, 0.5),  # the container sees its own group only
+        ("3:memory:/a\n2:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "30", "cpu/a/cpu.cfs_period_us": "10"}, 3.0),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "10"}, math.inf),
+    ],
+)
+def test_the_least_cpu_limit_of_all_groups_around_a_process_counts(tmp_path, own, limits, expected):
+    """Regression: only that of the outermost visible group was read, which is that of a container."""
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    assert affinity.cpu_quota(tmp_path, tmp_path / "own") == expected
 
 
 def test_processes_of_different_sessions_are_in_several_autogroups():

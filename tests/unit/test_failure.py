@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import io
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import torchmpi
 from torchmpi.errors import MismatchError
-from torchmpi.session import deadlock, failure, launcher, program_lines, report, signals, stacks
+from torchmpi.session import deadlock, failure, launcher, mpi_library, program_lines, report, signals, stacks
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -111,6 +112,26 @@ print(requests.take(), len(count))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True 1\nFalse 2\n", done.stderr
+
+
+def test_names_of_processes_may_be_cut_within_a_letter(monkeypatch):
+    """Regression: start() raised a UnicodeDecodeError for a program in Cyrillic letters, and SIGTERM did below one."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    comm.write_bytes("обучение.py".encode()[:15])
+    try:
+        stacks.StackRequests().close()
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(UnicodeDecodeError):
+                launcher.stderr_of_mpirun()
+                mpi_library._is_below_launcher()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        comm.write_bytes(before)
 
 
 def signal_watch(called: list[str]) -> signals.SignalWatch:

@@ -209,8 +209,9 @@ def test_the_server_answers_at_the_port_of_the_local_rank_until_the_end(warnings
     assert not threads()
     with pytest.raises(ConnectionError):
         socket.create_connection(("127.0.0.1", port))
-    with exporting(f"127.0.0.1:{port}"):  # can be bound again at once
-        assert get(port)[0] == prometheus.CONTENT_TYPE
+    for address in ("127.0.0.1", *["[::]"] * socket.has_dualstack_ipv6()):
+        with exporting(f"{address}:{port}"):  # can be bound again at once
+            assert get(port)[0] == prometheus.CONTENT_TYPE
     assert warnings() == []
 
 

@@ -12,7 +12,7 @@ import torch
 from ..communicators.group import Group
 from ..communicators.plan import Backends
 from ..config import Config
-from ..errors import ArgumentError, BackendUnavailableError, ConfigError
+from ..errors import ArgumentError, BackendUnavailableError
 from ..log import logger
 from . import saved_tables, selection_table
 from .base import NAMES, Backend, Operation, bind, by_size
@@ -80,7 +80,6 @@ class Selector:
         self.tuned = Table()
         """The measured rules, of this run or an earlier one."""
         self._world, self._config = world, config
-        self._check_forced()
         self._defaults, self._defaults_uncompared = (self._default_table(compared=each) for each in (True, False))
         self.table = Table(self._defaults)
 
@@ -391,12 +390,6 @@ class Selector:
             raise BackendUnavailableError(
                 f"{where} {what}. Use one of: {', '.join(self.backends)}, or leave backend out."
             )
-
-    def _check_forced(self) -> None:
-        name = self._config.backend
-        if name != "auto" and name not in self.backends:
-            what = "is not part of this version" if name in NAMES else "is unknown"
-            raise ConfigError(f"The setting backend={name!r} {what}. Use one of: auto, {', '.join(self.backends)}.")
 
     @property
     def spans(self) -> tuple[str, ...]:

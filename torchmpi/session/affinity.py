@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 # Quota and period: in one file of cgroup v2, in two of v1.
-_QUOTA_FILES = (
-    ("/sys/fs/cgroup/cpu.max",),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
+_QUOTA_FILES_2, _QUOTA_FILES_1 = ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
 
 
 def current() -> frozenset[int]:
@@ -69,19 +67,39 @@ def physical_cores() -> dict[int, tuple[int, ...]] | None:
     return cores
 
 
-def cpu_quota() -> float:
-    """Return the CPU limit of this container in CPUs, which affinity masks do not include; infinity without a limit.
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the CPU limit of this process in CPUs, which affinity masks do not include; infinity without a limit.
+
+    It is the least of the limits of its control group and of the groups around that, as far as they are visible: a
+    container usually sees its own group only, as `root`.
 
     >>> cpu_quota() > 0
     True
     """
-    for paths in _QUOTA_FILES:
-        try:
-            quota, period = " ".join(Path(path).read_text() for path in paths).split()
-            return int(quota) / int(period) if quota not in ("max", "-1") else math.inf
-        except (OSError, ValueError):
-            continue
-    return math.inf
+    quota = math.inf
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                top, names = root, _QUOTA_FILES_2
+            elif "cpu" in controllers.split(","):
+                top, names = root / "cpu", _QUOTA_FILES_1
+            else:
+                continue
+            group = top / path.lstrip("/")
+            for folder in (group, *group.parents):
+                quota = min(quota, _quota_of([folder / name for name in names]))
+                if folder == top:
+                    break
+    return quota
+
+
+def _quota_of(files: Iterable[Path]) -> float:
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
+        return int(quota) / int(period) if quota not in ("max", "-1") else math.inf
+    except (OSError, ValueError):
+        return math.inf
 
 
 def plan_binding(

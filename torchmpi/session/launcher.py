@@ -187,13 +187,15 @@ def stderr_of_mpirun() -> int | None:
     with contextlib.suppress(OSError):
         process = os.getppid() if detect().name == OPEN_MPI else 1
         while process > 1:
-            if Path(f"/proc/{process}/comm").read_text().rstrip("\n") in _MPIRUN:
+            # The system cuts the name of a process after 15 bytes, also within a letter.
+            if Path(f"/proc/{process}/comm").read_text(errors="replace").rstrip("\n") in _MPIRUN:
                 stream = f"/proc/{process}/fd/2"
                 mode = os.stat(stream).st_mode
                 if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
                     return os.open(stream, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
                 break
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            stat_of_process = Path(f"/proc/{process}/stat").read_text(errors="replace")
+            process = int(stat_of_process.rpartition(")")[2].split()[1])
     return None
 
 

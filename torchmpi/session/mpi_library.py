@@ -130,7 +130,7 @@ def _is_below_launcher() -> bool:
     pid = os.getppid()
     with contextlib.suppress(OSError):
         while pid > 0:
-            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(") ")
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(") ")
             if name.startswith(_LAUNCHER_PROCESSES):
                 return True
             pid = int(rest.split()[1])
@@ -228,7 +228,7 @@ def remove_own_segments(names: str = r"sm_segment\.|mpich_shm_") -> None:
     failed jobs would fill it. Call it only when the process ends, as Open MPI opens files later.
     """
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = Path("/proc/self/maps").read_text(errors="replace")
     except OSError:
         return
     for path in set(re.findall(rf"/dev/shm/(?:{names})\S+", maps)):

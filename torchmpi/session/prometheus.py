@@ -14,12 +14,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+from ..backends import network
 from ..log import logger
 
 FILE_NAME = "torchmpi_rank{}.prom"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PORT = re.compile(r"(?:(.+):)?(\d+)")
-_LOOPBACK = "127.0.0.1"
 _CLIENT_SECONDS = 5.0
 _END_SECONDS = 2.0
 """How long stop() waits for a file system or client that does not answer."""
@@ -108,7 +108,8 @@ def exporter(target: str, seconds: float, local_rank: int, rank: int, read: Read
     """
     port = _PORT.fullmatch(target)
     if port is not None:
-        return ServerExporter(rank, read, port[1] or _LOOPBACK, int(port[2]) + local_rank)
+        address = port[1] or network.loopback()
+        return ServerExporter(rank, read, address.strip("[]"), int(port[2]) + local_rank)
     return FileExporter(rank, read, Path(target) / FILE_NAME.format(rank), seconds)
 
 
@@ -173,7 +174,7 @@ class ServerExporter(Exporter):
 
     def __init__(self, rank: int, read: Read, address: str, port: int) -> None:
         super().__init__(rank, read)
-        self._server = _Server((address, port), _Handler)
+        self._server = _Server((address, port))
         self._server.text, self._server.warn = lambda: text_of(self._read()), self._warn
         self._thread.start()
 
@@ -191,6 +192,10 @@ class ServerExporter(Exporter):
 class _Server(HTTPServer):
     text: Callable[[], str]
     warn: Callable[[BaseException], None]
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address_family = network.family(address[0])
+        super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
         """Bind without the query of a name server that HTTPServer makes."""

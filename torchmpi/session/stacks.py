@@ -95,7 +95,7 @@ def noting_handler_of_library() -> Iterator[None]:
 def _is_caught() -> bool:
     """Return whether the signal has a handler; those of C are known to the system only."""
     try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return True
     return caught is None or bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)

@@ -86,25 +86,30 @@ class StartWatch:
         while not self._has_started.wait(period):
             ranks, now = _ranks_of_host(), time.monotonic()
             self._lowest = min([self._lowest, *ranks.starting])
-            if not ranks.all or len(ranks.all) >= (self._launcher.local_size or 0):
+            if not (self._has_ended(ranks) and self._config.abort_on_exception):
                 ended_since = None
             elif ended_since is None:
                 ended_since = now
             elif self._reports(now - ended_since):
-                self._end_job(self._about_ended(ranks.all))
+                reason = f"{self._ended(ranks.all)}, in which rank {self._launcher.rank} waits. That ends the job."
+                self._end_job(reason)
             if ended_since is None and now - begin >= self._config.stall_warning_seconds:
                 self._check_late(ranks, now - begin)
 
     def _reports(self, late_seconds: float) -> bool:
         return self._lowest == self._launcher.rank or late_seconds > _GRACE_SECONDS
 
-    def _about_ended(self, existing: set[int]) -> str:
+    def _has_ended(self, ranks: _Ranks) -> bool:
+        """Return whether a rank of this host has ended."""
+        return bool(ranks.all) and len(ranks.all) < (self._launcher.local_size or 0)
+
+    def _ended(self, existing: set[int]) -> str:
         """Describe ranks of this host that have ended. Across hosts it is not known which ranks should be here."""
         ended = sorted(set(range(self._num_ranks)) - existing)
         who = f"rank {', '.join(map(str, ended[:_MOST_RANKS]))}"
         if self._launcher.local_size != self._num_ranks:
             who = "a rank of this host"
-        return f"{who} ended without calling start(), in which rank {self._launcher.rank} waits. That ends the job."
+        return f"{who} ended without calling start()"
 
     def _check_late(self, ranks: _Ranks, waited: float) -> None:
         """Warn of missing ranks, and end the job after ``stall_abort_seconds``."""
@@ -128,14 +133,13 @@ class StartWatch:
             return "\n".join(["Not arrived:", *lines[:_MOST_RANKS], *more])
         if not ranks.all:
             return "Which ranks have not arrived is not known."
+        if self._has_ended(ranks):
+            return f"{self._ended(ranks.all)}."
         if len(ranks.all) == self._num_ranks:
             return "All ranks have arrived."
         return "All ranks of this host have arrived. Ranks of other hosts have not, or the network between them fails."
 
     def _end_job(self, message: str) -> None:
-        if not self._config.abort_on_exception:
-            logger.warning(message)
-            return
         log_fatal(f"{message}\n{launcher.announcement()}".rstrip())
         mpi_library.abort(1)
 
