@@ -157,10 +157,10 @@ def test_default_optimizer(agree):
 
 
 def test_sync_batchnorm_needs_examples_on_all_ranks(agree):
-    """The last batch has one example."""
+    """The last batch has one example. Regression: as the second batch of an update it was a MismatchError."""
     net = nn.Sequential(nn.Linear(4, 8), mpinn.SyncBatchNorm(8), nn.Linear(8, 3))
-    arguments = {"batch_size": 2 * mpi.size(), "engine": AllReduceSGDEngine(progress=False)}
     data = tensors(2 * mpi.size() + 1)
-    if mpi.size() > 1:
+    for accumulate in (1, 2) if mpi.size() > 1 else ():
+        engine = AllReduceSGDEngine(progress=False)
         with pytest.raises(ArgumentError, match=r"'1' is a SyncBatchNorm.*the last batch has at least"):
-            fit(net, data, **arguments)
+            fit(net, data, batch_size=2 * mpi.size(), engine=engine, accumulate=accumulate)

@@ -76,7 +76,7 @@ CASES = {
     "send to nobody": (lambda: mpi.send(ONES, 99), errors.ArgumentError, "99"),
     "send to oneself": (lambda: mpi.send(ONES, mpi.rank()), errors.ArgumentError, "send_async"),
     "receive from oneself": (lambda: mpi.recv(ONES, mpi.rank()), errors.ArgumentError, "recv_async"),
-    "scatter without a tensor": (lambda: mpi.scatter(None, mpi.rank()), errors.DtypeError, "NoneType"),
+    "scatter without a tensor": (lambda: mpi.scatter(None, mpi.rank()), errors.DtypeError, "Pass a torch.Tensor."),
     "second start": (lambda: mpi.start(), errors.AlreadyStartedError, "stop()"),
 }
 

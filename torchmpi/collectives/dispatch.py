@@ -26,6 +26,8 @@ from .prepared import IN_PLACE, PlanKey, PreparedPlan, no_cached_call, prepare
 _Tensor = torch.Tensor
 _STRIDED = torch.strided
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
+_DIVIDING = ("scatter", "reduce_scatter", "alltoall")
+"""Collectives that divide a tensor, and so take no number."""
 
 
 class CheckedCall(NamedTuple):
@@ -88,7 +90,7 @@ def check_call(
     if collective in _ROOTED:
         root = check_root(group, root, collective)
     if tensor is None and not (collective == "scatter" and group.rank != root):
-        buffers.check(tensor, f"{group.where}: {collective}")
+        buffers.check(tensor, f"{group.where}: {collective}", or_number=collective not in _DIVIDING)
     receives = collective not in ("reduce", "gather") or group.rank == root
     plan = plan_of(
         communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous, receives=receives
@@ -173,7 +175,8 @@ def plan_of(
         is_written = out is None and collective in IN_PLACE
         direct = (is_simple(tensor) and not tensor.is_conj()) or buffers.is_simple_on_gpu(tensor)
         if not direct:
-            buffers.check(tensor, f"{communicator.intra.where}: {collective}", written=is_written)
+            what, or_number = f"{communicator.intra.where}: {collective}", collective not in _DIVIDING
+            buffers.check(tensor, what, written=is_written, or_number=or_number)
             direct = buffers.is_direct(tensor)
         direct = direct and out is None
         key = (collective, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
@@ -233,7 +236,7 @@ def _not_out(value: Any) -> str:
 
 def refuse_number(collective: str, out: Any, what: str) -> None:
     """Raise if a collective does not take a number, or none with `out`."""
-    if collective in ("scatter", "reduce_scatter", "alltoall"):
+    if collective in _DIVIDING:
         raise DtypeError(f"{what}: a number cannot be split over ranks. Pass a tensor with one row per rank.")
     if out is not None:
         raise ArgumentError(f"{what}: a number has no out=. Use the returned value, or pass a tensor.")

@@ -258,7 +258,7 @@ class _Message:
         self.what = f"{self.group.where}: {collective}"
         self.collective, self.peer, self.is_number = collective, self.checked_peer(peer), is_number(tensor)
         given = as_tensor(tensor) if self.is_number else tensor
-        self.tensor = buffers.check(given, self.what, written=collective != "send")
+        self.tensor = buffers.check(given, self.what, written=collective != "send", or_number=True)
         self.code = checked_dtype(collective, self.tensor.dtype, None, self.what).code
         self.backend = running.selector.choose(collective, self.tensor.device.type, "mpi", self.group)
         self.message_bytes = running.config.message_bytes

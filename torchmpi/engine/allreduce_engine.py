@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +17,10 @@ from ..session import api, recovery, runtime
 from ..tensors import streams
 from .checkpoint import Saved
 from .coordination import AllRanks
-from .data_loading import Source, is_function
+from .data_loading import Epoch, Source, is_function
 from .memory_copies import MemoryCopies
 from .sgd_engine import SGDEngine
-from .state import State
+from .state import Sample, State
 from .training_run import TrainingRun
 from .updates import trained_parameters
 
@@ -162,8 +164,8 @@ class AllReduceSGDEngine(SGDEngine):
             self._register(state)
 
     def _begin_step(self, state: State, num_active: int) -> None:
-        if num_active < self._coordinator.size:
-            _refuse_sync_batchnorm(state.network)
+        if num_active < self._coordinator.size and (name := _sync_batchnorm(state.network)):
+            _refuse_sync_batchnorm(name)
         known = [] if self._registered is None else self._registered[1]
         if self._asynchronous and self._dynamic_network and known != _trainable_ids(state):
             self._register(state)
@@ -171,6 +173,14 @@ class AllReduceSGDEngine(SGDEngine):
             for module in _trained(state):
                 # Without buffers: the statistics of batch norm differ, as each rank has its own data.
                 mpinn.check_with_allreduce(module, buffers=False)
+
+    def _next_of_update(self, state: State, epoch: Epoch) -> Sample | None:
+        sample = epoch.next()
+        if name := _sync_batchnorm(state.network):
+            num_active = self._coordinator.count(sample is not None)
+            if 0 < num_active < self._coordinator.size:
+                _refuse_sync_batchnorm(name)
+        return sample
 
     def _wait_for(self, device: torch.device) -> None:
         if self._device_sync and device.type == "cuda":
@@ -231,15 +241,20 @@ def _trainable_ids(state: State) -> list[int]:
     return [id(parameter) for module in _own(state) for parameter in _trainable(module)]
 
 
-def _refuse_sync_batchnorm(network: nn.Module) -> None:
-    """Refuse a network whose forward pass communicates, in an update in which some ranks do not run it."""
+def _sync_batchnorm(network: nn.Module) -> str:
+    """Return the name of a layer that communicates in the forward pass, so that all ranks must run it; '' for none."""
     for name, module in network.named_modules():
         if isinstance(module, mpinn.SyncBatchNorm) and module.training:
-            raise ArgumentError(
-                f"rank {api.rank()}: some ranks have no batch for this update, but {name!r} is a SyncBatchNorm, which "
-                "needs the batches of all ranks. Give all ranks equally many batches; for fit(), choose the number of "
-                f"examples, or batch_size, such that the last batch has at least {api.size()} examples."
-            )
+            return name or "the network"
+    return ""
+
+
+def _refuse_sync_batchnorm(name: str) -> NoReturn:
+    raise ArgumentError(
+        f"rank {api.rank()}: some ranks have no batch for this forward pass, but {name!r} is a SyncBatchNorm, which "
+        "needs the batches of all ranks. Give all ranks equally many batches; for fit(), choose the number of "
+        f"examples, or batch_size, such that the last batch has at least {api.size()} examples."
+    )
 
 
 def _refuse_unsynchronized(state: State) -> None:

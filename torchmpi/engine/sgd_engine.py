@@ -305,7 +305,7 @@ class SGDEngine(Engine):
             loss = self._forward(state)
             with timeline.range("backward"):
                 update.backward(loss, state.sample)
-            sample = None if update.is_full else epoch.next()
+            sample = None if update.is_full else self._next_of_update(state, epoch)
             state.batch += sample is not None
         total_weight = num_active if options.weighs_ranks_equally else self._coordinator.count(update.weight)
         with timeline.range("synchronize gradients"):
@@ -400,6 +400,10 @@ class SGDEngine(Engine):
 
     def _begin_step(self, state: State, num_active: int) -> None:
         """Prepare an update; called before each one, also on a rank without a batch. `num_active` ranks have one."""
+
+    def _next_of_update(self, state: State, epoch: Epoch) -> Sample | None:
+        """Return the next batch of an update of several; None if this rank has no more."""
+        return epoch.next()
 
     def _check_sources(self, *sources: Source) -> None:
         """Raise if the data cannot be divided anew, but may have to be."""

@@ -49,17 +49,17 @@ def is_simple_on_gpu(tensor: torch.Tensor) -> bool:
     )
 
 
-def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
-    """Raise if a tensor cannot be sent or, if `written`, received into.
+def check(tensor: object, what: str, *, written: bool = False, or_number: bool = False) -> torch.Tensor:
+    """Raise if a tensor cannot be sent or, if `written`, received into; `or_number`: the call takes numbers too.
 
-    >>> check([1.0], "allreduce")
+    >>> check([1.0], "allreduce", or_number=True)
     Traceback (most recent call last):
     torchmpi.errors.DtypeError: allreduce: a list is not a tensor. Pass a torch.Tensor or a number.
     """
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
         hint = " (torch.from_numpy shares the memory)" if kind == "ndarray" else ""
-        raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor or a number{hint}.")
+        raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor{' or a number' * or_number}{hint}.")
     if tensor.is_nested:
         raise ArgumentError(f"{what}: the tensor is nested. Send its parts one by one (tensor.unbind()).")
     if tensor.layout is not torch.strided:
