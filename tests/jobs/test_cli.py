@@ -170,8 +170,8 @@ mpi.stop()
 
 
 def test_run_without_success(alone):
-    """The time limit covers all starts. A job that was ended by a signal is not restarted, nor (regression) one that has
-    succeeded on this host, if that has no ssh."""
+    """The time limit covers all starts. A job that was ended by a signal is not restarted, nor (regression) one that
+    has succeeded on this host, if that has no ssh."""
     result = alone(*COMMAND, "run", "--hosts", "localhost:2", "--rsh", "false", "--restarts", "1", "echo", "begun")
     assert result.returncode == 0 and result.stdout.split() == ["begun"] * 2, result.output
     result = alone(*COMMAND, "run", "-n", "2", "--timeout", "2", "--restarts", "9", "sleep", "60")

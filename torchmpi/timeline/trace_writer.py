@@ -91,13 +91,14 @@ class TraceWriter:
                 return
 
     def _try_to_flush(self, *, last: bool = False) -> bool:
-        """Write; return False if that is not possible: the file ends there, as that of a killed rank, but not the job."""
+        """Write; return False if that is not possible: the file ends there, like that of a killed rank."""
         try:
             if not self._has_failed:
                 self._flush(last=last)
         except OSError as error:
             self._has_failed = True
-            logging.getLogger("torchmpi").warning(f"rank {self.rank}: the timeline {self.path} is not complete: {error}")
+            message = f"rank {self.rank}: the timeline {self.path} is not complete: {error}"
+            logging.getLogger("torchmpi").warning(message)
         return not self._has_failed
 
     def _flush(self, *, last: bool = False) -> None:
