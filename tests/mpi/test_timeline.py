@@ -512,5 +512,15 @@ def test_one_timeline_at_a_time(agree, folder):
     agree(not mpi.timeline.is_recording())
 
 
+def test_a_file_that_one_rank_cannot_write_is_an_error_on_all(agree, folder):
+    """Regression: within a host, the other ranks recorded."""
+    Path(folder, "elsewhere", "rank0.json.gz").mkdir(parents=True, exist_ok=True)  # a folder in place of the file
+    mpi.barrier()
+    kind = OSError if mpi.rank() == 0 else TorchMPIError
+    with pytest.raises(kind):
+        mpi.timeline.start(f"{folder}/elsewhere")
+    agree(not mpi.timeline.is_recording())
+
+
 def profiled_by_torch():
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])

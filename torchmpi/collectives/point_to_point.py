@@ -266,6 +266,8 @@ class _Message:
         self.call_queue: CallQueue = self.group.peer_queue("send" if collective == "send" else "receive", self.peer)
         self.waited: int | None = None
         """Nanoseconds until the message of the other rank began to arrive; None for a send, whose wait is not known."""
+        self.posted = 0
+        """When the send of an exchange began, if it did so before the receive; 0 otherwise."""
         self.numbers: dict[str, int] = {}
         """The other ranks, and the numbers of the messages in their channels."""
 
@@ -347,6 +349,7 @@ class _Message:
 
     def post(self, dst: int, copy: torch.Tensor | None = None) -> Callable[[], None]:
         """Begin to send the tensor, which may be overwritten then, or the copy of it; return what ends the messages."""
+        self.posted = events.now()
         work = self._plain(self.tensor, copied=True) if copy is None else self._plain(copy)
         messages = self._messages(work)
         channel = self._counted(dst, is_receive=False)
@@ -406,7 +409,10 @@ class _Message:
                 details = {"peer": self.group.world_ranks[self.peer], "bytes": self.tensor.nbytes, "line": line}
                 details |= {"dtype": dtypes.short_name(self.tensor.dtype), "communicator": self.group.name}
                 details |= {"group": f"{self.group.key:x}", **self.numbers}
+                # The other rank may have received the message before this one began to receive.
+                begin = max(min(begin, self.posted or begin), self.call_queue.recorded_until)
                 recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)
+                self.call_queue.recorded_until = events.now()
 
     def _begin_event(self) -> Any:
         return events.begin_event(self.described_call(), is_task=self.call_queue.origin is not None)

@@ -33,15 +33,14 @@ _TIMES = struct.Struct("2q")
 
 def provide_timeline(world: Group, description: dict[str, Any]) -> None:
     """Let timelines be recorded by the ranks of the world."""
-    measure_here, open_here = partial(measure, world), partial(HostClock, world)
     hosts = world.context.hosts
+    open_here: Callable[[], HostClock] = partial(HostClock, world)
+    measure_here: Callable[[], list[ClockSample]] = partial(measure, world)
     description = {**description, "leader": leaders_of(hosts)[hosts[world.rank]]}
-    if len(set(hosts)) == 1:  # no communication
-        timeline.set_job(timeline.JobInfo(description, open_here, measure_here, bool))
-    else:
-        run = partial(world.call_action, "barrier")
-        actions = partial(run, open_here), partial(run, measure_here), partial(_agree, world)
-        timeline.set_job(timeline.JobInfo(description, *actions))
+    if len(set(hosts)) > 1:  # otherwise they do not communicate
+        open_here = partial(world.call_action, "barrier", open_here)
+        measure_here = partial(world.call_action, "barrier", measure_here)
+    timeline.set_job(timeline.JobInfo(description, open_here, measure_here, partial(_agree, world)))
 
 
 def _agree(world: Group, condition: bool) -> bool:
