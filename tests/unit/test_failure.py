@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,25 @@ def test_stacks_are_read_without_garbage_collection(monkeypatch):
         ended.set()
         thread.join()
     assert read == [False, False] and gc.isenabled()
+
+
+def test_reading_stacks_keeps_nothing_of_a_call_alive():
+    """Regression: the tensors of a late call stayed until a garbage collection, and the connections of gloo open."""
+
+    def kept_by(read):
+        def call():
+            tensor = torch.ones(3)
+            read()
+            return weakref.ref(tensor)
+
+        return call()()
+
+    def observe_in_thread():
+        thread = threading.Thread(target=deadlock.WaitingRanks(None).observe, kwargs={"is_late": True})
+        thread.start()
+        thread.join()
+
+    gc.collect()
+    with stacks.no_garbage_collection():
+        assert kept_by(observe_in_thread) is None
+        assert kept_by(program_lines.location) is None

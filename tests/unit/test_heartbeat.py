@@ -8,8 +8,10 @@ import queue
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -44,7 +46,7 @@ def test_messages_reach_every_rank_and_end_at_a_gap_of_the_ring(hosts):
 
 
 def status_of(rank: int, group: int) -> RankStatus:
-    status = RankStatus(group, 10 + rank, rank % 2 == 0, f"at line {rank}")
+    status = RankStatus(10 + rank, rank % 2 == 0, f"at line {rank}")
     return status._replace(calls={str(group): rank}, blocked_on=str(group), blocked_call=rank)
 
 
@@ -113,6 +115,21 @@ def test_each_rank_asks_all_others(hosts):
         assert heartbeat.request(others, 7, timeout_seconds=WAIT_SECONDS) == expected
     ranks.close()
     assert ranks.ends.empty()
+
+
+def test_threads_that_ask_at_once_get_their_own_replies():
+    """Regression: a request discarded the replies to another one, which then waited until its time limit."""
+    ranks = Ranks([0, 0, 1, 1])
+    request, others, start = ranks.heartbeats[0].request, {1, 2, 3}, threading.Barrier(4)
+
+    def ask(group: int) -> bool:
+        start.wait(WAIT_SECONDS)
+        expected = {other: status_of(other, group) for other in others}
+        return all(request(others, group, timeout_seconds=WAIT_SECONDS) == expected for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, (7, 7, 8, 9)))
+    ranks.close()
 
 
 def test_a_rank_that_waits_tells_rank_0():

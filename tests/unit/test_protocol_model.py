@@ -61,6 +61,15 @@ def test_every_execution_with_a_failing_call_is_right(name):
     assert by_rank > {"ok"}, "no call has failed"
 
 
+def test_a_rank_that_fails_after_a_barrier_ends_it_on_no_other_rank():
+    """Regression: one that looked for arrivals, and then for aborts, raised an error although all had arrived.
+
+    Other backends compare their calls by a barrier before they begin: a rank waited for one that had raised there.
+    """
+    explorer = Explorer(Scenario(3, (Call("barrier", breaks=1),)), is_tso=True).run()
+    assert explorer.outcomes == {(("ok",), ("MemoryError",), ("ok",))}
+
+
 FAULTS = {
     "the chunk loop does not wait before it reuses a slot": (
         ("chunk_loop", "wait_all(group, REDUCED, chunk) if index > 0 else 0", "0"),

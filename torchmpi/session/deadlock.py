@@ -67,6 +67,7 @@ class WaitingRanks:
         with no_garbage_collection():  # as in `location`
             frames = sys._current_frames()
             main = frames.pop(threading.main_thread().ident or 0, None)
+            frames.pop(threading.get_ident(), None)  # a cycle, which would keep the tensors of all frames alive
             if main is None or any(map(_runs_program, frames.values())):
                 return None
             frame, group = self._call_of(main)
@@ -111,8 +112,8 @@ def _runs_program(frame: FrameType | None) -> bool:
 def waits_of(states: Mapping[int, RankStatus]) -> dict[int, list[int]]:
     """Return the ranks for which each rank waits, given the states of ranks on several hosts.
 
-    >>> waiting = RankStatus(0, 1, True, "", calls={"5": 1}, blocked_on="5", blocked_call=1)
-    >>> waits_of({0: waiting, 1: waiting._replace(calls={"5": 0}, blocked_on=""), 2: RankStatus(0, 0, False, "")})
+    >>> waiting = RankStatus(1, True, "", calls={"5": 1}, blocked_on="5", blocked_call=1)
+    >>> waits_of({0: waiting, 1: waiting._replace(calls={"5": 0}, blocked_on=""), 2: RankStatus(0, False, "")})
     {0: [1], 1: [], 2: []}
     """
     return {

@@ -10,6 +10,7 @@ docs/design/heartbeat.md has the reasons.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import select
@@ -39,7 +40,6 @@ _TO_ALL = _NOBODY = -1
 class RankStatus(NamedTuple):
     """The status of a rank in one group."""
 
-    group: int
     entered: int
     """Number of the last call that the rank has entered."""
     is_waiting: bool
@@ -86,7 +86,9 @@ class Heartbeat:
         for link in self._links.values():
             if self._is_far(link):
                 network.limit_silence(link.sock, limit_seconds)
-        self._replies: dict[int, RankStatus] = {}
+        self._replies: dict[int, dict[int, RankStatus]] = {}
+        """By the number of the request, of which threads may make several at once."""
+        self._numbers = itertools.count()
         self._has_reply = threading.Condition()
         self._seen: set[str] = set()
         self._losses: dict[str, int] = {}
@@ -114,24 +116,20 @@ class Heartbeat:
 
     def request(self, ranks: Iterable[int], group: int, *, timeout_seconds: float) -> dict[int, RankStatus]:
         """Return the status of some ranks in a group; ranks that do not reply in time are omitted."""
-        wanted = set(ranks)
-        with self._has_reply:
-            self._replies = {}
+        wanted, number = set(ranks), next(self._numbers)
+        replies: dict[int, RankStatus] = {}
+        self._replies[number] = replies
         for rank in wanted:
-            self._pass_on({"kind": "request", "to": rank, "from": self._rank, "group": group})
+            self._pass_on({"kind": "request", "to": rank, "from": self._rank, "group": group, "number": number})
         with self._has_reply:
-            self._has_reply.wait_for(lambda: wanted <= self._matching(group).keys(), timeout_seconds)
-            replies = {rank: status for rank, status in self._matching(group).items() if rank in wanted}
+            self._has_reply.wait_for(lambda: wanted == replies.keys(), timeout_seconds)
+            del self._replies[number]
         leaders = leaders_of(self._hosts)
         for rank in wanted - replies.keys():
             leader = leaders[self._hosts[rank]]
             if rank != leader and leader in wanted and leader not in replies:
-                replies[rank] = RankStatus(group, 0, False, "", f"cannot be asked, since rank {leader} does not reply")
+                replies[rank] = RankStatus(0, False, "", f"cannot be asked, since rank {leader} does not reply")
         return replies
-
-    def _matching(self, group: int) -> dict[int, RankStatus]:
-        """Return the replies to the current request; others are late replies to an earlier one."""
-        return {rank: status for rank, status in self._replies.items() if status.group == group}
 
     def announce_stall(self) -> None:
         """Tell rank 0, which searches for deadlocks, that this rank waits."""
@@ -201,15 +199,16 @@ class Heartbeat:
         elif message["to"] != self._rank:
             self._pass_on(message, link.peer)
         elif message["kind"] == "request":
-            status = self._own_status(message["group"])
-            self._pass_on({"kind": "reply", "to": message["from"], "from": self._rank, "status": status})
+            reply = {"kind": "reply", "to": message["from"], "from": self._rank, "number": message["number"]}
+            self._pass_on({**reply, "status": self._own_status(message["group"])})
         elif message["kind"] == "stalled":
             self.is_stalled = True
         else:
             with self._has_reply:
                 status = RankStatus(*message["status"])  # with a list for the tuple, as JSON has no tuples
                 doing, seconds, line = status.activity
-                self._replies[message["from"]] = status._replace(activity=(doing, seconds, line))
+                replies = self._replies.get(message["number"], {})  # of a request that has ended: a late reply
+                replies[message["from"]] = status._replace(activity=(doing, seconds, line))
                 self._has_reply.notify_all()
 
     def _tell_all(self, message: Message) -> None:
@@ -243,8 +242,8 @@ class Heartbeat:
         if hop is not None and not problem:
             self._links[hop].send(message)
         elif message["kind"] == "request":
-            reply = {"kind": "reply", "to": message["from"], "from": to}
-            reply["status"] = RankStatus(message["group"], 0, False, "", problem)
+            reply = {"kind": "reply", "to": message["from"], "from": to, "number": message["number"]}
+            reply["status"] = RankStatus(0, False, "", problem)
             if message["from"] == self._rank:
                 self._take(reply, self._links[min(self._links)])
             else:

@@ -39,6 +39,7 @@ def location() -> str:
     with no_garbage_collection():
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = None if frame is None else traceback.extract_stack(frame)
+        del frame  # in the main thread a cycle
     return "its main thread has ended" if stack is None else line_of_program(stack)
 
 

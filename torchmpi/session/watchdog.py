@@ -86,8 +86,9 @@ class Watchdog(threading.Thread):
             if self._stack_requests.take():
                 logger.warning(self._state_and_stacks())
             limit = time.monotonic() - _REFUSAL_GRACE_SECONDS / 2  # two checks before deadlocks are searched
-            self._waiting_ranks.observe(is_late=any(since <= limit for _, since in self._since.values()))
             groups = list(self.context.groups)
+            since = [self._since[group][1] for group in groups if group in self._since]  # freed groups are left out
+            self._waiting_ranks.observe(is_late=any(each <= limit for each in since))
             calling = [group for group in groups if group.call_log.current is not None]
             self._steps = {part for group in calling for part in (group.local, group.across) if part is not None}
             for group in groups:
@@ -357,7 +358,7 @@ class Watchdog(threading.Thread):
                 )
             if index != group.rank:
                 is_known = entered >= seq or text
-                states[rank] = RankStatus(0, entered, entered > left, text.split("\n", 1)[0]) if is_known else None
+                states[rank] = RankStatus(entered, entered > left, text.split("\n", 1)[0]) if is_known else None
         return states
 
     def _remote_status(self, group: Group) -> dict[int, RankStatus | None] | None:
@@ -373,12 +374,12 @@ class Watchdog(threading.Thread):
         for group in groups:
             if group.key == key:
                 entered, is_waiting = group.call_log.seq, group.call_log.current is not None
-                status = RankStatus(key, entered, is_waiting, location(), activity=self._activity())
+                status = RankStatus(entered, is_waiting, location(), activity=self._activity())
                 status = status._replace(calls={str(each.key): each.call_log.seq for each in groups})
                 if blocking is not None:
                     status = status._replace(blocked_on=str(blocking[0].key), blocked_call=blocking[1])
                 return status
-        return RankStatus(key, 0, False, f"this communicator does not exist there; {location()}")
+        return RankStatus(0, False, f"this communicator does not exist there; {location()}")
 
     def activities_elsewhere(self, patience_seconds: float) -> dict[int, Activity]:
         """Return what the ranks of other hosts are doing; empty if they cannot be asked."""

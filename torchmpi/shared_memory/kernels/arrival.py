@@ -106,12 +106,18 @@ def check_reads(group):
 
 
 @inner
-def end_of_wait(group):
-    """Return the status with which a wait must end, because a rank aborts or the call times out: 0 if it continues."""
+def end_of_wait(group, address, value):
+    """Return the status with which a wait must end, because a rank aborts or the call times out: 0 if it continues.
+
+    A rank that aborts after a step of all ranks has seen them arrive. If this rank has looked for arrivals before, it
+    looks again: otherwise it would end the step with an error, and the others would go on.
+    """
+    status = TIMEOUT if load_field_acquire(group, EXPIRED) == load_field(group, CURRENT_SEQ) else 0
     for rank in range(load_field(group, SIZE)):
         if has_aborted(group, rank):
-            return ABORTED + rank
-    return TIMEOUT if load_field_acquire(group, EXPIRED) == load_field(group, CURRENT_SEQ) else 0
+            status = ABORTED + rank
+            break
+    return status if status != 0 and load_acquire(address) < value else 0
 
 
 @inner
@@ -121,13 +127,13 @@ def wait_asleep(group, address, value):
         if load_acquire(address) >= value:
             return 0
         if count % _YIELDS_PER_CHECK == _YIELDS_PER_CHECK - 1:
-            status = end_of_wait(group)
+            status = end_of_wait(group, address, value)
             if status != 0:
                 return status
         give_way()
     duration = _SHORTEST_SLEEP_MICROSECONDS
     while load_acquire(address) < value:
-        status = end_of_wait(group)
+        status = end_of_wait(group, address, value)
         if status != 0:
             return status
         sleep(duration)
