@@ -174,6 +174,16 @@ def test_an_intra_group_is_the_same_communicator_as_its_level(agree):
     agree((sum(group.call_log.seq for group in groups) > before) == (mpi.size() > 1), "no steps")
 
 
+def test_spans_that_differ_are_refused_on_all_ranks(agree):
+    """Regression: the ranks made groups for different steps, and waited for each other."""
+    level = mpi.push_communicator(mpi.rank() % 2)
+    mpi.set_communicator(0)
+    if mpi.size() > 1:
+        span = level if mpi.rank() else 0
+        agree.raises(errors.MismatchError, lambda: mpi.set_collective_span(0, span), "different spans", f"(0, {level})")
+    agree.equal(mpi.allreduce(1), mpi.size(), "the call after it")
+
+
 # --- mpi.group() -----------------------------------------------------------------------------------------
 
 
@@ -206,6 +216,27 @@ def test_a_group_of_a_group(agree):
     agree.raises(errors.ArgumentError, lambda: mpi.autotune("allreduce", comm=outer), "on a level")
     for communicator in (again, inner, outer):
         communicator.free()
+
+
+class Counted(str):
+    """A name that counts how often it is received."""
+
+    num_received = 0
+
+    def __reduce__(self):
+        return received, (str(self),)
+
+
+def received(text: str) -> str:
+    Counted.num_received += 1
+    return text
+
+
+def test_equal_lists_are_not_gathered(agree):
+    """Regression: each rank received the list of every rank, 450 MB for a group of half of 10,000 ranks."""
+    Counted.num_received = 0
+    mpi.group(range(mpi.size()), name=Counted("counted")).free()
+    agree(Counted.num_received <= 1, f"received {Counted.num_received} times")
 
 
 def test_different_or_invalid_lists_are_refused_on_all_ranks(agree):

@@ -220,6 +220,22 @@ def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
             handle.wait(timeout=10)
 
 
+def test_a_queue_without_its_thread_raises_and_goes_on(monkeypatch):
+    """Regression: after "can't start new thread" all later calls waited for the thread, also those of stop()."""
+    call_queue = CallQueue("test")
+
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            call_queue.submit(lambda: 1, "task")
+    assert call_queue.pending == 0 and call_queue.run(threading.get_ident) == threading.get_ident()
+    assert call_queue.submit(lambda: 2, "task").wait(timeout=10) == 2
+    call_queue.close()
+
+
 def test_a_worker_keeps_no_tensor_alive():
     import weakref
 

@@ -156,7 +156,7 @@ class CallQueue:
             finally:
                 fields[RUN_LOCK_HELD] = 0
                 lock.mutex.release()
-        if subject is None and (not self._threaded or self.is_worker()):
+        if not getattr(subject, "is_cuda", False) and (not self._threaded or self.is_worker()):
             if self.closed:
                 raise self._closed_error(self.name)
             return task(*arguments)
@@ -171,7 +171,7 @@ class CallQueue:
         thread has queued on its current stream, and the handle is a
         :class:`~torchmpi.communicators.handle.DeviceHandle`.
         """
-        mark = None if subject is None else streams.fence(subject)
+        mark = streams.fence(subject)
         if mark is not None:
             task = partial(streams.queue, mark, mark.stream.device, task, task)
             queued = self.submit(task, description, None, depth + 1)
@@ -186,10 +186,10 @@ class CallQueue:
         with self._counting:
             if self.closed:
                 raise self._closed_error(description)
-            self.run_lock.fields[RUN_LOCK_PENDING] += 1
             if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
-                self._worker.start()
+                worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
+                worker.start()  # raises where the system allows no more threads
+                self._worker = worker
             recorder = events.recorder
             if events.show_task is not None and not events.has_event():
                 task = events.show_task(description, task)
@@ -198,6 +198,7 @@ class CallQueue:
                 if not events.labels:
                     origin = recorder.note_origin(depth)
                 origin = origin or recorder.origin(events.now(), depth + 1)
+            self.run_lock.fields[RUN_LOCK_PENDING] += 1
             self._tasks.put((task, handle, origin))
         return handle
 

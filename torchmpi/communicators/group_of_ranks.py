@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import ArgumentError, MismatchError
 from .communicator import Communicator, NullCommunicator
+from .conditions import on_all
 from .group import Group
 
 
@@ -36,9 +37,10 @@ def make(parent: Group, ranks: Iterable[int], name: str | None) -> Communicator 
         MismatchError: The ranks passed different arguments, or make different calls.
     """
     # Arguments are checked after the exchange only: all ranks raise, or none.
-    requests, made = parent.call_action("group", partial(_make, parent, _request(ranks, name)))
+    request = _request(ranks, name)
+    requests, made = parent.call_action("group", partial(_make, parent, request))
     if made is None:
-        _refuse(parent, requests)
+        _refuse(parent, request, requests)
     return made
 
 
@@ -51,9 +53,11 @@ def _request(ranks: Iterable[int], name: str | None) -> _Request:
 
 
 def _make(parent: Group, request: _Request) -> tuple[list[_Request], Communicator | NullCommunicator | None]:
-    requests: list[_Request] = parent.comm.allgather(request)
+    # Only requests that differ are gathered: a long list for each rank would take much memory in a large job.
+    is_common = on_all(parent.comm, parent.comm.bcast(request) == request)
+    requests = [] if is_common else parent.comm.allgather(request)
     ranks, name = request.ranks, request.name
-    if ranks is None or any(other != request for other in requests) or _problem(ranks, parent.size):
+    if ranks is None or requests or _problem(ranks, parent.size):
         return requests, None
     is_member = parent.rank in ranks
     color, position = (0, ranks.index(parent.rank)) if is_member else (parent.context.MPI.UNDEFINED, 0)
@@ -75,9 +79,8 @@ def _problem(ranks: Sequence[int] | None, size: int) -> str:
     return "A rank occurs twice" if len(set(ranks)) < len(ranks) else ""
 
 
-def _refuse(parent: Group, requests: Sequence[_Request]) -> NoReturn:
-    own = requests[parent.rank]
-    if all(request == own for request in requests):
+def _refuse(parent: Group, own: _Request, requests: Sequence[_Request]) -> NoReturn:
+    if not requests:
         raise ArgumentError(f"{parent.where}: group({own.shown}): {_problem(own.ranks, parent.size)}.")
     calls = [
         f"rank {rank} called group({request.shown}{'' if request.name is None else f', name={request.name!r}'})"

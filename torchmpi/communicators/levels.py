@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import ArgumentError, CommunicatorError
+from ..errors import ArgumentError, CommunicatorError, MismatchError
 from ..shared_memory import fast_path
 from ..tensors import streams
 from ..timeline import events
@@ -153,6 +153,10 @@ class CommunicatorStack:
             nested.insert(0, nested[0].parent)
         if nested[0].level != begin:
             raise CommunicatorError(f"{where}: level {end} was not split from level {begin}, so they do not nest.")
+        world = self.levels[0].intra
+        spans = world.call_action("split", partial(world.comm.allgather, (begin, end)))
+        if any(span != (begin, end) for span in spans):
+            raise MismatchError(f"{where}: the ranks asked for different spans: {spans}. Pass the same one on all ranks.")
         # Queued calls may use the groups of the old span; the groups of the new one are duplicated below.
         for level in (*self.span.levels, *nested):
             for group in level.groups.values():

@@ -437,6 +437,7 @@ def set_collective_span(begin: int, end: int) -> None:
 
     Raises:
         CommunicatorError: A level does not exist, or the span is invalid.
+        MismatchError: The ranks passed different spans, or make different calls.
         NotStartedError: torchmpi is not started.
 
     Example:
