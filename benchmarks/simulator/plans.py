@@ -67,7 +67,7 @@ def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]],
             for part in parts:
                 part.copy_(total)
         else:
-            shares = partition.rows(rows_of(sources[0])[0], len(sources))
+            shares = partition.even_partition(rows_of(sources[0])[0], len(sources))
             for (first, count), destination in zip(shares, destinations, strict=True):
                 destination.copy_(total.view_as(sources[0])[first : first + count])
     elif collective == "broadcast":
@@ -82,7 +82,7 @@ def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]],
         return gathered
     elif collective == "scatter":
         for (first, count), destination in zip(
-            partition.rows(rows_of(sources[root])[0], len(sources)), destinations, strict=True
+            partition.even_partition(rows_of(sources[root])[0], len(sources)), destinations, strict=True
         ):
             destination.copy_(sources[root][first : first + count])
     else:

@@ -114,7 +114,7 @@ def test_parts_cover_a_chunk_once(size, numel, staging_bytes, itemsize):
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(1, 16))
 def test_scattered_rows_stay_within_their_slot(size, num_rows, row_bytes):
     half = size * ALIGNMENT
-    spans = [(first * row_bytes, count * row_bytes) for first, count in partition.rows(num_rows, size)]
+    spans = [(first * row_bytes, count * row_bytes) for first, count in partition.even_partition(num_rows, size)]
     for rank in {0, size // 2, size - 1}:
         chunks = chunk_plan.reduce_scatter(rank, size, spans, half)
         fills = [step for steps in chunks for step in steps if type(step) is Fill]

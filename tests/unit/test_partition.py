@@ -12,7 +12,6 @@ from torchmpi.tensors import partition
 
 def check_partition(numel: int, parts: int) -> None:
     spans = partition.even_partition(numel, parts)
-    assert spans == partition.rows(numel, parts)
     assert spans == [partition.part_of(numel, parts, index) for index in range(parts)]
     end = 0
     for offset, length in spans:

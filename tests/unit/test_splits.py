@@ -223,16 +223,6 @@ def test_collectives_over_random_levels(data: st.DataObject) -> None:
     check_collectives(world, [data.draw(st.integers(0, n - 1))])
 
 
-def test_without_levels_the_plan_is_one_flat_step() -> None:
-    assert steps_for("allreduce", 2, []) == (Step(0, "intra", "allreduce"),)
-    assert steps_for("reduce", 2, [], root=3, begin=1) == (Step(1, "intra", "reduce", 3),)
-
-
-def test_levels_are_counted_from_the_begin_of_the_span() -> None:
-    grid = plan_split([0, 0, 1, 1], cartesian=True)
-    assert {step.level for step in steps_for("allreduce", 0, [grid], begin=3)} == {4}
-
-
 def test_a_grid_takes_two_steps_and_a_tree_three() -> None:
     keys = [rank // 4 for rank in range(16)]
     for cartesian, num_steps in ((True, 2), (False, 3)):
@@ -253,11 +243,6 @@ def test_the_simulation_detects_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(world, "plan", lambda collective, root: [right[0][::-1], *right[1:]])
     with pytest.raises(AssertionError, match="deadlock"):
         world.run("allreduce", list(each))
-
-
-def test_unknown_collective_is_refused() -> None:
-    with pytest.raises(TorchMPIError, match="alltoall"):
-        steps_for("alltoall", 0, [])  # type: ignore[arg-type]
 
 
 # --- hosts, cores, devices -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from .ordered_reduction import REDUCTIONS
 from .p2p import PipelinedReduction
 from .schedule import Message, Round
 from .shm import SharedMemoryBackend
-from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, as_bytes, copy_own
+from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, copy_own
 
 _TAG, _PROBE_TAG = 0, 1
 _ALLTOALL = torch.distributed.AllToAllOptions() if torch.distributed.is_available() else None
@@ -160,7 +160,7 @@ class GlooGroup(TorchGroup):
             self.wait(work, peer)
 
     def _begin(self, name: str, tensor: torch.Tensor, peer: int) -> Any:
-        return self._checked(partial(getattr(self.opened, name), [as_bytes(tensor)], peer, _TAG), peer)
+        return self._checked(partial(getattr(self.opened, name), [buffers.byte_view(tensor)], peer, _TAG), peer)
 
     def wait(self, work: Any, peer: int | None = None) -> None:
         """Wait for a work of gloo; raise TransportError if it fails."""
@@ -247,7 +247,7 @@ class GlooMessages:
                     buffers.overwrite(part, copy)
 
     def _in_rank_order(self, messages: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        return [as_bytes(messages[rank]) if rank in messages else _NOTHING for rank in range(self.size)]
+        return [buffers.byte_view(messages[rank]) if rank in messages else _NOTHING for rank in range(self.size)]
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -276,12 +276,12 @@ class GlooReduction(PipelinedReduction):
     def _gather_all(self, flat: torch.Tensor) -> None:
         parts = [flat]
         if self.size > 1 and flat.numel():
-            numel, sent = flat.numel(), as_bytes(flat)
+            numel, sent = flat.numel(), buffers.byte_view(flat)
             memory = self.received.take(0, numel * (self.size - 1))
             lengths = [sent.numel()] * self.size
             lengths[self.rank] = 0
             sent = sent if self.size == 2 else sent.repeat(self.size - 1)
-            self.torch_group.wait(self.torch_group.begin_alltoall(as_bytes(memory), lengths, sent, lengths))
+            self.torch_group.wait(self.torch_group.begin_alltoall(buffers.byte_view(memory), lengths, sent, lengths))
             parts = list(memory.view(-1, numel).unbind())
             parts.insert(self.rank, flat)
         self.combine(parts, flat)

@@ -1,8 +1,8 @@
 """The backend that every rank has: the collectives of the MPI library.
 
 Broadcast, gather, scatter, alltoall and allgather move bytes. The MPI library computes a reduction if every order of
-addition gives the same bits; other reductions exchange their parts through MPI and combine them in rank order
-(:mod:`torchmpi.backends.ordered_reduction`). Messages longer than MPI's 32-bit counts are sent in chunks.
+addition gives the same bits; other reductions exchange their parts through MPI and combine them in rank order. Messages
+longer than MPI's 32-bit counts are sent in chunks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .mpi_messages import (
     row_counts,
     rows_of,
 )
-from .ordered_reduction import REDUCTIONS, OrderedReduction, RangeReduction
-from .rank_order import divide
+from .ordered_reduction import REDUCTIONS, RangeReduction
+from .rank_order import combiner, divide
 
 _MPI_OPS = {
     "sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX",
@@ -40,6 +40,8 @@ _MPI_OPS = {
 }  # fmt: skip
 _BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": "LXOR", "land": "LAND", "lor": "LOR"}
 _TAG = 1
+# Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
+_GATHER_ALL_BYTES = 16 << 10
 _MESSAGES = ("send", "recv", "sendreceive")
 """Calls that ranks without an MPI launcher have too."""
 
@@ -74,7 +76,7 @@ class MPIBackend:
         if dtypes.may_use_mpi(dtype, op, group.size):
             reduction = NativeReduction(group, dtype, op, self.config)
         else:
-            reduction = OrderedReduction(group, MPIRanges(group), dtype, op, self.config)
+            reduction = OrderedReduction(group, dtype, op, self.config)
         return ordered_reduction.operation(group, reduction, collective)
 
 
@@ -161,31 +163,86 @@ def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor]
     return None
 
 
-class MPIRanges:
-    """Ranges of flat tensors, sent as bytes by the collectives of MPI."""
+class OrderedReduction:
+    """Reductions in rank order, whose bytes the collectives of MPI move.
 
-    def __init__(self, group: Group) -> None:
-        self.MPI, self.comm, self.rank = group.context.MPI, group.comm, group.rank
+    Each rank receives its part of every vector (alltoall), combines the parts, and sends the result to all ranks
+    (allgather): 2 (p-1)/p of the payload per rank, as in a ring allreduce.
+    """
 
-    def send_ranges(self, source: torch.Tensor, ranges: Sequence[Range], received: torch.Tensor) -> None:
-        """Send each rank its range of `source`; row j of `received` is the range that rank j sends to this rank."""
-        size, numel = received.shape
-        self.comm.Alltoallv(
-            self._message(source, ranges), self._message(received, [(rank * numel, numel) for rank in range(size)])
-        )
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
+        self.MPI, self.comm, self.rank, self.size = group.context.MPI, group.comm, group.rank, group.size
+        self.log = group.call_log.log_fields
+        self.dtype, self.itemsize = dtype, dtype.itemsize
+        self.combine = combiner(dtype, op)
+        self.chunk_numel = max(1, config.pipeline_bytes // self.itemsize)
+        self.scratch = buffers.Scratch()
 
-    def allgather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range]) -> None:
+    def allreduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
+        """Reduce in place on all ranks."""
+        flat = buffer.detach().view(-1)
+        if flat.numel() * self.itemsize * self.size <= _GATHER_ALL_BYTES:
+            self._gather_all(flat)
+            return buffer
+        for begin, numel in partition.chunks(flat.numel(), self.chunk_numel):
+            chunk = flat[begin : begin + numel]
+            ranges = partition.even_partition(numel, self.size)
+            self._allgather(self._own_part(chunk, ranges), chunk, ranges)
+        return buffer
+
+    def reduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
+        """Reduce in place on the root; the buffers of other ranks are unchanged."""
+        flat = buffer.detach().view(-1)
+        for begin, numel in partition.chunks(flat.numel(), self.chunk_numel):
+            chunk = flat[begin : begin + numel]
+            ranges = partition.even_partition(numel, self.size)
+            own = self._bytes_of(self._own_part(chunk, ranges))
+            self.comm.Gatherv(own, self._parts_of(chunk, ranges) if self.rank == root else None, root)
+        return buffer
+
+    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Write the result of this rank's range of the flat `source` to `destination`."""
+        flat, out = source.detach().view(-1), destination.detach().view(-1)
+        longest = max(numel for _, numel in ranges)
+        chunk_numel = max(1, self.chunk_numel // self.size)
+        for begin, _ in partition.chunks(longest, chunk_numel):
+            # The same section of every rank's range; some ranges end earlier.
+            sections = [
+                (offset + min(begin, numel), max(0, min(chunk_numel, numel - begin))) for offset, numel in ranges
+            ]
+            own = self._own_part(flat, sections)
+            out[begin : begin + own.numel()] = own
+
+    def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+        self.log[LOG_ALGORITHM] = algorithms.PARTS
+        received, result = self._take_memory(ranges[self.rank][1])
+        rows = partition.even_partition(received.numel(), self.size)
+        self.comm.Alltoallv(self._parts_of(flat, ranges), self._parts_of(received, rows))
+        self.combine(received.unbind(), result)
+        return result
+
+    def _gather_all(self, flat: torch.Tensor) -> None:
+        self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ALL
+        received, result = self._take_memory(flat.numel())
+        self._allgather(flat, received, partition.even_partition(received.numel(), self.size))
+        self.combine(received.unbind(), result)
+        buffers.overwrite(flat, result)
+
+    def _take_memory(self, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return host memory for the vectors of all ranks, and for their combination."""
+        memory = self.scratch.take(numel * (self.size + 1), self.dtype)
+        return memory[: numel * self.size].view(self.size, numel), memory[numel * self.size :]
+
+    def _allgather(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range]) -> None:
         """Write the `own` tensor of each rank to its range of `target` on all ranks."""
-        self.comm.Allgatherv((buffers.as_bytes(self.MPI, own), self.MPI.BYTE), self._message(target, ranges))
+        self.comm.Allgatherv(self._bytes_of(own), self._parts_of(target, ranges))
 
-    def gather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range], root: int) -> None:
-        """Write the `own` tensor of each rank to its range of `target` on the root."""
-        message = self._message(target, ranges) if self.rank == root else None
-        self.comm.Gatherv((buffers.as_bytes(self.MPI, own), self.MPI.BYTE), message, root)
+    def _bytes_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return buffers.as_bytes(self.MPI, tensor), self.MPI.BYTE
 
-    def _message(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> tuple[Any, ...]:
-        itemsize = tensor.element_size()
-        counts, offsets = [numel * itemsize for _, numel in ranges], [begin * itemsize for begin, _ in ranges]
+    def _parts_of(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> tuple[Any, ...]:
+        counts = [numel * self.itemsize for _, numel in ranges]
+        offsets = [begin * self.itemsize for begin, _ in ranges]
         return buffers.as_bytes(self.MPI, tensor), counts, offsets, self.MPI.BYTE
 
 
@@ -249,7 +306,7 @@ class MPIMovement:
         """Split the root's rows evenly over the ranks."""
         source = source if self.rank == root else None  # the tensors of other ranks are ignored
         shape, dtype = broadcast_header(self.group, source, root)
-        rows = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
+        rows = [num_rows for _, num_rows in partition.even_partition(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, rows[self.rank], destination)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -273,11 +330,13 @@ class MPIMovement:
         """Send part j of the rows to rank j, and concatenate the parts received."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        sent = [count for _, count in partition.rows(num_rows, self.size)]
-        received = [partition.part_of(count, self.size, self.rank)[1] for count in row_counts(self.group, source)]
+        sent = [count for _, count in partition.even_partition(num_rows, self.size)]
+        all_rows = row_counts(self.group, source)
+        received = [partition.part_of(count, self.size, self.rank)[1] for count in all_rows]
         destination = destination_for(source, sum(received), destination)
-        largest = self.comm.allreduce(max(sum(sent), sum(received)) * row_bytes, self.MPI.MAX)
-        if largest <= self.message_bytes:
+        # The most that any rank sends or receives: rank 0 receives no fewer rows than the others.
+        most_rows = max(*all_rows, sum(partition.part_of(count, self.size, 0)[1] for count in all_rows))
+        if most_rows * row_bytes <= self.message_bytes:
             outgoing, incoming = (counts_and_offsets([n * row_bytes for n in counts]) for counts in (sent, received))
             self.comm.Alltoallv(
                 (buffers.as_bytes(self.MPI, source), *outgoing, self.MPI.BYTE),

@@ -162,12 +162,21 @@ class Selector:
         collective: str,
         dtype: torch.dtype | None,
         op: str | None,
+        device_type: str,
         *,
-        device_type: str = "cpu",
+        wanted: str | None = None,
+        mode: str = "sync",
+        around: Callable[[Operation, Backend], Operation] | None = None,
     ) -> tuple[Operation, Backends]:
-        """Prepare a collective on a group by the selected backends, as a step of a larger collective."""
-        choices = self.select(collective, device_type, group, dtype=dtype, op=op)
-        parts = [(limit, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
+        """Prepare a collective on a group by the selected backends, as a step of a larger collective.
+
+        `around` adds what tensors on a device require to the operation of a backend.
+        """
+        choices = self.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+        parts = []
+        for limit, backend in choices:
+            operation = bind(backend, group, collective, dtype, op)
+            parts.append((limit, operation if around is None else around(operation, backend)))
         return by_size(parts, dtype), tuple((limit, backend.name) for limit, backend in choices)
 
     def _why_not(self, name: str, call: CallSpec, group: Group) -> str | None:

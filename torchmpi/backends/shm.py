@@ -479,7 +479,7 @@ class SharedMovement(SharedCalls):
         rows = self.payloads()
         received = [partition.part_of(count, self.size, self.rank)[1] for count in rows]
         destination = destination_for(source, sum(received), destination)
-        spans = partition.rows(num_rows, self.size)
+        spans = partition.even_partition(num_rows, self.size)
         self._send([source.data_ptr() + first * row_bytes for first, _ in spans], [n * row_bytes for _, n in spans])
         self._receive(destination, [count * row_bytes for count in received])
         self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)

@@ -138,7 +138,7 @@ class TorchGroup(ABC):
     def broadcast(self, buffer: torch.Tensor, root: int) -> None:
         """Copy the root's values to all ranks."""
         self.check(buffer)
-        self.wait(self.opened.broadcast(as_bytes(buffer), root))
+        self.wait(self.opened.broadcast(buffers.byte_view(buffer), root))
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor, rows: Sequence[int]) -> None:
         """Concatenate the rows of all ranks, given their numbers."""
@@ -195,7 +195,7 @@ class RowMovement:
         """Split the root's rows evenly over the ranks."""
         source = source if self.rank == root else None  # the tensors of other ranks are ignored
         shape, dtype = broadcast_header(self.group, source, root)
-        counts = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
+        counts = [num_rows for _, num_rows in partition.even_partition(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device=self.torch_group.device) if source is None else source
         destination = destination_for(like, counts[self.rank], destination)
         parts = () if source is None else source.view(shape).split_with_sizes(counts)
@@ -205,7 +205,7 @@ class RowMovement:
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Send part j of the rows to rank j, and concatenate the parts received."""
         num_rows, _ = rows_of(source)
-        sent = [count for _, count in partition.rows(num_rows, self.size)]
+        sent = [count for _, count in partition.even_partition(num_rows, self.size)]
         received = [partition.part_of(count, self.size, self.rank)[1] for count in row_counts(self.group, source)]
         destination = destination_for(source, sum(received), destination)
         outgoing = source.view(num_rows, *source.shape[1:]).split_with_sizes(sent)
@@ -217,16 +217,6 @@ class RowMovement:
         """Send part j of `sources` to rank j, and receive part j of `destinations` from rank j."""
         check_part_sizes(self.group, sources, destinations)
         self.torch_group.exchange(dict(enumerate(sources)), dict(enumerate(destinations)))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as a flat tensor of bytes, which torch's process groups accept.
-
-    >>> as_bytes(torch.ones(2, 3, dtype=torch.complex64)).shape
-    torch.Size([48])
-    """
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view() keeps the stride of a single element
-    return flat.view(torch.uint8)
 
 
 def copy_own(rank: int, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:

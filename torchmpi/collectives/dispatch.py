@@ -130,16 +130,12 @@ def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str,
         bucket_plan.unpack(flat, parts)
 
     shown = group.shown(task, group.described_call, plan, flat, None, 0)
-    return group.call_queue.submit(shown, f"{group.where}: {plan.collective}", flat if plan.is_on_device else None)
+    return group.call_queue.submit(shown, f"{group.where}: {plan.collective}", flat)
 
 
 def run_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> None:
     """Run the call of `submit_packed` on the current stream, for a backend that enqueues its work on a device."""
     group = communicator.intra
-    if len(parts) == 1:
-        call = check_call("allreduce", parts[0], None, 0, op, communicator, backend, asynchronous=False)
-        group.call_queue.run(group.perform, call.plan, parts[0], None, 0, subject=parts[0])
-        return
     flat, plan = _packed(communicator, parts, op, backend, asynchronous=False)
     group.call_queue.run(group.perform, plan, flat, None, 0, subject=flat)
     bucket_plan.unpack(flat, parts)

@@ -200,14 +200,10 @@ def _step(
     op: str | None,
     device_type: str,
 ) -> tuple[Operation, Backends]:
-    choices = runtime.selector.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
-    around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
-    parts = [(limit, backend, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
-    if device_type == "cpu":
-        operations = [(limit, operation) for limit, _, operation in parts]
-    else:
-        operations = [(limit, around(operation, backend)) for limit, backend, operation in parts]
-    return by_size(operations, dtype), tuple((limit, backend.name) for limit, backend, _ in parts)
+    around = None
+    if device_type != "cpu":
+        around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
+    return runtime.selector.bind(group, collective, dtype, op, device_type, wanted=wanted, mode=mode, around=around)
 
 
 def _runner(

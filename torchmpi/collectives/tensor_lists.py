@@ -245,14 +245,7 @@ def _start(
         )
     started: list[Handle[Any]] = []
     for members in lists:
-        if len(members.tensors) == 1:
-            if asynchronous:
-                started.append(
-                    dispatch.submit("allreduce", members.tensors[0], op=op, comm=communicator, backend=backend)
-                )
-            else:
-                operations.allreduce(members.tensors[0], op=op, comm=communicator, backend=backend)
-        elif members.plan.many is None:
+        if len(members.tensors) == 1 or members.plan.many is None:
             started += _start_packed(members, communicator, op, backend, asynchronous=asynchronous)
         elif asynchronous:
             started.append(_submit_unpacked(members, group))
@@ -278,17 +271,20 @@ def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
 
 
 def _start_packed(
-    members: TensorList, comm: Communicator, op: str, backend: str | None, *, asynchronous: bool
+    members: TensorList, comm: Communicator, op: Operation, backend: BackendName | None, *, asynchronous: bool
 ) -> list[Handle[Any]]:
     """Pack the tensors into messages; one is sent while the next is packed, unless the device does both in order."""
     started: list[Handle[Any]] = []
+    is_queued = asynchronous or not (members.plan.enqueues or len(members.tensors) == 1)
     bucket_bytes = runtime.current().config.bucket_bytes_on(members.tensors[0].device.type)
     for indices in bucket_plan.plan_buckets(members.tensors, bucket_bytes):
         parts = [members.tensors[index] for index in indices]
-        if members.plan.enqueues and not asynchronous:
-            dispatch.run_packed(comm, parts, op, backend)
-        elif len(parts) == 1:
+        if len(parts) == 1 and is_queued:
             started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
-        else:
+        elif len(parts) == 1:
+            operations.allreduce(parts[0], op=op, comm=comm, backend=backend)
+        elif is_queued:
             started.append(dispatch.submit_packed(comm, parts, op, backend))
+        else:
+            dispatch.run_packed(comm, parts, op, backend)
     return started

@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ArgumentError
-
 GroupKind = Literal["intra", "inter"]
 CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier"]
 
@@ -107,7 +105,7 @@ class _LevelGroup:
 
     level: int
     rank: int
-    size: int | None  # None: not known, which only happens for a flat collective
+    size: int
     splits: tuple[Split, ...]
 
     @property
@@ -193,15 +191,13 @@ def _steps(collective: CollectiveName, group: _LevelGroup, root: int) -> Iterato
         yield Step(group.level, "intra", collective, root if collective in _ROOTED else None)
 
 
-def steps_for(
-    collective: CollectiveName, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0
-) -> tuple[Step, ...]:
-    """Return the steps of `rank` for a collective on its group of level `begin`, in order.
+def steps_for(collective: CollectiveName, rank: int, splits: Sequence[Split], *, root: int = 0) -> tuple[Step, ...]:
+    """Return the steps of `rank` for a collective on its group of the outermost level, 0, in order.
 
-    `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
-    on to the end of the span; no splits means a flat collective. `rank` and `root` are ranks in the group
-    of `begin`. A `reduce` step leaves its partial result in the root's buffer and no useful value in the
-    others'; the input of each step is the result of the previous one. Groups with a single member take no step.
+    `splits` are the splits of this rank's group of that level, of its intra group one level down, and so on to the end
+    of the span. `rank` and `root` are ranks in the outermost group. A `reduce` step leaves its partial result in the
+    root's buffer and no useful value in the others'; the input of each step is the result of the previous one. Groups
+    with a single member take no step.
 
     >>> tree = plan_split(["a", "a", "b"], cartesian=False)
     >>> for step in steps_for("allreduce", 0, [tree]): print(step)
@@ -215,10 +211,7 @@ def steps_for(
     Step(level=1, group='inter', collective='broadcast', root=0)
     Step(level=1, group='intra', collective='broadcast', root=1)
     """
-    if collective not in _HIERARCHICAL:
-        raise ArgumentError(f"no hierarchical plan for {collective!r}; use one of: {', '.join(_HIERARCHICAL)}.")
-    size = len(splits[0].members) if splits else None
-    return tuple(_steps(collective, _LevelGroup(begin, rank, size, tuple(splits)), root))
+    return tuple(_steps(collective, _LevelGroup(0, rank, len(splits[0].members), tuple(splits)), root))
 
 
 def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...]:

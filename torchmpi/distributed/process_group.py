@@ -541,7 +541,7 @@ class ProcessGroup(GroupProperties):
         if self._by_messages:
             self._submit(task, collective, tensor).wait(limit or None)
         else:
-            self._group.call_queue.run(task, subject=None if tensor is None or tensor.is_cpu else tensor)
+            self._group.call_queue.run(task, subject=tensor)
         return COMPLETED
 
     def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
@@ -555,8 +555,7 @@ class ProcessGroup(GroupProperties):
 
     def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
         """Queue a task, ordered after the work on the device of `tensor` so far."""
-        subject = None if tensor is None or tensor.is_cpu else tensor
-        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", subject)
+        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", tensor)
         handle.awaited = partial(awaited_ranks, self._group)
         return handle
 

@@ -38,10 +38,9 @@ def start(tensor: Tensor, comm: Communicator) -> Handle[Tensor]:
             distance *= 2
         return tensor.copy_(values)
 
-    subject = None if tensor.device.type == "cpu" else tensor
     names = "allreduce", "adasum", short_name(tensor.dtype), -1
     shown = group.shown(reduce, group.described, names, tensor)
-    return group.call_queue.submit(shown, f"{group.where}: allreduce(op=Adasum)", subject)
+    return group.call_queue.submit(shown, f"{group.where}: allreduce(op=Adasum)", tensor)
 
 
 def combine(first: Tensor, second: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def allgather(tensor: Tensor, *, comm: Comm = None) -> Tensor:
 
     def added(gradient: Tensor) -> Tensor:
         lengths = collectives.allgather(num_rows, comm=communicator)
-        if lengths == [length for _, length in partition.rows(sum(lengths), communicator.size)]:
+        if lengths == [length for _, length in partition.even_partition(sum(lengths), communicator.size)]:
             return collectives.reduce_scatter(gradient, comm=communicator).view(shape)
         total: Tensor = collectives.allreduce(_copy(gradient), comm=communicator)
         return total.narrow(0, sum(lengths[: communicator.rank]), num_rows).clone().view(shape)
@@ -192,7 +192,7 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
     """
     group = runtime.communicator(comm).intra
     if splits is None:
-        splits = [length for _, length in partition.rows(tensor.shape[0] if tensor.dim() else 0, group.size)]
+        splits = [length for _, length in partition.even_partition(tensor.shape[0] if tensor.dim() else 0, group.size)]
     sent = exchange.check_splits(group, tensor, splits)
     received: list[int] = []
 

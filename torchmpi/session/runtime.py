@@ -16,7 +16,7 @@ import torch
 from .. import timeline
 from .._version import __version__
 from ..backends import gloo, network, saved_tables
-from ..backends.base import Backend, Operation
+from ..backends.base import Backend
 from ..backends.gloo import GlooBackend
 from ..backends.gpus import Devices, ipc_key
 from ..backends.hierarchical import HierarchicalBackend, comparison_for
@@ -34,7 +34,6 @@ from ..communicators.flight_record import FlightRecord, as_ranges
 from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
-from ..communicators.plan import Backends
 from ..config import Config
 from ..errors import AlreadyStartedError, ConfigError, NotStartedError, RankLostError, TorchMPIError
 from ..log import HOST, logger, set_place
@@ -238,7 +237,7 @@ class Runtime:
             ),
             "shm": shared,
             "p2p": P2PBackend(self.config),
-            "hierarchical": HierarchicalBackend(self.config, self._bind_step),
+            "hierarchical": HierarchicalBackend(self.config, lambda *step: self.selector.bind(*step)),
             "nccl": nccl,
             "ipc": IpcBackend(self.config, self.devices, self._why_no_ipc()),
             "gloo": GlooBackend(self.config, gloo_problem, shared),
@@ -259,11 +258,6 @@ class Runtime:
         near.Free()
         found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
         return found[0] if found else ""
-
-    def _bind_step(
-        self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
-    ) -> tuple[Operation, Backends]:
-        return self.selector.bind(group, collective, dtype, op, device_type=device_type)
 
     @property
     def can_share(self) -> bool:

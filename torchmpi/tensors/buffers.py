@@ -24,6 +24,16 @@ def as_bytes(MPI: Any, tensor: torch.Tensor) -> Any:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a flat tensor of bytes.
+
+    >>> byte_view(torch.ones(2, 3, dtype=torch.complex64)).shape
+    torch.Size([48])
+    """
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view() keeps the stride of a single element
+    return flat.view(torch.uint8)
+
+
 def is_direct(tensor: torch.Tensor) -> bool:
     """Return whether the memory of the tensor is exactly its values, in order.
 

@@ -18,7 +18,7 @@ def part_of(numel: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def even_partition(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Return offset and length of every part of an even partition.
+    """Return offset and length of every part of an even partition: also the rows of each rank in a scatter.
 
     Lengths differ by at most one; the longer parts come first.
 
@@ -30,15 +30,6 @@ def even_partition(numel: int, parts: int) -> list[tuple[int, int]]:
     if parts < 1:
         raise ArgumentError(f"cannot cut {numel} elements into {parts} parts; at least one is needed.")
     return [part_of(numel, parts, index) for index in range(parts)]
-
-
-def rows(dim0: int, size: int) -> list[tuple[int, int]]:
-    """Return first row and number of rows of each of `size` ranks: the split of scatter, reduce_scatter and alltoall.
-
-    >>> rows(7, 4)
-    [(0, 2), (2, 2), (4, 2), (6, 1)]
-    """
-    return even_partition(dim0, size)
 
 
 def chunks(numel: int, max_numel: int) -> list[tuple[int, int]]:

@@ -21,8 +21,7 @@ from ...shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, 
 from ...shared_memory.memory_layout import LOG_ALGORITHM, WITH_COMPARISON
 from ...tensors import buffers, partition
 from ..base import Operation
-from ..comparison import NumberExchange, most_carried
-from ..fast_allreduce import FastAllreduce
+from ..comparison import FastAllreduce, NumberExchange, most_carried
 from ..mpi_messages import can_call_from_kernels, destination_for, row_counts, rows_of
 from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults, combiner
@@ -257,13 +256,13 @@ class HostAllgather:
         rows = row_counts(self.group, source)
         destination = destination_for(source, sum(rows), destination)
         row_bytes = rows_of(source)[1] * source.element_size()
-        result = _as_bytes(destination)
+        result = buffers.byte_view(destination)
         in_order = self.order == sorted(self.order)
         gathered = result if in_order else torch.empty_like(result)
         if self.group.is_grid:
-            self._over_grid(_as_bytes(source), gathered)
+            self._over_grid(buffers.byte_view(source), gathered)
         else:
-            self._over_tree(_as_bytes(source), gathered)
+            self._over_tree(buffers.byte_view(source), gathered)
         if not in_order:
             targets = result.split_with_sizes([count * row_bytes for count in rows])
             parts = gathered.split_with_sizes([rows[rank] * row_bytes for rank in self.order])
@@ -310,7 +309,7 @@ class HostReduceScatter:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         _note_algorithm(self.group)
         num_rows, row_numel = rows_of(source)
-        rows = partition.rows(num_rows, self.group.size)
+        rows = partition.even_partition(num_rows, self.group.size)
         destination = destination_for(source, rows[self.group.rank][1], destination)
         flat, out = source.detach().view(-1), destination.detach().view(-1)
         parts = [flat[first * row_numel : (first + count) * row_numel] for first, count in rows]
@@ -375,8 +374,3 @@ class HostReduceScatter:
             own = self.own.take(k, numel)
             self.runner.run(local, "scatter", rounded, own)
         buffers.overwrite(out, own[: out.numel()])
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Torch accepts any stride of a single element, but not for a view as bytes.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

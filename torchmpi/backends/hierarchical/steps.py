@@ -59,9 +59,8 @@ class StepRunner:
     def run(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """Run a step in the order of the group's call queue."""
         tensor = destination if source is None else source
-        subject = None if tensor is None or tensor.is_cpu else tensor
         plan = self._plan(group, collective, source, destination)
-        return group.call_queue.run(group.perform, plan, source, destination, root, subject=subject)
+        return group.call_queue.run(group.perform, plan, source, destination, root, subject=tensor)
 
     def perform(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """Run a step within a task of the group's call queue."""

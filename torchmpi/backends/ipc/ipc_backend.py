@@ -20,12 +20,11 @@ from ...communicators.group import Group
 from ...config import Config
 from ...errors import BackendUnavailableError, DeviceError, StallError
 from ...shared_memory.memory_layout import LOG_ALGORITHM
-from ...tensors import partition
+from ...tensors import buffers, partition
 from ..base import Operation
 from ..gpus import Devices
 from ..mpi_messages import destination_for, row_counts, rows_of
 from ..rank_order import combination
-from ..torch_groups import as_bytes
 from . import chunk_plan
 from .chunk_plan import EMPTIED, FILLED, Chunks, Fill, ReduceAreas, Room, Step, Sync, Take
 from .stage_sync import StageSync
@@ -307,7 +306,7 @@ class IpcCollectives:
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Copy the root's values to all ranks, in place."""
         rank, size, numel, half = self.rank, self.size, buffer.nbytes, self.half_bytes
-        flat = as_bytes(buffer)
+        flat = buffers.byte_view(buffer)
         self.staged.run(
             ("broadcast", numel, root), lambda: chunk_plan.broadcast(rank, size, numel, half, root=root), flat, flat
         )
@@ -319,7 +318,7 @@ class IpcCollectives:
         rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
         rank, size, half = self.rank, self.size, self.half_bytes
-        out, own = as_bytes(destination), as_bytes(source)
+        out, own = buffers.byte_view(destination), buffers.byte_view(source)
         lengths = tuple(count * row_bytes for count in rows)
         with _mode_of(out):
             _range(out, sum(lengths[:rank]), own.numel()).copy_(own)
@@ -330,7 +329,7 @@ class IpcCollectives:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         num_rows, row_numel = rows_of(source)
         rank, size, half = self.rank, self.size, self._half(source)
-        rows = partition.rows(num_rows, size)
+        rows = partition.even_partition(num_rows, size)
         destination = destination_for(source, rows[rank][1], destination)
         ranges = tuple((first * row_numel, count * row_numel) for first, count in rows)
         self.staged.run(

@@ -23,7 +23,7 @@ from ..base import Operation
 from ..gpus import Devices, index_of
 from ..mpi_messages import destination_for, rows_of
 from ..ordered_reduction import REDUCTIONS
-from ..torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, as_bytes, copy_own
+from ..torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, copy_own
 from .recipes import flat, lacks, recipe
 
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -181,14 +181,15 @@ class NcclGroup(TorchGroup):
         """Return a tensor of bytes for every rank, empty where there is no message to another rank."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         return [
-            as_bytes(messages[rank]) if rank in messages and rank != self.rank else nothing for rank in range(self.size)
+            buffers.byte_view(messages[rank]) if rank in messages and rank != self.rank else nothing
+            for rank in range(self.size)
         ]
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor, rows: Sequence[int]) -> None:
         """Concatenate the rows of all ranks; those of equal length by the allgather of NCCL."""
         if min(rows) == max(rows) and destination.numel():
             self.check(source)
-            self.wait(self.opened._allgather_base(as_bytes(destination), as_bytes(source)))
+            self.wait(self.opened._allgather_base(buffers.byte_view(destination), buffers.byte_view(source)))
         else:
             super().allgather(source, destination, rows)
 
@@ -246,7 +247,7 @@ class NcclReduction:
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         num_rows, _ = rows_of(source)
-        rows = partition.rows(num_rows, self.size)
+        rows = partition.even_partition(num_rows, self.size)
         destination = destination_for(source, rows[self.rank][1], destination)
         if source.numel():
             _, sent = self._outgoing(source)
