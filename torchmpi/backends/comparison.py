@@ -5,8 +5,8 @@ equal, in log2 rounds of messages. A short allreduce sends its vectors in the sa
 of its own. All calls of a group begin with these messages, whichever backend runs them: different calls meet in
 the first one, and no rank waits for a message that another rank does not send.
 
-Short allreduces are calls of the fast path, too: :class:`FastAllreduce` has the record of the kernel, and the end of calls
-that fail.
+Short allreduces are calls of the fast path, too: :class:`FastAllreduce` has the record of the kernel, and the end of
+calls that fail.
 """
 
 from __future__ import annotations

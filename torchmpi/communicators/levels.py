@@ -156,7 +156,7 @@ class CommunicatorStack:
         world = self.levels[0].intra
         spans = world.call_action("split", partial(world.comm.allgather, (begin, end)))
         if any(span != (begin, end) for span in spans):
-            raise MismatchError(f"{where}: the ranks asked for different spans: {spans}. Pass the same one on all ranks.")
+            raise MismatchError(f"{where}: the ranks asked for different spans: {spans}. Pass one span on all ranks.")
         # Queued calls may use the groups of the old span; the groups of the new one are duplicated below.
         for level in (*self.span.levels, *nested):
             for group in level.groups.values():
