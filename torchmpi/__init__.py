@@ -116,14 +116,22 @@ _SUBMODULES = ("distributed", "engine", "errors", "horovod", "nn", "parameterser
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
+        import gc
         import importlib
 
         if name in _SUBMODULES:
             return importlib.import_module(f".{name}", __name__)
         for module, names in _MODULE_OF.items():
             if name in names.split():
-                for each in names.split():
-                    globals()[each] = getattr(importlib.import_module(f".{module}", __name__), each)
+                # A collection during the import would look at all objects of torch: half of the time of start().
+                was_enabled = gc.isenabled()
+                gc.disable()
+                try:
+                    found = importlib.import_module(f".{module}", __name__)
+                finally:
+                    if was_enabled:
+                        gc.enable()
+                globals().update({each: getattr(found, each) for each in names.split()})
                 return globals()[name]
         if name.startswith("__"):  # asked by the import system
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..communicators.conditions import broadcast_short
 from ..communicators.group import Group
 from ..communicators.plan import Backends
 from ..config import Config
@@ -438,7 +439,7 @@ class Selector:
     def load_saved(self, job: saved_tables.JobDescription) -> None:
         """Use the table that an earlier run measured on such a job, if there is one. Collective."""
         found = self._saved(job) if self._world.rank == 0 else None
-        table = self._world.comm.bcast(found)
+        table = broadcast_short(self._world.comm, found)
         if table is not None:
             self.adopt(table)
 

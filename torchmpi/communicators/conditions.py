@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +10,38 @@ from typing import Any
 import numpy as np
 
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
+_SHORT_BYTES, _LENGTH_BYTES = 256, 4
 
 
 def on_all(comm: Any, condition: object) -> bool:
-    """Return whether a condition is true on all ranks. Collective.
+    """Return whether a condition is true on all ranks. Collective."""
+    return each_on_all(comm, condition)[0]
+
+
+def each_on_all(comm: Any, *conditions: object) -> list[bool]:
+    """Return of each condition whether it is true on all ranks. Collective.
 
     Gathering the answers as Python objects would cost time and memory on each rank for every rank of the job.
     """
     if not hasattr(comm, "Allreduce"):  # ranks without an MPI library
-        return all(comm.allgather(bool(condition)))
+        return [all(answers) for answers in zip(*comm.allgather([*map(bool, conditions)]), strict=True)]
     from mpi4py import MPI
 
-    answer = np.array([bool(condition)], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
-    return bool(answer[0])
+    answers = np.array([*map(bool, conditions)], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, answers, MPI.MIN)
+    return [bool(answer) for answer in answers]
+
+
+def broadcast_short(comm: Any, value: Any) -> Any:
+    """Return an object of rank 0 on all ranks, in one message if its pickle is short; mpi4py needs two. Collective."""
+    if not hasattr(comm, "Allreduce"):
+        return comm.bcast(value)
+    packed = pickle.dumps(value) if comm.rank == 0 else b""
+    packed = packed if len(packed) <= _SHORT_BYTES - _LENGTH_BYTES else b""
+    message = bytearray((len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(_SHORT_BYTES, b"\0"))
+    comm.Bcast(message)
+    num_bytes = int.from_bytes(message[:_LENGTH_BYTES], "little")
+    return pickle.loads(message[_LENGTH_BYTES:][:num_bytes]) if num_bytes else comm.bcast(value)
 
 
 def sleep_until(condition: Callable[[], bool]) -> None:

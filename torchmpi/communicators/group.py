@@ -31,12 +31,12 @@ from .algorithms import algorithm_name
 from .call_counts import CallCounts
 from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
 from .call_queue import CallQueue
-from .conditions import on_all
+from .conditions import broadcast_short, on_all
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
 from .message_record import Channels
 from .plan import Plan
-from .release import MessageCounter, register, retire
+from .release import Key, MessageCounter, register, retire
 from .shown_calls import ShownTask, message_sizes
 from .status_board import StatusBoard
 
@@ -98,12 +98,11 @@ class Group:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.context = context
-        self._retirement_key = register(comm, world_ranks)
         self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
+        self._retirement_key, self.status_board = _register_with_board(self)
         self.side_comm = comm.Dup()
         self.messages = MessageCounter()
         self.plans: dict[Hashable, Any] = {}
-        self.status_board = _make_status_board(self)
         self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
         self.log_board = self.status_board if self.checking == "board" else None
@@ -526,27 +525,37 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     return local, across
 
 
-def _make_status_board(group: Group) -> StatusBoard | None:
-    """Allocate the shared memory of a group on one host. Collective."""
-    context, comm = group.context, group.comm
+def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
+    """Register a group, and allocate its shared memory if its ranks are on one host. Collective."""
+    context, comm, ranks = group.context, group.comm, group.world_ranks
     if len(group.hosts) > 1 or not context.slot_bytes:
-        return None
+        return register(comm, ranks)[0], None
     slots = group.size * num_slots(group.size) * slot_bytes(group.size, context.slot_bytes)
-    num_bytes = slots_begin(group.size) + slots
-    segment = share(comm, "group", num_bytes)
+    own, segment = _offered(comm, "group", slots_begin(group.size) + slots)
+    key, is_shared = register(comm, ranks, segment is not None)
+    segment = _settled(own, segment, is_shared)
     if segment is not None:
-        return StatusBoard(segment, group.size)
+        return key, StatusBoard(segment, group.size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
     context.problems.add(f"the system provides none ({reason})")
-    return None
+    return key, None
 
 
 def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
     """Return zeroed memory that all ranks of a communicator have mapped; None if one of them cannot. Collective."""
+    own, segment = _offered(comm, name, num_bytes)
+    return _settled(own, segment, on_all(comm, segment is not None))
+
+
+def _offered(comm: Any, name: str, num_bytes: int) -> tuple[Segment | None, Segment | None]:
+    """Make a segment on rank 0 and open it on all ranks; return it on rank 0, and if it is open here. Collective."""
     own = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
-    ticket = comm.bcast(None if own is None else own.ticket)
-    segment: Segment | None = own if comm.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
-    is_shared = on_all(comm, segment is not None)  # every rank has opened it, so the name can be removed
+    ticket = broadcast_short(comm, None if own is None else own.ticket)
+    return own, own if comm.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
+
+
+def _settled(own: Segment | None, segment: Segment | None, is_shared: bool) -> Segment | None:
+    """Return a segment that all ranks have opened, so that its name can be removed; close one that some have not."""
     if own is not None:
         own.withdraw()
     if segment is not None and not is_shared:

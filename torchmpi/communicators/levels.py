@@ -102,13 +102,15 @@ class CommunicatorStack:
         split = splits.plan_split(keys, cartesian=True)
         member = split.members[parent.rank]
         level = len(self.levels)
-        world_ranks = parent.intra.world_ranks
-        intra = Group(
-            comm.Split(member.group, parent.rank), name, tuple(world_ranks[rank] for rank in member.intra), self.context
-        )
-        # Ranks without an inter group take part too: the split is collective over the parent.
-        color = member.intra_rank if member.inter is not None else self.context.MPI.UNDEFINED
-        inter_comm = comm.Split(color, member.group)  # ordered as the plan numbers the groups
+        world_ranks, is_whole = parent.intra.world_ranks, len(split.groups) == 1
+        # MPI needs more messages to split a communicator than to duplicate it, and none for those of one rank.
+        intra_comm = comm.Dup() if is_whole else comm.Split(member.group, parent.rank)
+        intra = Group(intra_comm, name, tuple(world_ranks[rank] for rank in member.intra), self.context)
+        if is_whole and hasattr(self.context.MPI, "COMM_SELF"):
+            inter_comm = None if member.inter is None else self.context.MPI.COMM_SELF.Dup()
+        else:  # ranks without an inter group take part too: the split is collective over the parent
+            color = member.intra_rank if member.inter is not None else self.context.MPI.UNDEFINED
+            inter_comm = comm.Split(color, member.group)  # ordered as the plan numbers the groups
         inter: Group | NullCommunicator
         if member.inter is not None:
             inter = Group(inter_comm, f"{name} inter", tuple(world_ranks[rank] for rank in member.inter), self.context)

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
-from .conditions import on_all
+from .conditions import each_on_all
 
 Key = tuple[tuple[int, ...], int]
 """The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""
@@ -49,22 +49,26 @@ _created: Counter[tuple[int, ...]] = Counter()
 _retired: dict[Key, _Retired] = {}
 
 
-def register(comm: Any, world_ranks: tuple[int, ...]) -> Key:
-    """Return the key of a new group, and free the retired communicators of its ranks. Collective."""
+def register(comm: Any, world_ranks: tuple[int, ...], also: bool | None = None) -> tuple[Key, bool]:
+    """Return the key of a new group, and free the retired communicators of its ranks. Collective.
+
+    Also returned is whether another condition is true on all ranks, unless it is None; it takes no message of its own.
+    """
     number = _created[world_ranks]
     _created[world_ranks] += 1
-    if not getattr(comm, "has_unique_context", False):
-        members = set(world_ranks)
-        own = {key: _retired[key].messages.value for key in list(_retired) if members.issuperset(key[0])}
-        if on_all(comm, not own):
-            return world_ranks, number
+    if also is None and getattr(comm, "has_unique_context", False):  # whose communicators are freed at once
+        return (world_ranks, number), True
+    members = set(world_ranks)
+    own = {key: _retired[key].messages.value for key in list(_retired) if members.issuperset(key[0])}
+    has_none, is_true = each_on_all(comm, not own, also is not False)
+    if not has_none:
         retired_by = dict(zip(world_ranks, comm.allgather(own), strict=True))
         for key in sorted(own):
             balances = [retired_by[rank].get(key) for rank in key[0]]
             if None not in balances and sum(balances) == 0:
                 for retired in _retired.pop(key).comms:
                     retired.Free()
-    return world_ranks, number
+    return (world_ranks, number), is_true
 
 
 def retire(key: Key, messages: MessageCounter, *comms: Any) -> None:

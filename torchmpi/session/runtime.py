@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,6 +37,7 @@ from ..config import Config
 from ..errors import AlreadyStartedError, ConfigError, NotStartedError, RankLostError, TorchMPIError
 from ..log import HOST, logger, set_place
 from ..shared_memory import fast_path, process_vm
+from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
 from ..timeline import torch_profiler
 from . import affinity, clock_samples, host_ring, job_metrics, mpi_library, mpi_progress
@@ -46,6 +46,7 @@ from .failure import FailureHandling
 from .heartbeat import Heartbeat
 from .lost_ranks import LossWatch
 from .program_lines import location
+from .rank_info import Place, RankInfo, check_settings, place_of, shared_settings
 from .start_watch import StartWatch
 from .watchdog import Watchdog
 
@@ -55,27 +56,6 @@ running: Runtime | None = None
 """The runtime between ``start()`` and ``stop()``, else None."""
 _get_communicator_in_use = communicator_in_use.get  # bound once: every call of a collective uses it
 _not_running_reason = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
-
-
-class _Place(NamedTuple):
-    """Keys that are equal on ranks which share something."""
-
-    host: str
-    """The host under its name, which also its containers may have: numbers the local ranks."""
-    memory: str
-    """Processes that can open each other's memory."""
-    machine: str
-    """The cores, also of containers under different names."""
-
-
-class _RankInfo(NamedTuple):
-    """The information that each rank contributes at start."""
-
-    place: _Place
-    cores: frozenset[int]
-    settings: dict[str, object]
-    has_cuda: bool
-    process: process_vm.Probe
 
 
 class Runtime:
@@ -141,26 +121,26 @@ class Runtime:
             "bucket_bytes": self.config.bucket_bytes_on(self.device.type),
         }  # fmt: skip
 
-    def _exchange_information(self, with_cuda: bool | None) -> list[_RankInfo]:
+    def _exchange_information(self, with_cuda: bool | None) -> list[RankInfo]:
         """Gather the information of all ranks, and raise on all of them if it is inconsistent."""
-        settings = _shared_settings(
+        settings = shared_settings(
             self.config, with_cuda=with_cuda, cartesian=self.cartesian, ipc_groups=self.ipc_groups
         )
-        own = _RankInfo(
-            _place(self.MPI, self.config),
-            affinity.current(),
-            settings,
-            torch.cuda.is_available(),
-            process_vm.probe(),
-        )
-        ranks: list[_RankInfo] = self.MPI.COMM_WORLD.allgather(own)
+        place, world = place_of(self.config), self.MPI.COMM_WORLD
+        own = RankInfo(place, affinity.current(), settings, torch.cuda.is_available(), process_vm.probe())
+        ranks: list[RankInfo] = world.allgather(own)
+        if not all(rank.place.is_sure for rank in ranks):
+            node = world.Split_type(self.MPI.COMM_TYPE_SHARED, world.rank)
+            own = own._replace(place=place_of(self.config, first=node.bcast(world.rank)))
+            node.Free()
+            ranks = world.allgather(own)
         mpi_library.remove_attached_segments()  # all ranks have left MPI_Init
-        _check_settings([rank.settings for rank in ranks])
+        check_settings([rank.settings for rank in ranks])
         if with_cuda:
             check_cuda([rank.has_cuda for rank in ranks])
         return ranks
 
-    def _group_by_host(self, places: Sequence[_Place]) -> list[int]:
+    def _group_by_host(self, places: Sequence[Place]) -> list[int]:
         """Find the local rank; return the host of each rank, where containers of a host count as hosts."""
         own = places[self.MPI.COMM_WORLD.rank]
         on_host = [rank for rank, place in enumerate(places) if place.host == own.host]
@@ -438,7 +418,8 @@ def start(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
-    running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
+    with no_garbage_collection():  # a collection would look at all objects of torch
+        running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
     running.arguments = {
         "with_cuda": with_cuda,
         "ipc_groups": ipc_groups,
@@ -547,43 +528,3 @@ def agreed_config(world: Any, given: Config | None) -> Config:
 def _problem_of_any(problems: Sequence[str], own: str) -> str:
     """Return the problem of this rank, or of the first rank that has one; '' if none has."""
     return own or next((f"rank {rank} cannot: {problem}" for rank, problem in enumerate(problems) if problem), "")
-
-
-def _place(MPI: Any, config: Config) -> _Place:
-    """Return the keys of this rank; host names alone are not unique. Collective."""
-    if config.host_name:
-        return _Place(config.host_name, config.host_name, config.host_name)
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
-    first = node.bcast(MPI.COMM_WORLD.rank)
-    node.Free()
-    # Debian's MPICH 5.0 takes each rank for alone, and so does MPI in a container, which has been told so.
-    host = f"{socket.gethostname()} {boot or first}"
-    try:
-        # Shared memory is opened through /proc, which shows only the processes of the own namespace.
-        processes = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        processes = ""
-    return _Place(host, f"{host} {processes}", boot or host)
-
-
-def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
-    """Return the settings and arguments of `start()` that must be the same on all ranks."""
-    names = (
-        "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "gpu_bucket_bytes", "slot_bytes", "staging_bytes",
-        "gpu_backends", "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
-    )  # fmt: skip
-    return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
-
-
-def _check_settings(settings: list[dict[str, object]]) -> None:
-    for rank, other in enumerate(settings):
-        for name, value in settings[0].items():
-            if other[name] != value:
-                raise ConfigError(
-                    f"The ranks were started with different settings: {name} is {value!r} on rank 0 and "
-                    f"{other[name]!r} on rank {rank}. Use one value on all ranks (mpirun -x, or start(config=...))."
-                )

@@ -1,0 +1,77 @@
+"""The information that the ranks exchange when torchmpi starts, and the conditions that it must meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+from .._version import __version__
+from ..config import Config
+from ..errors import ConfigError
+from ..shared_memory import process_vm
+
+
+class Place(NamedTuple):
+    """Keys that are equal on ranks which share something."""
+
+    host: str
+    """The host under its name, which also its containers may have: numbers the local ranks."""
+    memory: str
+    """Processes that can open each other's memory."""
+    machine: str
+    """The cores, also of containers under different names."""
+    is_sure: bool = True
+    """Whether this host is told from other hosts of the same name."""
+
+
+class RankInfo(NamedTuple):
+    """The information that each rank contributes at start."""
+
+    place: Place
+    cores: frozenset[int]
+    settings: dict[str, object]
+    has_cuda: bool
+    process: process_vm.Probe
+
+
+def place_of(config: Config, first: int | None = None) -> Place:
+    """Return the keys of this rank; host names alone are not unique.
+
+    `first`: the first of the ranks that share memory according to the MPI library, if Linux does not tell the hosts.
+    Debian's MPICH 5.0 takes each rank for alone, and so does MPI in a container, which has been told so.
+    """
+    if config.host_name:
+        return Place(config.host_name, config.host_name, config.host_name)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    host = f"{socket.gethostname()} {boot or first}"
+    try:
+        # Shared memory is opened through /proc, which shows only the processes of the own namespace.
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        processes = ""
+    return Place(host, f"{host} {processes}", boot or host, bool(boot) or first is not None)
+
+
+def shared_settings(config: Config, **arguments: object) -> dict[str, object]:
+    """Return the settings and arguments of `start()` that must be the same on all ranks."""
+    names = (
+        "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "gpu_bucket_bytes", "slot_bytes", "staging_bytes",
+        "gpu_backends", "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
+
+
+def check_settings(settings: list[dict[str, object]]) -> None:
+    """Raise if ranks were started with different settings, given those of each rank."""
+    for rank, other in enumerate(settings):
+        for name, value in settings[0].items():
+            if other[name] != value:
+                raise ConfigError(
+                    f"The ranks were started with different settings: {name} is {value!r} on rank 0 and "
+                    f"{other[name]!r} on rank {rank}. Use one value on all ranks (mpirun -x, or start(config=...))."
+                )
