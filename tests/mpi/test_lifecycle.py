@@ -101,7 +101,7 @@ def test_start_gathers_objects_of_all_ranks_once(agree):
     finally:
         MPI.pickle.__init__()
     # Hosts connect with each other, for which they gather addresses.
-    agree.equal(names if num_hosts == 1 else names[:1], ["_RankInfo"])
+    agree.equal(names if num_hosts == 1 else names[:1], ["RankInfo"])
 
 
 @pytest.mark.parametrize("are_hosts", [False, True])
