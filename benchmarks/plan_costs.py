@@ -166,7 +166,7 @@ def tables() -> str:
         "",
         *services_table(),
         "",
-        f"After a simulated `start()` a rank keeps {kept_bytes():.0f} bytes for each rank of the job.",
+        f"After a simulated `start()` a rank keeps about {kept_bytes() / 1024:.0f} KB for each rank of the job.",
     ]
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ def broadcast_short(comm: Any, value: Any) -> Any:
     packed = pickle.dumps(value) if comm.rank == 0 else b""
     packed = packed if len(packed) <= _SHORT_BYTES - _LENGTH_BYTES else b""
     message = bytearray((len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(_SHORT_BYTES, b"\0"))
-    comm.Bcast(message)
+    comm.Bcast(message, 0)
     num_bytes = int.from_bytes(message[:_LENGTH_BYTES], "little")
     return pickle.loads(message[_LENGTH_BYTES:][:num_bytes]) if num_bytes else comm.bcast(value)
 
