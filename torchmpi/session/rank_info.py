@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..shared_memory import process_vm
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Keys that are equal on ranks which share something."""
 
     host: str
@@ -29,21 +29,21 @@ class Place(NamedTuple):
 class RankInfo(NamedTuple):
     """The information that each rank contributes at start."""
 
-    place: Place
+    place: RankPlace
     cores: frozenset[int]
     settings: dict[str, object]
     has_cuda: bool
     process: process_vm.Probe
 
 
-def place_of(config: Config, first: int | None = None) -> Place:
+def place_of(config: Config, first: int | None = None) -> RankPlace:
     """Return the keys of this rank; host names alone are not unique.
 
     `first`: the first of the ranks that share memory according to the MPI library, if Linux does not tell the hosts.
     Debian's MPICH 5.0 takes each rank for alone, and so does MPI in a container, which has been told so.
     """
     if config.host_name:
-        return Place(config.host_name, config.host_name, config.host_name)
+        return RankPlace(config.host_name, config.host_name, config.host_name)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -54,7 +54,7 @@ def place_of(config: Config, first: int | None = None) -> Place:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
         processes = ""
-    return Place(host, f"{host} {processes}", boot or host, bool(boot) or first is not None)
+    return RankPlace(host, f"{host} {processes}", boot or host, bool(boot) or first is not None)
 
 
 def shared_settings(config: Config, **arguments: object) -> dict[str, object]:

@@ -46,7 +46,7 @@ from .failure import FailureHandling
 from .heartbeat import Heartbeat
 from .lost_ranks import LossWatch
 from .program_lines import location
-from .rank_info import Place, RankInfo, check_settings, place_of, shared_settings
+from .rank_info import RankInfo, RankPlace, check_settings, place_of, shared_settings
 from .start_watch import StartWatch
 from .watchdog import Watchdog
 
@@ -140,7 +140,7 @@ class Runtime:
             check_cuda([rank.has_cuda for rank in ranks])
         return ranks
 
-    def _group_by_host(self, places: Sequence[Place]) -> list[int]:
+    def _group_by_host(self, places: Sequence[RankPlace]) -> list[int]:
         """Find the local rank; return the host of each rank, where containers of a host count as hosts."""
         own = places[self.MPI.COMM_WORLD.rank]
         on_host = [rank for rank, place in enumerate(places) if place.host == own.host]
