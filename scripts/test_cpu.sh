@@ -89,7 +89,20 @@ extras_of() {
     fi
 }
 
-# The packages of all environments at once, then torchmpi itself one by one.
+# install_environment NAME EXTRA...: may run for several at once. The builds of torchmpi take turns, as they write into the
+# checkout.
+turn=$environments/building
+install_environment() {
+    local status=0
+    install_requirements "$@" || return
+    until mkdir "$turn" 2>/dev/null; do
+        sleep 0.2
+    done
+    install_checkout "$@" || status=$?
+    rmdir "$turn"
+    return $status
+}
+
 prepare_environments() {
     local name pids=() missing=() ok=yes pid extras
     find_python
@@ -100,19 +113,16 @@ prepare_environments() {
             *) fail "unknown MPI '$name'" "Choose from openmpi, mpich, system." ;;
         esac
     done
+    rmdir "$turn" 2>/dev/null # of a run that was interrupted
     for name in ${missing[@]+"${missing[@]}"}; do
         extras_of "$name"
-        start install_requirements "$name" "${extras[@]}"
+        start install_environment "$name" "${extras[@]}"
         pids+=("$started") running+=("-$started")
     done
     for pid in ${pids[@]+"${pids[@]}"}; do
         wait "$pid" || ok=no
     done
     running=()
-    for name in ${missing[@]+"${missing[@]}"}; do
-        extras_of "$name"
-        [ $ok = yes ] && install_checkout "$name" "${extras[@]}" || ok=no
-    done
     [ $ok = yes ] || fail "FAILED: the environments could not be made (the reason is above)"
 }
 
@@ -151,23 +161,28 @@ begin() {
     # ranks.
     start timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
     running+=("$started")
-    begun+=("$name $started $limit $SECONDS $kind")
+    begun+=("$name $started $limit $(date +%s) $kind")
 }
 
-# finish: show the suites that were begun, one after the other, and judge them.
+# finish [NAME]: show the suites that were begun, one after the other, and judge them; that of this name continues.
 begun=()
 finish() {
-    local entry name pid limit since kind status follower
+    local entry name pid limit since kind status follower continued="" process=""
     for entry in ${begun[@]+"${begun[@]}"}; do
         read -r name pid limit since kind <<<"$entry"
+        if [ "$name" = "${1:-}" ]; then
+            continued=$entry process=$pid
+            continue
+        fi
         [ ${#begun[@]} = 1 ] || printf '\n-- %s\n' "$name"
         tail -n +1 -f -s 0.2 --pid="$pid" "$logs/$name.log" &
         follower=$! status=0
         wait "$pid" || status=$?
         wait "$follower"
-        judge "$name" "$status" $((SECONDS - since)) "$limit" "$kind"
+        # Until its last output, as it may have ended while another was shown.
+        judge "$name" "$status" $(($(date -r "$logs/$name.log" +%s) - since)) "$limit" "$kind"
     done
-    begun=() running=()
+    begun=(${continued:+"$continued"}) running=(${process:+"$process"})
 }
 
 # judge NAME STATUS SECONDS LIMIT KIND: what came of a suite, from its status and its log.
@@ -202,17 +217,13 @@ how_it_ended() {
     grep -arE -A 6 'torchmpi: .*(waited|failed|ends the job)' "${1%.log}" 2>/dev/null | tail -n 60
 }
 
-# pytest_suite NAME SECONDS TEST...
+# pytest_suite NAME TEST...: in this process. The limits of jobs are shorter: one that takes too long fails its test and not
+# the suite.
 pytest_suite() {
-    local name=$1 limit=$2
-    shift 2
-    begin "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
-}
-
-# unit_suite: after the types or with them, as it uses the cache of mypy in the end.
-unit_suite() {
-    use_environment "${mpis%% *}"
-    pytest_suite unit 900 tests/unit tests/test_architecture.py
+    local name=$1
+    shift
+    begin "$name" 2700 python -m pytest --color=no -q --durations=25 -o faulthandler_timeout=600 "$@" \
+        ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
 # share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi. What runs under one MPI
@@ -228,7 +239,7 @@ share_of_ranks() {
 # Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI. The first ones are
 # a suite of their own beside the other jobs.
 programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,launcherless,notebook,recovery,scripts,site,slow_links,warm}.py)
-under_the_first=(tests/jobs/test_{bench,llm_examples,torch_suite}.py)
+under_the_first=(tests/jobs/test_{bench,llm_examples,timeline,torch_suite}.py)
 
 # share_of_jobs NAME: the same for tests/jobs. The shares of all suites that run side by side take about as long.
 share_of_jobs() {
@@ -237,13 +248,6 @@ share_of_jobs() {
     only=("${programs[@]/#/--ignore=}")
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
     [ "$1" = "${mpis%% *}" ] || only+=("${under_the_first[@]/#/--ignore=}")
-}
-
-# jobs_suite NAME TEST...: the limits of the jobs are shorter: a job that takes too long fails its test and not the suite.
-jobs_suite() {
-    local name=$1
-    shift
-    pytest_suite "$name" 2700 -o faulthandler_timeout=600 --durations=25 "$@"
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
@@ -260,7 +264,7 @@ mpi_suites() {
             python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q tests/mpi \
             ${only[@]+"${only[@]}"} ${pytest_options[@]+"${pytest_options[@]}"}
     done
-    finish
+    finish unit
     for log in ${failed_logs[@]+"${failed_logs[@]:num_failures}"}; do
         for log in "${log%.log}"/rank[1-9]*.log; do
             [ -f "$log" ] && printf '\n-- the end of %s\n' "$log" && tail -n 40 "$log"
@@ -280,7 +284,9 @@ use_environment "${mpis%% *}"
 # One process each: these run side by side, with the tests on one rank.
 begin types 240 python -m mypy
 begin lint 120 python -m ruff check --output-format concise .
-[ $quick = no ] || unit_suite
+# Beside all others, in the time that these sleep or wait. In the end it uses the cache of mypy.
+pytest_suite unit tests/unit tests/test_architecture.py
+renice -n 10 -g "$started" >/dev/null 2>&1
 for ranks in $sizes; do
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086 # a list of words
@@ -291,19 +297,17 @@ for ranks in $sizes; do
         done
     fi
 done
-# Last, as they take longest: where time runs out, everything else has been run. The unit tests take the time that jobs
-# sleep or wait.
+# Last, as they take longest: where time runs out, everything else has been run.
 if [ $quick = no ]; then
-    unit_suite
     for name in $mpis; do
         use_environment "$name"
         share_of_jobs "$name"
-        jobs_suite "$name-jobs" tests/jobs ${only[@]+"${only[@]}"}
+        pytest_suite "$name-jobs" tests/jobs ${only[@]+"${only[@]}"}
     done
     use_environment "${mpis%% *}"
-    [ $complete = yes ] || jobs_suite programs "${programs[@]}"
-    finish
+    [ $complete = yes ] || pytest_suite programs "${programs[@]}"
 fi
+finish
 
 if [ ${#failed_logs[@]} -gt 0 ]; then
     printf '\n== failures (full logs: %s)\n' "$logs"

@@ -75,7 +75,6 @@ def error_of_clocks(traces: Sequence[RankTrace]) -> float:
     return 2 * max(trace.error_seconds for trace in traces)
 
 
-@pytest.mark.once
 def test_a_thousand_mixed_calls_are_in_the_traces_of_all_ranks(folder):
     traces = read_folder(folder)
     key = key_of_world(traces)
@@ -95,7 +94,6 @@ def test_a_thousand_mixed_calls_are_in_the_traces_of_all_ranks(folder):
     }
 
 
-@pytest.mark.once
 def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
     traces, path = read_folder(folder), tmp_path / "merged.json.gz"
     key = key_of_world(traces)
@@ -167,7 +165,6 @@ mpi.stop()
 """
 
 
-@pytest.mark.once
 def test_clocks_whose_rates_change_while_a_timeline_is_recorded_stay_aligned(launch, tmp_path):
     """Regression: a clock that is fast by 450 ppm for two seconds, and then as slow, was wrong by 0.9 ms between."""
     (tmp_path / "job.py").write_text(DRIFTING.replace("FOLDER", repr(str(tmp_path))))
@@ -196,7 +193,6 @@ for _ in range(3000):
 """
 
 
-@pytest.mark.once
 def test_a_rank_that_is_killed_in_a_burst_of_calls_leaves_a_readable_file(launch, tmp_path):
     """Regression: nothing was written as long as the program made calls as fast as they were taken from memory."""
     folder = tmp_path / "traces"
