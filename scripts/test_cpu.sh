@@ -236,18 +236,17 @@ share_of_ranks() {
     [ $complete = no ] || only=()
 }
 
-# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI. The first ones are
-# a suite of their own beside the other jobs.
-programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,launcherless,notebook,recovery,scripts,site,slow_links,warm}.py)
-under_the_first=(tests/jobs/test_{bench,llm_examples,timeline,torch_suite}.py)
+# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites beside
+# the other jobs.
+programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,launcherless,notebook,recovery,site,timeline,warm}.py)
+examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,slow_links,torch_suite}.py)
 
-# share_of_jobs NAME: the same for tests/jobs. The shares of all suites that run side by side take about as long.
+# share_of_jobs NAME: the same for tests/jobs.
 share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
-    only=("${programs[@]/#/--ignore=}")
+    only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=("${under_the_first[@]/#/--ignore=}")
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
@@ -305,7 +304,10 @@ if [ $quick = no ]; then
         pytest_suite "$name-jobs" tests/jobs ${only[@]+"${only[@]}"}
     done
     use_environment "${mpis%% *}"
-    [ $complete = yes ] || pytest_suite programs "${programs[@]}"
+    if [ $complete = no ]; then
+        pytest_suite programs "${programs[@]}"
+        pytest_suite examples "${examples[@]}"
+    fi
 fi
 finish
 

@@ -22,7 +22,6 @@ PARAMETER_SERVER = {
 }
 NAMES = ("mnist_sequential", *DISTRIBUTED, *PARAMETER_SERVER)
 MAX_LINES = 120
-once = pytest.mark.once
 
 pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
 pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
@@ -54,11 +53,11 @@ def example(launch, tmp_path, records, digits):
 # A batch of 50 is no multiple of 4 or 3, and the last batch has 37 images. Both tests use the same jobs.
 SYNCHRONOUS = ("--epochs", "6", "--batch-size", "50", "--assert-accuracy", "0.95")
 SAME_CURVE = [
-    pytest.param("mnist_allreduce", 1, marks=once),
-    pytest.param("mnist_allreduce", 2, marks=once),
+    ("mnist_allreduce", 1),
+    ("mnist_allreduce", 2),
     ("mnist_allreduce", 4),
-    pytest.param("mnist_allreduce_async", 3, marks=once),
-    pytest.param("mnist_modelparallel", 3, marks=once),
+    ("mnist_allreduce_async", 3),
+    ("mnist_modelparallel", 3),
 ]
 
 
@@ -71,9 +70,7 @@ def test_same_curve_on_any_number_of_ranks(example, name, n):
     assert record["accuracy"] == pytest.approx(reference["accuracy"], abs=0.003)
 
 
-@pytest.mark.parametrize(
-    ("name", "n"), [("mnist_sequential", 1), *SAME_CURVE, pytest.param("mnist_engine", 3, marks=once)]
-)
+@pytest.mark.parametrize(("name", "n"), [("mnist_sequential", 1), *SAME_CURVE, ("mnist_engine", 3)])
 def test_accuracy(example, name, n):
     record = example(name, n, *SYNCHRONOUS)
     assert record["accuracy"] >= 0.95
@@ -83,7 +80,6 @@ def test_accuracy(example, name, n):
     assert f"test accuracy {record['accuracy']:.4f}" in lines
 
 
-@once
 def test_digits_of_scikit_learn(launch):
     """Without --data; the other jobs read the same images from files."""
     result = launch(2, [EXAMPLES / "mnist_allreduce.py", "--cpu"], timeout=120)
@@ -95,7 +91,6 @@ def test_digits_of_scikit_learn(launch):
     assert float(line.split()[-1]) >= 0.95
 
 
-@once
 @pytest.mark.parametrize(
     ("name", "n"),
     [
@@ -118,7 +113,6 @@ def test_accuracy_with_a_parameter_server(example, name, n):
     assert f"test accuracy {record['accuracy']:.4f}" in lines
 
 
-@once
 def test_synchronous_training_through_a_server_has_the_same_curve(example):
     """The gradients of the ranks are added in any order, so the last digits differ."""
     name = "mnist_parameterserver_dsgd"
@@ -130,7 +124,6 @@ def test_synchronous_training_through_a_server_has_the_same_curve(example):
     assert with_momentum["loss"] == pytest.approx(example("mnist_sequential", 1, *SYNCHRONOUS)["loss"], abs=1e-4)
 
 
-@once
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -145,7 +138,6 @@ def test_other_momentum_than_the_default(example, name, options):
     assert record["accuracy"] >= 0.9
 
 
-@once
 def test_bounded_staleness(example):
     """No rank begins a round while another rank is more than one round behind, which limits the staleness."""
     options = ("--max-staleness", "1", "--prefetch", "0", "--send-frequency", "1", "--tau", "5", "--epochs", "4")
@@ -157,7 +149,6 @@ def test_bounded_staleness(example):
     assert most < 2 * 5 * 5
 
 
-@once
 def test_plot_and_too_low_an_accuracy(launch, tmp_path, digits):
     path, other = tmp_path / "curves.png", tmp_path / "other.json"
     other.write_text('{"loss": [2.0, 1.0], "error": [0.5, 0.4]}')
@@ -171,7 +162,6 @@ def test_plot_and_too_low_an_accuracy(launch, tmp_path, digits):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@once
 def test_sequential_needs_no_torchmpi(launch, digits):
     example = EXAMPLES / "mnist_sequential.py"
     code = f"""
@@ -185,7 +175,6 @@ print("dirty" if any(name.startswith(("torchmpi", "mpi4py")) for name in sys.mod
     assert "clean" in launch(1, ["-c", code], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout
 
 
-@once
 @pytest.mark.parametrize("asynchronous", [[], ["--asynchronous"]])
 def test_engine_resumes_in_the_middle_of_an_epoch(launch, tmp_path, digits, asynchronous):
     """The last checkpoint, after update 25 of 36, continues to the same end."""
@@ -201,13 +190,11 @@ def test_engine_resumes_in_the_middle_of_an_epoch(launch, tmp_path, digits, asyn
     assert records[0] == records[1]
 
 
-@once
 def test_engine_shows_progress_on_rank_0(example):
     record = example("mnist_engine", 3, *SYNCHRONOUS)
     assert record["log"].count("epoch 6/6: 100%|") == 1
 
 
-@once
 def test_plot_without_matplotlib(launch, tmp_path, digits):
     script = tmp_path / "without.py"
     script.write_text(WITHOUT_MATPLOTLIB)
@@ -218,7 +205,6 @@ def test_plot_without_matplotlib(launch, tmp_path, digits):
     assert not (tmp_path / "curves.png").exists()
 
 
-@once
 def test_mnist_files(launch, tmp_path):
     write_mnist(tmp_path, 1000)
     options = ["--cpu", "--data", tmp_path, "--epochs", "10", "--assert-accuracy", "0.9"]
@@ -227,7 +213,6 @@ def test_mnist_files(launch, tmp_path):
     assert "800 training and 200 test images (only the t10k files are there" in result.stdout
 
 
-@once
 def test_truncated_file_ends_the_job(launch, tmp_path):
     write_mnist(tmp_path, 100)
     labels = tmp_path / "t10k-labels-idx1-ubyte"
@@ -237,7 +222,6 @@ def test_truncated_file_ends_the_job(launch, tmp_path):
     assert f"{labels}: expected 100 bytes of data for shape (100,), found 60" in result.stderr
 
 
-@once
 def test_help():
     """All examples in one process, as each would import torch."""
     code = f"""
@@ -261,7 +245,6 @@ print(json.dumps(texts))
         assert ("--momentum" in text) == (name in PARAMETER_SERVER), name
 
 
-@once
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_length_and_imports(path):
     """Short, and with public names only."""
@@ -273,7 +256,6 @@ def test_length_and_imports(path):
     assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)
 
 
-@once
 def test_engine_refuses_resume_without_a_checkpoint(launch):
     result = launch(1, [EXAMPLES / "mnist_engine.py", "--resume"])
     assert result.returncode == 2 and "--resume needs --checkpoint" in result.stderr
