@@ -16,6 +16,8 @@ class Network(NamedTuple):
 
     rate: float = 125e6
     """Bytes per second of the link of a host, in each direction."""
+    header_share: float = 66 / 1448
+    """Bytes of headers over bytes of data in a packet: TCP over Ethernet."""
     latency: float = 50e-6
     overhead: float = 2.5e-6
     """The time of a rank to begin a message, sent or received."""
@@ -153,6 +155,7 @@ class Links:
         return host % self._num_hosts
 
     def _rate(self, kind: str, number: int) -> float:
+        rate = self.network.rate / (1 + self.network.header_share)
         if kind in ("up", "down"):
-            return self.network.rate * self.network.hosts_per_switch / self.network.oversubscription
-        return self.network.rate * self._slow.get(number, 1.0)
+            return rate * self.network.hosts_per_switch / self.network.oversubscription
+        return rate * self._slow.get(number, 1.0)

@@ -173,10 +173,11 @@ def test_messages_that_are_too_long_or_never_received_are_found() -> None:
 
 # Virtual time.
 
-NETWORK = Network(rate=1e6, latency=0.01, overhead=1e-4, host_latency=0.0)
+NETWORK = Network(rate=1e6, header_share=0.0, latency=0.01, overhead=1e-4, host_latency=0.0)
 
 
-def test_a_message_takes_its_latency_and_its_bytes() -> None:
+@pytest.mark.parametrize("header_share", [0.0, 0.1])
+def test_a_message_takes_its_latency_and_its_bytes(header_share: float) -> None:
     def work(comm: Comm) -> float:
         memory = torch.zeros(50_000, dtype=torch.uint8)
         message = (memory.data_ptr(), memory.nbytes)
@@ -184,8 +185,8 @@ def test_a_message_takes_its_latency_and_its_bytes() -> None:
         comm.world.wait_all(requests)
         return comm.world.turns.clock
 
-    sent, received = World(range(2), network=NETWORK).run(work)
-    assert sent == pytest.approx(1e-4) and received == pytest.approx(1e-4 + 0.01 + 0.05)
+    sent, received = World(range(2), network=NETWORK._replace(header_share=header_share)).run(work)
+    assert sent == pytest.approx(1e-4) and received == pytest.approx(1e-4 + 0.01 + 0.05 * (1 + header_share))
 
 
 @pytest.mark.parametrize(("num_hosts", "ranks_of_host"), [(2, 1), (4, 1), (4, 2), (3, 4)])
