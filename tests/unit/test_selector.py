@@ -285,7 +285,6 @@ def test_without_a_span_a_backend_is_set_for_all_spans_it_supports():
     ("arguments", "options", "reason"),
     [
         (("allreduce", "shm"), {"span": "hosts"}, "its ranks are on several hosts"),
-        (("allreduce", "nccl"), {}, "not part of this version"),
         (("allreduce", "tcp"), {}, "unknown"),
         (("gather", "p2p"), {}, "it has no gather"),
         (("allreduce", "mpi"), {"device": "cuda"}, "no cuda here"),
@@ -441,7 +440,6 @@ def test_availability_by_span():
         == "available within a host (between hosts: its ranks are on several hosts)"
     )
     assert table["p2p", "gather", "cpu", "sync"] == "unavailable: it has no gather"
-    assert table["nccl", "gather", "cpu", "sync"] == "unimplemented"
     alone, _, _ = job(0)
     assert alone.availability()["shm", "allreduce", "cpu", "sync"] == "available"
 
@@ -451,4 +449,4 @@ def test_a_table_of_another_machine_is_refused_with_the_reason():
     assert selector.refusal(Table({Key("allreduce", "cpu", "hosts", "sync"): ((None, "p2p"),)})) == ""
     unfit = Table({Key("allreduce", "cpu", "hosts", "sync"): ((64, "mpi"), (None, "shm"))})
     assert "shm for allreduce, cpu, hosts, sync: its ranks are on several hosts" in selector.refusal(unfit)
-    assert "not part of" in selector.refusal(Table({Key("allreduce", "cpu", "host", "sync"): ((None, "gloo"),)}))
+    assert "it is unknown" in selector.refusal(Table({Key("allreduce", "cpu", "host", "sync"): ((None, "gloo"),)}))

@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import ArgumentError, BackendUnavailableError
 from ..log import logger
 from . import saved_tables, selection_table
-from .base import NAMES, Backend, Operation, bind, by_size
+from .base import Backend, Operation, bind, by_size
 from .selection_table import (
     DEVICE_TRANSPORTS,
     Key,
@@ -37,7 +37,7 @@ _WHERE = {"host": "within a host", "hosts": "between hosts"}
 
 
 class Availability(dict[tuple[str, str, str, str], str]):
-    """(backend, collective, device, mode) -> ``available``, ``unavailable: reason`` or ``unimplemented``.
+    """(backend, collective, device, mode) -> ``available`` or ``unavailable: reason``.
 
     Backends that have not been tested on GPUs are ``available (experimental)``. In a job of several hosts also
     ``available within a host`` or ``available between hosts``, with the reason against the other. Printed, it is a
@@ -182,7 +182,7 @@ class Selector:
 
     def _why_not(self, name: str, call: CallSpec, group: Group) -> str | None:
         if name not in self.backends:
-            return "it is not part of this version"
+            return "it is unknown"
         backend = self.backends[name]
         reason = self._why_off(name) or backend.why_not(call.collective, call.device_type, group)
         lacks = getattr(backend, "lacks", None)
@@ -364,7 +364,7 @@ class Selector:
     def reason_against(self, key: Key, name: str) -> str | None:
         """Return the reason why a backend cannot run such calls in this job, or None."""
         if name not in self.backends:
-            return "it is not part of this version"
+            return "it is unknown"
         among = self._world if span_of(self._world) == key.span else None
         return (
             self._why_off(name)
@@ -396,9 +396,8 @@ class Selector:
 
     def _check_known(self, name: str, where: str) -> None:
         if name not in self.backends:
-            what = "is not part of this version" if name in NAMES else "is unknown"
             raise BackendUnavailableError(
-                f"{where} {what}. Use one of: {', '.join(self.backends)}, or leave backend out."
+                f"{where} is unknown. Use one of: {', '.join(self.backends)}, or leave backend out."
             )
 
     @property
@@ -410,7 +409,7 @@ class Selector:
     def availability(self) -> Availability:
         """Return the calls that each backend can run in this job."""
         table = Availability()
-        for name in dict.fromkeys((*NAMES, *self.backends)):
+        for name in self.backends:
             for device in selection_table.DEVICES:
                 for collective in selection_table.COLLECTIVES:
                     status = self._status(name, collective, device)
@@ -420,8 +419,6 @@ class Selector:
         return table
 
     def _status(self, name: str, collective: str, device: str) -> str:
-        if name not in self.backends:
-            return "unimplemented"
         widest = span_of(self._world)
         spans = ("host", "hosts") if widest == "hosts" else (widest,)
         reasons = {span: self.reason_against(Key(collective, device, span, "sync"), name) for span in spans}

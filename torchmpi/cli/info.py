@@ -195,19 +195,14 @@ def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:
 
 def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
     everything = max(len(entry["verbs"]) for entry in entries)
-    unimplemented = dict.fromkeys(entry["backend"] for entry in entries if entry["verdict"] == "unimplemented")
     lines = []
     for entry in entries:
         text = entry["verdict"]
-        if text == "unimplemented":
-            continue
         if len(entry["verbs"]) < everything:
             text += f": {', '.join(entry['verbs'])}"
         elif text in AVAILABLE:
             text += ": all collectives, sync and async"
         lines.append((f"{entry['backend']} {entry['device']}", text))
-    if unimplemented:
-        lines.append((", ".join(unimplemented), "not part of this version"))
     return section("backends", lines)
 
 

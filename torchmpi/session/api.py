@@ -455,8 +455,8 @@ def collective_availability() -> Availability:
     """Return the calls that each backend supports in this job.
 
     Returns:
-        A dictionary from (backend, collective, device, mode) to ``available``, ``unavailable: reason`` or
-        ``unimplemented``. Printed, it is a table.
+        A dictionary from (backend, collective, device, mode) to ``available`` or ``unavailable: reason``. Printed, it
+        is a table.
 
     Raises:
         NotStartedError: torchmpi is not started.
