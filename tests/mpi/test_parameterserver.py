@@ -101,6 +101,15 @@ def default(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts).view(tensors[0].shape)
 
 
+def test_ranks_of_different_hosts_share_no_memory(transport, agree):
+    """Regression: a rank alone on its host took its rank for a number of a host, and mapped the memory of that host."""
+    with mpi.group(range(mpi.size())[::-1]) as group:
+        hosts = [group.intra.context.hosts[rank] for rank in group.ranks]
+        near = tuple(rank for rank, host in enumerate(hosts) if host == hosts[group.rank])
+        server = ps.init(torch.zeros(3), comm=group)
+        agree.equal(server.context.local_ranks, (group.rank,) if transport == "by messages" else near)
+
+
 # --- values
 
 

@@ -161,7 +161,8 @@ class ServerContext:
         self.group = group
         self.comm: MPIComm = group.comm.Dup()
         shares_memory = (group.local or group).status_board is not None
-        host = context.hosts[group.world_ranks[group.rank]] if shares_memory else group.rank
+        hosts = context.hosts
+        host = hosts[group.world_ranks[group.rank]] if shares_memory else len(hosts) + group.rank  # no number of a host
         self.local_comm: MPIComm = self.comm.Split(host, group.rank)
         self.local_ranks: tuple[int, ...] = tuple(self.local_comm.allgather(group.rank))
         """Ranks whose shards this rank accesses through memory; the others are remote."""
