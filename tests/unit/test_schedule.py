@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -193,5 +194,13 @@ def test_the_table_of_the_design_is_that_of_the_plans() -> None:
     sys.path.insert(0, str(root / "benchmarks"))
     import plan_costs
 
+    def without_bytes_of_start(text: str) -> str:
+        """The objects that `start()` gathers have the names and numbers of this machine and of its processes."""
+        text = re.sub(
+            r"^\| `start\(\)` \|.*", lambda row: str(re.findall(r"\| ([\d,]+), ([\d,]+), ", row[0])), text, flags=re.M
+        )
+        return re.sub(r"^After a simulated `start\(\)`.*", "", text, flags=re.M)
+
     page = (root / "docs" / "design" / "hierarchy.md").read_text()
-    assert f"{plan_costs.BEGIN}\n{plan_costs.tables()}\n{plan_costs.END}\n" in page
+    made = f"{plan_costs.BEGIN}\n{plan_costs.tables()}\n{plan_costs.END}\n"
+    assert without_bytes_of_start(made) in without_bytes_of_start(page)

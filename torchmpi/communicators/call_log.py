@@ -314,7 +314,9 @@ class CallLog:
     def _have_all_arrived(self, log_board: StatusBoard, seq: int) -> bool:
         if self.is_ended:
             self.expired()
-        return all(log_board.get(rank, ENTERED) >= seq for rank in range(self.size))
+        # Not ENTERED: kernels publish it before the entry that `compare` reads.
+        slots = (entry(rank, seq & (RING_LENGTH - 1)) for rank in range(self.size))
+        return all(log_board.fields[slot + SEQUENCE] >= seq for slot in slots)
 
     def leave(self, num_bytes: int = 0, *, num_calls: int = 1) -> int:
         """End the call, count it, and compare it with the neighbours that had not arrived when it began.
