@@ -285,27 +285,6 @@ def test_a_message_from_a_rank_in_stop_ends_the_job(job, setup, end, how):
     assert re.search(rf"{call}\n  rank 1 {how}, and does not make the other call: at ", result.stderr), result.output
 
 
-@once
-def test_a_handler_installed_before_start_remains(job):
-    """Regression: Open MPI replaced that of SIGHUP."""
-    setup = "import signal\nsignal.signal(signal.SIGHUP, lambda *_: print('saved', flush=True))\n"
-    result = job(2, setup + START + "os.kill(os.getpid(), signal.SIGHUP)\nmpi.stop()", timeout=LIMIT_SECONDS)
-    assert result.returncode == 0 and result.stdout.count("saved") == 2, result.output
-
-
-@once
-def test_a_handler_of_sigterm_installed_after_start_decides(job):
-    """Regression: the handler ran, and a second later the job was ended nevertheless."""
-    code = """
-signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(2)
-mpi.stop()
-"""
-    result = job(2, START + code, timeout=LIMIT_SECONDS)
-    assert result.returncode == 0 and result.stdout.count("saved") == 2, result.output
-
-
 @pytest.mark.parametrize(
     ("leave", "how", "status"),
     (

@@ -1,4 +1,4 @@
-"""Signals to the launcher, by a terminal or a scheduler: the job ends, and torchmpi says where a rank was."""
+"""Signals to the launcher, by a terminal or a scheduler, end the job and name a line; handlers of a program remain."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if mpi.rank() == 0:
     print("running", flush=True)
 {line}
 """
+HANDLED = "import os, signal, time\nimport torchmpi as mpi\nmpi.start()\n"
 LINES = {
     "sleeping": "time.sleep(1000) if mpi.rank() == 0 else mpi.allreduce(torch.ones(3))",
     "inside MPI": "mpi.recv(torch.ones(3), 1 - mpi.rank())",
@@ -165,3 +166,24 @@ def test_an_abort_ends_although_the_launcher_is_stopped(tmp_path, mpirun):
     finally:
         job.kill()
         job.wait()
+
+
+@pytest.mark.once
+def test_a_handler_installed_before_start_remains(job):
+    """Regression: Open MPI replaced that of SIGHUP."""
+    setup = "import signal\nsignal.signal(signal.SIGHUP, lambda *_: print('saved', flush=True))\n"
+    result = job(2, setup + HANDLED + "os.kill(os.getpid(), signal.SIGHUP)\nmpi.stop()", timeout=LIMIT_SECONDS)
+    assert result.returncode == 0 and result.stdout.count("saved") == 2, result.output
+
+
+@pytest.mark.once
+def test_a_handler_of_sigterm_installed_after_start_decides(job):
+    """Regression: the handler ran, and a second later the job was ended nevertheless."""
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(2)
+mpi.stop()
+"""
+    result = job(2, HANDLED + code, timeout=LIMIT_SECONDS)
+    assert result.returncode == 0 and result.stdout.count("saved") == 2, result.output
