@@ -343,7 +343,7 @@ class _Message:
         posted = self.submit(lambda: self.post(dst, copy), outgoing)
         try:
             received = self.submit(self.receive)
-        finally:  # without it, nobody would keep the memory until MPI has read it
+        finally:  # otherwise the memory may be freed before MPI has read it
             sent = self.submit(lambda: self.complete(posted.wait(), dst, outgoing), outgoing)
         return _Exchange((received, posted, sent), None, self.what)
 

@@ -139,7 +139,7 @@ class HostClock:
         return sent, reference, events.now()
 
     def _answer(self) -> None:
-        with suppress(OSError), selectors.DefaultSelector() as selector:  # without descriptors nobody is answered
+        with suppress(OSError), selectors.DefaultSelector() as selector:  # without descriptors, no request is answered
             for sock in self._sockets:
                 selector.register(sock, selectors.EVENT_READ, sock)
             while selector.get_map():

@@ -22,8 +22,8 @@ class RankPlace(NamedTuple):
     """Processes that can open each other's memory."""
     machine: str
     """The cores, also of containers under different names."""
-    is_sure: bool = True
-    """Whether this host is told from other hosts of the same name."""
+    is_unique: bool = True
+    """Whether the keys distinguish hosts of the same name."""
 
 
 class RankInfo(NamedTuple):
@@ -39,8 +39,8 @@ class RankInfo(NamedTuple):
 def place_of(config: Config, first: int | None = None) -> RankPlace:
     """Return the keys of this rank; host names alone are not unique.
 
-    `first`: the first of the ranks that share memory according to the MPI library, if Linux does not tell the hosts.
-    Debian's MPICH 5.0 takes each rank for alone, and so does MPI in a container, which has been told so.
+    `first`: the first of the ranks that share memory according to the MPI library, where Linux has no boot identifier.
+    It is not used elsewhere: Debian's MPICH 5.0 reports that each rank is alone, and a library in a container may do so.
     """
     if config.host_name:
         return RankPlace(config.host_name, config.host_name, config.host_name)

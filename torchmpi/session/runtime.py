@@ -68,7 +68,7 @@ class Runtime:
         self.arguments: dict[str, Any] = {}
         """The arguments of ``start()``, with which ``recover()`` starts again."""
         self.is_closing = False
-        """Whether all ranks have been in ``stop()``: after an error there is no second one, for which nobody comes."""
+        """Whether all ranks have entered ``stop()``, so that none enters it again, not even after an error."""
         try:
             self._acquire(config, with_cuda, cartesian, ipc_groups)
         except Exception as error:
@@ -129,7 +129,7 @@ class Runtime:
         place, world = place_of(self.config), self.MPI.COMM_WORLD
         own = RankInfo(place, affinity.current(), settings, torch.cuda.is_available(), process_vm.probe())
         ranks: list[RankInfo] = world.allgather(own)
-        if not all(rank.place.is_sure for rank in ranks):
+        if not all(rank.place.is_unique for rank in ranks):
             node = world.Split_type(self.MPI.COMM_TYPE_SHARED, world.rank)
             own = own._replace(place=place_of(self.config, first=node.bcast(world.rank)))
             node.Free()
