@@ -40,7 +40,7 @@ def place_of(config: Config, first: int | None = None) -> RankPlace:
     """Return the keys of this rank; host names alone are not unique.
 
     `first`: the first of the ranks that share memory according to the MPI library, where Linux has no boot identifier.
-    It is not used elsewhere: Debian's MPICH 5.0 reports that each rank is alone, and a library in a container may do so.
+    It is not used elsewhere: Debian's MPICH 5.0 reports each rank as alone, and a library in a container may do so.
     """
     if config.host_name:
         return RankPlace(config.host_name, config.host_name, config.host_name)
