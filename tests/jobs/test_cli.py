@@ -362,8 +362,16 @@ def test_doctor_in_a_job_of_the_other_library(alone, family):
     assert checks["launcher"]["verdict"] == "problem" and "2 processes" in checks["launcher"]["found"], result.output
 
 
-def test_doctor_without_mpi_in_a_job(launch):
-    result = launch(2, [*COMMAND, "doctor", "--json"], env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+def test_doctor_without_mpi_in_a_job(launch, tmp_path):
+    """The process that prints the report takes longer than the other one, whose status does not end the job."""
+    (tmp_path / "slow.py").write_text(
+        "import os, sys, time\n"
+        "from torchmpi.cli import main\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
+        "    time.sleep(2)\n"
+        "sys.exit(main())\n"
+    )
+    result = launch(2, [str(tmp_path / "slow.py"), "doctor", "--json"], env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
     checks = checks_of(result)
     assert checks["MPI library"]["verdict"] == "problem"
     assert checks["MPI library"]["remedy"].startswith("MPI4PY_LIBMPI names /nowhere/libmpi.so"), result.output

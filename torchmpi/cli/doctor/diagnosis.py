@@ -80,11 +80,15 @@ def run(options: argparse.Namespace) -> int:
     """Check this machine, or the job of which this process is a rank; return 1 if there is a problem."""
     facts = gather(options.timeout)
     findings = diagnose(facts)
-    if _reports(facts):
+    reports = _reports(facts)
+    if reports:
         report = as_json(facts, findings) if options.json else as_text(facts, findings)
         print(report, flush=True)
+    # A process that ends with status 1 before the report is printed would end the job.
     if facts.in_job and facts.ranks:
-        leave_job()  # a rank that ends with status 1 before rank 0 has printed would end the job
+        leave_job()
+    elif not reports:
+        return 0
     return int(any(finding.verdict == "problem" for finding in findings))
 
 
