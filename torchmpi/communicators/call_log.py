@@ -236,7 +236,7 @@ class CallLog:
         while seq := log_fields[LOG_ACTIVE]:
             call = self.ring.read(seq)
             if call is not None and log_fields[LOG_ACTIVE] == seq:
-                return call[:3]
+                return seq, call.code, CallNumber(call.shape) if call.is_number else call.shape
         return None
 
     def take_over(self, ticks: int) -> None:
