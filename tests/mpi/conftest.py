@@ -27,6 +27,8 @@ import torchmpi as mpi
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
+# Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 # Files and single tests that reach MPI only through calls which the others test under every MPI, with the numbers of
