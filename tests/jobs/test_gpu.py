@@ -38,6 +38,7 @@ CALLS = """
 
     def used():
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the allocator keeps what calls in progress needed at the same time
         mpi.barrier()
         free, total = torch.cuda.mem_get_info()
         mpi.barrier()
@@ -91,6 +92,27 @@ def test_a_benchmark_of_asynchronous_calls(mpirun):
     assert "auto launch" in done.stdout, done.stdout
     if torch.cuda.device_count() == 1:
         assert "ranks 0 and 1 share a GPU, which NCCL refuses" in done.stdout, done.stdout
+
+
+def test_symmetric_memory_of_torch_on_a_group(job):
+    code = """
+    import torch, torch.distributed as dist, torchmpi as mpi
+    import torch.distributed._symmetric_memory as symmetric
+
+    mpi.start(with_cuda=True)
+    dist.init_process_group("torchmpi")
+    group = dist.group.WORLD.group_name
+    buffer = symmetric.empty(1024, device="cuda")
+    symmetric.rendezvous(buffer, group)
+    buffer.fill_(dist.get_rank() + 1)
+    result = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group)
+    assert result.tolist() == [3.0] * 1024
+    dist.destroy_process_group()
+    mpi.stop()
+    """
+    # The variable allows ranks that share a GPU.
+    result = job(2, code, env=COLD | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+    assert result.returncode == 0, result.output
 
 
 def test_memory_checker_of_cuda_finds_nothing(mpirun, tmp_path):
