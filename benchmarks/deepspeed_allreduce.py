@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=30, help="of 50 calls each (default: %(default)s)")
     batches = parser.parse_args().batches
-    # Not at the top: the tests import this module without DeepSpeed, and without initialising MPI.
+    # Not at the top: the tests import this module without DeepSpeed, and without initializing MPI.
     import deepspeed
     from mpi4py import MPI
 

@@ -38,7 +38,7 @@ class Commands:
         return {"why_not": None if is_there else "this torch was built without torch.distributed.rpc"}
 
     def start(self, *, rank: int, size: int, address: str, cores: list[int], threads: int) -> Answer:
-        """Initialise RPC with the other processes."""
+        """Initialize RPC with the other processes."""
         from rpc_functions import Forms
         from torch.distributed import rpc
 

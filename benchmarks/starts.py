@@ -75,7 +75,7 @@ def _speed(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Summarise the starts in one sentence.
+    """Summarize the starts in one sentence.
 
     >>> verdict([{"median_us": time, "bytes": 1 << 20} for time in (100, 110, 300)])
     'allreduce of 1M: median 110 us, slowest 300 us; 1 of 3 starts is far slower than the median.'

@@ -30,7 +30,7 @@ class MissingMPIError(TorchMPIError):
 
 
 class LaunchError(TorchMPIError):
-    """The launcher and the MPI library do not fit together, or MPI cannot be initialised again."""
+    """The launcher and the MPI library do not fit together, or MPI cannot be initialized again."""
 
 
 # --- arguments, rejected before any communication -----------------------------------------------------

@@ -20,7 +20,7 @@ def print_line(text: str) -> None:
 
 
 def blocking(rank: int, size: int) -> None:
-    """Send a tensor from rank 0 through all ranks, each of which adds one and waits for its neighbour."""
+    """Send a tensor from rank 0 through all ranks, each of which adds one and waits for its neighbor."""
     token = torch.zeros(1)
     if rank > 0:
         dist.recv(token, src=rank - 1)
@@ -32,7 +32,7 @@ def blocking(rank: int, size: int) -> None:
 
 
 def nonblocking(rank: int, size: int) -> None:
-    """Send around a ring. With blocking sends every rank might wait for its neighbour to receive."""
+    """Send around a ring. With blocking sends every rank might wait for its neighbor to receive."""
     outgoing, incoming = torch.full((1000,), float(rank)), torch.empty(1000)
     sent = dist.isend(outgoing, dst=(rank + 1) % size)
     received = dist.irecv(incoming, src=(rank - 1) % size)
@@ -72,11 +72,11 @@ def from_any_source(rank: int, size: int) -> None:
 
 
 def batched(rank: int, size: int) -> None:
-    """Exchange the first and last cells with both neighbours, as solvers on a grid do."""
+    """Exchange the first and last cells with both neighbors, as solvers on a grid do."""
     left, right = (rank - 1) % size, (rank + 1) % size
     cells = torch.arange(10.0) + 10 * rank
     before, after = torch.empty(1), torch.empty(1)
-    # On two ranks both neighbours are the same rank, and messages are received in the order of sending.
+    # On two ranks both neighbors are the same rank, and messages are received in the order of sending.
     exchange = [
         dist.P2POp(dist.isend, cells[-1:], right),
         dist.P2POp(dist.isend, cells[:1], left),

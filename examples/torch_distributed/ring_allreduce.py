@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def exchange(outgoing: Tensor, incoming: Tensor) -> None:
-    """Send to the right neighbour and receive from the left one."""
+    """Send to the right neighbor and receive from the left one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = dist.isend(outgoing, dst=(rank + 1) % size)
     dist.recv(incoming, src=(rank - 1) % size)

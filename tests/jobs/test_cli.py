@@ -356,7 +356,7 @@ sys.exit(main(["doctor", "--json", "--timeout", "1"]))
 
 def test_doctor_in_a_job_of_the_other_library(alone, family):
     other = "mpich" if family == "openmpi" else "openmpi"
-    # Before MPI is initialised, which must not happen here, only variables identify the launcher.
+    # Before MPI is initialized, which must not happen here, only variables identify the launcher.
     result = alone(*COMMAND, "doctor", "--json", **{SIZE_VARIABLES[other]: "2"})
     checks = checks_of(result)
     assert checks["launcher"]["verdict"] == "problem" and "2 processes" in checks["launcher"]["found"], result.output

@@ -1,6 +1,6 @@
 """The layers above the collectives, with tensors on a GPU: nn, torch.distributed, messages, the parameter server.
 
-Their behaviour on the CPU is tested in other files.
+Their behavior on the CPU is tested in other files.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_every_subset_is_a_group(torch_world, agree):
 
 
 def test_groups_that_only_their_members_make(torch_world, agree):
-    """Neighbours on a ring make pairs, the even ones first the one and the odd ones first the other."""
+    """Neighbors on a ring make pairs, the even ones first the one and the odd ones first the other."""
     pairs = [sorted({RANK, (RANK + 1) % SIZE}), sorted({RANK, (RANK - 1) % SIZE})]
     if SIZE % 2:  # no such ring: all pairs with rank 0, in rank order
         pairs = [[0, other] for other in range(1, SIZE) if RANK in (0, other)]

@@ -227,7 +227,7 @@ BLOCKS = strategies.lists(
 
 @pytest.fixture(scope="module")
 def groups(default_group):
-    """The world, every second rank, and neighbours in pairs; None where this rank is no member."""
+    """The world, every second rank, and neighbors in pairs; None where this rank is no member."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group(list(range(first, min(first + 2, size)))) for first in range(0, size, 2)]
     return [None, dist.new_group(list(range(0, size, 2))) if size > 1 else None, pairs[rank // 2]]

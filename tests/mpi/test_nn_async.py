@@ -52,7 +52,7 @@ def mean() -> torch.Tensor:
 
 
 def step(net: nn.Module, *args: str) -> bool:
-    """Run backward on the input of this rank, and synchronise the gradients."""
+    """Run backward on the input of this rank, and synchronize the gradients."""
     net(rank_plus_one(), *args).backward()
     return mpinn.synchronize_gradients_async(net)
 
@@ -228,7 +228,7 @@ def test_two_nets_in_one_backward(agree):
     agree.close(critic[1].weight.grad, x(1 / mpi.size()))
 
 
-def test_own_collectives_between_backward_and_synchronisation(agree):
+def test_own_collectives_between_backward_and_synchronization(agree):
     net = linear()
     with registered(net):
         result = net(rank_plus_one())
@@ -259,7 +259,7 @@ def test_only_every_kth_backward_communicates(agree):
     agree.equal(done, [False, False, True] * 2)
 
 
-def test_synchronising_only_after_the_kth_backward(agree):
+def test_synchronizing_only_after_the_kth_backward(agree):
     net = linear()
     with registered(net, sync_gradient_frequency=2):
         for _ in range(2):
@@ -364,7 +364,7 @@ def test_no_sync_of_another_net_has_no_effect(agree):
 # --- misuse and failures ---------------------------------------------------------------------------------
 
 
-def test_second_backward_without_synchronisation_is_an_error(agree):
+def test_second_backward_without_synchronization_is_an_error(agree):
     net = linear()
     with registered(net):
         result = net(rank_plus_one())

@@ -31,7 +31,7 @@ def divisors() -> list[int]:
 
 @pytest.fixture(params=divisors(), ids=lambda width: f"groups of {width}")
 def model_level(request, world):
-    """The level of the model-parallel groups: neighbours."""
+    """The level of the model-parallel groups: neighbors."""
     level = mpi.push_communicator(f"model {mpi.rank() // request.param}")
     mpi.set_communicator(0)
     return level

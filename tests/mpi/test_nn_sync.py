@@ -213,7 +213,7 @@ def test_empty_and_scalar_parameters(agree):
     agree.equal(q.grad, torch.tensor(float(sum(range(mpi.size() + 1)))))
 
 
-def test_nothing_to_synchronise(agree):
+def test_nothing_to_synchronize(agree):
     mpinn.synchronize_gradients(nn.ReLU())
     mpinn.synchronize_parameters(nn.ReLU())
     mpinn.synchronize_gradients([])
@@ -335,7 +335,7 @@ def kept_net(convolution_format: torch.memory_format = torch.contiguous_format) 
 
 
 def synchronized_as(net: nn.Module) -> list[bool]:
-    """Synchronise the gradients; for each call that this took, whether it was given a list of tensors."""
+    """Synchronize the gradients; for each call that this took, whether it was given a list of tensors."""
     log = mpi.communicator().intra.call_log
     before = log.seq
     mpinn.synchronize_gradients(net)

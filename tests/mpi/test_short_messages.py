@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("world")
 SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (1024,))
 
 
-def neighbours() -> tuple[int, int]:
+def neighbors() -> tuple[int, int]:
     return (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
 
 
 @pytest.fixture(autouse=True)
 def _need_fast_path() -> None:
-    mpi.sendreceive(torch.zeros(1), *neighbours())
+    mpi.sendreceive(torch.zeros(1), *neighbors())
     if fast_path.sendreceive is fast_path._not_built:
         pytest.skip("this Python or this PyTorch has no fast path")
     if runtime.current().context.sleeps_before_mpi:
@@ -39,7 +39,7 @@ def exchanged(tensor: torch.Tensor, src: int, dst: int) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_exchanges_equal_those_through_python(agree, shape, dtype):
-    left, right = neighbours()
+    left, right = neighbors()
     numel = torch.Size(shape).numel()
 
     def values(rank: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_exchanges_equal_those_through_python(agree, shape, dtype):
 
 
 def test_both_paths_meet_in_one_order(agree):
-    left, right = neighbours()
+    left, right = neighbors()
     rank = mpi.rank()
     sends = [mpi.send_async(torch.full((length,), float(rank + length)), right) for length in (3, 5000)]
     receives = [mpi.recv_async(torch.empty(length), left) for length in (3, 5000)]
@@ -82,7 +82,7 @@ def test_both_paths_meet_in_one_order(agree):
 def test_a_message_of_another_shape_is_dropped(agree, length):
     if mpi.size() < 2:
         return
-    left, right = neighbours()
+    left, right = neighbors()
     for _ in range(3):
         tensor = torch.ones(length if mpi.rank() == 0 else 4)
         if mpi.rank() in (0, 1):
@@ -97,7 +97,7 @@ def test_a_message_of_another_shape_is_dropped(agree, length):
 def test_a_waiting_exchange_is_described(agree):
     if mpi.size() < 2 or not runtime.current().threads_allowed:
         return
-    left, right = neighbours()
+    left, right = neighbors()
     descriptions: list[object] = []
     if mpi.rank() == 0:
         queue = mpi.communicator().intra.peer_queue("receive", left)
@@ -118,7 +118,7 @@ def test_a_waiting_exchange_is_described(agree):
 
 
 def test_exchanges_are_counted(agree):
-    left, right = neighbours()
+    left, right = neighbors()
     comm = mpi.group(range(mpi.size()), name="exchanges")
     for length in (3, 3, 5, 7):  # the first one through Python
         mpi.sendreceive(torch.ones(length), left, right, comm=comm)
@@ -132,7 +132,7 @@ def test_exchanges_are_counted(agree):
 
 
 def test_calls_that_the_fast_path_leaves_to_python(agree):
-    left, right = neighbours()
+    left, right = neighbors()
     tensor = torch.ones(4, 4)
     agree(exchanged(tensor, left, right), "not by the fast path")
     for other in (

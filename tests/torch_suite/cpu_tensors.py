@@ -24,7 +24,7 @@ ABOUT_GPUS = {
     "test_DistributedDataParallel_SyncBatchNorm*": "DDP takes SyncBatchNorm on GPUs only",
     "test_average_parameters": "makes a group of NCCL's",
     "test_batch_isend_irecv_mixed_backend_err": "makes a group of NCCL's",
-    "test_batch_isend_irecv_op_err": "looks for a GPU to synchronise with",
+    "test_batch_isend_irecv_op_err": "looks for a GPU to synchronize with",
     "test_ddp_apply_optim_in_backward*": "looks for a GPU's streams",
     "test_ddp_device": "compares numbers of devices",
     "test_ddp_inference": "DDP takes SyncBatchNorm on GPUs only",

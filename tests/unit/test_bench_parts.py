@@ -214,10 +214,10 @@ def test_model():
 
 
 def test_quartiles():
-    sample = timing.summarise([number * 1e-6 for number in range(1, 9)], calls_per_batch=2)
+    sample = timing.summarize([number * 1e-6 for number in range(1, 9)], calls_per_batch=2)
     assert (sample.median_us, sample.num_batches, sample.calls_per_batch) == (2.25, 8, 2)
     assert sample.low_us < sample.median_us < sample.high_us and sample.spread > 0
-    assert timing.summarise([2e-6], calls_per_batch=1).spread == 0
+    assert timing.summarize([2e-6], calls_per_batch=1).spread == 0
 
 
 class Two:

@@ -534,9 +534,9 @@ def test_a_closed_world_cannot_be_started():
     assert MPI.COMM_WORLD.allgather(5) == [5] and mpi_library.short_version(MPI).startswith("torchmpi messages")
     mpi_library.adopt(MPI)
     try:
-        assert mpi_library.initialise() is MPI
+        assert mpi_library.initialize() is MPI
         MPI.close()
         with pytest.raises(LaunchError, match="are closed"):
-            mpi_library.initialise()
+            mpi_library.initialize()
     finally:
         mpi_library.adopt(None)

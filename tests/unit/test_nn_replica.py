@@ -1,4 +1,4 @@
-"""Which tensors of a net are synchronised."""
+"""Which tensors of a net are synchronized."""
 
 from __future__ import annotations
 

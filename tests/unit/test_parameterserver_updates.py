@@ -82,7 +82,7 @@ def test_gather_adds_dense_sparse_and_missing_gradients():
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (4, 3))
     transposed = torch.arange(12.0).view(4, 3).t()
     flat = FlatBuffers(like)
-    flat.buffers[0].fill_(math.nan)  # uninitialised memory must be overwritten
+    flat.buffers[0].fill_(math.nan)  # uninitialized memory must be overwritten
     flat.gather([sparse, transposed, None])
     expected = [sparse.to_dense(), transposed.contiguous(), torch.zeros(2)]
     assert all(torch.equal(view, value) for view, value in zip(flat.views, expected, strict=True))

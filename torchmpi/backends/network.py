@@ -94,12 +94,12 @@ def address_among(own: Sequence[str], others: Sequence[Sequence[str]]) -> str | 
     for interface in sorted(map(ip_interface, own), key=lambda each: each.version):
         if interface.is_loopback or interface.is_link_local:
             continue
-        if all(_has_neighbour(interface, map(ip_interface, other)) for other in others):
+        if all(_has_neighbor(interface, map(ip_interface, other)) for other in others):
             return str(interface.ip)
     return None
 
 
-def _has_neighbour(interface: Interface, others: Iterable[Interface]) -> bool:
+def _has_neighbor(interface: Interface, others: Iterable[Interface]) -> bool:
     return any(other.ip in interface.network and other.ip != interface.ip for other in others)
 
 

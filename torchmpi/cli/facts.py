@@ -1,7 +1,7 @@
 """The facts that ``torchmpi info`` and ``torchmpi doctor`` report, and the functions that gather them.
 
 All dataclasses here convert to JSON and back without loss, since facts are sent from one process to another. Only
-:func:`gather_ranks` communicates, and only :func:`mpi_facts` initialises MPI.
+:func:`gather_ranks` communicates, and only :func:`mpi_facts` initializes MPI.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MPIFacts:
     paths: Sequence[str]
     """Files of MPI libraries that the process has mapped; more than one is an error."""
     thread_level: str | None
-    """None: MPI has not been initialised."""
+    """None: MPI has not been initialized."""
     is_cuda_aware: bool | None
 
 
@@ -148,7 +148,7 @@ class LaunchTrial:
     """None: it exceeded the time limit and was killed."""
     seconds: float
     sizes: Sequence[int]
-    """World size in each process; empty if no process initialised MPI."""
+    """World size in each process; empty if no process initialized MPI."""
     output: str
     """The end of its other output, shown if it failed."""
 
@@ -359,15 +359,15 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def loaded_library() -> MPIFacts:
-    """Load the MPI library without initialising it; raises :class:`MissingMPIError`."""
+    """Load the MPI library without initializing it; raises :class:`MissingMPIError`."""
     library = mpi_library.short_version(mpi_library.load())
     return MPIFacts(0, 1, library, library_paths(), thread_level=None, is_cuda_aware=None)
 
 
 def mpi_facts() -> MPIFacts:
-    """Initialise MPI and describe it; raises :class:`MissingMPIError` if there is no library."""
+    """Initialize MPI and describe it; raises :class:`MissingMPIError` if there is no library."""
     try:
-        MPI = mpi_library.initialise()
+        MPI = mpi_library.initialize()
     except LaunchError:
         MPI = mpi_library.load()
         if not MPI.Is_initialized():  # too little shared memory

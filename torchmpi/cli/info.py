@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2) if options.json else as_text(report), flush=True)
 
     try:
-        MPI = mpi_library.initialise()
+        MPI = mpi_library.initialize()
     except (MissingMPIError, LaunchError) as error:
         # The ranks form no job: the first one of the host reports.
         if launcher.detect().local_rank in (None, 0):

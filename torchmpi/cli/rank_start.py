@@ -78,7 +78,7 @@ def _bind(local_rank: int | None, local_size: int | None) -> None:
 
 
 def _position(core: int) -> tuple[int, int, int]:
-    """Return package, core and hardware thread: neighbours in this order belong together."""
+    """Return package, core and hardware thread: neighbors in this order belong together."""
     folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     with suppress(OSError, ValueError):
         return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text()), core

@@ -5,8 +5,8 @@ sequence number, both raise :class:`~torchmpi.errors.MismatchError`. The watchdo
 not arrived.
 
 Within a host the ranks publish their calls on the :mod:`status board <torchmpi.communicators.status_board>`. Writing an
-entry and reading those of the two neighbours costs a fraction of a microsecond and no message. Two neighbours suffice:
-if every rank equals the next one, all are equal. Of two neighbours the one that arrives later finds the entry of the
+entry and reading those of the two neighbors costs a fraction of a microsecond and no message. Two neighbors suffice:
+if every rank equals the next one, all are equal. Of two neighbors the one that arrives later finds the entry of the
 other, so every difference is found.
 """
 
@@ -167,7 +167,7 @@ class CallLog:
     __slots__ = (
         "_fields",
         "_missing",
-        "_neighbours",
+        "_neighbors",
         "_slots",
         "_spoiled",
         "address",
@@ -204,13 +204,13 @@ class CallLog:
         self.time_field = COUNTED_NS
         """The counter of the time of the current call: COUNTED_KNOWN_NS if its waits for other ranks are measured."""
         self._fields = log_board.fields if log_board is not None else None
-        self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+        self._neighbors = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         self._slots = [
-            (entry(rank, i), tuple(entry(other, i) for other in self._neighbours)) for i in range(RING_LENGTH)
+            (entry(rank, i), tuple(entry(other, i) for other in self._neighbors)) for i in range(RING_LENGTH)
         ]
-        """The positions of each entry of the ring: of this rank, and of its neighbours."""
+        """The positions of each entry of the ring: of this rank, and of its neighbors."""
         self._missing: tuple[int, ...] = ()
-        """Positions of the entries of neighbours that had not arrived when this rank announced its call."""
+        """Positions of the entries of neighbors that had not arrived when this rank announced its call."""
         self.is_ended = False
         """Whether a rank has been lost, so that no call waits any longer."""
         self.last_aborted = 0
@@ -265,7 +265,7 @@ class CallLog:
             WRITERS[num_dims](ring.memory, STARTS[seq & _LAST], seq, code, num_dims, -begin, 0, *shape)
 
     def announce(self) -> None:
-        """Publish the call that was entered and compare it with the neighbours, as kernels also do."""
+        """Publish the call that was entered and compare it with the neighbors, as kernels also do."""
         # On the path of every call: no helper functions, and each read of the board costs 40 ns.
         fields = self._fields
         if fields is None or self.entered is None:
@@ -319,7 +319,7 @@ class CallLog:
         return all(log_board.fields[slot + SEQUENCE] >= seq for slot in slots)
 
     def leave(self, num_bytes: int = 0, *, num_calls: int = 1) -> int:
-        """End the call, count it, and compare it with the neighbours that had not arrived when it began.
+        """End the call, count it, and compare it with the neighbors that had not arrived when it began.
 
         Args:
             num_bytes: The size of the tensor that this rank has passed.
@@ -376,7 +376,7 @@ class CallLog:
         return [(name, counts) for name, counts in found if counts[COUNTED_CALLS] or counts[COUNTED_STALLS]]
 
     def compare(self) -> None:
-        """Compare the call with the neighbours that had not arrived when it began."""
+        """Compare the call with the neighbors that had not arrived when it began."""
         fields, call = self._fields, self.current
         if fields is None or call is None:
             return

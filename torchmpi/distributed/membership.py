@@ -140,7 +140,7 @@ def why_not(options: BackendOptions) -> str:
 
 
 def _is_started_by_mpi(size: int) -> bool:
-    """Return whether MPI's world has the processes of torch's, as far as that is known before MPI is initialised."""
+    """Return whether MPI's world has the processes of torch's, as far as that is known before MPI is initialized."""
     found = launcher.detect()
     if size == 1 and not dist.is_torchelastic_launched():
         return True

@@ -36,7 +36,7 @@ def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Re
             "take each for a job of its own. Leave init_method out, or start with mpirun."
         )
     with StartWatch():
-        MPI = mpi_library.initialise()
+        MPI = mpi_library.initialize()
     world = MPI.COMM_WORLD
     _check_numbers(url, world.rank, world.size)
     yield _open_store(world, timeout), world.rank, world.size

@@ -358,7 +358,7 @@ class AsyncBackward(Attachment):
             if number > self.frequency:
                 self._fail(
                     f"parameter {Replica(self.net).name(parameter)!r} received gradient number "
-                    f"{number} since the last synchronisation, more than the frequency of "
+                    f"{number} since the last synchronization, more than the frequency of "
                     f"{self.frequency} it was registered with. Call synchronize_gradients_async(net) after "
                     "each backward, or register with a higher sync_gradient_frequency (backward_passes_per_step of a "
                     "DistributedOptimizer)"

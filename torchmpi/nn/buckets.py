@@ -74,7 +74,7 @@ def aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def allocate_flat(numel: int, like: Tensor) -> Tensor:
-    """Return uninitialised memory of the dtype and device of `like`, for a persistent bucket.
+    """Return uninitialized memory of the dtype and device of `like`, for a persistent bucket.
 
     On the host it is shared memory if possible: then collectives copy nothing.
 

@@ -109,7 +109,7 @@ def plan_binding(
 
     `masks` are the affinity masks of the ranks, by local rank. Returns None if there is one rank, if the masks differ
     (the launcher or the user has bound the ranks), or if there are more ranks than CPUs. `cores` gives (package, core)
-    of each CPU: a rank then gets neighbouring cores, and all hardware threads of a core unless there are more ranks
+    of each CPU: a rank then gets neighboring cores, and all hardware threads of a core unless there are more ranks
     than cores.
 
     >>> plan_binding([frozenset(range(5))] * 2)

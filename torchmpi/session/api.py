@@ -221,7 +221,7 @@ def has_gloo() -> bool:
 
 
 def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Allocate an uninitialised tensor, like ``torch.empty``, in memory that the ranks of this host share.
+    """Allocate an uninitialized tensor, like ``torch.empty``, in memory that the ranks of this host share.
 
     An allreduce of tensors that all ranks allocated this way copies nothing: each rank reduces its part of all of them
     in place. Otherwise such tensors behave like any tensor. Not collective. Where shared memory is not available, the

@@ -1,4 +1,4 @@
-"""Loading, initialising and querying the MPI library.
+"""Loading, initializing and querying the MPI library.
 
 mpi4py is imported here, inside functions, and nowhere else: importing torchmpi must not start MPI.
 """
@@ -40,7 +40,7 @@ HOW_TO_INSTALL = (
 _LAUNCHER_PROCESSES = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted", "hydra_", "slurmstepd")
 
 _stand_in: Any = None
-_is_initialising = False
+_is_initializing = False
 
 
 def adopt(stand_in: Any) -> None:
@@ -55,7 +55,7 @@ def has_stand_in() -> bool:
 
 
 def load() -> Any:
-    """Return the ``mpi4py.MPI`` module, or the adopted object, without initialising MPI."""
+    """Return the ``mpi4py.MPI`` module, or the adopted object, without initializing MPI."""
     if _stand_in is not None:
         return _stand_in
     try:
@@ -79,8 +79,8 @@ def _missing(problem: str) -> str:
     return f"{problem} {HOW_TO_INSTALL}"
 
 
-def initialise() -> Any:
-    """Load MPI and initialise it unless that has been done.
+def initialize() -> Any:
+    """Load MPI and initialize it unless that has been done.
 
     Ranks whose launcher has no interface for MPI connect through a store of torch instead.
 
@@ -108,10 +108,10 @@ def initialise() -> Any:
             # Without this, Open MPI 5.0.11 crashes: both ranks are process 1, and take their own file for the other's.
             os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
             os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
-        _initialise_without_gil(MPI)
+        _initialize_without_gil(MPI)
         _record_exceptions()
-        # Not in stop(): MPI cannot be initialised twice, and a program may start and stop torchmpi many times.
-        atexit.register(_finalise, MPI, os.getpid())
+        # Not in stop(): MPI cannot be initialized twice, and a program may start and stop torchmpi many times.
+        atexit.register(_finalize, MPI, os.getpid())
     _check_size(MPI)
     return MPI
 
@@ -137,14 +137,14 @@ def _is_below_launcher() -> bool:
     return False
 
 
-def _initialise_without_gil(MPI: Any) -> None:
+def _initialize_without_gil(MPI: Any) -> None:
     """Call MPI_Init_thread, which waits for all ranks; mpi4py's function would block the other threads meanwhile."""
-    global _is_initialising
-    initialise_thread, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
-    _is_initialising = True
+    global _is_initializing
+    initialize_thread, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
+    _is_initializing = True
     with _handlers_kept(), noting_handler_of_library():
-        status = initialise_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
-    _is_initialising = False
+        status = initialize_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
+    _is_initializing = False
     if status != MPI.SUCCESS:
         raise LaunchError(f"MPI_Init_thread of {short_version(MPI)} failed with error {status}.")
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # as mpi4py does: an error raises an exception
@@ -169,7 +169,7 @@ def abort(status: int) -> NoReturn:
         with contextlib.suppress(Exception):  # closed, or its reader has ended
             stream.flush()
     time.sleep(FORWARDING_SECONDS)
-    if not _is_initialising:
+    if not _is_initializing:
         load().COMM_WORLD.Abort(status)
     elif "PMI_FD" in os.environ:
         # MPICH's launcher does not end the job if a rank ends before MPI_Init has returned on all ranks.
@@ -208,7 +208,7 @@ def _record_exceptions() -> None:
     sys.excepthook = record
 
 
-def _finalise(MPI: Any, pid: int) -> None:
+def _finalize(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # MPI_Finalize in a forked child would wait for the other ranks
     if _has_failed and MPI.COMM_WORLD.size > 1:  # MPI_Finalize would wait for the other ranks

@@ -50,7 +50,7 @@ from .rank_info import RankInfo, RankPlace, check_settings, place_of, shared_set
 from .start_watch import StartWatch
 from .watchdog import Watchdog
 
-Initialiser = Callable[[], Any]
+Initializer = Callable[[], Any]
 
 running: Runtime | None = None
 """The runtime between ``start()`` and ``stop()``, else None."""
@@ -80,7 +80,7 @@ class Runtime:
     def _acquire(self, config: Config | None, with_cuda: bool | None, cartesian: bool, ipc_groups: bool) -> None:
         self.cartesian, self.ipc_groups = cartesian, ipc_groups
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
-            self.MPI = mpi_library.initialise()
+            self.MPI = mpi_library.initialize()
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
                 raise ConfigError(problem)
@@ -92,8 +92,8 @@ class Runtime:
         self._handle_failures()
         self._choose_devices(hosts, with_cuda, has_cuda=any(rank.has_cuda for rank in ranks))
         own = ranks[self.world.rank].place
-        neighbours = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
-        processes = {rank: info.process for rank, info in neighbours.items()}
+        neighbors = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
+        processes = {rank: info.process for rank, info in neighbors.items()}
         self.selector = Selector(self._backends(processes), self.world, self.config)
         self.context.make_comparison = partial(
             comparison_for, shared=self.selector.backends["shm"], network=self.selector.network
@@ -189,10 +189,10 @@ class Runtime:
         self.job = saved_tables.describe_job(hosts, num_cores, self.local_size, library)
         self.selector.load_saved(self.job)
 
-    def _backends(self, neighbours: Mapping[int, process_vm.Probe]) -> dict[str, Backend]:
+    def _backends(self, neighbors: Mapping[int, process_vm.Probe]) -> dict[str, Backend]:
         shared = SharedMemoryBackend(self.config, self.heap, self._log_info)
         nccl = NcclBackend(self.config, self.devices)
-        reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbours.values())
+        reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbors.values())
         world, own = self.MPI.COMM_WORLD, (shared.problem, gloo.problem(), nccl.offer(), reads)
         is_usual = reads and not (shared.problem or gloo.problem() or torch.cuda.is_available())
         offers = [own] * world.size if on_all(world, is_usual) else world.allgather(own)
@@ -200,7 +200,7 @@ class Runtime:
         # All ranks or none: a call must use the same transport on all ranks.
         shared.problem = _problem_of_any([problem for problem, *_ in offers], shared.problem)
         if all(reads for *_, reads in offers):
-            self.context.processes = {rank: probe.process for rank, probe in neighbours.items()}
+            self.context.processes = {rank: probe.process for rank, probe in neighbors.items()}
         if shared.kernels:
             self.flight_record.read_ticks = shared.kernels["read_ticks"]
             self.flight_record.note_ticks()
@@ -328,7 +328,7 @@ class Runtime:
         torch.set_num_threads(self.num_threads)
         return binding
 
-    def make_levels(self, custom: Initialiser | None, collective: Initialiser | None) -> None:
+    def make_levels(self, custom: Initializer | None, collective: Initializer | None) -> None:
         """Push the levels of the caller, of hosts, and of GPUs with peer access; level 0 stays current."""
         if custom is not None:
             custom()
@@ -381,9 +381,9 @@ def start(
     with_cuda: bool | None = None,
     *,
     ipc_groups: bool = True,
-    custom_communicator_init: Initialiser | None = None,
+    custom_communicator_init: Initializer | None = None,
     cartesian: bool = False,
-    collective_communicator: Initialiser | None = None,
+    collective_communicator: Initializer | None = None,
     config: Config | None = None,
 ) -> None:
     """Start torchmpi on all ranks: MPI, cores, device, communicators. Collective.
@@ -439,7 +439,7 @@ def start(
 def stop() -> None:
     """Complete all asynchronous calls and release all resources. Collective; does nothing if torchmpi does not run.
 
-    MPI is finalized when the interpreter exits, if torchmpi has initialised it; ``start()`` may be called again before.
+    MPI is finalized when the interpreter exits, if torchmpi has initialized it; ``start()`` may be called again before.
     A rank for which the others wait longer than ``stall_abort_seconds`` ends the job.
 
     Raises:

@@ -47,7 +47,7 @@ class AlignedClock:
 
     Between two samples the offset is interpolated. Whatever the rate of the clock does there, within its bound, the
     offset leaves the straight line by half the bound times the distance of the samples at most, which is the error of
-    the segment together with that of its samples. A sample with a larger error than its neighbours have at its place is
+    the segment together with that of its samples. A sample with a larger error than its neighbors have at its place is
     left out. Before the first sample and after the last one the offset is constant, and the error grows.
 
     >>> clock = AlignedClock([ClockSample(0, 100, 5), ClockSample(1000000, 110, 7), ClockSample(2000000, 0, 900)])

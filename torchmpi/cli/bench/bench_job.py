@@ -103,8 +103,8 @@ def run_task(task: str) -> None:
     """Run the measurement described by a file; rank 0 writes progress and the result beside it."""
     path = Path(task)
     options = argparse.Namespace(**json.loads(path.read_text()))
-    # MPI is initialised here to find rank 0; start() uses the same MPI.
-    is_first = mpi_library.initialise().COMM_WORLD.rank == 0
+    # MPI is initialized here to find rank 0; start() uses the same MPI.
+    is_first = mpi_library.initialize().COMM_WORLD.rank == 0
     with path.with_name("progress").open("a") as progress:
         result = measure_job(options, lambda text: print(text, file=progress, flush=True))
     if is_first:

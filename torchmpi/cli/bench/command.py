@@ -152,7 +152,7 @@ def _measure_here(given: argparse.Namespace, show: Show) -> list[dict[str, Any]]
     """Measure the job of this process; the result is on rank 0."""
     if given.ranks is not None:
         raise ArgumentError("-n is for starting jobs; here the launcher determines the number of ranks. Leave it out.")
-    MPI = mpi_library.initialise()
+    MPI = mpi_library.initialize()
     try:
         result = measure_job(given, show)
     except TorchMPIError as error:

@@ -77,7 +77,7 @@ def short_size(num_bytes: int) -> str:
 def names(allowed: Sequence[str], noun: str) -> Callable[[str], tuple[str, ...]]:
     """Return a parser of lists of names.
 
-    >>> names(("red", "blue"), "colour")("blue,red")
+    >>> names(("red", "blue"), "color")("blue,red")
     ('blue', 'red')
     """
 

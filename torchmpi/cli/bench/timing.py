@@ -38,10 +38,10 @@ class TimingSummary:
         return (self.high_us - self.low_us) / 2 / self.median_us if self.median_us else 0.0
 
 
-def summarise(batch_seconds: Sequence[float], calls_per_batch: int) -> TimingSummary:
-    """Summarise the durations of batches of equal length.
+def summarize(batch_seconds: Sequence[float], calls_per_batch: int) -> TimingSummary:
+    """Summarize the durations of batches of equal length.
 
-    >>> summarise([3e-6, 1e-6, 2e-6], calls_per_batch=1)
+    >>> summarize([3e-6, 1e-6, 2e-6], calls_per_batch=1)
     TimingSummary(median_us=2.0, low_us=1.5, high_us=2.5, num_batches=3, calls_per_batch=1)
     """
     per_call = [seconds / calls_per_batch * 1e6 for seconds in batch_seconds]
@@ -99,7 +99,7 @@ def measure_calls(
         if was_enabled:
             gc.enable()
     pairs = zip(batches, entries, strict=True)
-    return [summarise(_durations(found, comm, one_clock), length) for found, (_, length) in pairs]
+    return [summarize(_durations(found, comm, one_clock), length) for found, (_, length) in pairs]
 
 
 def num_rounds(seconds: float, round_seconds: float) -> int:

@@ -1,7 +1,7 @@
 """The command ``torchmpi doctor``: gather facts in this job or in trials, run the checks, report the findings.
 
-A library that does not fit its launcher may end the process, or wait forever, as soon as MPI is initialised. Outside of
-a job the doctor therefore initialises MPI in processes of its own, one alone and two ranks started with mpirun, and
+A library that does not fit its launcher may end the process, or wait forever, as soon as MPI is initialized. Outside of
+a job the doctor therefore initializes MPI in processes of its own, one alone and two ranks started with mpirun, and
 reads the messages that they print as they proceed.
 """
 
@@ -101,7 +101,7 @@ def gather(timeout_seconds: float) -> Facts:
     try:
         mpi = loaded_library()
         if launcher.are_incompatible(here.launcher, mpi.library):
-            # Stop here: the library may end the process when it is initialised under an incompatible launcher.
+            # Stop here: the library may end the process when it is initialized under an incompatible launcher.
             return Facts(here, mpi, in_job=True)
         mpi = mpi_facts()
     except MissingMPIError as error:
@@ -266,7 +266,7 @@ def as_json(facts: Facts, findings: list[Finding]) -> str:
 
 
 def summary(findings: list[Finding]) -> str:
-    """Summarise the findings in one sentence.
+    """Summarize the findings in one sentence.
 
     >>> summary([Finding("root", "problem", "refused", "allow it"), Finding("cores", "ok", "4")])
     '1 problem (root) among 2 checks.'

@@ -13,14 +13,14 @@ _SET_LIBRARY = "MPI4PY_LIBMPI=/path/to/its/libmpi.so"
 
 
 def check_library(facts: Facts) -> Finding | None:
-    """Check that exactly one MPI library is loaded and can be initialised."""
+    """Check that exactly one MPI library is loaded and can be initialized."""
     name, mpi, error = "MPI library", facts.mpi, facts.mpi_error
     if facts.mpi_is_missing:
         named = facts.here.environment.get("MPI4PY_LIBMPI")
         unset = f"MPI4PY_LIBMPI names {named}: correct or unset it. " if named else ""
         return Finding(name, "problem", f"none could be loaded: {_shortened_error(error)}", unset + HOW_TO_INSTALL)
     if mpi is None:
-        found = f"it cannot be initialised in a process without mpirun: {error}"
+        found = f"it cannot be initialized in a process without mpirun: {error}"
         if facts.ranks:
             return Finding(name, "warning", found, "Start programs with mpirun -n 1 even if there is only one rank.")
         return Finding(name, "problem", found, f"See its message, or use another library. {HOW_TO_INSTALL}")
@@ -207,6 +207,6 @@ def check_thread_level(facts: Facts) -> Finding | None:
         "thread level",
         "warning",
         f"MPI provides only MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap",
-        "If the program initialises MPI before torchmpi.start(), request MPI_THREAD_MULTIPLE there; "
+        "If the program initializes MPI before torchmpi.start(), request MPI_THREAD_MULTIPLE there; "
         "otherwise use an MPI library built with it.",
     )
