@@ -223,3 +223,15 @@ def test_mpi_is_refused(job):
     result = job(2, "import torchmpi as mpi\nmpi.start(config=mpi.Config(on_lost_rank='raise'))")
     assert result.returncode != 0 and "ends the job when a rank is killed" in result.stderr, result.output
     assert "torchmpi run --without-mpi" in result.stderr, result.output
+
+
+def test_a_rank_that_fails_before_start_ends_the_others(alone):
+    code = """
+        from torchmpi.cli import separate_ranks
+        separate_ranks._GRACE_SECONDS = 0.1
+        script = "[ $RANK = 1 ] && exit 3; exec sleep 300"
+        raise SystemExit(separate_ranks.SeparateRanks(["sh", "-c", script], 3).run())
+    """
+    result = alone("-c", textwrap.dedent(code))
+    assert result.returncode == 3, result.output
+    assert "rank 1 ended with status 3. Ranks that still run are terminated: 0, 2." in result.stderr, result.output

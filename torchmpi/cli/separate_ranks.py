@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from .supervision import TIME_LIMIT_STATUS, handle_signals
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _POLL_SECONDS = 0.05
 _TERMINATION_SECONDS = 10.0
+_GRACE_SECONDS = 10.0  # after the failure of a rank
 _TIMEOUT = timedelta(minutes=5)
 # The ranks find each other as under torchrun: through a store in this process.
 _AS_TORCHRUN = {"TORCHELASTIC_RUN_ID": launcher.WITHOUT_MPI_ID, "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -28,7 +30,8 @@ _AS_TORCHRUN = {"TORCHELASTIC_RUN_ID": launcher.WITHOUT_MPI_ID, "TORCHELASTIC_US
 class SeparateRanks:
     """The processes of a job without MPI.
 
-    A rank that is killed is lost, and the others decide whether they continue. A rank that fails ends the job itself.
+    A rank that is killed is lost, and the others decide whether they continue. A rank that fails after ``start()`` ends
+    the others itself. Before ``start()`` it cannot reach them, so they are terminated here.
     """
 
     def __init__(self, command: Sequence[str], num_ranks: int) -> None:
@@ -58,6 +61,7 @@ class SeparateRanks:
             raise JobError(f"{self._command[0]} cannot be started: {error.strerror}.") from error
         limit = None if seconds is None else time.monotonic() + seconds
         running, statuses = list(self._processes), dict[int, int]()
+        failure, failure_limit = "", math.inf
         while running:
             for process in [process for process in running if process.poll() is not None]:
                 running.remove(process)
@@ -65,6 +69,14 @@ class SeparateRanks:
                 statuses[rank] = status
                 if status < 0:
                     logger.warning("torchmpi run: rank %d was ended by signal %d.", rank, -status)
+                elif status > 0 and math.isinf(failure_limit):
+                    failure_limit = time.monotonic() + _GRACE_SECONDS
+                    failure = f"rank {rank} ended with status {status}"
+            if running and time.monotonic() >= failure_limit:
+                ranks = ", ".join(str(self._processes.index(process)) for process in running)
+                logger.error("torchmpi run: %s. Ranks that still run are terminated: %s.", failure, ranks)
+                self._end(running)
+                break
             if limit is not None and time.monotonic() >= limit:
                 self._end(running)
                 logger.error("torchmpi run: the job was ended at its time limit of %g s.", seconds)
