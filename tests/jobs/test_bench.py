@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def rows_of(path: Path, result: Result) -> list[dict]:
 
 def test_every_collective_and_contestant(launch, tmp_path):
     file = tmp_path / "a.json"
-    options = ["--collectives", f"{COLLECTIVES},barrier", "--sizes", "4K", "--seconds", "1"]
+    options = ["--collectives", f"{COLLECTIVES},barrier", "--sizes", "4K", "--seconds", "0.1"]
     rows = rows_of(file, launch(2, [*BENCH, *options, "--out-of-place", "--json", file]))
     found = {(row["verb"], row["bytes"]) for row in rows}
     assert found == {(collective, 4096) for collective in COLLECTIVES.split(",")} | {("barrier", 0)}
@@ -54,7 +53,7 @@ def test_every_collective_and_contestant(launch, tmp_path):
 def test_jobs_of_its_own_and_all_results(alone, tmp_path):
     pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
     file, plot = tmp_path / "a.json", tmp_path / "a.png"
-    result = alone(*BENCH, "--sizes", "4,4K", "--seconds", "1", "-n", "1,2", "--json", file, "--plot", plot)
+    result = alone(*BENCH, "--sizes", "4,4K", "--seconds", "0.1", "-n", "1,2", "--json", file, "--plot", plot)
     assert {(row["ranks"], row["bytes"]) for row in rows_of(file, result)} == {(1, 4), (1, 4096), (2, 4), (2, 4096)}
     assert plot.read_bytes().startswith(b"\x89PNG")
     for words in ("allreduce float32, 1 rank", "allreduce float32, 2 ranks", "of copy", str(file), str(plot)):
@@ -67,7 +66,7 @@ def test_jobs_of_its_own_and_all_results(alone, tmp_path):
 def test_a_job_that_mpirun_started(launch, tmp_path):
     file = tmp_path / "a.json"
     options = ["--collectives", "allreduce,broadcast,reduce,sendreceive", "--dtypes", "bfloat16,int64", "--sizes", "4K"]
-    options += ["--seconds", "1", "--async", "--details", "--json", file]
+    options += ["--seconds", "0.1", "--async", "--details", "--json", file]
     result = launch(2, [*BENCH, *options])
     rows = rows_of(file, result)
     assert {(row["ranks"], row["mode"], row["dtype"]) for row in rows} == {
@@ -86,7 +85,7 @@ def test_ranks_of_different_hosts(job):
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
         os.environ["TORCHMPI_HOST_NAME"] = "ab"[rank]
         from torchmpi.cli import main
-        sys.exit(main(["bench", "--sizes", "4", "--seconds", "1", "--peers", "gloo", "--details"]))
+        sys.exit(main(["bench", "--sizes", "4", "--seconds", "0.1", "--peers", "gloo", "--details"]))
         """
     result = job(2, code)
     assert result.returncode == 0 and "2 hosts" in " ".join(result.stdout.split()), result.output  # wrapped anywhere
@@ -96,7 +95,7 @@ def test_ranks_of_different_hosts(job):
 
 def test_only_the_requested_contestants(launch, tmp_path):
     file = tmp_path / "a.json"
-    options = ["--backends", "mpi", "--peers", "none", "--memory", "plain", "--sizes", "4", "--seconds", "1"]
+    options = ["--backends", "mpi", "--peers", "none", "--memory", "plain", "--sizes", "4", "--seconds", "0.1"]
     result = launch(1, [*BENCH, *options, "--json", file])
     assert [row["contestant"] for row in rows_of(file, result)] == ["mpi", "copy"]
 
@@ -119,7 +118,7 @@ def test_training(job, tmp_path):
         from torchmpi.cli import main
         from torchmpi.cli.bench import training
         training.resnet50 = lambda: nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 10))
-        sys.exit(main(["bench", "train", "--model", "mlp", "--seconds", "1", "--json", FILE]))
+        sys.exit(main(["bench", "train", "--model", "mlp", "--seconds", "0.1", "--json", FILE]))
         """
     file = tmp_path / "a.json"
     rows = rows_of(file, job(2, code.replace("FILE", repr(str(file)))))
@@ -159,7 +158,7 @@ def test_memory(alone, tmp_path):
 
 def test_parameter_server(launch, alone, tmp_path):
     file, script = tmp_path / "a.json", script_command("server")
-    quiet = ["--parts", "speed,idle,link", "--sizes", "4K", "--seconds", "1", "--idle", "0.2", "--json", file]
+    quiet = ["--parts", "speed,idle,link", "--sizes", "4K", "--seconds", "0.1", "--idle", "0.2", "--json", file]
     rows = rows_of(file, launch(2, [*script, *quiet]))
     speed = [row for row in rows if row["part"] == "speed"]
     assert len({(row["verb"], row["bytes"]) for row in speed}) == 2
@@ -170,7 +169,7 @@ def test_parameter_server(launch, alone, tmp_path):
     with_thread = ["--parts", "idle", "--idle", "0.2", "--peers", "none", "--json", file]
     rows = rows_of(file, launch(2, [*script, *with_thread], env={"TORCHMPI_SLOT_BYTES": "0"}))
     assert "server with its thread" in {row["what"] for row in rows}
-    storm = ["--parts", "storm", "--seconds", "1", "--storm-ranks", "3", "--json", file]  # a job of its own
+    storm = ["--parts", "storm", "--seconds", "0.4", "--storm-ranks", "3", "--json", file]  # a job of its own
     storms = rows_of(file, alone(*script, *storm))
     assert len(storms) == 2 and all(row["is_exact"] and row["updates"] > 0 and row["ranks"] == 3 for row in storms)
 
@@ -203,12 +202,12 @@ def test_a_launcher_that_fails(alone, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_the_job_ends_with_the_command(tmp_path, number, status):
+def test_the_job_ends_with_the_command(warm_python, tmp_path, number, status):
     path = fake_mpirun(
         tmp_path, f"sleep 600 & echo $! > {tmp_path}/child.new; mv {tmp_path}/child.new {tmp_path}/child; wait"
     )
     process = subprocess.Popen(
-        [sys.executable, *BENCH, "--quick"], env=job_environment(search_path(path)), stdin=subprocess.DEVNULL,
+        [*warm_python, *BENCH, "--quick"], env=job_environment(search_path(path)), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     limit = time.monotonic() + 60
