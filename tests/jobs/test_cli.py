@@ -284,12 +284,13 @@ def test_doctor_alone(alone, family):
     """The environment does not allow root, to which only Open MPI objects: the ranks start, and there is a remedy."""
     # Not on PYTHONPATH, not installed: the ranks it starts must find torchmpi nevertheless.
     code = f"""
-import sys
+import os, sys
+del os.environ["PYTHONPATH"]
 sys.path.append({str(ROOT)!r})
 from torchmpi.cli import main
 sys.exit(main(["doctor", "--json"]))
 """
-    result = alone("-c", code, PYTHONPATH="", OMPI_ALLOW_RUN_AS_ROOT="0")
+    result = alone("-c", code, OMPI_ALLOW_RUN_AS_ROOT="0")
     checks = checks_of(result)
     for name in ("MPI library", "launcher", "agreement", "self test", "fork", "settings", "environment"):
         assert checks[name]["verdict"] == "ok", result.output

@@ -397,7 +397,8 @@ except mpi.TorchMPIError:
 def test_a_missing_rank_is_named_with_its_source_line(job):
     """Between (simulated) hosts the line is requested from the rank."""
     code = "if rank == 2: time.sleep(60)  # the missing rank\nmpi.allreduce(torch.ones(3))"
-    result = job(3, HOSTS + START + code, timeout=LIMIT_SECONDS, env=STALL)
+    env = STALL | {"TORCHMPI_STALL_ABORT_SECONDS": "3"}
+    result = job(3, HOSTS + START + code, timeout=LIMIT_SECONDS, env=env)
     assert result.returncode != 0, result.output
     assert "3 ranks on 3 host" in result.stderr, result.output
     assert re.search(

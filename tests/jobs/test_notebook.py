@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 
 import nbformat
 from conftest import ROOT, job_environment
@@ -15,7 +16,14 @@ def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-def test_the_notebook_trains_and_shows_a_failure(tmp_path, monkeypatch):
+# In place of Python in the kernel: `torchmpi run` and its ranks are forks of a process that has imported torchmpi.
+PYTHON = """#!{executable} -IS
+import os, sys
+os.execv({warm}[0], [*{warm}, *sys.argv[1:-1], *{warm}, sys.argv[-1]])
+"""
+
+
+def test_the_notebook_trains_and_shows_a_failure(warm_python, tmp_path, monkeypatch):
     for file in FOLDER.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
@@ -23,8 +31,14 @@ def test_the_notebook_trains_and_shows_a_failure(tmp_path, monkeypatch):
         monkeypatch.setenv(variable, value)
     notebook = nbformat.read(tmp_path / "training.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "saved with outputs"
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(executable=sys.executable, warm=warm_python))
+    python.chmod(0o755)
+    first = [f"--IPKernelApp.exec_lines=import sys; sys.executable = {str(python)!r}"]
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources=resources, extra_arguments=first
+    ).execute()
 
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     _, collective, _, training, plot, failing = code
