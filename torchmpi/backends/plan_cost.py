@@ -20,7 +20,7 @@ HEADER_BYTES = 16
 class Network(NamedTuple):
     """A network, in seconds; by default TCP over Ethernet of 1 Gbit/s, with messages started in Python.
 
-    A faster network favors plans with few messages more, since bytes cost less: the default errs on the side of bytes.
+    On a faster network bytes take less time, and plans with few messages are faster up to greater lengths than here.
     """
 
     latency: float = 50e-6

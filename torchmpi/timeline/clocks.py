@@ -45,10 +45,11 @@ def sample(rounds: Iterable[tuple[int, int, int]]) -> ClockSample:
 class AlignedClock:
     """Converts local times of a rank to the clock of rank 0, for arrays and for single times.
 
-    Between two samples the offset is interpolated. Whatever the rate of the clock does there, within its bound, the
-    offset leaves the straight line by half the bound times the distance of the samples at most, which is the error of
-    the segment together with that of its samples. A sample with a larger error than its neighbors have at its place is
-    left out. Before the first sample and after the last one the offset is constant, and the error grows.
+    Between two samples the offset is interpolated. The rate of the clock may change there, within its bound, so the
+    true offset differs from the straight line by at most half the bound times the distance of the samples. The error of
+    a segment is this difference plus the larger error of its two samples. A sample is left out if its error is larger
+    than that of a neighbor, extended by the drift to its time. Before the first sample and after the last one the
+    offset is constant, and the error grows.
 
     >>> clock = AlignedClock([ClockSample(0, 100, 5), ClockSample(1000000, 110, 7), ClockSample(2000000, 0, 900)])
     >>> clock.aligned([0, 500000]).tolist(), clock.error([500000, 5000000]).tolist()
@@ -89,7 +90,7 @@ class AlignedClock:
 
 
 def _is_beaten(samples: IntArray) -> npt.NDArray[np.bool_]:
-    """Return for each of the sorted samples whether the error of another one, grown until there, is smaller."""
+    """Return for each sorted sample whether another sample, with the drift to its time, has a smaller error."""
     local, error = samples[:, 0] - samples[:1, 0], samples[:, 2].astype(float)
     before = np.minimum.accumulate(np.append(np.inf, error - _DRIFT_BOUND * local)[:-1]) + _DRIFT_BOUND * local
     later = np.append((error + _DRIFT_BOUND * local)[1:], np.inf)[::-1]

@@ -145,7 +145,7 @@ class StagedGroup:
                 f"staging areas on {self._device}. Keep the tensors of a communicator on one GPU."
             )
         has_failed = self.sync.begin()
-        if has_failed and self.staging is not None:  # it may not have published that it has read the areas
+        if has_failed and self.staging is not None:  # that call may have ended before its last publication
             self._publish(self.staging.device.current_stream(), self.sync.number(0))
         self.sync.publish(0)  # after all checks: a rank that has entered the call takes part in calls of MPI
         if self.staging is None:

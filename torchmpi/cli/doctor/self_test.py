@@ -112,8 +112,8 @@ def _enter_barrier(writer: Connection) -> None:
 def check_gpu_memory(comm: Any, devices: Devices, device: torch.device) -> str | None:
     """Check whether ranks can open each other's memory on GPUs, which the backend ``ipc`` needs.
 
-    Returns the error of any rank, '' if there was none, or None where no two ranks have GPUs that can access each
-    other. Collective; all ranks get the same result.
+    Returns the error of the first rank that has one, '' if there is none, or None where no two ranks have GPUs that can
+    access each other. Collective; all ranks get the same result.
     """
     ranks = range(len(devices))
     groups = ipc_groups([[devices.reaches(rank, other) for other in ranks] for rank in ranks])
