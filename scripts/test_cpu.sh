@@ -238,7 +238,8 @@ share_of_ranks() {
 
 # Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites beside
 # the other jobs.
-programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,launcherless,notebook,recovery,site,timeline,warm}.py)
+programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,kernel_builds,launcherless}.py
+    tests/jobs/test_{notebook,recovery,site,timeline,warm}.py)
 examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,slow_links,torch_suite}.py)
 
 # share_of_jobs NAME: the same for tests/jobs.
