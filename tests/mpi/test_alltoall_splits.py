@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
+from torchmpi.backends.mpi_messages import check_part_sizes, longest_part
 from torchmpi.errors import ArgumentError, DeviceError, DtypeError, MismatchError
+from torchmpi.session import runtime
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -85,3 +87,29 @@ def test_calls_that_differ_between_the_ranks_raise_on_all(agree):
     agree.raises(MismatchError, lambda: mpi.alltoall(other, splits=splits))
     agree.raises(MismatchError, lambda: mpi.alltoall(torch.ones(mpi.size()), splits=None if mpi.rank() else splits))
     agree.equal(mpi.allreduce(1), mpi.size(), "the communicator works afterwards")
+
+
+@pytest.mark.parametrize("wrong", [None, *range(4)])
+def test_sizes_of_both_sides_are_compared_by_all_ranks(agree, wrong):
+    """Without and with one part for which its receiver has no room, like the table of all sizes."""
+    own, size = mpi.rank(), mpi.size()
+    room = [sizes(sender)[own] for sender in range(size)]
+    sender, receiver = (0 if wrong is None else wrong % size), size - 1
+    if wrong is not None and own == receiver:
+        room[sender] += 5
+    parts = [[torch.empty(8 * number, dtype=torch.uint8) for number in numbers] for numbers in (sizes(own), room)]
+    group = runtime.current().world
+    table = torch.tensor(mpi.allgather_object([[part.numel() for part in side] for side in parts]))
+
+    def compare():
+        check_part_sizes(group, *parts)
+
+    if wrong is None:
+        compare()
+        agree(longest_part(table, group.where) == 8 * max(number for rank in range(size) for number in sizes(rank)))
+        return
+    sent = sizes(sender)[receiver]
+    room_bytes = 8 * sent + 40
+    message = f"rank {sender} of the group sends {8 * sent} bytes to rank {receiver}, which has room for {room_bytes}"
+    agree.raises(MismatchError, compare, message)
+    agree.raises(MismatchError, lambda: longest_part(table, group.where), message)

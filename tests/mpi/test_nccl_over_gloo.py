@@ -145,7 +145,7 @@ def test_a_process_group_exchanges_without_staging(agree, group, torch_group, mo
     exchange.exchange(group, outgoing, incoming)
     for other, part in enumerate(incoming):
         agree.equal(part, torch.full((2, 1 + other), 10.0 * other + rank), f"from rank {other}")
-    (plan, on_device), *_ = [plan for key, plan in group.plans.items() if key[0] == "exchange"]
+    (plan, on_device), *_ = [plan for key, plan in group.plans.items() if key[0] == "exchange_parts"]
     agree(on_device and plan.code & ON_DEVICE)
 
 

@@ -65,13 +65,22 @@ def broadcast_header(group: Group, source: torch.Tensor | None, root: int) -> tu
 def check_part_sizes(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Compare the sizes of all parts that the ranks send each other, and raise on all ranks if two differ. Collective.
 
-    Part j of `sources` is for rank j; part j of `destinations` is received from rank j.
+    Part j of `sources` is for rank j; part j of `destinations` is received from rank j. A rank learns only the sizes of
+    its own messages, so that the memory for them grows with the number of ranks and not with its square.
     """
-    MPI = group.context.MPI
-    sizes = np.array([[part.nbytes for part in parts] for parts in (sources, destinations)], np.int64)
-    gathered = np.empty((group.size, 2, group.size), np.int64)
-    group.comm.Allgather((sizes, MPI.INT64_T), (gathered, MPI.INT64_T))
-    longest_part(torch.from_numpy(gathered), group.where)
+    MPI, comm = group.context.MPI, group.comm
+    sent, room = (np.array([part.nbytes for part in parts], np.int64) for parts in (sources, destinations))
+    arriving = np.empty_like(sent)
+    comm.Alltoall((sent, MPI.INT64_T), (arriving, MPI.INT64_T))
+    wrong = np.flatnonzero(arriving != room)
+    none = group.size**2
+    first = np.array([wrong[0] * group.size + group.rank if wrong.size else none], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, (first, MPI.INT64_T), MPI.MIN)
+    if first[0] != none:
+        sender, receiver = divmod(int(first[0]), group.size)
+        sizes = np.array([arriving[sender], room[sender]])
+        comm.Bcast((sizes, MPI.INT64_T), receiver)
+        raise _different_sizes(group.where, sender, receiver, *sizes.tolist())
 
 
 def longest_part(sizes: torch.Tensor, where: str) -> int:
@@ -87,11 +96,15 @@ def longest_part(sizes: torch.Tensor, where: str) -> int:
     if wrong:
         sender, receiver = wrong[0]
         sent, room = int(sizes[sender, 0, receiver]), int(sizes[receiver, 1, sender])
-        raise MismatchError(
-            f"{where}: rank {sender} of the group sends {sent} bytes to rank {receiver}, which has room for {room}. "
-            "Send the sizes that the receivers expect."
-        )
+        raise _different_sizes(where, sender, receiver, sent, room)
     return int(sizes[:, 0].max())
+
+
+def _different_sizes(where: str, sender: int, receiver: int, sent: int, room: int) -> MismatchError:
+    return MismatchError(
+        f"{where}: rank {sender} of the group sends {sent} bytes to rank {receiver}, which has room for {room}. "
+        "Send the sizes that the receivers expect."
+    )
 
 
 def messages(MPI: Any, tensor: torch.Tensor, message_bytes: int) -> list[Any]:

@@ -498,6 +498,8 @@ class SharedMovement(SharedCalls):
         has_sent = sizes.nbytes + FIELD_BYTES > memory_layout.PAYLOAD_BYTES
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
+    exchange_matching_parts = exchange_parts  # also needs the length of the longest part
+
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         self.transfers[:, records.SEND_ADDRESS], self.transfers[:, records.SEND_BYTES] = addresses, lengths
 

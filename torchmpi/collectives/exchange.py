@@ -21,13 +21,20 @@ from .prepared import checked_dtype, in_order
 
 T = TypeVar("T")
 _BACKENDS = ("shm", "mpi", "gloo")
-"""The backends in host memory with the operation ``exchange_parts``."""
+"""The backends in host memory with the operations of exchanges."""
+_ANY_PARTS, _MATCHING_PARTS = "exchange_parts", "exchange_matching_parts"
+"""The operations of exchanges: the first one compares the sizes of all parts."""
 
 
-def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+def exchange(
+    group: Group,
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    operation: str = _ANY_PARTS,
+) -> None:
     """Send `sources[j]` to rank j, and receive `destinations[j]` from rank j."""
     devices = {part.device.type for part in (*sources, *destinations)}
-    plan, on_device = _plan(group, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu")
+    plan, on_device = _plan(group, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu", operation)
     outgoing = [buffers.plain(source, to_host=not on_device) for source in sources]
     incoming = [
         part.detach()
@@ -96,7 +103,7 @@ def exchange_rows(group: Group, tensor: torch.Tensor, splits: Sequence[int]) -> 
     group.perform(_counts_plan(group, tensor), list(counts.split(1)), list(received_counts.split(1)), 0)
     received: list[int] = received_counts.tolist()
     rows = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-    exchange(group, torch.split(tensor.detach(), list(splits)), torch.split(rows, received))
+    exchange(group, torch.split(tensor.detach(), list(splits)), torch.split(rows, received), _MATCHING_PARTS)
     return rows, received
 
 
@@ -132,16 +139,16 @@ def shown(group: Group, task: Callable[[], T], tensor: torch.Tensor) -> Callable
 
 def _counts_plan(group: Group, tensor: torch.Tensor) -> Plan:
     """Return the plan of the exchange of numbers of rows, with which the ranks compare dtype and shape of the rows."""
-    plan, _ = _plan(group, torch.int64, "cpu")
+    plan, _ = _plan(group, torch.int64, "cpu", _MATCHING_PARTS)
     code = call_code("alltoall_splits", None, dtypes.info(tensor.dtype).code)
     counts = Plan("alltoall_splits", code, plan.run, lambda _: tuple(tensor.shape[1:]))
     counts.backends = plan.backends
     return counts
 
 
-def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, bool]:
+def _plan(group: Group, dtype: torch.dtype, device_type: str, name: str) -> tuple[Plan, bool]:
     """Return the plan of an exchange, and whether it takes the memory of the device; other tensors are staged."""
-    key = ("exchange", dtype, device_type)
+    key = (name, dtype, device_type)
     if key not in group.plans:
         selector, code = runtime.current().selector, call_code("alltoall", None, dtypes.info(dtype).code)
         backend = selector.select("alltoall", device_type, group)[-1].backend
@@ -149,7 +156,7 @@ def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, boo
         if not on_device:
             backend = selector.select("alltoall", "cpu", group)[-1].backend
             backend = backend if backend.name in _BACKENDS else selector.network
-        operation = bind(backend, group, "exchange_parts", dtype, None)
+        operation = bind(backend, group, name, dtype, None)
         if on_device:
             operation, code = _in_order(operation, group), code | ON_DEVICE
         plan = Plan("alltoall", code, operation)
