@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -176,6 +177,7 @@ class OrderedReduction:
         self.dtype, self.itemsize = dtype, dtype.itemsize
         self.combine = combiner(dtype, op)
         self.chunk_numel = max(1, config.pipeline_bytes // self.itemsize)
+        self.message_bytes = config.message_bytes
         self.scratch = buffers.Scratch()
 
     def allreduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
@@ -210,7 +212,12 @@ class OrderedReduction:
             sections = [
                 (offset + min(begin, numel), max(0, min(chunk_numel, numel - begin))) for offset, numel in ranges
             ]
-            own = self._own_part(flat, sections)
+            if flat.nbytes <= self.message_bytes:
+                own = self._own_part(flat, sections)
+            else:  # MPI's offsets have 32 bits
+                lengths = [numel for _, numel in sections]
+                packed = torch.cat([flat[offset : offset + numel] for offset, numel in sections])
+                own = self._own_part(packed, list(zip(accumulate(lengths, initial=0), lengths, strict=False)))
             out[begin : begin + own.numel()] = own
 
     def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
