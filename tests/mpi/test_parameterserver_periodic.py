@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -225,6 +226,24 @@ def test_resumed_without_servers(agree, make, init_delay):
     if state.get("begun_at") is not None:
         unlike = ps.DiLoCoUpdate(make_net(), **settings)
         agree("the same overlap_steps" in refusal(lambda: unlike.load_state_dict(state)))
+
+
+def test_diloco_returns_to_a_state_during_an_exchange(agree):
+    net = make_net()
+    update = ps.DiLoCoUpdate(net, update_frequency=4, overlap_steps=4)
+    inner = torch.optim.SGD(net.parameters(), lr=LR)
+    train(net, update, inner, range(2))
+    state, weights = update.state_dict(), copy.deepcopy(net.state_dict())
+    train(net, update, inner, range(2, 7))
+    if mpi.rank() == mpi.size() - 1:
+        time.sleep(0.3)  # the other ranks load the state before their exchange has ended
+    train(net, update, inner, range(7, 8))
+    expected = copy.deepcopy(net)
+    update.load_state_dict(state)
+    net.load_state_dict(weights)
+    train(net, update, inner, range(2, 8))
+    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+        agree.equal(ours.detach(), theirs.detach())
 
 
 @pytest.mark.parametrize("stop_at", [5, 8])

@@ -250,7 +250,8 @@ class DiLoCoUpdate(LocalSGDUpdate):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of ``state_dict``."""
+        """Restore the result of ``state_dict``. Waits for an exchange in progress."""
+        self._finish_exchange()
         super().load_state_dict(state)
         self._has_anchor = state["has_anchor"]
         self._anchor.restore(state["anchor"])
