@@ -17,7 +17,7 @@ LIMIT = 4
 
 
 def unreachable(host: str, ranks: str) -> str:
-    return rf"host {host} \(ranks? {ranks}\) is unreachable since [4-9] s"
+    return rf"host {host} \(ranks? {ranks}\) has been unreachable for [4-9] s"
 
 
 launchers = pytest.mark.parametrize("torchrun", [False, True], ids=["mpirun", "torchrun"])

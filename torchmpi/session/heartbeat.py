@@ -257,7 +257,7 @@ class Heartbeat:
         if self._hosts[to] == self._hosts[hop] != self._hosts[self._rank]:
             seconds = network.silent_seconds(self._links[hop].sock)
             if seconds > _SILENT_PROBES * max(1.0, self._limit_seconds / 6):
-                return f"on host {name}: the host is unreachable since {seconds:.0f} s"
+                return f"on host {name}: the host has been unreachable for {seconds:.0f} s"
         return ""
 
     # --- losses
@@ -271,7 +271,7 @@ class Heartbeat:
             ranks = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[link.peer]]
             listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             seconds = network.silent_seconds(link.sock)
-            report, delay = f"host {name} ({listed}) is unreachable since {seconds:.0f} s", _LOSS_SECONDS
+            report, delay = f"host {name} ({listed}) has been unreachable for {seconds:.0f} s", _LOSS_SECONDS
         else:
             report = f"rank {link.peer} on host {name} has ended without mpi.stop() (killed?), or the host has crashed"
             # Without its only connection this rank does not hear of the report of another one.
