@@ -15,10 +15,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed
-from mpi4py import MPI
 from torch._C._distributed_c10d import FileStore
 
 from torchmpi.cli.bench.options import short_size
@@ -35,6 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # several ranks on one GPU
     import torch.distributed._symmetric_memory as symmetric_memory
+    from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     torch.cuda.set_device(0)
@@ -63,8 +64,10 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def sides(comm: MPI.Comm, shared: torch.Tensor, group_name: str) -> dict[str, Callable[[], object]]:
+def sides(comm: Any, shared: torch.Tensor, group_name: str) -> dict[str, Callable[[], object]]:
     """Return the calls to measure."""
+    from mpi4py import MPI
+
     tensor, host = torch.ones_like(shared), torch.zeros(shared.shape, pin_memory=True)
     array = host.numpy()
 
@@ -83,8 +86,10 @@ def sides(comm: MPI.Comm, shared: torch.Tensor, group_name: str) -> dict[str, Ca
     return {"kernel": kernel, "copy, kernel": copy_kernel, "mpi4py": by_hand}
 
 
-def measure(comm: MPI.Comm, calls: dict[str, Callable[[], object]], num_bytes: int, rounds: int) -> dict[str, float]:
+def measure(comm: Any, calls: dict[str, Callable[[], object]], num_bytes: int, rounds: int) -> dict[str, float]:
     """Return the median time of each call in microseconds. Collective."""
+    from mpi4py import MPI
+
     repeats = max(1, min(_REPEATS, _BYTES_OF_A_BATCH // num_bytes))
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
