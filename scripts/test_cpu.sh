@@ -103,8 +103,11 @@ install_environment() {
     return $status
 }
 
-prepare_environments() {
-    local name pids=() missing=() ok=yes pid extras
+# What is being installed: "NAME PROCESS" for each environment.
+installing=()
+
+begin_installing() {
+    local name missing=() extras
     find_python
     for name in $mpis; do
         case $name in
@@ -117,13 +120,28 @@ prepare_environments() {
     for name in ${missing[@]+"${missing[@]}"}; do
         extras_of "$name"
         start install_environment "$name" "${extras[@]}"
-        pids+=("$started") running+=("-$started")
+        installing+=("$name $started") running+=("-$started")
     done
-    for pid in ${pids[@]+"${pids[@]}"}; do
-        wait "$pid" || ok=no
+}
+
+# wait_for_environments NAME...: until these are installed.
+wait_for_environments() {
+    local entry name pid others=()
+    for entry in ${installing[@]+"${installing[@]}"}; do
+        read -r name pid <<<"$entry"
+        case " $* " in
+            *" $name "*) wait "$pid" || give_up "the environment $name could not be made (the reason is above)" ;;
+            *) others+=("$entry") ;;
+        esac
     done
-    running=()
-    [ $ok = yes ] || fail "FAILED: the environments could not be made (the reason is above)"
+    installing=(${others[@]+"${others[@]}"})
+}
+
+# give_up REASON: ends whatever runs, and this script.
+give_up() {
+    kill -- "${running[@]}" 2>/dev/null
+    wait
+    fail "FAILED: $1"
 }
 
 # ---- running and counting ----------------------------------------------------------------------------------------
@@ -277,16 +295,20 @@ mpi_suites() {
 cd "$checkout" || exit 1
 export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
-prepare_environments
-turn_autogroups_off
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
-use_environment "${mpis%% *}"
+begin_installing
+turn_autogroups_off
+# The last environment has the fewest packages, and is there while others are still being installed.
+wait_for_environments "${mpis##* }"
+use_environment "${mpis##* }"
 # One process each: these run side by side, with the tests on one rank.
 begin types 240 python -m mypy
 begin lint 120 python -m ruff check --output-format concise .
 # Beside all others, in the time that these sleep or wait. In the end it uses the cache of mypy.
 pytest_suite unit tests/unit tests/test_architecture.py
 renice -n 10 -g "$started" >/dev/null 2>&1
+# shellcheck disable=SC2086 # a list of words
+wait_for_environments $mpis
 for ranks in $sizes; do
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086 # a list of words
