@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
+import threading
+
 import pytest
 
 from torchmpi.backends import network
@@ -122,3 +126,19 @@ def test_the_hosts_of_a_batch_job_are_used(monkeypatch, tmp_path, variable, valu
         monkeypatch.setenv(variable, str(file))
     assert launch_command(program, 5000) == ["mpirun", "-n", "5000"]
     assert job._master([]).startswith("n1:")
+
+
+def test_a_rank_waits_until_its_output_is_read(tmp_path):
+    """Regression: MPICH's launcher, when kept from a core for 0.1 s, dropped the reason for the end of a job."""
+    reader, writer = os.pipe()
+    os.write(writer, b"the reason")
+    with open(tmp_path / "file", "ab") as file:
+        file.write(b"not a pipe")
+        file.flush()
+        threading.Timer(0.2, os.read, (reader, 100)).start()
+        launcher.wait_until_output_is_read((writer, file.fileno(), 1 << 20), limit_seconds=60)
+    assert select.select([reader], [], [], 0)[0] == []
+    os.write(writer, b"nobody reads this")
+    launcher.wait_until_output_is_read((writer,), limit_seconds=0.1)
+    os.close(reader)
+    os.close(writer)

@@ -392,6 +392,7 @@ class FailureHandling:
         _flush()
         mpi_library.end_process_later()
         if self.world.size > 1:
+            launcher.wait_until_output_is_read()
             self.before_abort(status)
             time.sleep(mpi_library.FORWARDING_SECONDS)
             mpi_library.remove_own_segments()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import stat
+import termios
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,6 +200,25 @@ def stderr_of_mpirun() -> int | None:
             stat_of_process = Path(f"/proc/{process}/stat").read_text(errors="replace")
             process = int(stat_of_process.rpartition(")")[2].split()[1])
     return None
+
+
+def wait_until_output_is_read(descriptors: Iterable[int] = (1, 2), *, limit_seconds: float = 1.0) -> None:
+    """Wait until the other end of each pipe among `descriptors` has read all of it, for a limited time.
+
+    MPICH's launcher drops output that it has not read when a rank ends the job: on a busy machine, the reason.
+    """
+    limit = time.monotonic() + limit_seconds
+    while any(map(_num_unread, descriptors)) and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def _num_unread(descriptor: int) -> int:
+    """Return the number of bytes in a pipe that have not been read; 0 if `descriptor` is no pipe."""
+    unread = array("i", [0])
+    with contextlib.suppress(OSError):  # it is closed
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+    return unread[0]
 
 
 def write_error_file(report: str) -> None:

@@ -27,7 +27,7 @@ from . import affinity, launcher
 from .stacks import noting_handler_of_library
 
 FORWARDING_SECONDS = 0.1
-"""Delay before a rank ends the job: MPICH's launcher has dropped output that it had not read by then."""
+"""Delay before a rank ends the job, after its output has been read: for processes of the launcher to pass it on."""
 _ABORT_GRACE_SECONDS = 5
 exit_process = os._exit  # start() replaces the function
 
@@ -168,6 +168,7 @@ def abort(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or its reader has ended
             stream.flush()
+    launcher.wait_until_output_is_read()
     time.sleep(FORWARDING_SECONDS)
     if not _is_initializing:
         load().COMM_WORLD.Abort(status)
@@ -214,6 +215,7 @@ def _finalize(MPI: Any, pid: int) -> None:
     if _has_failed and MPI.COMM_WORLD.size > 1:  # MPI_Finalize would wait for the other ranks
         end_process_later()
         sys.stderr.flush()
+        launcher.wait_until_output_is_read()
         time.sleep(FORWARDING_SECONDS)
         MPI.COMM_WORLD.Abort(1)
     if MPI.Is_initialized() and not MPI.Is_finalized():
