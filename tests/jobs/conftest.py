@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start background processes with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def free_port() -> int:
+    """A port for a program that will listen: none that the system may meanwhile give to a process that names none."""
+    port = 20_000 + os.getpid() % 10_000
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+        port += 1
 
 
 class Result(NamedTuple):
@@ -97,6 +108,16 @@ def search_path(first: Path | None = None) -> dict[str, str]:
     folders = [*([str(first)] if first else []), str(Path(launcher()).parent), os.environ["PATH"]]
     return {"PATH": os.pathsep.join(folders)}
 
+
+IN_CALL = """
+def wait_until_in_call(*ranks):
+    import time
+    from torchmpi.shared_memory.memory_layout import ENTERED
+    world = mpi.communicator(0).intra
+    while any(world.log_board.get(rank, ENTERED) <= world.call_log.seq for rank in ranks):
+        time.sleep(0.01)
+"""
+"""For programs of jobs on one host: wait until ranks have entered the call that follows the last one of this rank."""
 
 Launch = Callable[..., Result]
 

@@ -8,10 +8,11 @@ import signal
 from importlib.util import find_spec
 
 import pytest
+from conftest import IN_CALL
 
 from torchmpi.cli.flight_commands import read_folder
 
-START = """
+START = f"""{IN_CALL}
 import os, signal, subprocess, sys, time
 import torch
 import torchmpi as mpi
@@ -36,10 +37,13 @@ def analysis(alone):
 
 
 def test_killed_ranks_leave_their_last_calls(job, alone, analysis, tmp_path):
-    """The record of a rank that was killed by SIGKILL, and of those that its end has ended."""
+    """The record of a rank that was killed by SIGKILL, and of those that its end has ended.
+
+    Regression: within the first half second the calls had wrong times, and a wrong order.
+    """
     code = """
 if rank == 1:
-    time.sleep(1)
+    wait_until_in_call(0, 2)
     os.kill(os.getpid(), signal.SIGKILL)
 mpi.allreduce(torch.ones(7))
 """
@@ -49,7 +53,7 @@ mpi.allreduce(torch.ones(7))
     assert "3 of 3 ranks; 0 of them reached the end of stop()." in text
     assert "ranks 0, 2 are in allreduce(float32 [7], sum), call #1203 on world, for " in text
     assert "Not arrived: rank 1, which ended barrier(), call #1202, " in text
-    assert text.count("  world #1202 barrier(): ") == 3
+    assert text.count("  world #1202 barrier(): ") == 3, text
     assert_torch_reads(alone, tmp_path)
 
 
@@ -96,13 +100,17 @@ mpi.stop()
 
 
 def test_a_missing_message_is_named(job, analysis, tmp_path):
-    code = """
+    code = f"""
+from pathlib import Path
+from torchmpi.cli import flight_analysis, flight_commands
 import torch.distributed as dist
 dist.init_process_group("torchmpi")
 if rank == 1:
     dist.send(torch.ones(3), 0, tag=3)
 elif rank == 2:
-    time.sleep(1)
+    text = ""
+    while not ("rank 1 has sent 1 of 2" in text and "rank 2 has sent none" in text):
+        text = flight_analysis.report(flight_commands.read_folder(Path({str(tmp_path / "records")!r})))
     os.kill(os.getpid(), signal.SIGKILL)
 elif rank == 0:
     for _ in range(2):
@@ -160,7 +168,7 @@ mpi.barrier()
 assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 if rank == 0:
     signal.signal(signal.SIGUSR1, lambda *_: print("own handler", flush=True))
-    time.sleep(1)  # until rank 1 is in the last barrier
+    wait_until_in_call(1)
     [os.kill(process, signal.SIGUSR1) for process in processes]
     limit = time.monotonic() + 60
     while "SIGUSR1" not in log.read_text() and time.monotonic() < limit:

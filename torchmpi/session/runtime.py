@@ -111,6 +111,7 @@ class Runtime:
         torch_profiler.watch()
         self.metrics = partial(job_metrics.of, self.context, self.world.rank, self.host_name)
         self.resources.callback(job_metrics.export(self.config, self.local_rank, self.world.rank, self.metrics))
+        self.flight_record.note_ticks()  # the second time: this rank may be killed before the watchdog does so
 
     def _described(self) -> dict[str, Any]:
         """Describe this rank for the readers of a timeline."""
