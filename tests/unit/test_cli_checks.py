@@ -195,8 +195,8 @@ CASES = [
       for facts in (alone(**found), job({}, OTHER | found))),
     (check_shared_memory, job(*[memory(1024, 100)] * 2), "ok", ""),
     (check_shared_memory, job(*[memory(1024, 100)] * 8), "problem", ""),
-    (check_leftovers, alone(leftovers=[f"/dev/shm/torchmpi-board-{name}" for name in "abcde"]), "warning",
-     "5 files of ended jobs on node1: /dev/shm/torchmpi-board-a"),
+    (check_leftovers, alone(leftovers=[f"/dev/shm/torchmpi-group-{name}" for name in "abcde"]), "warning",
+     "5 files of ended jobs on node1: /dev/shm/torchmpi-group-a"),
     # GPUs
     (check_cuda, job({}, {}), "ok", "CPUs"),
     (check_cuda, job(GPUS, GPUS), "ok", "2 GPUs"),

@@ -150,7 +150,7 @@ def test_wrong_settings_are_a_fact(monkeypatch):
 
 
 def test_leftovers_are_old_ours_and_not_in_use(tmp_path):
-    old, new, other = (tmp_path / name for name in ("torchmpi-board-old", "torchmpi-board-new", "something"))
+    old, new, other = (tmp_path / name for name in ("torchmpi-group-old", "torchmpi-group-new", "something"))
     for path in (old, new, other):
         path.write_bytes(b"x")
     hour_ago = time.time() - 3600
@@ -161,7 +161,7 @@ def test_leftovers_are_old_ours_and_not_in_use(tmp_path):
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
 def test_a_mapped_file_is_in_use():
-    path = f"/dev/shm/torchmpi-board-test-{os.getpid()}"
+    path = f"/dev/shm/sm_segment.test-{os.getpid()}"  # tests/mpi allow none of torchmpi meanwhile
     with open(path, "w+b") as file:
         file.write(b"x" * 4096)
         file.flush()

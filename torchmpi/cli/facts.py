@@ -224,7 +224,7 @@ _VARIABLES = (
     "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_JOB_ID", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", *THREAD_VARIABLES,
 )  # fmt: skip
 # Files of jobs in /dev/shm: those of torchmpi, MPICH and Open MPI.
-_SHARED_FILES = ("torchmpi-board-*", "mpich_shm_*", "vader_segment.*", "sm_segment.*")
+_SHARED_FILES = ("torchmpi-*", "mpich_shm_*", "vader_segment.*", "sm_segment.*")
 _STALE_SECONDS = 60.0
 
 
