@@ -21,8 +21,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 ones = torch.ones(3)
 dist.barrier()
 if rank == 0:
-    print("running", flush=True)
-    time.sleep(0.1)  # launchers lose unread output when a rank dies
+    open(__file__ + ".running", "w").close()  # launchers lose unread output when a rank dies
 dist.barrier()
 
 NO_ERROR = "nothing was raised"
@@ -45,17 +44,23 @@ def all_right(result, cases: int, ranks: int) -> None:
     assert result.stdout.count(" is right") == cases * ranks, result.output
 
 
-def failing(job, code: str, *, n: int = 3):
-    result = job(n, START + code, timeout=LIMIT_SECONDS, env=QUICK)
-    assert result.returncode != 0, result.output
-    assert "running" in result.stdout, result.output
-    return result
+@pytest.fixture
+def failing(job, tmp_path):
+    """``failing("code", n=3)``: the result of a job that fails after START."""
+
+    def run(code: str, *, n: int = 3):
+        result = job(n, START + code, timeout=LIMIT_SECONDS, env=QUICK)
+        assert result.returncode != 0, result.output
+        assert (tmp_path / "job.py.running").exists(), result.output
+        return result
+
+    return run
 
 
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(job):
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(failing):
     """torch installs an exception hook at each init; the other ranks would wait for half an hour."""
     code = """
 dist.destroy_process_group()
@@ -63,14 +68,14 @@ dist.init_process_group("torchmpi")
 if rank == 1: raise ValueError("no such file")
 dist.all_reduce(ones)
 """
-    result = failing(job, code, n=2)
+    result = failing(code, n=2)
     assert result.stderr.count("Traceback") == 1, result.output
     assert result.stderr.count("ValueError: no such file") == 1, result.output
     assert "rank 1 of 2 failed" in result.stderr and "job.py" in result.stderr, result.output
 
 
 @once
-def test_a_rank_whose_call_was_aborted_lets_the_aborting_rank_report(job):
+def test_a_rank_whose_call_was_aborted_lets_the_aborting_rank_report(failing):
     """Regression: it ended the job before a slower rank could print the reason.
 
     Here the call of rank 0 times out, which its message says; rank 2 can only report that rank 0 aborted the call.
@@ -82,21 +87,21 @@ if rank == 1:
 try:
     dist.all_reduce(ones, group=group)
 except RuntimeError:
-    time.sleep(0.5 if rank == 0 else 0)
+    time.sleep(0.2 if rank == 0 else 0)  # the others wait for a second
     raise
 """
-    result = failing(job, code)
+    result = failing(code)
     assert "rank 0 of 3 failed" in result.stderr and "rank 0 has aborted it" not in result.stderr, result.output
     assert "StallError" in result.stderr and "rank 1, after" in result.stderr, result.output
 
 
-def test_leaving_with_unmatched_work_ends_the_job(job):
-    result = failing(job, "if rank == 1: work = dist.all_reduce(ones, async_op=True)\nelse: dist.barrier()", n=2)
+def test_leaving_with_unmatched_work_ends_the_job(failing):
+    result = failing("if rank == 1: work = dist.all_reduce(ones, async_op=True)\nelse: dist.barrier()", n=2)
     assert "allreduce(float32 [3], sum)" in result.stderr and "barrier()" in result.stderr, result.output
 
 
 @once
-def test_an_interrupt_in_a_wait_ends_the_job(job):
+def test_an_interrupt_in_a_wait_ends_the_job(failing):
     code = """
 work = dist.all_reduce(ones, async_op=True) if rank == 0 else None
 if rank == 0:
@@ -104,7 +109,7 @@ if rank == 0:
     work.wait()
 time.sleep(100)
 """
-    result = failing(job, code, n=2)
+    result = failing(code, n=2)
     assert result.stderr.count("KeyboardInterrupt") >= 1 and "work.wait()" in result.stderr, result.output
 
 
@@ -194,6 +199,8 @@ def case(name, early, expected="at {file}", late=None):
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     dist.barrier()
     if rank < size - 1:
+        while not store.add(f"rendezvous {rendezvous.number}", 0):  # the last rank is there
+            time.sleep(0.01)
         raised = error_of(lambda: early(group))
         wanted = [text.format(file=__file__, last=size - 1) for text in expected.split("|")]
         good = all(text in raised for text in wanted) or "has aborted it" in raised
@@ -206,12 +213,12 @@ def case(name, early, expected="at {file}", late=None):
 
 def rendezvous():
     # By the store: no call of torchmpi's, in which the watchdog would find the missing rank.
-    store, number = dist.distributed_c10d._get_default_store(), rendezvous.number
+    number = rendezvous.number
     rendezvous.number += 1
     if store.add(f"rendezvous {number}", 1) == size:
         store.set(f"met {number}", "1")
     store.wait([f"met {number}"])
-rendezvous.number = 0
+rendezvous.number, store = 0, dist.distributed_c10d._get_default_store()
 
 case("all_reduce", lambda g: dist.all_reduce(ones, group=g), "StallError|rank {last}, after|in rendezvous")
 case("asynchronous", lambda g: dist.all_reduce(ones, group=g, async_op=True).wait(), "StallError|rank {last}, after")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import is_open_mpi, job_environment, search_path
+from conftest import free_port, is_open_mpi, job_environment, search_path
 
 COMMON = """
 import torch
@@ -113,8 +112,7 @@ def test_accelerate_launch_with_a_configuration_file(mpirun, tmp_path):
     """Accelerate starts mpirun itself, and gives the ranks an address for torch's store."""
     skip_without("accelerate")
     (tmp_path / "hosts").write_text("localhost slots=2\n" if is_open_mpi(mpirun[0]) else "localhost:2\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = f"--main_process_port={free.getsockname()[1]}"
+    port = f"--main_process_port={free_port()}"
     config = f"--config_file={PROGRAMS / 'accelerate.yaml'}"
     program = [sys.executable, "-m", "accelerate.commands.launch", config, port, PROGRAMS / "accelerate_ddp.py"]
     environment = job_environment(UNCHANGED | search_path())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import job_environment
+from conftest import free_port, job_environment
 
 once = pytest.mark.once
 # Programs here do not import torchmpi: torch finds it by its entry point.
@@ -115,7 +115,7 @@ check("variables for gloo", backend="gloo")
 
 def test_every_rendezvous_method(job, tmp_path):
     """The store that is opened through MPI listens on this host only."""
-    (tmp_path / "port").write_text(str(_free_port()))
+    (tmp_path / "port").write_text(str(free_port()))
     result = job(2, EVERY_WAY, env={"TORCHMPI_VERBOSE": "0"})
     assert "wrong" not in result.stdout, result.output
     said(result, " is right", 2 * 16)
@@ -393,11 +393,3 @@ sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
     assert done.stdout.count("sum [3.0, 3.0, 3.0] message True") == 4, done.stdout + done.stderr
     assert done.stdout.count("rank 0 of 2 sum 3") == done.stdout.count("rank 1 of 2 sum 3") == 2, done.stdout
     assert done.stdout.count("mpi4py loaded: False") == 2, done.stdout + done.stderr
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

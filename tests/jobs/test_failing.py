@@ -7,8 +7,9 @@ import re
 import signal
 
 import pytest
+from conftest import IN_CALL
 
-START = """
+START = f"""{IN_CALL}
 import os, signal, sys, threading, time
 import torch
 import torchmpi as mpi
@@ -16,8 +17,7 @@ mpi.start()
 rank = mpi.rank()
 mpi.barrier()
 if rank == 0:
-    print("running", flush=True)
-    time.sleep(0.1)  # launchers drop what they have not read when a rank dies
+    open(__file__ + ".running", "w").close()  # launchers drop output that they have not read when a rank dies
 mpi.barrier()
 """
 HOSTS = "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f'host{MPI.COMM_WORLD.rank}'\n"
@@ -28,11 +28,17 @@ once = pytest.mark.once
 STALL = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
 
 
-def failing(job, code: str, *, n: int = 3, env: dict[str, str] | None = None):
-    result = job(n, START + code, timeout=LIMIT_SECONDS, env=env or {})
-    assert result.returncode != 0, result.output
-    assert "running" in result.stdout, result.output
-    return result
+@pytest.fixture
+def failing(job, tmp_path):
+    """``failing("code", ...)``: the result of a job that fails after START."""
+
+    def run(code: str, *, n: int = 3, env: dict[str, str] | None = None):
+        result = job(n, START + code, timeout=LIMIT_SECONDS, env=env or {})
+        assert result.returncode != 0, result.output
+        assert (tmp_path / "job.py.running").exists(), result.output
+        return result
+
+    return run
 
 
 def lines_of_ours(result) -> list[str]:
@@ -41,17 +47,18 @@ def lines_of_ours(result) -> list[str]:
     return [line for line in lines if line.startswith("torchmpi: ") and " compil" not in line]
 
 
-def test_an_exception_ends_the_job_with_one_report(job, tmp_path):
+def test_an_exception_ends_the_job_with_one_report(failing, tmp_path):
     """The report has the reason, what the others were doing, and announces the messages of the launcher."""
     file = tmp_path / "report.json"
     code = """
 if rank == 1:
-    time.sleep(1)  # for the others to wait
+    wait_until_in_call(2, 3)
+    time.sleep(1)  # the report tells how long they have waited
     raise ValueError("no such file" + " and" * 20 + "\\n".join(map(str, range(100))))
 if rank == 0: time.sleep(60)  # a line of rank 0
 mpi.allreduce(torch.ones(3))
 """
-    result = failing(job, code, n=4, env={"TORCHMPI_REPORT": str(file)})
+    result = failing(code, n=4, env={"TORCHMPI_REPORT": str(file)})
     assert result.stderr.count("Traceback") == 1, result.output
     assert result.stderr.count("ValueError: no such file") == 1, result.output
     first, others, last = lines_of_ours(result)
@@ -59,7 +66,7 @@ mpi.allreduce(torch.ones(3))
     assert re.match(r"torchmpi: rank 1 is process \d+ on .*\. The others:", others), result.output
     assert re.search(r"\n  rank 0: not in a call, at .*job.py:\d+ in <module>: .*# a line of rank 0\n", result.stderr)
     call = (
-        r"allreduce\(float32 \[3\], sum\), call #\d+ on communicator world, for \d s, at .*job.py:\d+ in <module>: mpi"
+        r"allreduce\(float32 \[3\], sum\), call #\d+ on communicator world, for \d+ s, at .*job.py:\d+ in <module>: mpi"
     )
     assert re.search(rf"\n  ranks 2, 3: {call}", result.stderr), result.output
     assert re.match("torchmpi: The lines below are from .*(mpirun|mpiexec)", last), result.output
@@ -71,7 +78,7 @@ mpi.allreduce(torch.ones(3))
 
 @once
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=once)])
-def test_different_numbers_of_calls_of_a_closure_name_the_closure(job, asynchronous):
+def test_different_numbers_of_calls_of_a_closure_name_the_closure(failing, asynchronous):
     """Rank 0 sees no progress, and ends its step after two calls."""
     code = f"""
 import torchmpi.nn as mpinn
@@ -89,7 +96,7 @@ def closure():
     return next(losses)
 optimizer.step(closure)
 """
-    result = failing(job, code, n=2)
+    result = failing(code, n=2)
     assert re.search(r"MismatchError: .*closure.* must return the loss averaged over the ranks", result.stderr), (
         result.output
     )
@@ -104,7 +111,7 @@ def test_an_exception_hook_of_the_program_is_called(job):
 
 
 @pytest.mark.parametrize(("delay", "n"), ((0, 3), pytest.param(1, 2, marks=once)))
-def test_stopping_in_finally_does_not_hide_the_cause(job, delay, n):
+def test_stopping_in_finally_does_not_hide_the_cause(failing, delay, n):
     """Regression: only the mismatch of stop() and allreduce was reported, by the other ranks."""
     code = f"""
 try:
@@ -115,12 +122,12 @@ try:
 finally:
     mpi.stop()
 """
-    result = failing(job, code, n=n)
+    result = failing(code, n=n)
     assert result.stderr.count("ValueError: bad sample 17") == 1, result.output
 
 
 @once
-def test_an_exception_that_was_caught_before_stop_does_not_hide_the_cause(job):
+def test_an_exception_that_was_caught_before_stop_does_not_hide_the_cause(failing):
     """Regression: the job ended with the report of the caught exception only."""
     code = """
 try:
@@ -130,7 +137,7 @@ except StopIteration:
 while rank == 1 and not mpi.communicator().intra.log_board.get(0, memory_layout.DYING): time.sleep(0.01)
 raise RuntimeError("bad sample 17")
 """
-    result = failing(job, f"from torchmpi.shared_memory import memory_layout\n{code}", n=2)
+    result = failing(f"from torchmpi.shared_memory import memory_layout\n{code}", n=2)
     assert result.stderr.count("rank 1 of 2 failed, which ends the job:") == 1, result.output
     assert result.stderr.count("RuntimeError: bad sample 17") == 1, result.output
 
@@ -150,43 +157,47 @@ if rank == 0: mpi.stop()
 
 
 @pytest.mark.parametrize("stop", ("mpi.stop()", pytest.param("", marks=once)), ids=("stop", "end of the program"))
-def test_an_asynchronous_error_without_a_wait_fails_the_job(job, stop):
+def test_an_asynchronous_error_without_a_wait_fails_the_job(failing, stop):
     """Regression: the error was logged, and the job ended with status 0."""
     code = """
 if rank == 1:
     mpi.communicator().intra.call_queue.submit(lambda: 1 / 0, "division")
 """
-    result = failing(job, code + stop, n=2)
+    result = failing(code + stop, n=2)
     assert result.stderr.count("wait() was not called: division by zero") == 1, result.output
 
 
-def test_a_failed_thread_of_torchmpi_ends_the_job(job):
+def test_a_failed_thread_of_torchmpi_ends_the_job(failing):
     """Regression: the thread ended silently, and its queued calls never ended."""
     code = """
 if rank == 1: mpi.allreduce_async(torch.ones(3)).when_done(sys.exit)
 else: mpi.allreduce(torch.ones(3))
 mpi.allreduce_async(torch.ones(3)).wait()
 """
-    result = failing(job, code, n=2, env={"TORCHMPI_REPORT": "/nowhere/report.json"})
+    result = failing(code, n=2, env={"TORCHMPI_REPORT": "/nowhere/report.json"})
     assert "rank 1: the thread 'torchmpi world' failed, which ends the job:\nTraceback" in result.stderr, result.output
     assert "the report cannot be written: [Errno 2] No such file" in result.stderr, result.output
 
 
-def test_the_same_exception_on_all_ranks_is_reported_once(job):
-    result = failing(job, "raise ValueError('on all ranks')")
+def test_the_same_exception_on_all_ranks_is_reported_once(failing):
+    result = failing("raise ValueError('on all ranks')")
     assert result.stderr.count("Traceback") >= 1, result.output
     assert result.stderr.count("Traceback") <= 2, result.output  # two ranks may fail within the same microseconds
 
 
-def test_another_error_on_another_rank_is_a_line_of_the_report(job):
+def test_another_error_on_another_rank_is_a_line_of_the_report(failing):
     """Regression: the other rank printed this line by itself, sometimes within the traceback of the first."""
-    result = failing(job, "time.sleep(rank / 10)\nraise ValueError(f'on rank {rank}')", n=2)
+    code = """
+while rank == 1 and not mpi.communicator().intra.log_board.get(0, memory_layout.DYING): time.sleep(0.01)
+raise ValueError(f"on rank {rank}")
+"""
+    result = failing(f"from torchmpi.shared_memory import memory_layout\n{code}", n=2)
     assert result.stderr.count("Traceback") == 1, result.output
     assert re.search(r"\n  rank 1: failed too, at .*job.py:\d+ in <module>.*: ValueError: on rank 1\n", result.stderr)
 
 
 @pytest.mark.parametrize(("inside_mpi", "n"), ((False, 3), (True, 2)), ids=("in Python", "inside MPI"))
-def test_sigterm_on_one_rank_ends_the_job(job, tmp_path, inside_mpi, n):
+def test_sigterm_on_one_rank_ends_the_job(failing, tmp_path, inside_mpi, n):
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     code = f"""
 if rank == 1 and {not inside_mpi}:
@@ -197,13 +208,13 @@ if rank == 0:
     time.sleep({LIMIT_SECONDS})
 mpi.allreduce(torch.ones(3))
 """
-    result = failing(job, code, n=n, env={"TORCHMPI_REPORT": str(tmp_path / "report.json")})
+    result = failing(code, n=n, env={"TORCHMPI_REPORT": str(tmp_path / "report.json")})
     first, _ = lines_of_ours(result)
     assert re.search(r"rank 1 received SIGTERM, which ends the job. It was at .*job.py:\d+ in <module>", first), first
     assert json.loads((tmp_path / "report.json").read_text())["status"] == 128 + signal.SIGTERM
 
 
-def test_an_interrupt_of_all_ranks_is_one_line(job):
+def test_an_interrupt_of_all_ranks_is_one_line(failing):
     """Ctrl-C, as MPICH passes it on; Open MPI sends SIGTERM instead."""
     code = """
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -211,14 +222,14 @@ if rank == 0:
     time.sleep(60)
 mpi.allreduce(torch.ones(3))
 """
-    result = failing(job, code)
+    result = failing(code)
     first, _ = lines_of_ours(result)
     assert re.search(r"rank \d was interrupted .* It was at .*job.py:\d+ in <module>: ", first), result.output
     assert "Traceback" not in result.stderr, result.output
 
 
 @pytest.mark.parametrize("backend", ("shm", pytest.param("mpi", marks=once)), ids=("in shared memory", "inside MPI"))
-def test_an_interrupt_of_one_rank_in_a_call_ends_the_job(job, backend):
+def test_an_interrupt_of_one_rank_in_a_call_ends_the_job(failing, backend):
     """Regression: the main thread was in a kernel, or in MPI, which did not return."""
     code = f"""
 if rank == 0:
@@ -226,7 +237,7 @@ if rank == 0:
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 mpi.allreduce(torch.ones(3), backend={backend!r})
 """
-    result = failing(job, code, n=2)
+    result = failing(code, n=2)
     first, _ = lines_of_ours(result)
     assert re.search(r"rank 1 was interrupted .* It was at .*job.py:\d+ in <module>: mpi.allreduce", first), (
         result.output
@@ -234,7 +245,7 @@ mpi.allreduce(torch.ones(3), backend={backend!r})
 
 
 @once
-def test_nets_that_differ_are_named(job):
+def test_nets_that_differ_are_named(failing):
     """Regression: the error described an internal allreduce of bytes."""
     code = """
 import torchmpi.nn as mpinn
@@ -242,21 +253,21 @@ net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(1 + rank)))
 net(torch.ones(1, 3)).sum().backward()
 mpinn.synchronize_gradients(net)
 """
-    result = failing(job, code, n=2)
+    result = failing(code, n=2)
     assert "The nets differ: the number of parameters is 2 on rank 0 and 4 on rank 1." in result.stderr, result.output
     named = "this rank has '1.weight', '1.bias' in addition"
     assert named in result.stderr or "rank 0 of 2 failed" in result.stderr, result.output
 
 
-def test_os_exit_ends_the_job(job):
+def test_os_exit_ends_the_job(failing):
     """Regression: MPICH killed the other ranks and returned the status 0."""
-    result = failing(job, "if rank == 1: os._exit(0)\nmpi.allreduce(torch.ones(3))", n=2)
+    result = failing("if rank == 1: os._exit(0)\nmpi.allreduce(torch.ones(3))", n=2)
     first, *_ = lines_of_ours(result)
     where = r"It was at .*job.py:\d+ in <module>: if rank == 1: os._exit\(0\)"
     assert re.search(rf"rank 1 called os._exit\(0\) without mpi.stop\(\), which ends the job. {where}", first), first
 
 
-def test_a_killed_rank_with_a_child_ends_the_job(job):
+def test_a_killed_rank_with_a_child_ends_the_job(failing):
     """Regression: the launcher waited for the child."""
     code = f"""
 import multiprocessing
@@ -265,7 +276,7 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 mpi.allreduce(torch.ones(3))
 """
-    failing(job, code, n=2)
+    failing(code, n=2)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +292,7 @@ def test_a_message_from_a_rank_in_stop_ends_the_job(job, setup, end, how):
     code = f"if rank == 1: {end}\nelse: mpi.recv(torch.empty(3), 1)"
     result = job(2, setup + START + code, timeout=LIMIT_SECONDS)
     assert result.returncode != 0, result.output
-    call = r"rank 0 has waited \d s in recv\(float32 \[3\]\) from rank 1 on communicator world."
+    call = r"rank 0 has waited \d+ s in recv\(float32 \[3\]\) from rank 1 on communicator world."
     assert re.search(rf"{call}\n  rank 1 {how}, and does not make the other call: at ", result.stderr), result.output
 
 
@@ -293,8 +304,8 @@ def test_a_message_from_a_rank_in_stop_ends_the_job(job, setup, end, how):
         pytest.param("raise SystemExit(3)", "reached the end of its program", 1, marks=once),
     ),
 )
-def test_leaving_while_the_others_communicate_ends_the_job(job, leave, how, status):
-    result = failing(job, f"if rank == 1: {leave}\nmpi.allreduce(torch.ones(3))")
+def test_leaving_while_the_others_communicate_ends_the_job(failing, leave, how, status):
+    result = failing(f"if rank == 1: {leave}\nmpi.allreduce(torch.ones(3))")
     first, *_ = lines_of_ours(result)
     where = r"rank [02] was at .*job.py:\d+ in <module>: mpi.allreduce\(torch.ones\(3\)\)"
     assert re.match(f"torchmpi: rank 1 {re.escape(how)} without mpi.stop\\(\\), while {where}", first), result.output
@@ -341,8 +352,8 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("one", "other", "names"), [DIFFERENT[0], pytest.param(*DIFFERENT[-1], marks=once)])
-def test_different_calls_end_the_job_and_are_named(job, one, other, names):
-    result = failing(job, f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n", n=2)
+def test_different_calls_end_the_job_and_are_named(failing, one, other, names):
+    result = failing(f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n", n=2)
     assert "made different calls" in result.stderr, result.output
     for name in names:
         assert name in result.stderr, result.output
@@ -378,7 +389,7 @@ def test_different_calls_are_named_on_all_ranks(mismatches, number):
 
 
 @once
-def test_a_caught_mismatch_does_not_leave_the_others_waiting(job):
+def test_a_caught_mismatch_does_not_leave_the_others_waiting(failing):
     """With the backend `mpi`; in shared memory every rank gets the error (test_shared_memory.py)."""
     code = """
 try:
@@ -390,7 +401,7 @@ try:
 except mpi.TorchMPIError:
     time.sleep(60)
 """
-    result = failing(job, code, env={"TORCHMPI_BACKEND": "mpi"})
+    result = failing(code, env={"TORCHMPI_BACKEND": "mpi"})
     assert "cannot complete: rank 1 has aborted it, or made a different call" in result.stderr, result.output
 
 
@@ -445,7 +456,8 @@ def test_a_message_that_is_not_sent_is_reported_within_pytest(launch, tmp_path):
     """pytest captures the output of a test until the test has ended, which this one never does."""
     test = tmp_path / "test_one.py"
     body = "    print('captured')\n    mpi.recv(torch.empty(5), 1 - rank)\n"
-    test.write_text(f"import pytest\n{START}\n@pytest.mark.mpi\ndef test_one():\n{body}")
+    together = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()"  # importing pytest may take longer than a stall
+    test.write_text(f"import pytest\n{together}\n{START}\n@pytest.mark.mpi\ndef test_one():\n{body}")
     options = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--capture=sys", "-q"]
     result = launch(2, [*options, test], timeout=LIMIT_SECONDS, env=STALL)
     assert result.returncode != 0, result.output
@@ -505,24 +517,24 @@ def test_a_program_without_stop_succeeds(after_forks):
 
 
 @once
-def test_freeing_a_group_while_another_rank_uses_it_ends_the_job(job):
+def test_freeing_a_group_while_another_rank_uses_it_ends_the_job(failing):
     code = """
 group = mpi.group([0, 1])
 if rank == 1: group.free()
 else: mpi.allreduce(torch.ones(3), comm=group)
 """
-    result = failing(job, code, n=2)
+    result = failing(code, n=2)
     assert "free()" in result.stderr and "communicator group [0, 1]" in result.stderr, result.output
 
 
-def test_a_rank_that_exits_while_others_wait_on_another_communicator_is_named(job):
+def test_a_rank_that_exits_while_others_wait_on_another_communicator_is_named(failing):
     """Regression: the report did not say how the rank had left, and the job had the status 1."""
     code = """
 group = mpi.group([0, 1, 2])
 if rank == 1: sys.exit(3)
 mpi.allreduce(torch.ones(3), comm=group)
 """
-    result = failing(job, code)
+    result = failing(code)
     assert result.returncode == 3, result.output
     assert result.stderr.count("rank 1 left by sys.exit(3) without mpi.stop(), while rank") == 1, result.output
 
@@ -563,7 +575,7 @@ for group in (first, second):
 
 
 @once
-def test_ranks_that_wait_for_each_other_are_both_located(job):
+def test_ranks_that_wait_for_each_other_are_both_located(failing):
     """Regression: a watchdog that waited for the status of the other rank sent no status of its own."""
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "3", "TORCHMPI_STALL_ABORT_SECONDS": "7"}
     code = """
@@ -571,7 +583,7 @@ level = mpi.push_communicator(0)
 mpi.set_communicator(0)
 mpi.allreduce(torch.ones(3), comm=rank and level)
 """
-    result = failing(job, code, n=2, env=env)
+    result = failing(code, n=2, env=env)
     assert "does not reply" not in result.stderr, result.output
     assert result.stderr.count("mpi.allreduce(torch.ones(3), comm=rank and level)") >= 2, result.output
 
@@ -583,8 +595,8 @@ def test_an_error_of_a_single_rank_ends_python_normally(job):
     assert "goodbye" in result.stdout and result.stderr.count("ValueError: alone") == 1, result.output
 
 
-def test_an_exception_after_stop_ends_the_job(job):
-    result = failing(job, "mpi.stop()\nif rank == 1: raise ValueError('late')", n=2)
+def test_an_exception_after_stop_ends_the_job(failing):
+    result = failing("mpi.stop()\nif rank == 1: raise ValueError('late')", n=2)
     assert result.stderr.count("ValueError: late") == 1, result.output
 
 

@@ -16,14 +16,24 @@ from conftest import job_environment
 
 LIMIT_SECONDS = 60
 PROGRAM = """
-import os
-import time
+import os, sys, threading, time
 import torch
 import torchmpi as mpi
+
+def print_when_at_last_line():
+    last_line = len(open(__file__).readlines())
+    while True:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame.f_back is not None:
+            frame = frame.f_back
+        if frame.f_lineno == last_line:
+            break
+        time.sleep(0.01)
+    print("at the last line", flush=True)
+
 mpi.start()
 mpi.barrier()
-if mpi.rank() == 0:
-    print("running", flush=True)
+threading.Thread(target=print_when_at_last_line, daemon=True).start()
 {line}
 """
 HANDLED = "import os, signal, time\nimport torchmpi as mpi\nmpi.start()\n"
@@ -41,7 +51,7 @@ def test_ctrl_c_is_one_line(mpirun, tmp_path, starter, line):
     command = [*mpirun, "-n", "2", sys.executable, str(script)]
     if starter == "torchmpi run":
         command = [sys.executable, "-m", "torchmpi", "run", "-n", "2", str(script)]
-    output, status = in_terminal(command, press="\x03", after="running")
+    output, status = in_terminal(command, press="\x03", after="at the last line", num_times=2)
     assert status != 0 and status != -signal.SIGKILL, output
     ours = [text for text in output.splitlines() if "torchmpi: " in text and " compil" not in text]
     where = rf"It was at {re.escape(str(script))}:\d+ in <module>: {re.escape(line)}"
@@ -53,16 +63,15 @@ def test_ctrl_c_is_one_line(mpirun, tmp_path, starter, line):
     assert "Traceback" not in output, output
 
 
-def in_terminal(command: list[str], *, press: str, after: str) -> tuple[str, int]:
-    """Run a command in a terminal of its own and press keys; return its output and status."""
+def in_terminal(command: list[str], *, press: str, after: str, num_times: int) -> tuple[str, int]:
+    """Run a command in a terminal of its own and press keys after some output; return its output and status."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execve(command[0], command, job_environment({"COLUMNS": "500"}))
     output, begin, pressed = b"", time.monotonic(), False
     try:
         while time.monotonic() < begin + LIMIT_SECONDS:
-            if not pressed and after.encode() in output:
-                time.sleep(0.5)  # until all ranks wait
+            if not pressed and output.count(after.encode()) == num_times:
                 os.write(terminal, press.encode())
                 pressed = True
             if select.select([terminal], [], [], 0.1)[0]:

@@ -17,7 +17,7 @@ server = ps.init(torch.zeros(100_000, dtype=torch.int64))
 ones = torch.ones(100_000, dtype=torch.int64)
 mpi.barrier()
 if rank == 0:
-    print("running", flush=True)
+    open(__file__ + ".running", "w").close()  # launchers drop output that they have not read when a rank dies
 """
 HOSTS = "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f'host{MPI.COMM_WORLD.rank}'\n"
 TRANSPORTS = pytest.mark.parametrize("slot_bytes", ("", "0"), ids=("shared memory", "by messages"))
@@ -30,27 +30,26 @@ def environment(slot_bytes: str) -> dict[str, str]:
 
 
 @TRANSPORTS
-def test_a_rank_that_is_killed_in_a_rule_ends_the_job(job, slot_bytes):
+def test_a_rank_that_is_killed_in_a_rule_ends_the_job(job, tmp_path, slot_bytes):
     """The rank holds the lock of a chunk; no other rank gets values with a part of its update."""
     code = """
 def fatal(value, sent):
     value.add_(sent)
     os.kill(os.getpid(), signal.SIGKILL)
 ps.register_rule("fatal", fatal)
-end = time.monotonic() + 50
+end = time.monotonic() + 30
 while time.monotonic() < end:
-    if rank == 1 and time.monotonic() > end - 49.5:
+    if rank == 1 and time.monotonic() > end - 29.5:
         ps.send(server, 10**9 * ones, "fatal")
     ps.send(server, ones).wait()
     if ps.receive(server).wait().max() >= 10**9:
         print("part of an update", flush=True)
-print("not ended", flush=True)
+open(__file__ + ".not_ended", "w").close()
 """
     result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment(slot_bytes))
     assert result.returncode != 0, result.output
-    assert "running" in result.stdout and "not ended" not in result.stdout, result.output
     assert "part" not in result.stdout, result.output
-    assert result.seconds < 40, result.output
+    assert (tmp_path / "job.py.running").exists() and not (tmp_path / "job.py.not_ended").exists(), result.output
 
 
 def test_ranks_that_exit_without_stop_serve_until_all_have_exited(job):

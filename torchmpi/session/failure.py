@@ -40,7 +40,7 @@ from .signals import SignalWatch
 from .watchdog import activities_on_host
 
 _OUTPUT_SECONDS = 1.0
-_ANSWER_SECONDS, _MOST_PATIENCE_SECONDS = 0.3, 1.0
+_ANSWER_SECONDS, _MOST_PATIENCE_SECONDS = 0.7, 1.2  # more than 0.3: on busy cores, threads start that late
 _MOST_CHARACTERS = 200
 # The first host reports an error that all hosts have; the others do so only if that has not ended the job.
 _FIRST_HOST_SECONDS = 3.0
