@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +152,8 @@ def test_a_long_broadcast_writes_only_its_target(slots, agree):
 @pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))
 def test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks(slots, agree, collective, backend):
     """Regression: a kernel had returned to map a segment, and other ranks waited for a rank that had left the call."""
+    from mpi4py import MPI
+
     rank, size = mpi.rank(), mpi.size()
     if size == 1:
         pytest.skip("needs another rank")
@@ -162,18 +165,27 @@ def test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks(slots,
     for _ in range(2):  # the calls are cached now
         call(torch.ones(9 * slots))
     fresh, raised = mpi.empty_shared(9 * slots).fill_(1.0), None
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    world, main = mpi.communicator(0).intra, threading.get_ident()
+
+    def interrupt() -> None:
+        while world.call_log.current is None:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGUSR2)
+        MPI.COMM_WORLD.Barrier()
+
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
     mpi.barrier()
+    interrupter = threading.Thread(target=interrupt if rank else MPI.COMM_WORLD.Barrier)
+    interrupter.start()
+    if rank == 0:
+        interrupter.join()  # rank 0 arrives when all others have been interrupted
     try:
-        if rank == 0:
-            time.sleep(0.4)
-        else:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
         call(fresh)
     except (KeyboardInterrupt, errors.MismatchError) as error:
         raised = type(error)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    interrupter.join()
+    signal.signal(signal.SIGUSR2, before)
     agree.equal(raised, errors.MismatchError if rank == 0 else KeyboardInterrupt, "the call")
     del fresh
     gc.collect()
