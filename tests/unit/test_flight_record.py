@@ -40,7 +40,7 @@ from torchmpi.communicators.flight_record import (
     parse,
     read,
 )
-from torchmpi.communicators.message_record import ANY_RANK, NO_TAG, Channels
+from torchmpi.communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, Channels
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory.memory_layout import (
     MAX_LOG_DIMS,
@@ -329,10 +329,23 @@ def test_messages_that_have_ended_are_shown_and_awaited_by_nobody():
 
 
 def test_any_number_of_channels_is_recorded():
-    found = messages(0, *((1, True, tag, tag + 1, tag) for tag in range(RECORD_LENGTH + 3))).messages
-    assert [(each.tag, each.num_begun, each.num_ended) for each in found] == [
-        (tag, tag + 1, tag) for tag in range(RECORD_LENGTH + 3)
+    found = messages(0, *((peer, True, 3, peer + 1, peer) for peer in range(RECORD_LENGTH + 3))).messages
+    assert [(each.peer, each.num_begun, each.num_ended) for each in found] == [
+        (peer, peer + 1, peer) for peer in range(RECORD_LENGTH + 3)
     ]
+
+
+def test_ever_new_tags_share_a_channel():
+    """Its messages have no number that both ranks know, and the analysis claims nothing about the other rank."""
+    many = [(1, True, tag, 1, 1) for tag in range(5000)]
+    received = messages(0, *many, (1, True, NO_TAG, 1, 1), (1, True, 3, 2, 1))
+    own = {each.tag: each.num_begun for each in received.messages}
+    assert len(own) == 258 and own[3] == 3 and own[255] == 1 and own[NO_TAG] == 1 and own[MANY_TAGS] == 5000 - 256
+    sent = messages(1, *((0, False, tag, 1, 1) for tag in (*range(3), *range(4, 5000))), (0, False, NO_TAG, 1, 1))
+    (finding,) = analyze([received, sent])
+    assert "with tag 3 from rank 1" in finding.text and "rank 1 has" not in finding.text
+    (finding,) = analyze([messages(0, *many, (1, True, 4999, 1, 0)), sent])
+    assert "waits for a message with one of many tags from rank 1" in finding.text and "rank 1 has" not in finding.text
 
 
 def test_a_message_that_ends_after_its_group_is_freed_changes_no_other_record(tmp_path):

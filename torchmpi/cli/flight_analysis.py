@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..communicators.call_log import CallNumber, describe
 from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
-from ..communicators.message_record import ANY_RANK, NO_TAG, LoggedMessages
+from ..communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, LoggedMessages
 from ..session.report import named
 
 _MOST_LAST_CALLS = 3
@@ -158,7 +158,10 @@ def _awaited_messages(records: Sequence[RankCalls], latest: float) -> list[Diver
             other = by_channel.get((each.key, each.peer, record.rank, not each.is_receive, each.tag))
             receiver = record.rank if each.is_receive else each.peer
             from_any = by_channel.get((each.key, receiver, ANY_RANK, True, each.tag))
-            there = _about_peer(each, other, from_any) if each.peer in known else ""
+            may_be_among_many = each.tag == MANY_TAGS or (each.key, receiver, ANY_RANK, True, MANY_TAGS) in by_channel
+            if other is None and (each.key, each.peer, record.rank, not each.is_receive, MANY_TAGS) in by_channel:
+                may_be_among_many = True
+            there = _about_peer(each, other, from_any) if each.peer in known and not may_be_among_many else ""
             if each.peer not in known and each.peer != ANY_RANK:
                 there = f"; there is no record of rank {each.peer}"
             text = f"rank {record.rank} {_awaited(each, count)} on {each.group}, for {seconds:.3g} s{there}."
@@ -167,7 +170,7 @@ def _awaited_messages(records: Sequence[RankCalls], latest: float) -> list[Diver
 
 
 def _awaited(message: LoggedMessages, count: int) -> str:
-    tag = "" if message.tag == NO_TAG else f" with tag {message.tag}"
+    tag = {NO_TAG: "", MANY_TAGS: " with one of many tags"}.get(message.tag, f" with tag {message.tag}")
     whom = "any rank" if message.peer == ANY_RANK else f"rank {message.peer}"
     what = f"a message{tag}" if count == 1 else f"{count} messages{tag}"
     size = f"({message.dtype}, {message.num_bytes} bytes)"

@@ -2,14 +2,16 @@
 
 A channel is a direction, another rank of a group, and a tag. MPI keeps the messages of a channel in order, so the
 message with a number is the same one on both ranks: timelines connect its two parts, and the analysis of a flight
-record knows whether the message for which a rank waits has been sent. The fields of an entry are MESSAGE_BEGUN and the
-following ones of :mod:`torchmpi.shared_memory.memory_layout`; the fast path writes them too.
+record knows whether the message for which a rank waits has been sent. Only the first tags have channels of their own:
+a program that counts its messages by tags would otherwise need ever more memory. The fields of an entry are
+MESSAGE_BEGUN and the following ones of :mod:`torchmpi.shared_memory.memory_layout`; the fast path writes them too.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -34,6 +36,10 @@ ANY_RANK = -1
 """The other rank of receives from any rank."""
 NO_TAG = -1
 """The tag of messages of `send` and `recv`."""
+MANY_TAGS = -2
+"""The tag of a channel for all further tags of a program that uses ever new ones."""
+_MOST_TAGS = 256
+"""Tags of a direction and another rank that have a channel each."""
 NUMBER_MASK = (1 << 31) - 1
 """Of the number of a message in timelines."""
 
@@ -102,6 +108,7 @@ class Channels(Generic[M]):
         self._make_memory = make_memory
         self._memories: list[M] = []
         self._channels: dict[tuple[bool, int, int], Channel] = {}
+        self._num_tags: Counter[tuple[bool, int]] = Counter()
         self._inexact: set[int] = set()
         """Tags with receives from any rank, which may take the messages of receives from one rank."""
         self._lock = threading.Lock()
@@ -123,7 +130,11 @@ class Channels(Generic[M]):
     def _make(self, key: tuple[bool, int, int]) -> Channel:
         is_receive, peer, tag = key
         with self._lock:
+            if key not in self._channels and tag != NO_TAG and self._num_tags[is_receive, peer] >= _MOST_TAGS:
+                tag = MANY_TAGS
+                key = is_receive, peer, tag
             if key not in self._channels:
+                self._num_tags[is_receive, peer] += 1
                 index = len(self._channels) % RECORD_LENGTH
                 if index == 0 or not self._memories:
                     self._memories.append(self._make_memory())
@@ -131,8 +142,8 @@ class Channels(Generic[M]):
                 if is_receive and peer == ANY_RANK:
                     self._inexact.add(tag)
                     for (receives, _, other_tag), channel in self._channels.items():
-                        channel.is_exact = channel.is_exact and not (receives and other_tag == tag)
-                made.is_exact = not (is_receive and tag in self._inexact)
+                        channel.is_exact = channel.is_exact and not (receives and tag in (other_tag, MANY_TAGS))
+                made.is_exact = tag != MANY_TAGS and not (is_receive and self._inexact & {tag, MANY_TAGS})
                 self._channels[key] = made
             return self._channels[key]
 
@@ -161,7 +172,7 @@ class LoggedMessages(NamedTuple):
     def __str__(self) -> str:
         what = f"{self.dtype}, {self.num_bytes} bytes" if self.dtype else f"{self.num_bytes} bytes"
         whom = "any rank" if self.peer == ANY_RANK else f"rank {self.peer}"
-        tag = "" if self.tag == NO_TAG else f", tag {self.tag}"
+        tag = "" if self.tag == NO_TAG else ", of many tags" if self.tag == MANY_TAGS else f", tag {self.tag}"
         return f"{'recv from' if self.is_receive else 'send to'} {whom}{tag} ({what})"
 
 
