@@ -82,7 +82,7 @@ class Inside(NamedTuple):
 
 
 def run_file(path: Path, backend: str, options: Inside) -> None:
-    """Run the chosen tests of a file that have not begun yet, and write an event at the begin and the end of each."""
+    """Run the chosen tests of a file that have not begun yet, and write an event at the start and the end of each."""
     with_backend(backend)
     sys.path.insert(0, str(path.parent))
     sys.argv[1:] = []

@@ -263,7 +263,7 @@ def _how_messages_ended(messages: LoggedMessages) -> str:
     count = messages.num_begun - messages.num_ended
     if count:
         return "not ended" if count == 1 else f"{count} have not ended"
-    return f"ended {(messages.end - messages.begin) / 1e3:.1f} us after its begin"
+    return f"ended {(messages.end - messages.begin) / 1e3:.1f} us after its start"
 
 
 def as_json(records: Sequence[RankCalls]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Args:
         file_path: The file, which is overwritten.
-        mark_cycles: Mark the begin of each call by an event ``CYCLE_START``.
+        mark_cycles: Mark the start of each call by an event ``CYCLE_START``.
 
     Raises:
         ValueError: ``init()`` was not called, or the environment variable ``HOROVOD_TIMELINE`` is not set.

@@ -536,7 +536,7 @@ _lines: dict[tuple[int, int], str] = {}
 
 
 def _note_code(code: CodeType) -> bool:
-    """Remember whether code is of the program, which it returns, or of torchmpi, torch, and the begin of a thread."""
+    """Remember whether code is of the program, which it returns, or of torchmpi, torch, and the start of a thread."""
     is_own = code.co_filename.startswith(_OWN_FOLDERS) or code.co_filename in _BETWEEN
     known = _own_code if is_own else _program_code
     if len(known) < _MOST_LINES:  # a program that makes code for ever must not fill memory

@@ -135,7 +135,7 @@ def _message_flows(traces: Sequence[RankTrace], first: float, first_id: int) -> 
                     receives[group, details["from"], trace.rank, tag, details["received"]] = event, seconds - first
     for number, key in enumerate(sends.keys() & receives.keys(), first_id):
         (send, sent), (receive, begin) = sends[key], receives[key]
-        # The arrow ends inside the slice of the receive, not before its begin, nor before the message was sent.
+        # The arrow ends inside the slice of the receive, not before its start, nor before the message was sent.
         at = min(max(_microseconds(begin), _microseconds(sent)), _microseconds(begin) + receive["dur"] - 0.001)
         if at < _microseconds(sent):  # by the error of the clocks: viewers show no arrow backwards in time
             continue
