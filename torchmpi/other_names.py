@@ -240,7 +240,7 @@ def _similar(name: str, known: Iterable[str]) -> str | None:
 
 
 def refuses_keywords(function: _Function) -> _Function:
-    """Describe a function with a parameter ``**_unknown`` as ``help()`` shall show it.
+    """Describe a function with a parameter ``**_unknown`` as ``help()`` is to show it.
 
     The parameter is hidden: the function raises :func:`unknown_keyword` if it is not empty. `op`, `comm` and `backend`
     are keyword-only. A wrapper would cost more time.

@@ -71,7 +71,7 @@ class GroupProperties(dist.ProcessGroup):
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate a tensor that the ranks of the host share; FSDP2 asks for its buffers if it is told to."""
+        """Allocate a tensor that the ranks of the host share; FSDP2 calls it for its buffers if configured to."""
         return runtime.current().empty_shared((size,), dtype)
 
     def get_group_store(self) -> torch_names.Store:

@@ -36,7 +36,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     """Start torchmpi, unless it runs already. Collective; does nothing if it was called before.
 
     Args:
-        comm: None for all ranks; or the ranks of the job that this program shall see as all ranks, as a list or as a
+        comm: None for all ranks; or the ranks of the job that form the world of this program, as a list or a
             communicator of mpi4py. Every rank of the job calls `init`, with the list that contains it.
         process_sets: Sets to register, the same ones on all ranks; or ``"dynamic"`` to allow `add_process_set`.
 

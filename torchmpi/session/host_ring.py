@@ -143,7 +143,7 @@ class HostLink:
                 self.sock.shutdown(socket.SHUT_RDWR)  # the next message could not be told from this one
         except BlockingIOError:
             pass
-        except OSError as error:  # a socket tells it once; the thread then reads the end of the connection
+        except OSError as error:  # a socket reports it once; the thread then reads the end of the connection
             self._error = error
         finally:
             self._sending.release()

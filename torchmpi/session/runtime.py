@@ -261,7 +261,7 @@ class Runtime:
     def _start_watchdog(self, hosts: Sequence[int]) -> None:
         """Start the watchdog, and connect it with the other hosts."""
         watchdog = Watchdog(self.context, self.config, self.failures.end_job)
-        # A lost host is noticed by the connections of the message layer, if its loss shall not end the job.
+        # A lost host is noticed by the connections of the message layer, if its loss does not end the job.
         if self.num_hosts > 1 and self.config.heartbeat_seconds and self.losses is None:
             watchdog.heartbeat = self._connect_hosts(hosts, watchdog)
         watchdog.start()

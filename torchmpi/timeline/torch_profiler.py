@@ -1,8 +1,8 @@
 """Events of torch.profiler for the calls of this package.
 
-torch tells nobody when a profiler starts. Asking in every call costs 50 ns, and calls on the fast path run no Python.
-So the functions of torch that a profiler calls when it starts and stops are extended, and a running profiler is a
-reader of :mod:`.events`.
+torch has no callback for the start of a profiler. A query in every call costs 50 ns, and calls on the fast path run no
+Python. So this module extends the functions of torch that a profiler calls when it starts and stops, and makes a
+running profiler a reader of :mod:`.events`.
 """
 
 from __future__ import annotations
