@@ -58,16 +58,16 @@ def main() -> None:
     if mpi.rank() == 0:
         print(f"{mpi.size()} ranks, torch {torch.__version__}, Python {sys.version.split()[0]}")
     recording = partial(mpi.timeline.start, folder)
+    torch.distributed.init_process_group("torchmpi")
     if "calls" in options.parts:
         measure_calls(options.rounds, ("off", nullcontext), ("on", recording))
     if "off" in options.parts:
         without, with_them = contexts_of_comparisons()
         measure_calls(options.rounds, ("without", without), ("with", with_them))
     if "steps" in options.parts:
-        torch.distributed.init_process_group("torchmpi")
         for name in options.models.split(","):
             measure_steps(name, options.rounds, ("off", nullcontext), ("on", recording))
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
     mpi.stop()
 
 
@@ -78,40 +78,48 @@ Side = tuple[str, Callable[[], AbstractContextManager[object]]]
 def measure_calls(rounds: int, *sides: Side) -> None:
     """Print the time of calls of 4 bytes, in nanoseconds."""
     tensor, repeats = torch.zeros(1), 1000
-
-    def fast() -> None:
-        for _ in range(repeats):
-            mpi.allreduce(tensor)
-
-    def through_python() -> None:
-        for _ in range(repeats):
-            mpi.allreduce(tensor, backend="mpi")
-
-    for name, batch in (
-        ("allreduce", timed(fast)),
-        ("allreduce by MPI", timed(through_python)),
-        ("asynchronous, the call", lambda: queued(tensor, repeats)[0]),
-        ("asynchronous, the worker", lambda: queued(tensor, repeats)[1]),
-        ("asynchronous, a wait", lambda: waited(repeats)),
-    ):
+    synchronous = {
+        "allreduce": partial(mpi.allreduce, tensor),
+        "allreduce by MPI": partial(mpi.allreduce, tensor, backend="mpi"),
+        "allreduce by p2p": partial(mpi.allreduce, tensor, backend="p2p"),
+        "allreduce by gloo": partial(mpi.allreduce, tensor, backend="gloo"),
+        "all_reduce of torch": partial(torch.distributed.all_reduce, tensor),
+    }
+    asynchronous = {
+        "asynchronous": partial(mpi.allreduce_async, tensor, backend="mpi"),
+        "async_op of torch": partial(torch.distributed.all_reduce, tensor, async_op=True),
+    }
+    batches = {name: timed(partial(repeated, call, repeats)) for name, call in synchronous.items()}
+    for name, call in asynchronous.items():
+        of_torch: Any = torch.distributed.group.WORLD
+        group = runtime.communicator(None).intra if name == "asynchronous" else of_torch._group
+        batches[f"{name}, the call"] = partial(queued, call, group.call_queue, repeats, in_worker=False)
+        batches[f"{name}, the worker"] = partial(queued, call, group.call_queue, repeats, in_worker=True)
+    batches["a wait"] = partial(waited, repeats)
+    for name, batch in batches.items():
         values = [1e9 * value / repeats for value in compared(batch, rounds, *sides)]
         show(f"{name}, 4 bytes", "ns", values, sides)
 
 
-def queued(tensor: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Return the seconds that asynchronous calls take in the calling thread, and in the worker."""
-    own, calls = 0.0, runtime.communicator(None).intra.call_queue
-    in_worker, at_once = 0.0, 20
+def repeated(call: Callable[[], object], repeats: int) -> None:
+    """Make calls from one line."""
+    for _ in range(repeats):
+        call()
+
+
+def queued(call: Callable[[], object], calls: CallQueue, repeats: int, *, in_worker: bool) -> float:
+    """Return the seconds that asynchronous calls take in the calling thread, or in the worker."""
+    own, of_worker, at_once = 0.0, 0.0, 20
     for _ in range(repeats // at_once):
         with calls.run_lock:
             first = calls.submit(time.thread_time, "begin")
             begin = time.thread_time()
             for _ in range(at_once):
-                mpi.allreduce_async(tensor, backend="mpi")
+                call()
             own += time.thread_time() - begin
             last = calls.submit(time.thread_time, "end")
-        in_worker += last.wait() - first.wait()
-    return own, in_worker
+        of_worker += last.wait() - first.wait()
+    return of_worker if in_worker else own
 
 
 def waited(repeats: int) -> float:
@@ -185,7 +193,7 @@ def show(name: str, unit: str, values: list[float], sides: tuple[Side, ...]) -> 
         before, after, more, least = values
         (first, _), (second, _) = sides
         difference = f"difference {more:7.1f} ({100 * more / before:5.1f} %), fastest {least:7.1f}"
-        print(f"{name:34} {first} {before:8.1f} {unit}, {second} {after:8.1f}, {difference}", flush=True)
+        print(f"{name:39} {first} {before:8.1f} {unit}, {second} {after:8.1f}, {difference}", flush=True)
 
 
 class UncheckedPath(FastPathWrapper):
