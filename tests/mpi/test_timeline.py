@@ -82,7 +82,10 @@ def test_the_algorithm_is_named(agree, folder):
     is_pair, expected = mpi.size() == 2, []
     whole, swap, parts = "whole tensors to all", "swap of whole tensors", "exchange of parts"
     shared = mpi.empty_shared((100_000,)).fill_(1)
+    mpi.allreduce(torch.ones(3), backend="p2p")
     with mpi.timeline.start(folder):
+        mpi.allgather(torch.ones(3), backend="mpi")  # not by the algorithm of the call before
+        expected.append(("allgather", "mpi", "library"))
         for _ in range(3):  # the fast path makes some of the repeated calls
             for call, tensor, backend, name in (
                 (mpi.allreduce, torch.ones(3), "shm", "ring entries"),
@@ -322,7 +325,7 @@ def test_calls_of_the_fast_path_are_noted_by_machine_code(agree, folder, monkeyp
 
 
 def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypatch):
-    """Also queued ones, and waits; not those of a function of the package that the program has called."""
+    """Also queued ones, waits and parts; with the origin from Python if machine code cannot find it."""
     if not fast_path._fast_paths or sys.version_info < (3, 11):
         pytest.skip("machine code notes no calls here")
     monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 60)
@@ -346,6 +349,7 @@ def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypat
         for _ in range(3):
             mpi.broadcast_async(names["tensor"], 0, backend="mpi").wait()
             lines.append(sys._getframe().f_lineno - 1)
+        mpi.allreduce(names["tensor"], backend="p2p")
     own = traces_of(folder)[mpi.rank()]
     calls = [each for each in own.calls if each.collective == "broadcast"]
     agree.equal([each.details["line"] for each in calls], [f"{__file__}:{line}" for line in lines])
@@ -357,10 +361,11 @@ def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypat
     wait = own.intervals("wait")[0]
     agree(calls[4].queued <= wait.begin and calls[4].end <= wait.end + 0.001, f"{wait}, {calls[4]}")
     noted = [each[1] for each in notes if len(each) == 11 and each[3] & 0xFF == COLLECTIVES.index("broadcast")]
-    agree.equal(noted[-6:], [calls[number].seq for number in (1, 2, 4, 6, 7, 8)])
+    agree.equal(noted, [each.seq for each in calls])
     origins = [each[9] for each in notes if len(each) == 11 and each[1] in noted[-3:]]
     agree.equal([type(each) for each in origins], [bytes] * 3)
-    agree.equal({each[:2] for each in notes if len(each) == 5}, {("wait", f"rank {mpi.rank()}: broadcast")})
+    intervals = {("wait", f"rank {mpi.rank()}: broadcast"), ("part", "combining")}
+    agree.equal({each[:2] for each in notes if len(each) == 5}, intervals)
 
 
 def test_calls_of_torch_and_of_the_package_are_noted_by_machine_code(agree, folder, default_group, monkeypatch):
@@ -370,8 +375,8 @@ def test_calls_of_torch_and_of_the_package_are_noted_by_machine_code(agree, fold
     tensor, network, by_python = torch.ones(4), torch.nn.Linear(3, 3), []
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    record = events.Recorder.call
-    monkeypatch.setattr(events.Recorder, "call", lambda *args: (by_python.append(args), record(*args)))
+    search = events.Recorder.origin
+    monkeypatch.setattr(events.Recorder, "origin", lambda *args: by_python.append(args) or search(*args))
     calls = [
         lambda: dist.all_reduce(tensor),
         lambda: dist.all_reduce(tensor, async_op=True).wait(),
@@ -425,7 +430,7 @@ class Spy:
 
     def __init__(self, notes):
         self._notes, self.know, self.note = notes, fast_path.notes.know, fast_path.notes.note
-        self.note_wait, self.note_origin = fast_path.notes.note_wait, fast_path.notes.note_origin
+        self.note_interval, self.note_origin = fast_path.notes.note_interval, fast_path.notes.note_origin
         self.num_waiting = fast_path.notes.num_waiting
 
     def take(self):
@@ -475,10 +480,8 @@ def test_a_call_in_several_chunks_is_recorded_from_its_begin(agree, folder):
     def run(*arguments):
         log = group.call_log
         for _ in range(2):
-            _, code, shape = log.current
             entered.append(events.now())
-            log.leave(num_calls=0)
-            log.enter(code, shape)
+            log.enter_next_chunk()
 
     code = COLLECTIVES.index("allreduce") | OPS.index("sum") << 8
     with mpi.timeline.start(folder):

@@ -136,10 +136,7 @@ class StagedOperation:
                 buffer.wait()
                 call_parts.end("staging", since)
                 if k > 0:  # for the backend and the other ranks, each chunk is a separate call
-                    assert call_log.current is not None
-                    _, code, shape = call_log.current
-                    call_log.leave(num_calls=0)
-                    call_log.enter(code, shape)
+                    call_log.enter_next_chunk()
                 chunk = buffer.view(numel, dtype)
                 self._operation(chunk, None, root)
                 if target is not None:

@@ -41,8 +41,10 @@ from ..shared_memory.memory_layout import (
     EXITED,
     LEFT,
     LOG_ACTIVE,
+    LOG_BEGUN,
     LOG_COUNTERS,
     LOG_FIELDS,
+    LOG_LAST_CHUNK,
     LOG_RECORD,
     LOG_SEQUENCE,
     LOG_WAITED,
@@ -263,6 +265,20 @@ class CallLog:
             ring.enter(seq, code, shape, is_number=type(shape) is CallNumber)
         else:  # on the path of every call
             WRITERS[num_dims](ring.memory, STARTS[seq & _LAST], seq, code, num_dims, -begin, 0, *shape)
+
+    def enter_next_chunk(self) -> None:
+        """End a chunk of a call of the program, of which only the time is counted, and enter the next one."""
+        assert self.current is not None
+        (_, code, shape), begun = self.current, self.begun
+        self.leave(num_calls=0)
+        self.enter(code, shape)
+        self.log_fields[LOG_BEGUN], self.log_fields[LOG_LAST_CHUNK] = begun, self.seq
+
+    @property
+    def begun(self) -> int:
+        """When the current call of the program began; `begin` is that of its chunk."""
+        fields = self.log_fields
+        return fields[LOG_BEGUN] if fields[LOG_LAST_CHUNK] == fields[LOG_SEQUENCE] else self.begin
 
     def announce(self) -> None:
         """Publish the call that was entered and compare it with the neighbors, as kernels also do."""

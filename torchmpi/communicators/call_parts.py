@@ -13,5 +13,5 @@ def begin() -> int:
 def end(name: str, since: int) -> None:
     """Report a part that has begun at `since`, if that is not 0."""
     recorder = events.recorder
-    if since and recorder is not None:
-        recorder.slice(name, events.PART, since)
+    if since and recorder is not None and not recorder.note_interval(events.PART, name, since):
+        recorder.interval(events.PART, name, since)

@@ -195,9 +195,7 @@ class CallQueue:
                 task = events.show_task(description, task)
             origin: events.PlainOrigin | None = None
             if recorder is not None:
-                if not events.labels:
-                    origin = recorder.note_origin(depth)
-                origin = origin or recorder.origin(events.now(), depth + 1)
+                origin = recorder.note_origin(depth) or recorder.origin(events.now(), depth + 1)
             self.run_lock.fields[RUN_LOCK_PENDING] += 1
             self._tasks.put((task, handle, origin))
         return handle

@@ -123,6 +123,8 @@ class Group:
         self.attachments: list[Any] = []
         self.communicator: Any = None
         self._compared = 0
+        self._recorder: events.Recorder | None = None
+        """The last recorder of the calls: before it, nobody has reset the algorithm in the call log."""
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.local, self.across = _split_by_host(self)
         context.groups.append(self)
@@ -154,13 +156,14 @@ class Group:
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
         recorder = events.recorder
-        event, begin = None, 0
-        if recorder is not None and events.show_call is not None:
-            event = self._begin_event(plan, tensor, out, root)
+        event = None
+        if recorder is not None:
+            if recorder is not self._recorder:
+                self._recorder, call_log.log_fields[LOG_ALGORITHM] = recorder, 0
+            if events.show_call is not None:
+                event = self._begin_event(plan, tensor, out, root)
         try:
             call_log.enter(code, shape)
-            if recorder is not None:
-                begin, call_log.log_fields[LOG_ALGORITHM] = call_log.begin, 0
             result = plan.run(tensor, out, root)
             num_bytes = bytes_of(tensor, out, result)
             end = call_log.leave(num_bytes)
@@ -172,33 +175,34 @@ class Group:
                 call_log.abandon()
                 if recorder is not None:
                     events.end_event(event)
-                    recorder.call(
-                        self.info, call_log.seq, plan, code, bytes_of(tensor, out), 0, begin or call_log.begin,
-                        events.now(), self.call_queue.origin, depth + 1, type(error).__name__,
-                    )  # fmt: skip
+                    self._record(recorder, plan, code, bytes_of(tensor, out), events.now(), depth, type(error).__name__)
             call = Call(call_log.seq, code, shape)
             raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException as error:
             call_log.abandon()
             if recorder is not None:
                 events.end_event(event)
-                recorder.call(
-                    self.info, call_log.seq, plan, code, bytes_of(tensor, out), 0, begin or call_log.begin,
-                    events.now(), self.call_queue.origin, depth + 1, type(error).__name__,
-                )  # fmt: skip
+                self._record(recorder, plan, code, bytes_of(tensor, out), events.now(), depth, type(error).__name__)
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
         if recorder is not None:
             if event is not None:
                 events.end_event(event)
-            origin = self.call_queue.origin
-            # Notes have the times of the call log; of a call in several chunks, that is the last one.
-            is_noted = begin == call_log.begin and (origin is not None or not events.labels)
-            if not is_noted or not recorder.note(self.info, plan, origin, depth, num_bytes, call_log.address):
-                algorithm = call_log.log_fields[LOG_ALGORITHM]
-                recorder.call(self.info, call_log.seq, plan, code, num_bytes, algorithm, begin, end, origin, depth + 1)
+            if not recorder.note(self.info, plan, self.call_queue.origin, depth, num_bytes, call_log.address):
+                self._record(recorder, plan, code, num_bytes, end, depth)
         return result
+
+    def _record(
+        self, recorder: events.Recorder, plan: Plan, code: int, num_bytes: int, end: int, depth: int, error: str = ""
+    ) -> None:
+        """Record a call that has ended and that machine code cannot note. `depth`: of :meth:`perform`, its caller."""
+        log = self.call_log
+        origin = self.call_queue.origin or recorder.origin(0, depth + 2)
+        # Noted with the origin that Python has found, the call is behind the notes of its parts.
+        if error or not recorder.note(self.info, plan, origin, 0, num_bytes, log.address):
+            algorithm, log.log_fields[LOG_ALGORITHM] = log.log_fields[LOG_ALGORITHM], 0
+            recorder.call(self.info, log.seq, plan, code, num_bytes, algorithm, log.begun, end, origin, error)
 
     def perform_into(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
         """Run a collective that works in place on a copy of the tensor in `out`."""
@@ -270,6 +274,7 @@ class Group:
             begin, num_bytes = info.clock.nanoseconds(int(call.begin)), log.log_fields[LOG_BYTES]
             where = events.origin_of(recorder.origin(0))
             algorithm = algorithm_name(log.log_fields[LOG_ALGORITHM], info.backend)
+            log.log_fields[LOG_ALGORITHM] = 0
             recorder.report(
                 events.CallRecord(
                     info.group, log.seq, *info.names, num_bytes, info.backend, algorithm, begin, events.now(),

@@ -201,3 +201,4 @@ def _follow_readers() -> None:
 
 events.when_changed.append(_follow_readers)
 events.fast_notes = fast_path.notes
+fast_path.notes.labels = events.labels

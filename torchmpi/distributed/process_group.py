@@ -555,7 +555,8 @@ class ProcessGroup(GroupProperties):
 
     def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
         """Queue a task, ordered after the work on the device of `tensor` so far."""
-        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", tensor)
+        # Four frames of this package: CallQueue.submit, this function, _launch, and the one that calls it.
+        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", tensor, 4)
         handle.awaited = partial(awaited_ranks, self._group)
         return handle
 

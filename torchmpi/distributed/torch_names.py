@@ -127,16 +127,14 @@ def is_bucket_of_ddp(tensor: torch.Tensor) -> bool:
     The reducer calls from C++ below `backward()`, with a flat tensor that owns its memory. Other reductions below
     `backward()` come from Python: from a hook, or the backward of a function.
     """
-    caller = sys._getframe(1).f_back  # None in a thread of autograd, which GPUs have
-    return (
-        caller is not None
-        and caller.f_code is getattr(_RUN_BACKWARD, "__code__", None)
-        and tensor.dim() == 1
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-    )
+    try:
+        caller = sys._getframe(2)
+    except ValueError:  # in a thread of autograd, which GPUs have
+        return False
+    return caller.f_code is _RUN_BACKWARD and tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-_RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_RUN_BACKWARD = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _SHARED_MEMORY = "/dev/shm"
 
 

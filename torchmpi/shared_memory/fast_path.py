@@ -202,19 +202,21 @@ class Notes:
         self._record = array("q", bytes(8 * records.FAST_PATH_FIELDS))
         self.note: Callable[[Any, Any, Any, int, int, int], int] = _noting_nothing
         """Notes a call that Python has run (:class:`.kernels.noting_code.NotingCalls`)."""
-        self.note_wait: Callable[[str, str, int], int] = _noting_nothing
-        """Notes a wait that ends now: category, description, begin in nanoseconds."""
+        self.note_interval: Callable[[str, str, int], int] = _noting_nothing
+        """Notes an interval that ends now: category, text, begin in nanoseconds."""
         self.note_origin: Callable[[int], bytes | None] = _noting_no_origin
         """Returns the origin of a call that is queued now (:class:`.kernels.noting_code.NotingOrigins`)."""
+        self.labels: dict[int, str] = {}
+        """The labels of the calls that threads make, which are in origins that Python makes."""
 
     def build(self) -> None:
-        """Make the functions of machine code."""
-        self._objects = {records.NONE: None, records.FRAME_AT: sys._getframe}  # machine code has their addresses
+        """Make the functions of machine code, which has the addresses of these objects."""
+        self._objects = {records.NONE: None, records.FRAME_AT: sys._getframe, records.LABELS: self.labels}
         for index, item in self._objects.items():
             self._record[index] = id(item)
         self._record[records.NOTES] = self.address
-        self.note, self.note_wait, self.note_origin = (
-            kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_wait", "note_origin")
+        self.note, self.note_interval, self.note_origin = (
+            kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_interval", "note_origin")
         )
 
     def know(self, code: CodeType, is_own: bool) -> None:
@@ -237,7 +239,7 @@ class Notes:
             Of a call of the fast path: description, number, begin, end, bytes and algorithm, thread, code and offset of
             the line.
             Of another call: group, number, plan, code, bytes, algorithm, begin, end, thread, origin, ''.
-            Of a wait: category, description, begin, end, thread.
+            Of an interval: category, text, begin, end, thread.
         """
         with self._taking:
             num_noted, num_taken = self._fields[[records.NUM_NOTED, records.NUM_TAKEN]].tolist()

@@ -57,8 +57,10 @@ ARRIVED = PAYLOAD  # of calls that no kernel runs: when the rank has entered the
 # call that the fast path has entered and that is active, or 0; address of the first entry of the flight record; bytes
 # of the call that the fast path has entered; nanoseconds that the current call has waited for other ranks, or, if these
 # are not known, minus the time of its begin; the algorithm of the last call, 0 if the library below has chosen it
-# (communicators/algorithms.py), and of an exchange the numbers of its messages; counters of each collective.
-LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_WAITED, LOG_ALGORITHM, LOG_COUNTERS = range(7)
+# (communicators/algorithms.py), and of an exchange the numbers of its messages; number of the last call that was a
+# later chunk of a call of the program, and when the first chunk began, in nanoseconds; counters of each collective.
+LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_WAITED, LOG_ALGORITHM = range(6)
+LOG_LAST_CHUNK, LOG_BEGUN, LOG_COUNTERS = range(6, 9)
 # The algorithms of kernels: in the entries of the ring, in whole slots, in chunks through the slots, in shared tensors,
 # by direct reads, in the messages that compare the call.
 IN_RING, IN_WHOLE_SLOTS, IN_CHUNKS, IN_SHARED_TENSORS, BY_DIRECT_READS, WITH_COMPARISON = range(1, 7)

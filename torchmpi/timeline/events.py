@@ -132,9 +132,10 @@ PlainOrigin = tuple[int, CodeType | None, int, str] | bytes
 the code and the offset (records.ORIGIN_FIELDS). :func:`origin_of` makes an Origin."""
 PlainCall = tuple[Any, ...]
 """A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it, or a SliceRecord of a
-message of the fast path or of a wait. The first item determines the others."""
+message of the fast path or of an interval. The first item, of which those of intervals are strings, determines the
+others."""
 WAIT = "wait"
-"""The category of the times in which a thread waits for a handle; the first item of their plain records."""
+"""The category of the times in which a thread waits for a handle."""
 
 
 class CallPlan(Protocol):
@@ -154,8 +155,8 @@ class FastNotes(Protocol):
 
     note: Callable[[GroupInfo, CallPlan, PlainOrigin | None, int, int, int], int]
     """Notes a call that Python has run: group, plan, origin, depth, bytes, address of the call log; 0 if it cannot."""
-    note_wait: Callable[[str, str, int], int]
-    """Notes a wait that ends now: category, description, begin; 0 if it cannot."""
+    note_interval: Callable[[str, str, int], int]
+    """Notes an interval that ends now: category, text, begin; 0 if it cannot."""
     note_origin: Callable[[int], bytes | None]
     """Returns the origin of a call that is queued now by the frame at a depth; None if it cannot."""
 
@@ -171,9 +172,10 @@ class FastNotes(Protocol):
 
 def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
     """Convert a plain record. The thread of a reader does this, so that the thread of the call need not."""
-    if plain[0] is WAIT:
-        _, description, begin, end, thread = plain
-        return SliceRecord("wait", WAIT, "", begin, end, thread, {"call": description})
+    if isinstance(plain[0], str):
+        category, text, begin, end, thread = plain
+        name, details = (WAIT, {"call": text}) if category == WAIT else (text, {})
+        return SliceRecord(name, category, "", begin, end, thread, details)
     if type(plain[0]) is not GroupInfo:
         return _fast_record(*plain)
     group, seq, plan, code, num_bytes, algorithm, begin, end, thread, origin, error = plain
@@ -277,7 +279,7 @@ class Recorder:
         self.others: tuple[Reader, ...] = ()
         """The readers without a queue."""
         self.note: Callable[..., int] = _note_nothing
-        self.note_wait: Callable[..., int] = _note_nothing
+        self.note_interval: Callable[..., int] = _note_nothing
         self.note_origin: Callable[[int], bytes | None] = _no_origin
         """The functions of :class:`FastNotes`, if all readers are queues."""
 
@@ -305,16 +307,11 @@ class Recorder:
         algorithm: int,
         begin: int,
         end: int,
-        origin: PlainOrigin | None,
-        depth: int,
+        origin: PlainOrigin,
         error: str = "",
     ) -> None:
-        """Report a collective; without an origin, it is the line that makes the call.
-
-        The first `depth` frames are of this package. The next one should be the program: the search takes time.
-        """
-        if origin is None:
-            origin = self.origin(0, depth + 1)
+        """Report a collective."""
+        collect()  # the parts of the call come first
         record = group, seq, plan, code, num_bytes, algorithm, begin, end, _this_thread(), origin, error
         for queue in _queues:
             if len(queue) < MOST_EVENTS:
@@ -324,12 +321,12 @@ class Recorder:
         for read in self.others:
             read(record)
 
-    def wait(self, description: str, begin: int) -> None:
-        """Report that this thread has waited for a call until now."""
-        if not self.note_wait(WAIT, description, begin):
-            record = WAIT, description, begin, now(), _this_thread()
-            for read in self.readers:
-                read(record)
+    def interval(self, category: str, text: str, begin: int) -> None:
+        """Report an interval that ends now and that machine code cannot note: a wait, or a part of a call."""
+        end = now()
+        collect()  # the parts of a call in their order
+        for read in self.readers:
+            read((category, text, begin, end, _this_thread()))
 
     def slice(self, name: str, category: str, begin: int, track: str = "", **details: Any) -> None:
         """Report an interval that ends now."""
@@ -386,7 +383,7 @@ fast_notes: FastNotes | None = None
 """The notes of the fast path, set by the package that has one."""
 _calls = _OpenCalls()
 labels: dict[int, str] = {}
-"""The labels of the calls that threads make; machine code notes no labels."""
+"""The labels of the calls that threads make, always the same object; machine code notes only those in origins."""
 _changing = threading.Lock()
 _queues: tuple[EventQueue, ...] = ()
 _know: Callable[[CodeType, bool], None] = _know_nothing
@@ -443,7 +440,7 @@ def _set_readers(readers: tuple[Reader, ...]) -> None:
         recorder.readers, recorder.others = readers, tuple(others)
         notes = None if recorder.others else fast_notes
         recorder.note = _note_nothing if notes is None else notes.note
-        recorder.note_wait = _note_nothing if notes is None else notes.note_wait
+        recorder.note_interval = _note_nothing if notes is None else notes.note_interval
         recorder.note_origin = _no_origin if notes is None else notes.note_origin
         _know = _know_nothing if notes is None else notes.know
     else:

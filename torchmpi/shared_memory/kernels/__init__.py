@@ -130,12 +130,12 @@ def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
     wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in names]
     if kernel_set.fast_paths:
         from .fast_path_code import FastPathWrapper
-        from .noting_code import NotingCalls, NotingOrigins, NotingWaits
+        from .noting_code import NotingCalls, NotingIntervals, NotingOrigins
 
         specs = {name: spec for name, spec in kernel_set.fast_paths.items() if spec.kernel in names}
         wrappers += [FastPathWrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in specs.items()]
         if number == 0:
-            noting = {"note": NotingCalls, "note_wait": NotingWaits, "note_origin": NotingOrigins}
+            noting = {"note": NotingCalls, "note_interval": NotingIntervals, "note_origin": NotingOrigins}
             wrappers += [kind(f"{_PREFIX}enter_{name}") for name, kind in noting.items()]
     return compilation.link(_PREFIX, wrappers)
 

@@ -11,8 +11,10 @@ from ..memory_layout import (
     COUNTER_FIELDS,
     LOG_ACTIVE,
     LOG_ALGORITHM,
+    LOG_BEGUN,
     LOG_BYTES,
     LOG_COUNTERS,
+    LOG_LAST_CHUNK,
     LOG_RECORD,
     LOG_SEQUENCE,
     LOG_WAITED,
@@ -156,8 +158,11 @@ def note_call(call_log, noted):
     """Write number, begin, end, bytes, code and algorithm of the call that has just ended."""
     seq = load_field(call_log, LOG_SEQUENCE)
     record = record_of(call_log, seq)
+    begin = load_field(record, RECORD_BEGIN)
+    if load_field(call_log, LOG_LAST_CHUNK) == seq:
+        begin = -load_field(call_log, LOG_BEGUN)
     store_field(noted, 0, seq)
-    store_field(noted, 1, load_field(record, RECORD_BEGIN))
+    store_field(noted, 1, begin)
     store_field(noted, 2, load_field(record, RECORD_END))
     store_field(noted, 3, load_field(call_log, LOG_BYTES))
     store_field(noted, 4, load_field(record, RECORD_CODE))
@@ -166,8 +171,8 @@ def note_call(call_log, noted):
 
 
 @kernel
-def note_wait(begin, noted):
-    """Write begin and end of a wait that ends now, in the fields of a call."""
+def note_interval(begin, noted):
+    """Write begin and end of an interval that ends now, in the fields of a call."""
     store_field(noted, 0, 0)
     store_field(noted, 1, begin)
     store_field(noted, 2, now())

@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..memory_layout import FIELD_BYTES
+from ..memory_layout import FIELD_BYTES, LOG_ALGORITHM
 from . import records
 from .compilation import BYTES, INT, WORD, Wrapper, kernels
 
@@ -24,8 +24,9 @@ class NotingWrapper(Wrapper):
         builder = self.builder
         has_recorder = builder.icmp_signed("!=", self.field(self.record, records.NOTE), WORD(0))
         with builder.if_then(has_recorder, likely=False):
-            numbers = self.stack_record(records.NUM_NUMBERS)
-            self.call(kernels["note_call"], [self.field(cached_call, records.CALL_LOG), numbers])
+            numbers, call_log = self.stack_record(records.NUM_NUMBERS), self.field(cached_call, records.CALL_LOG)
+            self.call(kernels["note_call"], [call_log, numbers])
+            self._forget_algorithm(call_log)
             info = builder.inttoptr(self.field(cached_call, records.DESCRIPTION), BYTES)
             self._incref(info)  # of the note; an audit hook of sys._getframe may drop the cached call
             is_noted = builder.alloca(WORD)
@@ -39,6 +40,23 @@ class NotingWrapper(Wrapper):
                         self._clear_error()
             with builder.if_then(builder.icmp_signed("==", builder.load(is_noted), WORD(0)), likely=False):
                 self._note_in_python(info, numbers)
+
+    def _forget_algorithm(self, call_log: Any) -> None:
+        """Store that the library has chosen the algorithm of the next call, unless it stores another."""
+        self.builder.store(WORD(0), self.field_pointer(call_log, LOG_ALGORITHM))
+
+    def _frame_at(self, depth: Any) -> Any:
+        """Return a frame; null if there is none, or if calls have labels, which Python has to look up."""
+        builder = self.builder
+        frame = builder.alloca(BYTES)
+        builder.store(BYTES(None), frame)
+        num_labels = builder.call(self.declared("PyDict_Size", WORD, BYTES), [self._object(records.LABELS)])
+        with builder.if_then(builder.icmp_signed("==", num_labels, WORD(0))):
+            found = self._call_python(records.FRAME_AT, depth)
+            builder.store(found, frame)
+            with builder.if_then(builder.icmp_signed("==", found, BYTES(None)), likely=False):
+                self._clear_error()  # a thread of autograd, for example, has fewer frames
+        return builder.load(frame)
 
     def _add_note(self, info: Any, plan: Any, frame: Any, numbers: Any) -> Any:
         """Note a call by the line that a frame executes; return whether that was possible."""
@@ -118,7 +136,7 @@ class NotingWrapper(Wrapper):
 class NotingCalls(NotingWrapper):
     """``note(info, plan, origin, depth, num_bytes, call_log)``, which notes a call that Python has run.
 
-    It returns 1, or 0 if Python must report the call (:meth:`torchmpi.timeline.events.Recorder.call`).
+    It returns 1, or 0 if there is no room, or if Python must search the origin.
 
     Args:
         info: The group, as the readers see it.
@@ -145,19 +163,19 @@ class NotingCalls(NotingWrapper):
         with builder.if_else(is_here) as (here, queued):
             with here:
                 if _HAS_OFFSETS:
-                    frame = self._call_python(records.FRAME_AT, depth)
-                    with builder.if_else(builder.icmp_signed("!=", frame, BYTES(None))) as (found, missing):
-                        with found:
-                            builder.store(self._add_note(info, plan, frame, numbers), is_noted)
-                        with missing:  # a thread of autograd, for example, has fewer frames
-                            self._clear_error()
+                    frame = self._frame_at(depth)
+                    with builder.if_then(builder.icmp_signed("!=", frame, BYTES(None))):
+                        builder.store(self._add_note(info, plan, frame, numbers), is_noted)
             with queued:
                 self._incref(origin)
                 offset = WORD(records.IS_ORIGIN)
                 builder.store(self._write_note(info, plan, origin, offset, numbers), is_noted)
-        with builder.if_then(builder.icmp_signed("==", builder.load(is_noted), WORD(0)), likely=False):
-            for item in (info, plan):
-                self._decref(item)
+        with builder.if_else(builder.icmp_signed("!=", builder.load(is_noted), WORD(0))) as (noted, refused):
+            with noted:
+                self._forget_algorithm(call_log)
+            with refused:
+                for item in (info, plan):
+                    self._decref(item)
         builder.ret(self.as_number(builder.load(is_noted)))
 
 
@@ -173,33 +191,30 @@ class NotingOrigins(NotingWrapper):
         builder = self.builder
         self.record = self.number(self.function.args[0])
         if _HAS_OFFSETS:
-            frame = self._call_python(records.FRAME_AT, self.argument(0))
-            with builder.if_else(builder.icmp_signed("!=", frame, BYTES(None))) as (found, missing):
-                with found:
-                    code, offset = self._place(frame)
-                    fields = self.stack_record(records.ORIGIN_FIELDS)
-                    notes, address = self.field(self.record, records.NOTES), builder.ptrtoint(code, WORD)
-                    status = self.call(kernels["note_origin"], [notes, address, offset, fields])
-                    self._decref(code)  # code that is known is never freed
-                    with builder.if_then(builder.icmp_signed("==", status, WORD(0))):
-                        builder.ret(self._packed(fields, records.ORIGIN_FIELDS))
-                with missing:  # a thread of autograd, for example, has fewer frames
-                    self._clear_error()
+            frame = self._frame_at(self.argument(0))
+            with builder.if_then(builder.icmp_signed("!=", frame, BYTES(None))):
+                code, offset = self._place(frame)
+                fields = self.stack_record(records.ORIGIN_FIELDS)
+                notes, address = self.field(self.record, records.NOTES), builder.ptrtoint(code, WORD)
+                status = self.call(kernels["note_origin"], [notes, address, offset, fields])
+                self._decref(code)  # code that is known is never freed
+                with builder.if_then(builder.icmp_signed("==", status, WORD(0))):
+                    builder.ret(self._packed(fields, records.ORIGIN_FIELDS))
         self._incref(self._object(records.NONE))
         builder.ret(self._object(records.NONE))
 
 
-class NotingWaits(NotingWrapper):
-    """``note_wait(category, description, begin)``, which notes a wait that ends now; 0 if there is no room."""
+class NotingIntervals(NotingWrapper):
+    """``note_interval(category, text, begin)``, which notes an interval that ends now; 0 if there is no room."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         builder = self.builder
         self.record = self.number(self.function.args[0])
-        category, description = self.argument(0), self.argument(1)
+        category, text = self.argument(0), self.argument(1)
         numbers = self.stack_record(records.NUM_NUMBERS)
-        self.call(kernels["note_wait"], [self.number(self.argument(2)), numbers])
-        objects = category, description, category
+        self.call(kernels["note_interval"], [self.number(self.argument(2)), numbers])
+        objects = category, text, category
         for item in objects:
             self._incref(item)
         is_noted = self._write_note(*objects, WORD(records.IS_ORIGIN), numbers)

@@ -241,7 +241,9 @@ NOTES = 12
 FRAME_AT = 13
 """Of `sys._getframe`."""
 ONE = 14
-FAST_PATH_FIELDS = 15
+LABELS = 15
+"""Of the dict of the labels of calls, which notes have only in their origins."""
+FAST_PATH_FIELDS = 16
 
 # --- Ring of notes: the calls that have ended while a timeline is recorded ---------------------------------------
 
