@@ -119,6 +119,9 @@ def test_a_file_cut_at_any_byte_can_be_read(tmp_path):
     path = tmp_path / "rank0.json.gz"
     whole = path.read_bytes()
     first_member = whole.index(b"\x1f\x8b\x08", 1)
+    for length in (0, 10):  # nothing but the beginning of the first event: the trace of the other rank is there
+        path.write_bytes(whole[:length])
+        assert [trace.rank for trace in read_folder(tmp_path)] == [1]
     counts = set()
     for length in range(first_member, len(whole), 7):
         path.write_bytes(whole[:length])

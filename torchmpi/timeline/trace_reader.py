@@ -301,7 +301,7 @@ def _are_inside(begin: IntArray, end: IntArray, thread: IntArray) -> Flags:
 
 def read_events(path: Path) -> Iterator[Event]:
     """Return the events of a trace file, up to the place at which a killed rank ended it."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines, contextlib.suppress(EOFError, zlib.error, OSError):
+    with gzip.open(path, "rt", encoding="utf-8") as lines, contextlib.suppress(EOFError, zlib.error, gzip.BadGzipFile):
         for line in lines:
             text = line.strip().rstrip(",")
             if text not in ("[", "]", ""):
@@ -314,9 +314,11 @@ def read_events(path: Path) -> Iterator[Event]:
 def read_folder(folder: Path) -> list[RankTrace]:
     """Return the traces of all ranks, in their order; raise if there are none.
 
-    Files of an earlier, larger job in the same folder are ignored.
+    Files of an earlier, larger job in the same folder are ignored, and those of ranks that were killed before they had
+    written an event.
     """
     paths = sorted(folder.glob("rank*.json.gz"), key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = [path for path in paths if next(read_events(path), None) is not None]
     if not paths:
         raise ArgumentError(
             f"{folder} has no trace files (rankN.json.gz). Record them with TORCHMPI_TIMELINE={folder} in the "
