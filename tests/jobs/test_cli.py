@@ -363,7 +363,8 @@ def test_doctor_in_a_job_of_the_other_library(alone, family):
     assert checks["launcher"]["verdict"] == "problem" and "2 processes" in checks["launcher"]["found"], result.output
 
 
-def test_doctor_without_mpi_in_a_job(launch, tmp_path):
+@pytest.mark.parametrize("command", ("doctor", "info"))
+def test_a_report_without_mpi_in_a_job(launch, tmp_path, command):
     """The process that prints the report takes longer than the other one, whose status does not end the job."""
     (tmp_path / "slow.py").write_text(
         "import os, sys, time\n"
@@ -372,7 +373,10 @@ def test_doctor_without_mpi_in_a_job(launch, tmp_path):
         "    time.sleep(2)\n"
         "sys.exit(main())\n"
     )
-    result = launch(2, [str(tmp_path / "slow.py"), "doctor", "--json"], env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+    result = launch(2, [str(tmp_path / "slow.py"), command, "--json"], env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+    if command == "info":
+        assert result.returncode == 1 and "/nowhere/libmpi.so" in json.loads(result.stdout)["error"], result.output
+        return
     checks = checks_of(result)
     assert checks["MPI library"]["verdict"] == "problem"
     assert checks["MPI library"]["remedy"].startswith("MPI4PY_LIBMPI names /nowhere/libmpi.so"), result.output

@@ -35,9 +35,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         MPI = mpi_library.initialize()
     except (MissingMPIError, LaunchError) as error:
-        # The ranks form no job: the first one of the host reports.
-        if launcher.detect().local_rank in (None, 0):
-            show({"error": str(error)})
+        # The ranks form no job: the first one of the host reports. Another one with status 1 would end the job before.
+        if launcher.detect().local_rank not in (None, 0):
+            return 0
+        show({"error": str(error)})
         return 1
     world = MPI.COMM_WORLD
     try:
