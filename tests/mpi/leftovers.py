@@ -10,13 +10,16 @@ from pathlib import Path
 _LIMIT_SECONDS, _CALM_SECONDS = 5, 0.1
 
 
-def in_use() -> dict[str, int]:
-    """Open files, threads, and mapped shared memory, when constant: a joined thread ends a moment later."""
+def in_use(expected: dict[str, int] | None = None) -> dict[str, int]:
+    """Open files, threads, and mapped shared memory, when as expected or else constant.
+
+    A joined thread ends a moment later, on a busy machine after an interval without a change.
+    """
     limit, found = time.monotonic() + _LIMIT_SECONDS, _count()
-    while time.monotonic() < limit:
+    while found != expected and time.monotonic() < limit:
         time.sleep(_CALM_SECONDS)
         before, found = found, _count()
-        if found == before:
+        if expected is None and found == before:
             break
     return found
 

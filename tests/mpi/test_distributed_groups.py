@@ -247,7 +247,7 @@ def test_repeated_creation_leaves_nothing_behind(nothing_runs, agree):
         # The first rounds open files that remain open: libraries, MPI's own files; and start the progress thread.
         if number == 2:
             before = in_use()
-    agree.equal(in_use(), before, "after the last round, and after the third")
+    agree.equal(in_use(before), before, "after the last round, and after the third")
 
 
 def test_aborted_and_made_again(nothing_runs, agree):

@@ -448,7 +448,7 @@ def test_nothing_is_left_of_freed_groups(agree):
     for number in range(50):
         cycle(number)
     mpi.barrier()
-    agree.equal(in_use(), before, "after and before 50 cycles")
+    agree.equal(in_use(before), before, "after and before 50 cycles")
     agree.equal(len(runtime.current().context.groups), groups)
     left = [path.name for path in Path("/dev/shm").glob("torchmpi-*")]
     agree(not left, f"left in /dev/shm: {left}")

@@ -127,7 +127,7 @@ def test_nothing_is_left_behind(agree):
     before = in_use()
     for _ in range(3):
         one_run()
-    agree.equal(in_use(), before, "after and before")
+    agree.equal(in_use(before), before, "after and before")
     boards = [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")]
     agree(not boards, f"left in /dev/shm: {boards}")
     agree.equal((os.sched_getaffinity(0), torch.get_num_threads()), (cores, threads), "cores and threads")

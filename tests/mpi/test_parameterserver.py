@@ -580,7 +580,7 @@ def test_start_and_stop_leak_nothing(started, agree):
     before = in_use()
     for _ in range(2):
         one_run()
-    agree.equal(in_use(), before, "after and before")
+    agree.equal(in_use(before), before, "after and before")
     start(started)
     agree(not [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")], "left in /dev/shm")
 
@@ -592,4 +592,4 @@ def test_init_and_free_leak_nothing(transport, agree):
         ps.send(server, torch.ones(LARGE)).wait()
         ps.free(server)
         before = before or in_use()
-    agree.equal(in_use(), before, "after and before")
+    agree.equal(in_use(before), before, "after and before")
