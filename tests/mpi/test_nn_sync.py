@@ -9,7 +9,6 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.collectives.tensor_lists import tensor_lists
 from torchmpi.communicators import call_log
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 from torchmpi.session import runtime
@@ -388,8 +387,8 @@ def test_gradients_scattered_on_some_rank_are_reduced_as_a_list(agree, happens):
         for p in net.parameters()
     ]
     frozen = [parameter.grad.clone() for parameter in net.parameters() if not parameter.requires_grad]
-    takes_lists = tensor_lists([torch.ones(1)], mpi.communicator(), "avg")[0].plan.many is not None
-    agree.equal(synchronized_as(net), [False, takes_lists], "in one block")
+    shares_memory = mpi.communicator().intra.status_board is not None
+    agree.equal(synchronized_as(net), [False, shares_memory], "in one block")
     for parameter, average in zip(net.parameters(), expected, strict=True):
         agree.equal(parameter.grad, average if parameter.requires_grad else frozen[0], reason)
 

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +22,7 @@ from simulator.plans import Ranks
 from simulator.servers import ServerRank, request_cost, virtual_time
 from simulator.start import started
 
-from torchmpi.backends import base, schedule
-from torchmpi.communicators.call_log import call_code
-from torchmpi.communicators.plan import Plan
+from torchmpi.backends import schedule
 from torchmpi.config import Config
 from torchmpi.tensors import partition
 
@@ -78,29 +75,6 @@ def test_p2p_adds_in_rank_order(size: int) -> None:
     run_collectives("p2p", range(size), (1, 700, 2500))
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 17])
-def test_a_list_of_tensors_is_added_as_one_vector(size: int) -> None:
-    # Within a tensor, across tensors, and short enough to be packed.
-    lengths = [(0, 1, 700, 3000, 300, 1024, 0), (1024, 1024, 1), (3, 5)]
-    generator = torch.Generator().manual_seed(size)
-    vectors = [[[torch.randn(numel, generator=generator) for numel in list_] for list_ in lengths] for _ in range(size)]
-
-    def work(comm: Comm) -> None:
-        ranks = Ranks(comm, config=SMALL_CHUNKS)
-        operation: Any = base.bind(ranks.backends["p2p"], ranks.group, "allreduce", torch.float32, "sum")
-        plan = Plan("allreduce_many", call_code("allreduce_many"), operation.many, lambda tensors: (tensors.nbytes,))
-        for tensors in results[comm.rank]:
-            num_bytes = sum(each.nbytes for each in tensors)
-            ranks.group.call(plan, SimpleNamespace(work=tensors, num_bytes=num_bytes, nbytes=num_bytes))
-
-    results = [[[each.clone() for each in tensors] for tensors in lists] for lists in vectors]
-    World(range(size), seed=size).run(work)
-    for index in range(len(lengths)):
-        for position in range(len(lengths[index])):
-            total = in_order([lists[index][position] for lists in vectors], range(size))
-            assert all(torch.equal(lists[index][position], total) for lists in results)
-
-
 @pytest.mark.parametrize("size", [*range(1, 18), 24, 31, 33, 48, 64])
 def test_allreduce_of_any_number_of_ranks(size: int) -> None:
     vectors = torch.randn(size, 600, generator=torch.Generator().manual_seed(size))
@@ -114,7 +88,7 @@ def test_allreduce_of_any_number_of_ranks(size: int) -> None:
     assert all(torch.equal(result, total) for result in World(range(size)).run(work))
 
 
-# Between two hosts the rule takes short reductions of the MPI library, of which the simulator has the allreduce alone.
+# Between two hosts the rule takes reductions of the MPI library, of which the simulator has the allreduce alone.
 @pytest.mark.parametrize(
     ("hosts", "across"),
     [

@@ -29,8 +29,6 @@ class TensorTable(Protocol):
     """For each tensor its offset in the stream, address and length in bytes."""
     num_bytes: int
     """The length of the stream."""
-    work: list[torch.Tensor]
-    """The tensors, which are contiguous."""
 
 
 class Backend(Protocol):

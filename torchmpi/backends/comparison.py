@@ -24,9 +24,9 @@ from ..communicators.group import Group
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import LOG_ACTIVE, LOG_ALGORITHM, WITH_COMPARISON
-from ..tensors import bucket_plan, dtypes
+from ..tensors import dtypes
 from . import schedule
-from .base import Operation, TensorTable
+from .base import Operation
 from .mpi_messages import STATUS_BYTES, can_call_from_kernels, kernel_fields
 from .rank_order import combiner
 
@@ -212,19 +212,13 @@ class FastAllreduce:
 
 
 class ComparedAllreduce:
-    """An allreduce whose short vectors are sent with the comparison of the call.
-
-    `lists` runs on lists of tensors; shorter ones, of up to `most_packed` elements, are packed.
-    """
+    """An allreduce whose short vectors are sent with the comparison of the call."""
 
     compares = True
 
-    def __init__(
-        self, group: Group, dtype: torch.dtype, op: str, longer: Operation, lists: Operation, most_packed: int
-    ) -> None:
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, longer: Operation) -> None:
         assert isinstance(group.comparison, NumberExchange)
         self.group, self.exchange, self.longer = group, group.comparison, longer
-        self._lists, self._most_packed = lists, most_packed * dtype.itemsize
         self.combine = combiner(dtype, op)
         self._dtype, self._op = dtype, op
 
@@ -242,16 +236,6 @@ class ComparedAllreduce:
         self.group.call_log.count_wait()
         self.combine(vectors, flat)
         return buffer
-
-    def many(self, tensors: TensorTable, _: Any, root: int) -> None:
-        """Reduce a list of tensors in place on all ranks."""
-        if tensors.num_bytes > self._most_packed:
-            self.group.announce()
-            self._lists(tensors, None, root)
-            return
-        flat = bucket_plan.pack(tensors.work)
-        self(flat, None, root)
-        bucket_plan.unpack(flat, tensors.work)
 
     def cached_call(self, root: int) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""

@@ -12,7 +12,6 @@ same order on all ranks, and MPI keeps the messages between two ranks in order.
 from __future__ import annotations
 
 import importlib.util
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,11 +27,11 @@ from ..config import Config
 from ..shared_memory.memory_layout import LOG_ALGORITHM
 from ..tensors import buffers, partition
 from . import ordered_reduction, schedule
-from .base import Operation, TensorTable
+from .base import Operation
 from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
 from .ordered_reduction import REDUCTIONS
-from .pipeline import ChunkBuffers, ChunkedTensors
+from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
 from .schedule import Message, Round
@@ -55,9 +54,6 @@ _MAX_CHAIN_CHUNKS = 8  # in progress
 _CHUNK_BYTES = 1 << 20
 # With many ranks, chunks are longer, so that the part of a rank is not shorter than this.
 _MESSAGE_BYTES = 16 << 10
-# MPI polls while it waits, and takes a core from computing ranks and from the network. A wait that is longer than the
-# first time sleeps; the buffers of the connection hold what arrives in the second one.
-_POLL_SECONDS, _SLEEP_SECONDS = 1e-3, 50e-6
 
 
 class P2PBackend:
@@ -90,10 +86,9 @@ class P2PBackend:
             movement = P2PMovement(group, self.config.message_bytes)
             return movement.broadcast if collective == "broadcast" else movement.allgather
         assert dtype is not None and op is not None
-        reduction = P2PReduction(group, dtype, op, self.config)
-        operation = ordered_reduction.operation(group, reduction, collective)
+        operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, self.config), collective)
         if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
-            return ComparedAllreduce(group, dtype, op, operation, reduction.allreduce_many, reduction.chunk_numel)
+            return ComparedAllreduce(group, dtype, op, operation)
         return operation
 
 
@@ -111,7 +106,6 @@ class RoundMessages:
 
     def __init__(self, group: Group, message_bytes: int) -> None:
         self.MPI, self.comm, self.message_bytes = group.context.MPI, group.comm, message_bytes
-        self.can_test = hasattr(self.MPI.Request, "Testall")
 
     def begin(
         self,
@@ -134,13 +128,7 @@ class RoundMessages:
 
     def finish(self, requests: Requests) -> None:
         """Wait until all these messages have been sent or received."""
-        if not self.can_test:
-            self.MPI.Request.Waitall(requests)
-            return
-        have_ended, sleep_from = self.MPI.Request.Testall, time.perf_counter() + _POLL_SECONDS
-        while not have_ended(requests):
-            if time.perf_counter() > sleep_from:
-                time.sleep(_SLEEP_SECONDS)
+        self.MPI.Request.Waitall(requests)
 
     def swap(self, outgoing: torch.Tensor, target: int, incoming: torch.Tensor, origin: int) -> None:
         """Send one short message and receive another."""
@@ -234,7 +222,6 @@ class PipelinedReduction(ABC):
         self.chunk_numel = max(1, chunk_bytes // dtype.itemsize)
         self.combine = combiner(dtype, op)
         self.received, self.results = ChunkBuffers(dtype), ChunkBuffers(dtype)
-        self.packed = ChunkBuffers(dtype, 3)  # one chunk is packed while the results of another are gathered
 
     def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
@@ -244,21 +231,11 @@ class PipelinedReduction(ABC):
             self._gather_all(flat)
         elif self.size <= 2:  # whole vectors: as many bytes as two exchanges of halves, in one round
             self.log[LOG_ALGORITHM] = algorithms.SWAP
-            self._pipeline([flat], self._swap_with_peer, self._combine_all)
+            self._pipeline(flat, self._swap_with_peer, self._combine_all)
         else:
             self.log[LOG_ALGORITHM] = algorithms.PARTS
-            self._pipeline([flat], self._exchange_parts, self._combine_and_spread)
+            self._pipeline(flat, self._exchange_parts, self._combine_and_spread)
         return buffer
-
-    def allreduce_many(self, tensors: TensorTable, _: object, root: int) -> None:
-        """Reduce a list of tensors in place on all ranks, as one long vector."""
-        flats = [tensor.detach().view(-1) for tensor in tensors.work if tensor.numel()]
-        if self.size <= 2:
-            self.log[LOG_ALGORITHM] = algorithms.SWAP
-            self._pipeline(flats, self._swap_with_peer, self._combine_all)
-        else:
-            self.log[LOG_ALGORITHM] = algorithms.PARTS
-            self._pipeline(flats, self._exchange_parts, self._combine_and_spread)
 
     def reduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on the root; the buffers of other ranks are unchanged."""
@@ -266,10 +243,10 @@ class PipelinedReduction(ABC):
         step = schedule.collect(self.rank, self.size, root)
         if self.size <= 2 or self._is_short(flat):
             self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ROOT
-            self._pipeline([flat], partial(self._collect_wholes, step), self._combine_all)
+            self._pipeline(flat, partial(self._collect_wholes, step), self._combine_all)
         else:
             self.log[LOG_ALGORITHM] = algorithms.PARTS
-            self._pipeline([flat], self._exchange_parts, partial(self._combine_and_collect, step))
+            self._pipeline(flat, self._exchange_parts, partial(self._combine_and_collect, step))
         return buffer
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
@@ -298,29 +275,25 @@ class PipelinedReduction(ABC):
     def _gather_all(self, flat: torch.Tensor) -> None:
         """Gather and combine all vectors on every rank: the fewest rounds."""
 
-    def _pipeline(
-        self, tensors: Sequence[torch.Tensor], begin: Callable[..., Exchange], follow: Callable[..., Requests]
-    ) -> None:
-        """Exchange and combine flat tensors chunk by chunk, as one vector.
+    def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Exchange], follow: Callable[..., Requests]) -> None:
+        """Exchange and combine chunk by chunk.
 
         `begin` starts the messages of a chunk, one chunk ahead; `follow` combines the received parts and starts the
         messages that follow.
         """
-        chunks = ChunkedTensors(tensors, self.chunk_numel, self.packed)
-        exchanges = deque(begin(chunks.pack(k), k) for k in range(min(1, len(chunks))))
+        chunks = [flat[first : first + numel] for first, numel in partition.chunks(flat.numel(), self.chunk_numel)]
+        exchanges = deque(begin(chunk, k) for k, chunk in enumerate(chunks[:1]))
         following: deque[Requests] = deque()
-        for k in range(len(chunks)):
+        for k, chunk in enumerate(chunks):
             if k + 1 < len(chunks):
-                exchanges.append(begin(chunks.pack(k + 1), k + 1))
+                exchanges.append(begin(chunks[k + 1], k + 1))
             requests, parts = exchanges.popleft()
             self.messages.finish(requests)  # the sends, too: later messages may overwrite the memory that they read
-            following.append(follow(chunks[k], parts, k))
+            following.append(follow(chunk, parts, k))
             if len(following) > 1:
                 self.messages.finish(following.popleft())
-                chunks.unpack(k - 1)
         for requests in following:
             self.messages.finish(requests)
-            chunks.unpack(len(chunks) - 1)
 
     # Values of `begin`.
 

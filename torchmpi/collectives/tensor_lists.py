@@ -1,7 +1,7 @@
 """Allreduce of lists of tensors.
 
 Tensors of one dtype and device form one :class:`TensorList`. If the backend reduces tensors at separate addresses (as
-`shm` and `p2p` do), a list is one call and not packed here; otherwise tensors are packed into messages.
+`shm` does), a list is one call and nothing is packed; otherwise tensors are packed into messages.
 """
 
 from __future__ import annotations

@@ -104,9 +104,8 @@ def synchronize_gradients(
 ) -> None:
     """Replace each ``.grad`` by its average over the ranks.
 
-    Within a host, gradients are reduced in place, and between hosts of one rank each as one vector. Otherwise they are
-    packed into buckets, and one bucket is filled while another one is sent. The result has the same bits as a loop over
-    ``mpi.allreduce(p.grad, op="avg")``.
+    Within a host, gradients are reduced in place. Between hosts they are packed into buckets, and one bucket is
+    filled while another one is sent. The result has the same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``.
 
     A gradient that is missing on some ranks counts as zero there; one that is missing on all ranks stays ``None``.
     Frozen parameters stay unchanged. Sparse gradients stay sparse. The gradient of a shard is averaged over the ranks
@@ -206,7 +205,7 @@ def reduce_gradients(
     if shared is not None and len(dense) == len(gradients.parameters):
         shared.move(dense)
 
-    # 3. Reduce and write back: as lists of tensors where the backend takes such, otherwise in buckets.
+    # 3. Reduce and write back: within a host in place, otherwise in buckets.
     blocks: list[ViewBucket] = []
     rest = presence.dense
     for module in replica.modules:
@@ -214,20 +213,17 @@ def reduce_gradients(
             blocks, rest = _blocks_and_rest(replica, presence.dense)
             dense = [parameter.grad for parameter in rest if parameter.grad is not None]
             break
-    is_plain = gradients.is_on_host and reduction.wire is None and not is_compressed
-    if not is_plain or not _reduce_as_lists(blocks, dense, reduction, comm):
+    in_place = is_within_host and reduction.wire is None and not is_compressed
+    if not in_place or not _reduce_within_host(blocks, dense, reduction, comm):
         _reduce_in_buckets(replica, blocks, rest, dense, reduction, default_bucket_bytes(bucket_bytes, rest), comm)
     for parameter in presence.sparse:
         reduction.run_sparse(parameter, comm)
 
 
-def _reduce_as_lists(
+def _reduce_within_host(
     blocks: Sequence[ViewBucket], rest: Sequence[Tensor], reduction: GradientReduction, comm: Communicator
 ) -> bool:
-    """Reduce one after the other; False if a backend needs buckets.
-
-    Within a host the cores of the ranks do the work; between hosts each call keeps the link busy to its end.
-    """
+    """Reduce in place, one after the other, since the cores of the ranks do the work; False if tensors need packing."""
     lists = tensor_lists(rest, comm, "avg" if reduction.divisor == reduction.size else "sum")
     for members in lists:
         if members.plan.many is None:
