@@ -336,7 +336,7 @@ def in_steps(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
 def _between_hosts(ranks: Ranks, rank: int, num_bytes: int) -> Program:
     """Run a step between hosts with the backend that the default rule chooses."""
     key = Key("allreduce", "cpu", "across", "sync")
-    rule = default_rule(key, {"mpi", "p2p"}.__contains__, compared=False)
+    rule = default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=ranks.size, compared=False)
     backend = next(name for limit, name in rule if limit is None or num_bytes <= limit)
     if ranks.size == 2:
         yield ranks.begin(rank, [(1 - rank, num_bytes)], [Sent(1 - rank, num_bytes)])

@@ -151,14 +151,14 @@ def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expec
     assert default_transport(key, can, **options) == expected
 
 
-def test_staged_reductions_between_hosts_use_p2p():
+def test_staged_reductions_between_many_hosts_use_p2p():
     key = Key("allreduce", "cuda", "across", "sync")
-    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__) == ((None, "p2p"),)
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == ((None, "p2p"),)
     by_size = ((65536, "mpi"), (None, "p2p"))
     scattering = key._replace(collective="reduce_scatter")
-    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__) == by_size
-    assert selection_table.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__) == ((None, "nccl"),)
-    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, aware=True) == ((None, "mpi"),)
+    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
+    assert selection_table.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__, num_hosts=3) == ((None, "nccl"),)
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3, aware=True) == ((None, "mpi"),)
 
 
 # --- the selector
@@ -210,11 +210,11 @@ def test_each_group_gets_a_backend_that_supports_it():
     selector, world, group = job(0, 0, 1, 1)
     assert chosen(selector, "allreduce", world) == [(None, "mpi")]
     assert chosen(selector, "allreduce", group(0, 1)) == [(None, "shm")]
-    assert chosen(selector, "allreduce", group(0, 2)) == [(None, "p2p")]
+    assert chosen(selector, "allreduce", group(0, 2)) == [(65536, "p2p"), (None, "mpi")]
     assert chosen(selector, "reduce", group(0, 2)) == [(None, "mpi")]
     uncompared = group(0, 2)
     uncompared.is_strict = False
-    assert chosen(selector, "allreduce", uncompared) == [(65536, "mpi"), (None, "p2p")]
+    assert chosen(selector, "allreduce", uncompared) == [(None, "mpi")]
     selector.set("allreduce", "p2p", span="across")
     assert chosen(selector, "allreduce", uncompared) == [(None, "p2p")]
 
@@ -260,7 +260,7 @@ def test_the_text_of_a_part_of_the_table():
     assert selector.text("allreduce", "cpu", "hosts") == "allreduce      hosts   cpu sync: mpi; cpu async: p2p"
     assert selector.text("allreduce", mode="sync", span="host") == "allreduce      host    shm"
     across, hosts = selector.text(backend="p2p").splitlines()
-    assert across == "allreduce      across  p2p"
+    assert across == "allreduce      across  up to 64 KiB p2p, above mpi"
     assert hosts.startswith("allreduce      hosts   cpu sync: mpi; cpu async: p2p")
     assert selector.text(device="cuda") == ""
     assert len(selector.text(span="across").splitlines()) == 9 < len(selector.text().splitlines())

@@ -143,6 +143,7 @@ def default_rule(
     key: Key,
     can: Callable[[str], bool],
     *,
+    num_hosts: int,
     forced: str = "auto",
     hierarchical: str = "auto",
     gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
@@ -151,12 +152,12 @@ def default_rule(
 ) -> Rule:
     """Return the default rule; `compared`: for groups that compare their calls by messages.
 
-    Between hosts, long reductions use `p2p` (benchmarks/link_bytes.py), and so does a short allreduce that is compared,
-    whose vectors `p2p` sends with the comparison (benchmarks/call_cost.py).
+    Between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py); between any number, so does a
+    short allreduce that is compared, whose vectors `p2p` sends with the comparison (benchmarks/call_cost.py).
 
-    >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__)
-    ((None, 'p2p'),)
-    >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__)
+    >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=2)
+    ((65536, 'p2p'), (None, 'mpi'))
+    >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))
     """
     transport = default_transport(
@@ -166,7 +167,8 @@ def default_rule(
     if key.span != "across" or key.collective not in REDUCING or not is_staged or forced != "auto" or not can("p2p"):
         return ((None, transport),)
     short = "p2p" if key.collective == "allreduce" and compared else transport
-    return ((None, "p2p"),) if short == "p2p" else ((_SHORT_BYTES, short), (None, "p2p"))
+    long = "p2p" if num_hosts > 2 else transport
+    return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
 
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:

@@ -350,6 +350,7 @@ class Selector:
                 table[key] = default_rule(
                     key,
                     partial(self._is_possible, key),
+                    num_hosts=len(self._world.hosts),
                     forced=self._config.backend,
                     hierarchical=self._config.hierarchical,
                     gpu_backends=self._gpu_backends(self._world),
