@@ -332,7 +332,9 @@ def test_the_comparison_between_hosts_measures_the_wait_for_a_late_rank(agree, h
         comm.free()
         found = {name: after[name] - before[name] for name in after}
         agree.equal(round(after["waited"] + after["moved"], 9), round(after["seconds"], 9), f"{number}")
-        agree(0 < found["waited"] <= found["seconds"], f"{number}: {found}")
+        agree(found["waited"] > 0 and after["waited"] <= after["seconds"], f"{number}: {found}, {after}")
+        # The rate of the processor's ticks, in which the fast path counts, is known better at each reading.
+        agree(found["waited"] <= found["seconds"] * (1 + 1e-4), f"{number}: {found}")
         if RANK != 0:
             agree(found["waited"] >= alone, f"{number}: {found}, {alone}")
     mpi.stop()
