@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import fnmatch
 import gc
-import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -329,6 +329,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="keep the results here, and take those that are there already")
     parser.add_argument("--write", type=Path, help="write the tables to this page, between its markers")
     options = parser.parse_args()
+    if not importlib.metadata.entry_points(group="torch.backends", name="torchmpi"):
+        parser.error("torchmpi is not installed in this environment: torch would create groups of gloo in its place")
     root = options.checkout.resolve() / "test" / "distributed"
     options.log = options.log.resolve()
     options.log.parent.mkdir(parents=True, exist_ok=True)
