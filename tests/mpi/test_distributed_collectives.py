@@ -192,7 +192,56 @@ def test_averages_of_integers_are_rounded_towards_zero(agree):
                 agree.equal(found, average.to(dtype))
 
 
+def test_lists_of_several_tensors_are_those_of_gloo(agree):
+    """The methods of a group accept several tensors of a rank, of which gloo is the reference."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = dist.group.WORLD, dist.new_group(backend="gloo")
+
+    def values(number: int) -> list[torch.Tensor]:
+        return [torch.arange(1, 7).view(3, 2).t() + (rank * number + index) % 3 for index in range(number)]
+
+    for number in (1, 2, 3):
+        for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND"):
+            found, expected = values(number), values(number)
+            for group, tensors in zip(groups, (found, expected), strict=True):
+                options = dist.AllreduceOptions()
+                options.reduceOp = getattr(dist.ReduceOp, op)
+                group.allreduce(tensors, options).wait()
+            for tensor, reference in zip(found, expected, strict=True):
+                agree.equal(tensor, reference, f"{op} of {number}")
+        for root, chosen in itertools.product(range(size), range(number)):
+            found, expected = values(number), values(number)
+            for group, tensors in zip(groups, (found, expected), strict=True):
+                group.broadcast(tensors, root_tensor(chosen, root)).wait()
+            agree.equal(torch.stack(found), torch.stack(expected), f"broadcast of {chosen} of {number}")
+        room = torch.zeros(2, number, number * size, 2, 3, dtype=torch.int64)
+        for group, outputs in zip(groups, room, strict=True):
+            lists = [list(rows) for rows in outputs]
+            future = group.allgather(lists, [value.contiguous() for value in values(number)]).get_future()
+            future.wait()
+            agree.equal(len(future.value()), number if number > 1 else size, "the value of the future")
+        agree.equal(room[0], room[1], f"allgather of {number}")
+
+
+def test_lists_of_several_sparse_and_scaled_tensors(agree):
+    group, size = dist.group.WORLD, dist.get_world_size()
+    eyes = [torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()]
+    group.allreduce(eyes).wait()
+    for tensor in eyes:
+        agree.equal(tensor.to_dense(), (torch.eye(3) + 1) * size, "sparse")
+    for op, factor in ((dist._make_nccl_premul_sum(0.5), 0.5), (dist.ReduceOp.AVG, 1 / size)):
+        tensors = [torch.ones(3), torch.ones(3)]
+        dist.group.WORLD.allreduce(tensors, op=op).wait()
+        agree.equal(torch.stack(tensors), torch.full((2, 3), 2 * size * factor), str(op))
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def root_tensor(number: int, root: int = 0) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootTensor, options.rootRank = number, root
+    return options
 
 
 ONES, ROWS = torch.ones(3), torch.ones(SIZE, 2)
@@ -213,7 +262,11 @@ REFUSED = {
     "bits of floats": (lambda: dist.all_reduce(ONES, dist.ReduceOp.BAND), "integers"),
     "sum of 8 bit floats": (lambda: dist.all_reduce(ONES.to(torch.float8_e5m2)), "bfloat16"),
     "factor for integers": (lambda: dist.all_reduce(ONES.int(), dist._make_nccl_premul_sum(2.0)), "floating"),
-    "two tensors": (lambda: dist.group.WORLD.allreduce([ONES, ONES]), "2 tensors"),
+    "tensors that differ": (lambda: dist.group.WORLD.allreduce([ONES, ONES[:2]]), "2 tensors"),
+    "two to reduce on a root": (lambda: dist.group.WORLD.reduce([ONES, ONES], 0), "2 tensors"),
+    "two to gather into lists too short": (lambda: dist.group.WORLD.allgather([[ONES]] * 2, [ONES] * 2), "2 output"),
+    "two of which one is expanded": (lambda: dist.group.WORLD.allreduce([ONES, ONES[:1].expand(3)]), "expanded"),
+    "root among two": (lambda: dist.group.WORLD.broadcast([ONES, ONES], root_tensor(2)), "tensor 2 of 2"),
     "no tensor": (lambda: dist.group.WORLD.allreduce([]), "0 tensors"),
     "list too short": (lambda: dist.all_gather([ONES] * (SIZE - 1), ONES), f"{SIZE - 1} output"),
     "list too long": (lambda: dist.all_gather([ONES] * 5000, ONES), "5000 output"),

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from ..backends import rank_order
 from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
@@ -39,6 +40,36 @@ def single(values: Any) -> Any:
     if len(values) != 1:
         raise ArgumentError(f"{len(values)} tensors instead of one: a rank has one device. Pass a list of one tensor.")
     return values[0]
+
+
+def alike(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a tensor, or those of a list, as a list. Of several, which gloo accepts, all must be alike.
+
+    >>> alike([torch.ones(1), torch.zeros(1)])
+    [tensor([1.]), tensor([0.])]
+    """
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(listed) == 1:
+        return listed
+    kinds = [(each.dtype, list(each.shape), each.device, each.layout) for each in listed]
+    if not listed or kinds.count(kinds[0]) < len(kinds):
+        shown = ", ".join(f"{dtype} {shape}" for dtype, shape, *_ in kinds)
+        raise ArgumentError(
+            f"{len(listed)} tensors ({shown}): pass one, or several of one dtype, shape, layout and device."
+        )
+    return listed
+
+
+def run_on_all(task: Callable[[], object], tensors: Sequence[torch.Tensor], op: str = "") -> None:
+    """Combine the tensors of this rank in the first one, given an operation; run `task`; copy the first to the rest."""
+    first = tensors[0]
+    if op:
+        total = torch.empty_like(first, requires_grad=False)
+        rank_order.combine([each.detach() for each in tensors], "sum" if op == "avg" else op, total)
+        buffers.overwrite(first, total)
+    task()
+    for other in tensors[1:]:
+        buffers.overwrite(other, first)
 
 
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}

@@ -10,7 +10,7 @@ compare, so lists that do not match raise an error on all ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -22,15 +22,14 @@ import torch.distributed as dist
 from .. import collectives
 from ..collectives import dispatch, exchange
 from ..collectives.prepared import PreparedPlan
-from ..communicators.handle import Handle
 from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
 from ..timeline import events
-from . import bucket_memory, membership, monitored, torch_names, transfers
-from .arguments import divide, is_composed, op_name, options_of, overloaded, scale, scaled, single
-from .properties import GroupProperties
+from . import bucket_memory, monitored, torch_names, transfers
+from .arguments import alike, divide, is_composed, op_name, options_of, overloaded, run_on_all, scale, scaled, single
+from .execution import GroupExecution, Tensors
 from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
 from .torch_names import (
     AllgatherOptions,
@@ -40,27 +39,18 @@ from .torch_names import (
     BackendOptions,
     BarrierOptions,
     BroadcastOptions,
-    CallOptions,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
     is_asynchronous,
 )
-from .work import COMPLETED, MessageWork, PendingWork, awaited_ranks, joined
-
-Tensors = list[torch.Tensor]
+from .work import COMPLETED, MessageWork, PendingWork
 
 _ABORT_POLL_SECONDS = 0.001
-_REPORT_SECONDS = 10.0
-_NAMES = {
-    "all_reduce": "allreduce", "allreduce_coalesced": "allreduce", "all_gather": "allgather",
-    "all_gather_into_tensor": "allgather", "all_to_all": "alltoall", "all_to_all_single": "alltoall",
-}  # fmt: skip
-"""The names that collectives of torch have here."""
 
 
-class ProcessGroup(GroupProperties):
+class ProcessGroup(GroupExecution):
     """Ranks that torch.distributed communicates among.
 
     torch overloads its methods. C++ and :mod:`torch.distributed` call the overload with lists and options, which is
@@ -69,14 +59,6 @@ class ProcessGroup(GroupProperties):
 
     def __init__(self, options: BackendOptions, backend_name: str) -> None:
         super().__init__(options, backend_name)
-        self._membership = membership.current(options)
-        self._communicator = self._membership.open(options)
-        self._group = self._communicator.intra
-        self._where = self._group.where
-        # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end.
-        self._by_messages = self._group.size > 1 and self._group.status_board is None
-        # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
-        self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
         self.set_timeout(options.timeout)
         self._op_names: dict[tuple[int, torch.dtype], Operation] = {}
         """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
@@ -85,19 +67,18 @@ class ProcessGroup(GroupProperties):
         self._num_monitored = 0
         self._buckets: list[int] = []
         """The addresses of the buckets of DDP that this backward pass has reduced, while calls are recorded."""
-        self._block: list[dist.Work] | None = None
-        """The works of the calls so far in the block of a coalescing manager."""
 
     # --- Reductions -------------------------------------------------------------------------------------------------
 
     def allreduce(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> dist.Work:
-        """Reduce one tensor of all ranks, in place; torch also accepts an operation in the place of options."""
+        """Reduce one tensor or several of all ranks, in place; torch also accepts an operation in place of options."""
+        others: Sequence[torch.Tensor] = ()
         if type(tensors) is list and len(tensors) == 1 and type(opts) is AllreduceOptions:
             tensor = tensors[0]  # the usual arguments, without function calls: a short call takes 2 us in all
         else:
-            tensor = single(tensors)
+            tensor, *others = alike(tensors)
             if not isinstance(opts, AllreduceOptions):
                 opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
         reduction: Any = opts.reduceOp
@@ -109,8 +90,8 @@ class ProcessGroup(GroupProperties):
             if not is_composite:
                 self._op_names[number, tensor.dtype] = op
         if tensor.is_sparse:
-            return self._allreduce_sparse(torch_names.complex_original(tensor), op, opts)
-        if not (is_asynchronous(opts) or is_composite or self._by_messages):
+            return self._allreduce_sparse([torch_names.complex_original(tensor), *others], op, opts)
+        if not (is_asynchronous(opts) or is_composite or others or self._by_messages):
             collectives.allreduce(tensor, op=op, comm=self._communicator)
             return COMPLETED
         if dispatch.is_simple(tensor) and not tensor.is_conj():
@@ -121,11 +102,14 @@ class ProcessGroup(GroupProperties):
         if is_long and self._may_share and torch_names.is_bucket_of_ddp(tensor):
             self._may_share = bucket_memory.share(tensor)
         task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, 0)
+        if others:
+            self._check("allreduce", [], others)
+            task = partial(run_on_all, task, [tensor, *others], op)
         if is_composite:
-            task = partial(self._run_composed, task, [tensor], reduction)
+            task = partial(self._run_composed, task, [tensor, *others], reduction)
         is_bucket = events.recorder is not None and torch_names.is_bucket_of_ddp(tensor)
         with self._labelled_bucket(tensor) if is_bucket else nullcontext():
-            return self._launch(task, [tensor], [tensor], opts, "all_reduce", op)
+            return self._launch(task, [tensor, *others], [tensor, *others], opts, "all_reduce", op)
 
     def _labelled_bucket(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """Label a call in timelines with the number of the bucket in this backward pass."""
@@ -141,7 +125,8 @@ class ProcessGroup(GroupProperties):
         task()
         divide(tensors, reduction, self.size())
 
-    def _allreduce_sparse(self, tensor: torch.Tensor, op: str, opts: AllreduceOptions) -> dist.Work:
+    def _allreduce_sparse(self, tensors: Tensors, op: str, opts: AllreduceOptions) -> dist.Work:
+        tensor = tensors[0]
         if op not in ("sum", "avg") or is_composed(opts.reduceOp, tensor.dtype):
             raise ArgumentError(
                 f"{self._where}: all_reduce: sparse tensors can only be summed, or averaged if they have a floating "
@@ -158,12 +143,14 @@ class ProcessGroup(GroupProperties):
             return gathered
 
         def task() -> tuple[torch.Tensor, torch.Tensor]:
-            total = sparse.total(*sparse.entries(tensor), tensor.shape, gather, divisor=divisor)
+            indices, values = map(torch.cat, zip(*map(sparse.entries, tensors), strict=True))
+            total = sparse.total(indices, values, tensor.shape, gather, divisor=divisor)
             with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-                tensor.copy_(total)
+                for each in tensors:
+                    each.copy_(total)
             return tensor._indices(), tensor._values()  # new memory, of which wait() tells the allocator
 
-        return self._launch(task, [tensor], [tensor], opts, "all_reduce", op)
+        return self._launch(task, tensors, tensors, opts, "all_reduce", op)
 
     def allreduce_coalesced(
         self, tensors: Tensors, opts: AllreduceCoalescedOptions = torch_names.ALLREDUCE_COALESCED
@@ -296,19 +283,28 @@ class ProcessGroup(GroupProperties):
     def broadcast(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: BroadcastOptions
     ) -> dist.Work:
-        """Copy the root's tensor to all ranks."""
-        tensor = single(tensors)
+        """Copy the root's tensor, of several the one with the number of the options, to all tensors of all ranks."""
+        tensors = alike(tensors)
+        if not 0 <= opts.rootTensor < len(tensors):
+            raise ArgumentError(f"{self._where}: broadcast: tensor {opts.rootTensor} of {len(tensors)} does not exist.")
+        tensor = tensors.pop(opts.rootTensor)
         root = dispatch.check_root(self._group, opts.rootRank, "broadcast")
         plan = dispatch.plan_of(self._communicator, "broadcast", tensor)
-        task = partial(self._group.perform, plan, tensor, None, root)
-        return self._launch(task, [tensor], [tensor], opts, "broadcast", root=root)
+        task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, root)
+        if tensors:
+            self._check("broadcast", [], tensors)
+            task = partial(run_on_all, task, [tensor, *tensors])
+        return self._launch(task, [tensor, *tensors], [tensor, *tensors], opts, "broadcast", root=root)
 
     @overloaded(AllgatherOptions, 2, "timeout")
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
     ) -> dist.Work:
         """Gather one tensor of each rank into a list on all ranks; the tensors may differ in length."""
-        parts, tensor = list(single(outputs)), single(inputs)
+        tensor, *others = alike(inputs)
+        if others:
+            return self._allgather_lists(outputs, [tensor, *others], opts)
+        parts = list(single(outputs))
         exchange.check(self._group, [tensor] * self.size(), parts, "all_gather")
         if not have_equal_lengths([*parts, tensor]):
             task = partial(exchange.exchange, self._group, [tensor] * self.size(), parts)
@@ -320,6 +316,30 @@ class ProcessGroup(GroupProperties):
             deliver_each(target, parts)
 
         return self._launch(gather_rows, [tensor], parts, opts, "all_gather")
+
+    def _allgather_lists(self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions) -> dist.Work:
+        """Gather several tensors of each rank: as many lists receive all of them."""
+        num_parts, parts = len(inputs) * self.size(), [part for listed in outputs for part in listed]
+        if [len(listed) for listed in outputs] != [num_parts] * len(inputs):
+            raise ArgumentError(
+                f"{self._where}: all_gather: {len(inputs)} input tensors, and output lists of "
+                f"{[len(listed) for listed in outputs]}. Pass {len(inputs)} output lists of {num_parts} tensors."
+            )
+        alike([*inputs, *parts])
+        self._check("allgather", inputs, parts)
+        plan = self._rows_plan("allgather", inputs[0])
+
+        def task() -> None:
+            source = bucket_plan.pack(inputs)
+            target = source.new_empty((self.size(), source.numel()))
+            self._group.perform(plan, as_rows(source, 1), target, 0)
+            for listed in outputs:
+                deliver_each(as_rows(target, num_parts), listed)
+
+        work = self._launch(task, inputs, parts, opts, "all_gather")
+        if isinstance(work, PendingWork):
+            work.value = outputs
+        return work
 
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions = torch_names.ALLGATHER
@@ -512,87 +532,3 @@ class ProcessGroup(GroupProperties):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: calls are always counted."""
-
-    # --- Execution of a call ----------------------------------------------------------------------------------------
-
-    def _launch(
-        self,
-        task: Callable[[], object],
-        given: Tensors,
-        outputs: Tensors,
-        options: CallOptions,
-        collective: str,
-        op: str = "",
-        root: int = -1,
-    ) -> dist.Work:
-        runtime.current()  # raises in a forked child
-        tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
-        limit = options.timeout.total_seconds()
-        if limit > 0:
-            task = partial(self._run_within, limit, task)
-        else:
-            limit = self._group.timeout_seconds
-        limit += self._report_seconds
-        if events.show_call is not None:
-            names = _NAMES.get(collective, collective), op, dtypes.short_name(outputs[0].dtype) if outputs else "", root
-            task = self._group.shown(task, self._group.described, names, given, outputs)
-        if is_asynchronous(options):
-            return self._noted(PendingWork(self._submit(task, collective, tensor), outputs, limit))
-        if self._by_messages:
-            self._submit(task, collective, tensor).wait(limit or None)
-        else:
-            self._group.call_queue.run(task, subject=tensor)
-        return COMPLETED
-
-    def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
-        """Run a task with another timeout than that of the group."""
-        usual, self._group.timeout_seconds = self._group.timeout_seconds, seconds
-        try:
-            return task()
-        finally:
-            if self._group.timeout_seconds == seconds:  # otherwise set_timeout was called meanwhile
-                self._group.timeout_seconds = usual
-
-    def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
-        """Queue a task, ordered after the work on the device of `tensor` so far."""
-        # Four frames of this package: CallQueue.submit, this function, _launch, and the one that calls it.
-        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", tensor, 4)
-        handle.awaited = partial(awaited_ranks, self._group)
-        return handle
-
-    def _coalesced(
-        self, call: Callable[..., dist.Work], arguments: Iterable[tuple[Any, Any]], outputs: Tensors, opts: CallOptions
-    ) -> dist.Work:
-        pairs = list(arguments)  # lists of different lengths raise here, before the first call
-        works = [call(*pair, opts) for pair in pairs]
-        return joined(works, outputs)
-
-    def _noted(self, work: dist.Work) -> dist.Work:
-        """Return the work of a call; the block of a coalescing manager waits for it."""
-        if self._block is not None:
-            self._block.append(work)
-        return work
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Begin a block; its calls are queued one by one."""
-        self._block = []
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._block = self._block or [], None
-        return joined(works, [])
-
-    def _rows_plan(self, collective: str, source: torch.Tensor, op: str | None = None) -> PreparedPlan:
-        """Return the plan of a call on rows, which are made of `source` when the call runs."""
-        key = (collective, op, source.dtype, source.device.type, False, None, False)
-        return dispatch.plan_for(self._communicator, key)
-
-    def _check(self, collective: str, inputs: Tensors, outputs: Tensors) -> None:
-        what = f"{self._where}: {collective}"
-        for tensor in inputs:
-            buffers.check(tensor, what)
-        for tensor in outputs:
-            buffers.check(tensor, what, written=True)
-
-
-def _on_device(tensors: Tensors) -> torch.Tensor | None:
-    return next((tensor for tensor in tensors if not tensor.is_cpu), None)

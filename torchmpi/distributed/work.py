@@ -63,6 +63,8 @@ class PendingWork(dist.Work):
         super().__init__()
         self._handle, self._outputs, self._limit_seconds = handle, outputs, limit_seconds
         self._future: Future | None = None
+        self.value: Any = outputs
+        """The value of the future: what the call writes, in the lists in which it was passed."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
@@ -91,7 +93,7 @@ class PendingWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> Future:
-        """Return a future of the list of tensors that the call writes."""
+        """Return a future of the tensors that the call writes."""
         if self._future is None:
             devices: list[Any] = sorted({tensor.device for tensor in self._outputs if not tensor.is_cpu}, key=str)
             ended: Future = torch.futures.Future(devices=devices)
@@ -104,7 +106,7 @@ class PendingWork(dist.Work):
     def _complete(self, future: Future) -> None:
         error = self._handle.error
         if error is None:
-            future.set_result(self._outputs)
+            future.set_result(self.value)
         else:
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
