@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import warnings
 import weakref
 
@@ -18,6 +19,7 @@ from torchmpi.horovod import adasum, basics
 from torchmpi.horovod.exceptions import HostsUpdatedInterrupt
 from torchmpi.session import runtime
 from torchmpi.timeline import events as timeline_events
+from torchmpi.timeline import trace_writer
 
 pytestmark = pytest.mark.usefixtures("initialized")
 
@@ -509,10 +511,16 @@ def test_elastic_programs_run_once(agree):
 
 def test_timeline(agree, tmp_path, monkeypatch):
     monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 3600)  # that of other timelines
     path = tmp_path / "timeline.json"
     hvd.start_timeline(str(path), mark_cycles=True)
     hvd.allreduce(torch.ones(3), name="traced")
     hvd.barrier()
+    if hvd.rank() == 0:
+        end = time.monotonic() + 60
+        while "allreduce.traced" not in path.read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        agree("allreduce.traced" in path.read_text(), "Horovod's timelines can be read while they are written")
     hvd.stop_timeline()
     hvd.stop_timeline()
     if hvd.rank() == 0:

@@ -17,6 +17,9 @@ from ..timeline.clocks import ClockSample
 from ..timeline.trace_writer import TraceWriter
 from .process_sets import world
 
+_FLUSH_SECONDS = 0.02
+"""Programs read the file while it is written, as Horovod writes each event at once."""
+
 
 class _Timeline:
     """A file that is being written."""
@@ -24,7 +27,7 @@ class _Timeline:
     def __init__(self, path: str, mark_cycles: bool) -> None:
         self.mark_cycles = mark_cycles
         job = {"rank": 0, "size": world().size, "host": runtime.current().host_name}
-        self._writer = TraceWriter(Path(path), job, [ClockSample(0, 0, 0)])
+        self._writer = TraceWriter(Path(path), job, [ClockSample(0, 0, 0)], _FLUSH_SECONDS)
         events.add_reader(self._writer.read)
 
     def close(self) -> None:

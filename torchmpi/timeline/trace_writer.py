@@ -39,7 +39,9 @@ QUEUED = "queued"
 class TraceWriter:
     """Writes the events of one rank to a file, as a reader of :mod:`torchmpi.timeline.events`."""
 
-    def __init__(self, path: Path, job: dict[str, Any], samples: list[ClockSample]) -> None:
+    def __init__(
+        self, path: Path, job: dict[str, Any], samples: list[ClockSample], flush_seconds: float | None = None
+    ) -> None:
         """Create the file, compressed if its name ends in ``.gz``; `job` describes this rank, `samples` its clock."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rank: int = job["rank"]
@@ -62,6 +64,7 @@ class TraceWriter:
         self._lines += [self._metadata("torchmpi_job", format=FORMAT, **job)]
         self._samples = deque(samples)
         self._track("")  # the first row
+        self._flush_seconds = _FLUSH_SECONDS if flush_seconds is None else flush_seconds
         self._stopped, self._has_failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="torchmpi timeline", daemon=True)
         try:
@@ -86,7 +89,7 @@ class TraceWriter:
         os.close(self._file)
 
     def _run(self) -> None:
-        while not self._stopped.wait(_FLUSH_SECONDS if len(self._events) < _MOST_RECORDS else 0):
+        while not self._stopped.wait(self._flush_seconds if len(self._events) < _MOST_RECORDS else 0):
             if not self._try_to_flush():
                 return
 
