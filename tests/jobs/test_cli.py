@@ -189,6 +189,23 @@ def test_run_without_success(alone):
         assert process.wait(60) != 0
 
 
+@once
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_ends_a_run_that_waits_for_lost_hosts(tmp_path, number):
+    """Regression: it waited for a minute, and started the job again if a host was back."""
+    asking = tmp_path / "asking"
+    asking.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexit 1\n")
+    asking.chmod(0o755)
+    hosts = ("--hosts", "localhost:1,192.0.2.1:1", "--rsh", asking, "--restarts", "9", "--min-ranks", "2")
+    command = [sys.executable, *COMMAND, "run", "-n", "1", *hosts, "false"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=job_environment(search_path())) as process:
+        while not (tmp_path / "asked").exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 128 + number and "Restart" not in errors and "fewer than" not in errors, errors
+
+
 def test_run_uses_the_launcher_of_the_library(alone, tmp_path):
     """The mpirun of another library, or of another version, is first on PATH."""
     script = tmp_path / "mpirun"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import textwrap
 import time
 
@@ -235,3 +236,25 @@ def test_a_rank_that_fails_before_start_ends_the_others(alone):
     result = alone("-c", textwrap.dedent(code))
     assert result.returncode == 3, result.output
     assert "rank 1 ended with status 3. Ranks that still run are terminated: 0, 2." in result.stderr, result.output
+
+
+@pytest.mark.parametrize("num_ranks, end, begin", (
+    (3, "os.kill(os.getpid(), signal.SIGKILL)", "mpi.start(config=mpi.Config(on_lost_rank='raise'))"),
+    (2, "sys.exit(0)", "mpi.start()"),
+    (2, "os.kill(os.getpid(), signal.SIGKILL)", "dist.init_process_group('torchmpi')"),
+), ids=("killed", "ended", "killed-before-torch"))  # fmt: skip
+def test_a_rank_that_ends_before_start_ends_the_others(alone, tmp_path, num_ranks, end, begin):
+    """Regression: the others waited for it for five minutes, or for the timeout of torch."""
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+import os, signal, sys
+import torch.distributed as dist
+import torchmpi as mpi
+if os.environ["RANK"] == "1": {end}
+{begin}
+""")
+    run = ("-m", "torchmpi", "run", "-n", num_ranks, "--without-mpi", "--timeout", "100", script)
+    result = alone(*run, python=sys.executable)  # the ranks are looked up among the children of `torchmpi run`
+    assert result.returncode == 1, result.output
+    reason = "rank 1 ended without calling start(), in which rank 0 waits."
+    assert result.stderr.count("without calling start()") == result.stderr.count(reason) == 1, result.output

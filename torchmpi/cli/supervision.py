@@ -78,6 +78,8 @@ class Supervisor:
                 logger.error("torchmpi run: the job %s. No restart is left of %d.", cause, self._limits.restarts)
                 return status or 1
             lost = self._wait_for_hosts(gone)
+            if self._received is not None:
+                return 128 + self._received
             num_ranks = self._job.ranks_without(lost)
             if num_ranks < self._limits.min_ranks:
                 logger.error(
@@ -93,8 +95,8 @@ class Supervisor:
 
     def _run_once(self, lost: Sequence[str], variables: Mapping[str, str]) -> int:
         self._process = subprocess.Popen(self._job.command(lost, variables))
-        if self._received is not None:  # it came before there was a process to pass it on to
-            self._pass_on(self._received, None)
+        if self._received is not None:  # it came before there was a process, to which the terminal sends Ctrl-C too
+            self._process.send_signal(self._received)
         try:
             remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             status = self._process.wait(remaining)
@@ -144,7 +146,9 @@ class Supervisor:
     def _wait_for_hosts(self, lost: list[str]) -> list[str]:
         """Wait for hosts that boot again, unless enough others are left; return those that are still lost."""
         end = time.monotonic() + _RETURN_SECONDS
-        while self._job.ranks_without(lost) < self._limits.min_ranks and time.monotonic() < end and not self._is_over():
+        while self._job.ranks_without(lost) < self._limits.min_ranks and time.monotonic() < end:
+            if self._is_over() or self._received is not None:
+                break
             time.sleep(1.0)
             lost = self._lost_hosts()
         return lost

@@ -6,6 +6,7 @@ The ranks of torch's world are those of MPI's world if an MPI launcher has start
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from typing import Any
@@ -17,6 +18,7 @@ from ..communicators.group import Group
 from ..communicators.release import MessageCounter, register, retire
 from ..errors import ArgumentError, LaunchError
 from ..session import launcher, mpi_library, runtime
+from ..session.start_watch import StartWatch
 from .torch_names import BackendOptions
 
 _TAG_BITS = 14  # MPI guarantees 15
@@ -56,10 +58,12 @@ class Membership:
         from ..session import launcherless
 
         seconds = options.timeout.total_seconds()
-        self._stand_in = launcherless.connect(
-            options.store, options.group_rank, options.group_size, timeout_seconds=seconds
-        )
-        mpi_library.adopt(self._stand_in)
+        is_whole_job = launcher.detect().num_ranks == options.group_size  # otherwise ranks outside of it may end
+        with StartWatch() if is_whole_job else contextlib.nullcontext():
+            self._stand_in = launcherless.connect(
+                options.store, options.group_rank, options.group_size, timeout_seconds=seconds
+            )
+            mpi_library.adopt(self._stand_in)
 
     def open(self, options: BackendOptions) -> Communicator:
         """Create the communicator of a process group. Collective over its ranks."""

@@ -170,6 +170,8 @@ def abort(status: int) -> NoReturn:
             stream.flush()
     launcher.wait_until_output_is_read()
     time.sleep(FORWARDING_SECONDS)
+    if _stand_in is None and not launcher.detect().has_mpi_interface:
+        exit_process(status)  # the ranks are not connected yet: the launcher ends the others
     if not _is_initializing:
         load().COMM_WORLD.Abort(status)
     elif "PMI_FD" in os.environ:

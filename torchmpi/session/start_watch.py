@@ -1,7 +1,7 @@
 """Detection of ranks that do not call ``start()``, or have ended before.
 
-MPI_Init and the first collectives of ``start()`` wait for all ranks, without a limit. A rank that has not arrived
-there has no watchdog and shares no memory with the others. A thread of each rank in ``start()`` therefore looks in
+MPI_Init and the first collectives of ``start()`` wait for all ranks, without a limit; without an MPI launcher, the
+rendezvous waits for minutes. A rank that has not arrived there has no watchdog and shares no memory with the others. A thread of each rank in ``start()`` therefore looks in
 /proc at the processes that the launcher has started on this host. The name of that thread, which is visible in /proc,
 marks the processes that are in ``start()``.
 """
@@ -26,6 +26,7 @@ _RANKS_PER_PERIOD = 4
 _THREAD_NAME = "torchmpi start"  # at most 15 characters, the limit of Linux
 # The lowest rank in start() of each host reports; the others do so only if the job has not ended after this time.
 _GRACE_SECONDS = 10.0
+_REPORT_SECONDS = 1.0
 _MOST_RANKS = 20
 _STATES = {"T": ", stopped by a signal", "t": ", stopped by a debugger", "D": ", waiting for a disk"}
 _ZOMBIE = "Z"
@@ -68,8 +69,9 @@ class StartWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        has_ranks = self._num_ranks > 1 and self._launcher.rank is not None and self._launcher.has_mpi_interface
-        if has_ranks and not mpi_library.is_apart_from_launcher():  # /proc would not show the other ranks
+        has_ranks = self._num_ranks > 1 and self._launcher.rank is not None
+        is_connected = mpi_library.has_stand_in()  # the connections show which ranks end
+        if has_ranks and not (is_connected or mpi_library.is_apart_from_launcher()):  # /proc would not show the others
             self._thread = threading.Thread(target=self._watch, name=_THREAD_NAME, daemon=True)
             self._thread.start()
 
@@ -93,6 +95,8 @@ class StartWatch:
             elif self._reports(now - ended_since):
                 reason = f"{self._ended(ranks.all)}, in which rank {self._launcher.rank} waits. That ends the job."
                 self._end_job(reason)
+            elif not self._launcher.has_mpi_interface and now - ended_since > _REPORT_SECONDS:
+                mpi_library.abort(1)  # the end of the lowest rank, which has reported, does not end this one
             if ended_since is None and now - begin >= self._config.stall_warning_seconds:
                 self._check_late(ranks, now - begin)
 
@@ -141,6 +145,7 @@ class StartWatch:
 
     def _end_job(self, message: str) -> None:
         log_fatal(f"{message}\n{launcher.announcement()}".rstrip())
+        launcher.write_error_file(message)
         mpi_library.abort(1)
 
 
