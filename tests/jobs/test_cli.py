@@ -12,6 +12,7 @@ import time
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT, Result, fake_mpirun, is_open_mpi, job_environment, launcher, search_path
 
@@ -187,6 +188,21 @@ def test_run_without_success(alone):
         assert process.stdout.readline() == "on\n"
         process.terminate()
         assert process.wait(60) != 0
+
+
+def test_the_time_limit_ends_the_ranks_of_a_launcher_that_hangs(alone, tmp_path):
+    """Regression: only the launcher was killed."""
+    program = f"echo $$ > {tmp_path}/$RANK; kill -STOP $PPID; exec sleep 300"
+    code = f"""if True:
+        from torchmpi.cli import command_line, supervision
+        supervision._TERMINATION_SECONDS = 1
+        raise SystemExit(command_line.main(["run", "-n", "2", "--timeout", "4", "sh", "-c", {program!r}]))
+    """
+    result = alone("-c", code)
+    assert result.returncode == 124, result.output
+    ranks = [int(file.read_text()) for file in tmp_path.iterdir()]
+    running = [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
+    assert ranks and not {*ranks} & {*running}, result.output
 
 
 @once

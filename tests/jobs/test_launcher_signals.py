@@ -87,8 +87,12 @@ def in_terminal(command: list[str], *, press: str, after: str, num_times: int) -
     return output.decode(), os.waitstatus_to_exitcode(status)
 
 
-def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
-    """SIGTERM to mpirun, as a scheduler sends it: neither a rank that sleeps nor one that waits in a call survives."""
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGKILL))
+def test_the_end_of_the_launcher_ends_everything(tmp_path, mpirun, number):
+    """SIGTERM, as a scheduler sends it to mpirun: neither a rank that sleeps nor one that waits in a call survives.
+
+    Regression: after SIGKILL the ranks of Open MPI went on for ever.
+    """
     script = tmp_path / "job.py"
     line = f"""
 rank = mpi.rank()
@@ -111,13 +115,13 @@ mpi.allreduce(torch.ones(3))
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < limit:
         time.sleep(0.1)
     time.sleep(0.5)
-    process.terminate()
+    process.send_signal(number)
     try:
         _, stderr = process.communicate(timeout=LIMIT_SECONDS)
     finally:
         process.kill()
     assert process.returncode != 0
-    assert "received SIGTERM, which ends the job. It was at " in stderr
+    assert ("received SIGTERM, which ends the job. It was at " in stderr) == (number == signal.SIGTERM), stderr
     for file in files:
         for _ in range(100):
             if not _alive(int(file.read_text())):

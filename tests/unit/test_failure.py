@@ -127,7 +127,7 @@ def test_names_of_processes_may_be_cut_within_a_letter(monkeypatch):
         if child == 0:
             with contextlib.suppress(UnicodeDecodeError):
                 launcher.stderr_of_mpirun()
-                mpi_library._is_below_launcher()
+                mpi_library.launcher_process()
                 os._exit(0)
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0

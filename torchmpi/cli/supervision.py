@@ -11,6 +11,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
+import psutil
+
 from ..backends import network
 from ..log import logger
 from .job import Job
@@ -109,13 +111,18 @@ class Supervisor:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _terminate(self) -> None:
-        """End mpirun, and with it the ranks; by SIGKILL if a hung job makes it ignore SIGTERM."""
+        """End mpirun, and with it the ranks; all of them by SIGKILL if a hung job makes mpirun ignore SIGTERM."""
         assert self._process is not None
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self._process.send_signal(number)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_TERMINATION_SECONDS)
-                return
+        self._process.terminate()
+        try:
+            self._process.wait(_TERMINATION_SECONDS)
+        except subprocess.TimeoutExpired:
+            ranks = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()
+            for process in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._process.wait()
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         if number not in (signal.SIGUSR1, signal.SIGUSR2):

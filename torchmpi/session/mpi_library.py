@@ -122,19 +122,19 @@ def is_apart_from_launcher() -> bool:
     The launcher then takes containers for one host whose ranks cannot share memory. If the launcher itself runs in the
     container, only the leader of the session may be outside, as with ``bwrap --unshare-pid mpirun``.
     """
-    return os.getppid() == 0 or (os.getsid(0) == 0 and not _is_below_launcher())
+    return os.getppid() == 0 or (os.getsid(0) == 0 and not launcher_process())
 
 
-def _is_below_launcher() -> bool:
-    """Return whether an ancestor of this process is a launcher."""
+def launcher_process() -> int:
+    """Return the process of the launcher that has started this process, or its parents; 0 if there is none."""
     pid = os.getppid()
     with contextlib.suppress(OSError):
         while pid > 0:
             name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(") ")
             if name.startswith(_LAUNCHER_PROCESSES):
-                return True
+                return pid
             pid = int(rest.split()[1])
-    return False
+    return 0
 
 
 def _initialize_without_gil(MPI: Any) -> None:

@@ -22,6 +22,7 @@ from ..communicators.status_board import request_status, request_statuses
 from ..config import Config
 from ..log import logger
 from ..shared_memory import memory_layout
+from . import mpi_library
 from .deadlock import WaitingRanks, find_any_circle, find_circle, waits_of
 from .heartbeat import Heartbeat, RankStatus
 from .program_lines import location
@@ -78,7 +79,11 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Check all groups periodically until :meth:`stop`."""
+        launcher = mpi_library.launcher_process()
+        is_child = os.getppid() == launcher
         while not self._stopped.wait(self.config.watchdog_period_seconds):
+            if is_child and os.getppid() != launcher:  # when it is killed, ranks of Open MPI may run on
+                self.end_job(f"{self._world.where}: the launcher, process {launcher}, has ended, which ends the job.", 1)
             if (record := self.context.flight_record) is not None:
                 record.note_ticks()
                 if (request := record.take_request()) and self.heartbeat is not None:
