@@ -19,6 +19,7 @@ from torchmpi._version import __version__
 from torchmpi.cli import formatting, hosts, launching
 from torchmpi.cli.doctor.diagnosis import messages
 from torchmpi.cli.facts import ProcessFacts
+from torchmpi.communicators.flight_record import FlightRecord
 from torchmpi.errors import ArgumentError
 
 
@@ -61,6 +62,17 @@ def test_help_and_version(arguments, words, capsys):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words), out
+
+
+@pytest.mark.parametrize("arguments", (["dump", str(os.getpid()), "--out"], ["analyze", "--torch"]))
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, arguments, capsys):
+    """Regression: a traceback."""
+    (tmp_path / "file").touch()
+    about = {"rank": 0, "size": 1, "on_host": "0"}
+    record, folder = FlightRecord(str(tmp_path), about), str(tmp_path / "file" / "folder")
+    assert torchmpi.cli.main([*arguments, folder, *[str(tmp_path)] * (arguments[0] == "analyze")]) == 1
+    record.close()
+    assert re.fullmatch(rf"torchmpi {arguments[0]}: .*Not a directory: '.*/file/?.*'\n", capsys.readouterr().err)
 
 
 # --- hosts

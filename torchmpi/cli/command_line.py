@@ -19,6 +19,8 @@ _MODULES = {
     "run": ".run", "info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command",
     "timeline": ".trace_commands", "dump": ".flight_commands", "analyze": ".flight_commands",
 }  # fmt: skip
+_OF_FILES = ("timeline", "dump", "analyze")
+"""Commands of one process, whose files may not be readable or writable."""
 _ALL = "Start programs; report on, check and benchmark torchmpi, its MPI library and this machine."
 _RUN = """Start a program on several ranks with the mpirun of the MPI library that this Python loads, and with the
 options it needs: Open MPI refuses root without --allow-run-as-root, and more ranks than cores without --oversubscribe.
@@ -53,6 +55,11 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
         return 1
     except BrokenPipeError:  # as in `torchmpi info | head`: avoid a second error when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if options.command not in _OF_FILES:
+            raise
+        log_fatal(f"{program} {options.command}: {error}")
         return 1
 
 
