@@ -1,9 +1,9 @@
 """Detection of ranks that do not call ``start()``, or have ended before.
 
 MPI_Init and the first collectives of ``start()`` wait for all ranks, without a limit; without an MPI launcher, the
-rendezvous waits for minutes. A rank that has not arrived there has no watchdog and shares no memory with the others. A thread of each rank in ``start()`` therefore looks in
-/proc at the processes that the launcher has started on this host. The name of that thread, which is visible in /proc,
-marks the processes that are in ``start()``.
+rendezvous waits for minutes. A rank that has not arrived there has no watchdog and shares no memory with the others. A
+thread of each rank in ``start()`` therefore looks in /proc at the processes that the launcher has started on this host.
+The name of that thread, which is visible in /proc, marks the processes that are in ``start()``.
 """
 
 from __future__ import annotations

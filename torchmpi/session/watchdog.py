@@ -83,7 +83,7 @@ class Watchdog(threading.Thread):
         is_child = os.getppid() == launcher
         while not self._stopped.wait(self.config.watchdog_period_seconds):
             if is_child and os.getppid() != launcher:  # when it is killed, ranks of Open MPI may run on
-                self.end_job(f"{self._world.where}: the launcher, process {launcher}, has ended, which ends the job.", 1)
+                self.end_job(f"{self._world.where}: the launcher (process {launcher}) has ended. That ends the job.", 1)
             if (record := self.context.flight_record) is not None:
                 record.note_ticks()
                 if (request := record.take_request()) and self.heartbeat is not None:
