@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -230,6 +231,12 @@ def test_a_command_that_hangs_is_ended_with_its_children(monkeypatch):
         while time.monotonic() < limit:  # exists until init has reaped the process
             os.kill(int(ended.stdout), 0)
             time.sleep(0.05)
+
+
+def test_a_command_is_run_without_a_folder_for_temporary_files(monkeypatch):
+    """Regression: in a container with a read-only file system `torchmpi run` and `doctor` raised an error."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert launching.run_limited(["echo", "hello"], seconds=60).stdout == "hello\n"
 
 
 def test_a_command_that_cannot_be_started():

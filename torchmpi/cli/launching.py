@@ -20,6 +20,7 @@ from .facts import Program
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 """The folder that contains torchmpi, for processes that do not have it on their path."""
+_SHARED_MEMORY = "/dev/shm"
 _VERSION_SECONDS = 15.0
 _TERMINATION_SECONDS = 5.0
 _TICK_SECONDS = 0.2
@@ -45,7 +46,8 @@ def run_limited(command: Sequence[str], *, seconds: float, tick: Callable[[], ob
     """
     begin = time.monotonic()
     # Files, not pipes: a process that outlives its mpirun would keep a pipe open, and reading it would not end.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    folder = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None  # a container may have no other for files
+    with tempfile.TemporaryFile(dir=folder) as out, tempfile.TemporaryFile(dir=folder) as err:
         try:
             process = subprocess.Popen(
                 command,
