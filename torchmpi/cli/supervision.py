@@ -81,7 +81,7 @@ class Supervisor:
                 return status or 1
             lost = self._wait_for_hosts(gone)
             if self._received is not None:
-                return 128 + self._received
+                return status or 128 + self._received
             num_ranks = self._job.ranks_without(lost)
             if num_ranks < self._limits.min_ranks:
                 logger.error(
