@@ -87,11 +87,15 @@ def in_terminal(command: list[str], *, press: str, after: str, num_times: int) -
     return output.decode(), os.waitstatus_to_exitcode(status)
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGKILL))
-def test_the_end_of_the_launcher_ends_everything(tmp_path, mpirun, number):
+@pytest.mark.parametrize("number, options", (
+    (signal.SIGTERM, ()),
+    (signal.SIGKILL, ()),
+    pytest.param(signal.SIGKILL, ("--without-mpi",), marks=pytest.mark.once),
+), ids=("terminated", "killed", "without MPI"))  # fmt: skip
+def test_the_end_of_the_launcher_ends_everything(tmp_path, mpirun, number, options):
     """SIGTERM, as a scheduler sends it to mpirun: neither a rank that sleeps nor one that waits in a call survives.
 
-    Regression: after SIGKILL the ranks of Open MPI went on for ever.
+    Regression: after SIGKILL the ranks went on for ever, except those of MPICH.
     """
     script = tmp_path / "job.py"
     line = f"""
@@ -102,9 +106,10 @@ if rank: time.sleep(100)
 mpi.allreduce(torch.ones(3))
 """
     script.write_text(PROGRAM.format(line=line))
+    command = [sys.executable, "-m", "torchmpi", "run", *options] if options else mpirun
     # Without `timeout`, which passes the signal on twice: then Open MPI discards what the ranks print.
     process = subprocess.Popen(
-        [*mpirun, "-n", "2", sys.executable, str(script)],
+        [*command, "-n", "2", sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -137,6 +137,12 @@ def launcher_process() -> int:
     return 0
 
 
+def parent_launcher() -> int:
+    """Return the parent of this process if that is the launcher; 0 if it is another process, such as a shell."""
+    parent = os.getppid()
+    return parent if launcher.detect().name == launcher.TORCHRUN or parent == launcher_process() else 0
+
+
 def _initialize_without_gil(MPI: Any) -> None:
     """Call MPI_Init_thread, which waits for all ranks; mpi4py's function would block the other threads meanwhile."""
     global _is_initializing

@@ -79,10 +79,9 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Check all groups periodically until :meth:`stop`."""
-        launcher = mpi_library.launcher_process()
-        is_child = os.getppid() == launcher
+        launcher = mpi_library.parent_launcher()
         while not self._stopped.wait(self.config.watchdog_period_seconds):
-            if is_child and os.getppid() != launcher:  # when it is killed, ranks of Open MPI may run on
+            if launcher not in (0, os.getppid()):  # only MPICH's ends the ranks when it is killed
                 self.end_job(f"{self._world.where}: the launcher (process {launcher}) has ended. That ends the job.", 1)
             if (record := self.context.flight_record) is not None:
                 record.note_ticks()
