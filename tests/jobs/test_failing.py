@@ -51,6 +51,7 @@ def test_an_exception_ends_the_job_with_one_report(failing, tmp_path):
     """The report has the reason, what the others were doing, and announces the messages of the launcher."""
     file = tmp_path / "report.json"
     code = """
+os.chdir("/")  # regression: the report was written there
 if rank == 1:
     wait_until_in_call(2, 3)
     time.sleep(1)  # the report tells how long they have waited
@@ -58,7 +59,7 @@ if rank == 1:
 if rank == 0: time.sleep(60)  # a line of rank 0
 mpi.allreduce(torch.ones(3))
 """
-    result = failing(code, n=4, env={"TORCHMPI_REPORT": str(file)})
+    result = failing(code, n=4, env={"TORCHMPI_REPORT": os.path.relpath(file)})
     assert result.stderr.count("Traceback") == 1, result.output
     assert result.stderr.count("ValueError: no such file") == 1, result.output
     first, others, last = lines_of_ours(result)

@@ -274,6 +274,16 @@ def test_the_file_is_rewritten_and_removed(tmp_path):
     assert not threads()
 
 
+def test_the_file_stays_in_its_folder_when_the_program_changes_its_own(tmp_path, monkeypatch):
+    """Regression: it was written to a folder of that name in the new one."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with exporting("new"):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        wait_until((tmp_path / "new" / "torchmpi_rank3.prom").exists)
+    assert list((tmp_path / "new").iterdir()) == list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_failures_are_reported_once_and_the_export_goes_on(warnings, tmp_path):
     path, results = tmp_path / "torchmpi_rank3.prom", iter([ValueError("not now")] * 3)
 

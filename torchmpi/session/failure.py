@@ -86,6 +86,7 @@ class FailureHandling:
         self.world, self._stop, self._host_name, self._config = world, stop, host_name, config
         self.board_group: Group | None = world
         """The ranks that share a status board with this one: the first of them to fail reports. None when freed."""
+        self._report_path = os.path.abspath(config.report) if config.report else ""  # the program may change the folder
         self._pid = os.getpid()
         self._installed = False
         self._previous_hook = sys.excepthook
@@ -376,10 +377,10 @@ class FailureHandling:
 
     def _write_report(self, reason: str, status: int, others: Mapping[int, report.Activity]) -> None:
         """Write the report as JSON, if that is requested."""
-        if self._config.report:
+        if self._report_path:
             first = {"rank": self.world.rank, "host": self._host_name, "process": os.getpid(), "size": self.world.size}
             try:
-                report.write(self._config.report, {**first, "status": status, "reason": reason}, others)
+                report.write(self._report_path, {**first, "status": status, "reason": reason}, others)
             except OSError as error:
                 write_directly(f"the report cannot be written: {error}")
 

@@ -110,7 +110,7 @@ def exporter(target: str, seconds: float, local_rank: int, rank: int, read: Read
     if port is not None:
         address = port[1] or network.loopback()
         return ServerExporter(rank, read, address.strip("[]"), int(port[2]) + local_rank)
-    return FileExporter(rank, read, Path(target) / FILE_NAME.format(rank), seconds)
+    return FileExporter(rank, read, Path(target).absolute() / FILE_NAME.format(rank), seconds)  # for os.chdir()
 
 
 class Exporter(ABC):
