@@ -523,3 +523,18 @@ def test_copies_and_pickles_are_not_registered(agree):
             agree.equal(other.weight.grad, 2 * rank_plus_one())
             with registered(other):
                 pass
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_a_dense_gradient_of_a_sparse_embedding_is_reduced(agree, average):
+    """Regression: it remained local if the weight was also used otherwise, here by weight decay; sums were doubled."""
+    net = nn.ModuleList([nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2, sparse=True)])
+    mpinn.synchronize_parameters(net)
+    with registered(net, average=average):
+        used = net[0](torch.tensor([mpi.rank() % 4])).sum() + (mpi.rank() + 1) * net[0].weight.square().sum()
+        (used + net[1](torch.tensor([1])).sum()).backward()
+        expected = [mpi.allreduce(each.to_dense().clone(), op="avg" if average else "sum") for each in gradients(net)]
+        for _ in range(2):
+            mpinn.synchronize_gradients_async(net)
+            for actual, each in zip(gradients(net), expected, strict=True):
+                agree.close(actual.to_dense(), each)

@@ -9,6 +9,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi.errors import ArgumentError, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -95,3 +96,29 @@ def test_missing_gradients_in_a_block(agree):
     agree.close(net[0].weight.grad, torch.tensor([[1 / mpi.size()]]))
     agree.equal(net[1].weight.grad, torch.ones(1, 1))
     agree(net[2].weight.grad is None)
+
+
+def test_two_that_share_a_parameter_are_refused(agree):
+    """Regression: a sum of its gradients was multiplied by the number of ranks."""
+    first = mpinn.BlockSequential(1, nn.Linear(3, 3))
+    second = mpinn.BlockSequential(1, nn.Linear(3, 3))
+    second[0].weight = first[0].weight
+    net = nn.Sequential(first, second)
+    net(torch.ones(1, 3)).sum().backward()
+    for call in (mpinn.synchronize_parameters, mpinn.synchronize_gradients, mpinn.register_async_backward):
+        with pytest.raises(ArgumentError, match="share a parameter"):
+            call(net)
+    agree(True)
+
+
+def test_other_strides_on_some_rank_are_refused(agree):
+    """Regression: blocks were copied as they are in memory, in another order on a rank with channels_last."""
+    net = mpinn.BlockSequential(1, nn.Conv2d(2, 3, 3))
+    if mpi.rank():
+        net = net.to(memory_format=torch.channels_last)
+    try:
+        mpinn.synchronize_parameters(net)
+        message = ""
+    except ReplicaError as error:
+        message = str(error)
+    agree.equal("with strides" in message, mpi.size() > 1)

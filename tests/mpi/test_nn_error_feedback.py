@@ -200,3 +200,10 @@ def test_join_and_wrong_options_are_refused(agree):
     for wrong in (lambda: mpinn.TopK(0), lambda: mpinn.TopK(1.5), lambda: mpinn.PowerSGD(0)):
         with pytest.raises(ArgumentError):
             wrong()
+
+
+def test_a_loaded_state_is_saved_before_the_first_step(agree):
+    """Regression: the errors were lost if a job was resumed and saved without a step in between."""
+    compressor = KINDS["top k"]()
+    compressor.load_state_dict({"parameters": [{"error": torch.ones(2)}]})
+    agree.equal(compressor.state_dict()["parameters"][0]["error"], torch.ones(2))

@@ -238,3 +238,18 @@ def test_a_gradient_that_parameters_share_is_divided_once(agree, dtype):
     GradientReduction(divisor=2, size=size + 1).run_many(tensors, mpi.communicator())
     for tensor in tensors:
         agree.equal(tensor, torch.full((3,), 2.0, dtype=dtype))
+
+
+def test_clipping_inside_join(agree):
+    """Regression: only with hooks; otherwise the norms were compared with ranks that had no data."""
+    model, norms = net(), []
+
+    def synchronize(model: nn.Module) -> None:
+        mpinn.synchronize_gradients(model)
+        norms.append(mpinn.clip_grad_norm_(model, 0.1).item())
+        mpinn.clip_grad_value_(model, 0.05)
+
+    with mpinn.join(model):
+        train(model, sgd(model.parameters()), synchronize)
+    mpinn.check_with_allreduce(model)
+    agree.equal(mpi.allgather_object(norms)[-1][: len(norms)], norms)

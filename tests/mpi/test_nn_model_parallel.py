@@ -124,3 +124,13 @@ def test_an_incomplete_input_is_refused(agree):
     parallel, _ = both()
     with pytest.raises(ArgumentError, match="the complete input, with 7 features"):
         parallel(batch(3))
+
+
+def test_tensors_of_the_host_are_compared_whatever_the_default_device_is(agree):
+    parallel, whole = both()
+    torch.set_default_device("meta")
+    try:
+        output = parallel(batch().cpu())
+    finally:
+        torch.set_default_device(None)
+    agree.close(output, whole(batch()), **TIGHT)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from nn_nets import loss, make, mine, values
+from nn_nets import gradients, loss, make, mine, values
 from torch import nn
 
 import torchmpi as mpi
@@ -179,3 +179,18 @@ def test_refusals(agree):
     for call in (mpinn.register_async_backward, mpinn.synchronize_gradients):
         with pytest.raises(ArgumentError, match="bucket_bytes=0"):
             call(net, bucket_bytes=0)
+
+
+def test_a_block_inside_skip_synchronize_does_not_end_it(agree):
+    net, optimizer, x, y = wrapped(False)
+    with optimizer.skip_synchronize():
+        with optimizer.skip_synchronize():
+            pass
+        loss(net, x, y).backward()
+        before = gradients(net)
+        optimizer.zero_grad(set_to_none=False)
+        for parameter, gradient in zip(net.parameters(), before, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    for actual, expected in zip(gradients(net), before, strict=True):
+        agree(torch.equal(actual, expected), "the gradients are local")

@@ -416,3 +416,48 @@ def test_buckets_have_the_requested_size_without_shared_memory(agree):
                 agree.bits(parameter.grad, average, f"{bucket_bytes}")
     finally:
         mpi.collective_selector.reset()
+
+
+def test_other_tensors_in_the_memory_of_the_gradients_remain(agree):
+    """Regression: gradients that are views of a flat tensor of the program were moved, and no longer cleared by it."""
+    net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 1, bias=False))
+    mpinn.synchronize_parameters(net)
+    flat, begin = torch.zeros(10_100), 0
+    for parameter in net.parameters():
+        parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
+        begin += parameter.numel()
+    found = []
+    for _ in range(4):
+        flat.zero_()
+        net(torch.full((1, 100), mpi.rank() + 1.0)).backward()
+        mpinn.synchronize_gradients(net)
+        found.append(flat.clone())
+        agree.equal(torch.cat([each.view(-1) for each in gradients(net)]), flat)
+    agree.equal(found[1:], found[:1] * 3)
+
+
+def test_ranks_that_have_frozen_other_parameters_are_refused(agree):
+    """Regression: the gradients of different layers of the same shape were averaged."""
+    net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    net[0].requires_grad_(False)
+    net[1 if mpi.rank() == 0 else 2].requires_grad_(False)
+    net(torch.ones(1, 2)).sum().backward()
+    try:
+        mpinn.synchronize_gradients(net)
+        message = ""
+    except ReplicaError as error:
+        message = str(error)
+    agree.equal("have frozen different parameters" in message, mpi.size() > 1)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10")
+def test_a_missing_gradient_has_the_dtype_of_the_others(agree):
+    """Regression: that of the parameter, so that the ranks made different calls."""
+    net = nn.Linear(2, 2, dtype=torch.bfloat16)
+    for parameter in net.parameters():
+        parameter.grad_dtype = torch.float32
+    net(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum().backward()
+    if mpi.rank():
+        net.bias.grad = None
+    mpinn.synchronize_gradients(net)
+    agree.equal(net.bias.grad, torch.full((2,), 1 / mpi.size()))

@@ -176,3 +176,28 @@ def test_a_failed_save_keeps_the_previous_one(folder, agree):
     agree(f"rank {last}" in message and "File too large" in message, message)
     ps.load(folder)
     compare(agree, values(servers), expected)
+
+
+def test_other_numbers_of_chunks_are_refused_on_all_ranks(folder, agree):
+    """Regression: the rank that found them failed, and the others waited."""
+    make()
+    ps.save(folder)
+    if mpi.communicator(0).rank == 0:
+        path = next(folder.glob("shards-*-0.pt"))
+        content = torch.load(path)
+        for name in ("versions", "steps"):
+            content["0"][name] = content["0"][name][:-1].clone()
+        torch.save(content, path)
+    mpi.barrier(0)
+    message = refused(ps.load, folder)
+    agree("is damaged" in message and "chunks" in message, message)
+
+
+def test_files_of_a_killed_save_are_removed(folder, agree):
+    make()
+    ps.save(folder)
+    if mpi.communicator(0).rank == 0:
+        (folder / ".shards-0-0.pt.abc.tmp").touch()
+    mpi.barrier(0)
+    ps.save(folder)
+    agree(not list(folder.glob(".*.tmp")), "temporary files")

@@ -290,3 +290,12 @@ def test_not_in_the_middle_of_an_update(hook, tmp_path):
         engine.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ArgumentError, match="every=0"):
         engine.checkpoint(tmp_path / "a.ckpt", every=0)
+
+
+def test_tensors_that_torch_does_not_view_as_bytes(tmp_path):
+    """Regression: a single element with a stride, or a conjugate, could not be saved."""
+    tensors = {"single": torch.arange(4.0)[::2][:1], "conjugate": torch.tensor([1 + 2j]).conj()}
+    write(tmp_path / "a", Content({}, {}, {"network": tensors}))
+    found = read(tmp_path / "a", SingleProcess()).trees["network"]
+    assert {name: value.tolist() for name, value in found.items()} == {"single": [0.0], "conjugate": [1 - 2j]}
+    assert digest(tensors["conjugate"]) == digest(tensors["conjugate"].resolve_conj())

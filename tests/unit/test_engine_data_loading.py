@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from device_model import Model
+from torch.nn.utils.rnn import pack_sequence
 
 from torchmpi.engine.data_loading import DeviceCopy, Prefetcher
 from torchmpi.engine.state import Sample
@@ -128,3 +129,13 @@ def test_seeds_drawn_with_the_first_batch_are_allowed():
 
     with Prefetcher(batches().__next__, depth=1) as ahead:
         assert [next(ahead) for _ in range(4)] == [True, True, False, False]
+
+
+def test_packed_sequences_keep_their_batch_sizes_on_the_host():
+    """Regression: torch refused the copy on a GPU."""
+    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    sent = DeviceCopy(torch.device("meta")).send(Sample(packed, 0)).input
+    assert (sent.data.device.type, sent.unsorted_indices.device.type) == ("meta", "meta")
+    assert sent.batch_sizes.tolist() == [2, 2, 1]
+    alone = DeviceCopy(torch.device("meta")).send(Sample(pack_sequence([torch.ones(2)]), 0)).input
+    assert alone.sorted_indices is None

@@ -93,3 +93,15 @@ def test_state_dict():
 def test_misuse_is_refused(misuse, message):
     with pytest.raises(ArgumentError, match=message):
         misuse()
+
+
+def test_sums_are_on_the_host_whatever_the_default_device_is():
+    """Regression: a meter failed that was made, or loaded, under another default device than it was used."""
+    meter = AverageValueMeter()
+    torch.set_default_device("meta")
+    try:
+        for each in (meter, AverageValueMeter()):
+            each.add(2.0)
+            assert each.value() == 2.0
+    finally:
+        torch.set_default_device(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,6 +82,25 @@ def test_sums_that_are_not_named_are_refused():
     metric = SummedMetric(Accuracy(), "num_correct")
     metric.reset()
     with pytest.raises(ArgumentError, match="changed num_total, which would remain local"):
+        metric.update(torch.eye(3), torch.arange(3))
+
+
+@pytest.mark.parametrize("counts", [[0, 0], {0: 0}, np.zeros(2), np.int64(0), torch.zeros(2)], ids=repr)
+def test_changed_elements_are_found(counts):
+    """Regression: only changes of the length of lists and dicts were, and none of numbers and arrays of NumPy."""
+
+    class Counts(Accuracy):
+        def update(self, output, target):
+            super().update(output, target)
+            if isinstance(self.counts, np.int64):
+                self.counts += 1
+            else:
+                self.counts[0] += 1
+
+    metric = SummedMetric(Counts(), "num_correct", "num_total")
+    metric.reset()
+    metric.metric.counts = copy.deepcopy(counts)
+    with pytest.raises(ArgumentError, match="changed counts, which would remain local"):
         metric.update(torch.eye(3), torch.arange(3))
 
 

@@ -77,3 +77,11 @@ def test_order_length_and_layout():
     assert checksum(tensor) != checksum(tensor.flip(0))
     assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
     assert checksum(tensor.t().contiguous().t()) == checksum(tensor), "values count, not strides"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_a_single_element_of_a_larger_tensor(dtype):
+    """Regression: torch refuses to view it as bytes, because of its stride."""
+    single = torch.arange(4).to(dtype)[2:][::2]
+    assert single.stride() == (2,)
+    assert checksum(single) == checksum(single.clone(memory_format=torch.contiguous_format))

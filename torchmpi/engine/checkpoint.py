@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..tensors import archive
+from ..tensors import archive, buffers
 from .coordination import Coordinator
 from .data_loading import map_tensors
 
@@ -222,7 +222,8 @@ def digest(value: Any) -> bytes:
 def _feed(hasher: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         hasher.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        hasher.update(buffers.byte_view(plain).numpy().data)
     elif isinstance(value, Mapping):
         hasher.update(b"{")
         for key, item in value.items():

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from .. import timeline
 from ..errors import CheckpointError
@@ -112,6 +113,11 @@ def map_tensors(function: Callable[[Tensor, str], Tensor], value: Any, name: str
 
     if isinstance(value, Tensor):
         return function(value, name)
+    if isinstance(value, PackedSequence):
+        kept = value.batch_sizes  # on the host, whatever the device
+        return PackedSequence(
+            *(item if item is kept else inner(field, item) for field, item in zip(value._fields, value, strict=True))
+        )
     if isinstance(value, Mapping):
         return {key: inner(key, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

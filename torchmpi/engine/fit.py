@@ -153,10 +153,10 @@ class DividedBatches(Sampler[list[int]]):
         return sum(1 for _ in self._parts())
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.arange(self._num_examples)
+        order = torch.arange(self._num_examples, device="cpu")
         if self._seed is not None:
-            generator = torch.Generator().manual_seed(self._seed + self._epoch)
-            order = torch.randperm(self._num_examples, generator=generator)
+            generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
+            order = torch.randperm(self._num_examples, generator=generator, device="cpu")
         for first, last in self._parts():
             yield order[first:last].tolist()
 

@@ -20,7 +20,7 @@ class Meter:
     """Base of the meters: float64 sums, and their total over ranks."""
 
     def __init__(self, num_sums: int) -> None:
-        self._sums = torch.zeros(num_sums, dtype=torch.float64)
+        self._sums = torch.zeros(num_sums, dtype=torch.float64, device="cpu")
         self._is_global = False
 
     def reset(self) -> None:
@@ -107,7 +107,7 @@ class Meter:
 
     def _accumulate(self, sums: Sequence[float]) -> None:
         self._refuse_if_global("add")
-        self._sums += torch.tensor(sums, dtype=torch.float64)
+        self._sums += torch.tensor(sums, dtype=torch.float64, device="cpu")
 
     def _refuse_if_global(self, call: str) -> None:
         if self._is_global:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from .. import collectives
 from ..errors import ArgumentError
+from .checkpoint import digest
 from .coordination import Coordinator
 from .meters import ClassErrorMeter
 
@@ -60,7 +61,7 @@ class SummedMetric:
         """Count a batch on this rank."""
         before = self._others()
         self.metric.update(output, target)
-        changed = [name for name, value in self._others().items() if not _equal(value, before.get(name))]
+        changed = [name for name, value in self._others().items() if value != before.get(name)]
         if changed:
             raise ArgumentError(
                 f"SummedMetric: update() of the {type(self.metric).__name__} has changed {', '.join(changed)}, which "
@@ -81,19 +82,13 @@ class SummedMetric:
         """Return the result of the metric."""
         return self.metric.compute()
 
-    def _others(self) -> dict[str, Any]:
-        kinds = (int, float, Tensor, list, dict, set)
+    def _others(self) -> dict[str, bytes]:
+        kinds = (int, float, Tensor, list, dict, set, np.ndarray, np.generic)
         return {
-            name: value.clone() if isinstance(value, Tensor) else len(value) if hasattr(value, "__len__") else value
+            name: digest(value.tobytes() if isinstance(value, np.ndarray) else value)
             for name, value in vars(self.metric).items()
             if isinstance(value, kinds) and name not in self.sums and not name.startswith("_")
         }
-
-
-def _equal(mine: Any, theirs: Any) -> bool:
-    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-        return torch.equal(mine, theirs)
-    return type(mine) is type(theirs) and bool(mine == theirs)
 
 
 def _check_methods(where: str, metric: object) -> None:

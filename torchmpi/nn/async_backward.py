@@ -26,7 +26,7 @@ from .buckets import ViewBucket
 from .channel import close_private, default_bucket_bytes, open_private
 from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, transport
-from .gradients import GradientList, Presence, WrittenGradients, changed_message
+from .gradients import GradientList, Presence, WrittenGradients, changed_message, gradient_or_zeros
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .registrations import add_registration, registered_for, remove_registration
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
@@ -243,6 +243,8 @@ class AsyncBackward(Attachment):
         """Whether a round has ended since the last step of a DistributedOptimizer, which sets this to False."""
         self._num_calls = 0
         """Calls of ``finish()`` since the last round."""
+        self._results: list[weakref.ref[Tensor]] = []
+        """The gradients outside of the buckets that the last round has reduced."""
         self._lock = threading.Lock()  # hooks run on the threads of autograd
         self._reset()
         self._number = add_registration(self)
@@ -309,6 +311,7 @@ class AsyncBackward(Attachment):
         if self.average or self.is_inside_join:
             return False
         results = {id(view) for bucket in self.buckets for view in bucket.views}
+        results.update(id(result) for reference in self._results if (result := reference()) is not None)
         gradients = [parameter.grad for parameter in self.parameters]
         has_new = self.is_pending or any(each is not None and id(each) not in results for each in gradients)
         flag = torch.tensor([int(has_new)])
@@ -480,8 +483,18 @@ class AsyncBackward(Attachment):
         for bucket in self.buckets:
             bucket.give(present)
         for part, presence in zip(self._parts, presences, strict=True):
+            own = self._of_part(part, reduction)
             for parameter in presence.sparse:
-                self._of_part(part, reduction).run_sparse(parameter, part.comm)
+                own.run_sparse(parameter, part.comm)
+            # An embedding with sparse=True has a dense gradient if its weight is also used otherwise.
+            for parameter in presence.dense:
+                if id(parameter) not in self._positions:
+                    own.run(gradient_or_zeros(parameter), part.comm)
+        self._results = [
+            weakref.ref(each.grad)
+            for each in self.parameters
+            if each.grad is not None and id(each) not in self._positions
+        ]
 
     def _check_parameters(self, replica: Replica) -> None:
         """Raise if there are parameters without a hook: their gradients would not be reduced."""

@@ -156,13 +156,27 @@ def parameter_blocks_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], set
     """Return the parameter blocks of all `modules`, and the ids of the parameters in them."""
     blocks: list[Tensor] = []
     inside: set[int] = set()
-    for module in modules:
-        if isinstance(module, BlockSequential):
-            blocks.extend(module.parameter_blocks())
-            inside.update(id(parameter) for parameter in Replica(module).parameters)
+    for module in _block_sequentials(modules):
+        blocks.extend(module.parameter_blocks())
+        inside.update(id(parameter) for parameter in Replica(module).parameters)
     return blocks, inside
 
 
 def gradient_buckets_of(modules: Iterable[nn.Module]) -> list[ViewBucket]:
     """Return the gradient buckets of all `modules`."""
-    return [bucket for module in modules if isinstance(module, BlockSequential) for bucket in module.gradient_buckets()]
+    return [bucket for module in _block_sequentials(modules) for bucket in module.gradient_buckets()]
+
+
+def _block_sequentials(modules: Iterable[nn.Module]) -> list[BlockSequential]:
+    """Return the BlockSequential modules; raise if two of them share a parameter, which would be reduced twice."""
+    found = [module for module in modules if isinstance(module, BlockSequential)]
+    stored: set[int] = set()
+    for module in found if len(found) > 1 else ():
+        own = {id(parameter) for parameter in Replica(module).parameters}
+        if stored & own:
+            raise ArgumentError(
+                "Two BlockSequential modules share a parameter, which can be stored in only one block. Make one "
+                "BlockSequential of both, or use nn.Sequential for one of them."
+            )
+        stored |= own
+    return found

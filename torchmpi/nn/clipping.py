@@ -13,8 +13,9 @@ from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import GradientError
 from ..session import runtime
+from .join_state import JOIN_STATE
 from .registrations import Registration, registered_for
-from .replica import Net
+from .replica import Net, attached
 from .sharding import sharding_of
 
 _MIN_TOLERANCE = 1e-4
@@ -58,7 +59,7 @@ def clip_grad_norm_(
         optimizer.step()
     """
     parameters = _parameters(net)
-    communicator, is_inside_join = _finish_pending(parameters, comm)
+    communicator, is_inside_join = _finish_pending(net, parameters, comm)
     norm = _total_norm(parameters, norm_type)
     if not is_inside_join:  # ranks without data make no other calls there
         norm = _same_norm(norm, communicator)
@@ -93,7 +94,7 @@ def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None)
         mpinn.clip_grad_value_(model, 0.5)
     """
     parameters = _parameters(net)
-    _finish_pending(parameters, comm)
+    _finish_pending(net, parameters, comm)
     clamp_gradients(parameters, clip_value)
 
 
@@ -111,8 +112,8 @@ def _parameters(net: Net | Tensor) -> list[Tensor]:
     return [net] if isinstance(net, Tensor) else list(net)
 
 
-def _finish_pending(parameters: Sequence[Tensor], comm: Comm) -> tuple[Communicator, bool]:
-    """Finish the reductions of the gradients of `parameters`.
+def _finish_pending(net: Net | Tensor, parameters: Sequence[Tensor], comm: Comm) -> tuple[Communicator, bool]:
+    """Finish the reductions of the gradients of `net`, whose parameters are `parameters`.
 
     Returns:
         The communicator over which the gradients are equal, and whether a net is inside ``join``.
@@ -121,7 +122,7 @@ def _finish_pending(parameters: Sequence[Tensor], comm: Comm) -> tuple[Communica
     communicator = runtime.communicator(comm)
     if comm is None and backwards:
         communicator = backwards[0].outer_comm
-    is_inside_join = any(backward.is_inside_join for backward in backwards)
+    is_inside_join = attached(net, JOIN_STATE) is not None or any(each.is_inside_join for each in backwards)
     for backward, is_pending in zip(backwards, _any_pending(backwards, communicator, is_inside_join), strict=True):
         if is_pending:
             backward.finish(flush=True)

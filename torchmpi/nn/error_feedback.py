@@ -74,7 +74,9 @@ class GradientCompressor(ABC):
         Example:
             torch.save(compressor.state_dict(), f"compressor-{mpi.rank()}.pt")
         """
-        return {"parameters": [dict(state) for _, state in self._states.values()]}
+        return {
+            "parameters": [dict(state) for state in (*(state for _, state in self._states.values()), *self._loaded)]
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with a state of the same rank, on the same number of ranks and hosts; before the first step.
@@ -354,8 +356,8 @@ class PowerSGD(GradientCompressor):
         """Return the right matrix of the last step; random numbers at first."""
         right = self._state(member.parameter).get("right")
         if right is None:
-            generator = torch.Generator().manual_seed(_SEED)
-            right = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix.device)
+            generator = torch.Generator("cpu").manual_seed(_SEED)
+            right = torch.randn(matrix.shape[1], self.rank, generator=generator, device="cpu").to(matrix.device)
         return right
 
 

@@ -8,8 +8,10 @@ remain the same objects; only their memory is exchanged. There is then one block
 from __future__ import annotations
 
 import re
+import struct
 import sys
 import weakref
+import zlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -30,6 +32,9 @@ _MIN_SHARED_BYTES = 32 << 10  # of the largest gradient: smaller ones gain nothi
 _AGREEMENT = re.compile(r"allreduce\(uint8 \[(\d+)\], bor\)")  # as in the description of the call below
 _MOST_NAMES = 6
 SHARED_GRADIENTS = "torchmpi_shared_gradients"
+
+
+_NOTHING_FROZEN = b"\0\0\0\0\xff\xff\xff\xff"
 
 
 class Presence(NamedTuple):
@@ -95,20 +100,26 @@ class GradientList:
 
         Raises:
             GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
-            ReplicaError: The nets of the ranks have different numbers of parameters.
+            ReplicaError: The nets of the ranks have different numbers of parameters, or other ones are frozen.
         """
         state = (_FAILED if failed else 0) | (_SCATTERED if scattered else 0) | (_CHANGED if changed else 0)
         if changed:
             for index, parameter in enumerate(self.parameters):
                 self._codes[index] |= _CHANGED if id(parameter) in changed else 0
-        codes = torch.tensor([*self._codes, state], dtype=torch.uint8, device="cpu")
+        codes = torch.tensor([*self._codes, *self._frozen(replica), state], dtype=torch.uint8, device="cpu")
         try:
             flags: list[int] = collectives.allreduce(codes, op="bor", comm=comm).tolist()
         except MismatchError as error:
             if difference := _difference_of_nets(error, replica, self.parameters):
                 raise ReplicaError(f"rank {comm.rank}: {difference}") from None
             raise
-        state = flags.pop()
+        state, frozen = flags.pop(), flags[len(self.parameters) :]
+        del flags[len(self.parameters) :]
+        if any(map(int.__and__, frozen, frozen[len(frozen) // 2 :])):
+            raise ReplicaError(
+                f"rank {comm.rank}: the ranks have frozen different parameters (requires_grad=False), so their "
+                "gradients do not belong together. Freeze the same parameters on every rank."
+            )
         altered: list[Tensor] = []
         if state & _CHANGED:
             altered = [each for each, flag in zip(self.parameters, flags, strict=True) if flag & _CHANGED]
@@ -125,6 +136,28 @@ class GradientList:
             dense = [parameter for parameter, flag in pairs if flag == _DENSE]
             sparse = [parameter for parameter, flag in pairs if flag == _SPARSE]
         return Presence(dense, sparse, bool(state & _FAILED), bool(state & _SCATTERED), bool(state & _CHANGED), altered)
+
+    def _frozen(self, replica: Replica) -> bytes:
+        """Return a checksum of which parameters of `replica` are frozen, and its complement.
+
+        If the checksums of the ranks are equal, `bor` over the ranks gives complements again.
+        """
+        if self.parameters is not replica.trainable or len(self.parameters) == len(replica.parameters):
+            return _NOTHING_FROZEN
+        checksum = zlib.crc32(bytes([parameter.requires_grad for parameter in replica.parameters]))
+        return struct.pack("<2I", checksum, ~checksum & 0xFFFFFFFF)
+
+
+def gradient_or_zeros(parameter: Tensor) -> Tensor:
+    """Return the gradient of a parameter, which becomes zeros if there is none.
+
+    >>> gradient_or_zeros(torch.ones(2, requires_grad=True))
+    tensor([0., 0.])
+    """
+    if parameter.grad is None:
+        dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)  # since torch 2.10
+        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+    return parameter.grad
 
 
 class WrittenGradients:
@@ -245,7 +278,7 @@ class SharedGradients(Attachment):
         heap = runtime.current().heap
         if max((gradient.nbytes for gradient in gradients), default=0) < _MIN_SHARED_BYTES:
             return
-        if any(not each.is_contiguous() or heap.holds(each.data_ptr()) for each in gradients):
+        if any(not each.is_contiguous() or heap.holds(each.data_ptr()) or _is_aliased(each) for each in gradients):
             return
         self.blocks = [
             (indices[0], _move_to_shared([gradients[index] for index in indices]))
@@ -272,6 +305,20 @@ class SharedGradients(Attachment):
         return True
 
 
+def _is_aliased(gradient: Tensor) -> bool:
+    """Return whether another tensor has the memory of `gradient`, and would keep it, such as a flat one of the program.
+
+    >>> flat = torch.zeros(2)
+    >>> _is_aliased(flat), _is_aliased(flat.view(1, 2))
+    (False, True)
+    """
+    return _num_uses(gradient) > _num_uses(torch.empty(1, device="cpu"))
+
+
+def _num_uses(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def _move_to_shared(gradients: Sequence[Tensor]) -> int:
     """Move gradients into one segment, since each segment costs descriptors, and return its length."""
     offsets, numel = aligned_offsets(gradients)
@@ -296,7 +343,7 @@ def shared_gradients(net: nn.Module | None) -> SharedGradients | None:
 def _difference_of_nets(error: MismatchError, replica: Replica, parameters: Sequence[Tensor]) -> str:
     """Describe nets whose gradients cannot be compared; '' if the ranks made different calls for another reason."""
     found = {rank: _AGREEMENT.match(call) for rank, call in error.calls.items()}
-    counts = {rank: int(match[1]) - 1 for rank, match in found.items() if match is not None}
+    counts = {rank: int(match[1]) - 1 - len(_NOTHING_FROZEN) for rank, match in found.items() if match is not None}
     if len(set(counts.values())) < 2:
         return ""
     listing = " and ".join(f"{count} on rank {rank}" for rank, count in sorted(counts.items()))

@@ -163,8 +163,9 @@ class _LayerComm(Attachment):
         values = values.reshape(-1)
         # The same number of values on all ranks, although their inputs may have different lengths.
         places = torch.arange(_NUM_SAMPLES, device=values.device) * max(len(values) - 1, 0) // (_NUM_SAMPLES - 1)
-        sample = values[places].double().cpu() if len(values) else torch.zeros(_NUM_SAMPLES, dtype=torch.float64)
-        samples = collectives.allgather(torch.cat([sample, torch.tensor([len(values)])]).view(1, -1), comm=self.comm)
+        sample = values[places].tolist() if len(values) else [0.0] * _NUM_SAMPLES
+        mine = torch.tensor([[*sample, len(values)]], dtype=torch.float64, device="cpu")
+        samples = collectives.allgather(mine, comm=self.comm)
         lengths, samples = samples[:, -1], samples[:, :-1].nan_to_num()
         errors = (samples - samples[0]).norm(dim=1)
         if bool((lengths != lengths[0]).any()) or bool((errors > _MAX_DIFFERENCE * samples[0].norm()).any()):

@@ -128,11 +128,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with optimizer.skip_synchronize():
                 optimizer.step()
         """
-        self._skips = True
+        skipped, self._skips = self._skips, True
         try:
             yield
         finally:
-            self._skips = False
+            self._skips = skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronize the gradients, unless that has been done, and call ``step()`` of the wrapped optimizer.

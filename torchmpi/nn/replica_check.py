@@ -12,6 +12,7 @@ from .. import collectives
 from ..communicators.levels import Comm
 from ..errors import ReplicaError
 from ..session import runtime
+from ..tensors.buffers import byte_view
 from .agreement import check_same_layout
 from .join_state import refuse_inside_join
 from .replica import Net, Replica
@@ -115,8 +116,7 @@ def checksum(tensor: Tensor) -> int:
     >>> checksum(torch.tensor(0.0)) == checksum(torch.tensor(-0.0))
     False
     """
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    data = tensor.view(-1).view(torch.uint8)
+    data = byte_view(tensor.resolve_conj().resolve_neg().contiguous())
     missing = -data.numel() % 8
     if missing or data.storage_offset() % 8:  # a view as int64 begins at a multiple of 8 bytes
         data = torch.cat([data, data.new_zeros(missing)])

@@ -24,7 +24,14 @@ from .buckets import CopiedBucket, ViewBucket
 from .channel import default_bucket_bytes
 from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, transport
-from .gradients import GradientList, WrittenGradients, changed_message, early_uses, shared_gradients
+from .gradients import (
+    GradientList,
+    WrittenGradients,
+    changed_message,
+    early_uses,
+    gradient_or_zeros,
+    shared_gradients,
+)
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
 from .registrations import add_registration, remove_registration
 from .replica import Attachment, Net, Replica, attach, attached
@@ -59,7 +66,9 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm
     replica = Replica(net)
     parts = [(replica, communicator), *replica.shard_parts(communicator)]
     for part, holders in parts:
-        check_same_layout(part, part.parameters + part.buffers, holders, written=True)
+        # A block is sent as it is in memory.
+        strides = any(isinstance(module, BlockSequential) for module in part.modules)
+        check_same_layout(part, part.parameters + part.buffers, holders, strides=strides, written=True)
     for part, holders in parts:
         if with_allreduce:
             _copy_or_average(part, holders)
@@ -197,11 +206,7 @@ def reduce_gradients(
             reduction.run(flat, comm)
         buffers.touch_all([gradient for gradient in gradients.tensors if gradient is not None])
         return
-    dense: list[Tensor] = []
-    for parameter in presence.dense:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dense.append(parameter.grad)
+    dense = [gradient_or_zeros(parameter) for parameter in presence.dense]
     if shared is not None and len(dense) == len(gradients.parameters):
         shared.move(dense)
 

@@ -179,7 +179,8 @@ def _write_index(folder: Path, token: str, context: ServerContext) -> None:
         _check_owner(folder, context)  # again: the groups of a level may save at the same time
         temporary.write_text(json.dumps(index, indent=1))
         os.replace(temporary, folder / _INDEX)
-        for old in folder.glob("shards-*.pt"):
+        # Also the files that a job has left that was killed while it saved.
+        for old in (*folder.glob("shards-*.pt"), *folder.glob(".shards-*.tmp")):
             if not old.name.startswith(f"shards-{token}-"):
                 old.unlink(missing_ok=True)
 
@@ -231,18 +232,22 @@ def _is_plausible(index: dict[str, Any]) -> bool:
     )
 
 
-def _check_shard(path: Path, saved: Any, numel: int, dtype: torch.dtype) -> None:
-    """Raise unless a saved shard has tensors of the right types and lengths."""
+def _check_shard(path: Path, saved: Any, numel: int, server: Server) -> None:
+    """Raise unless a saved shard of `server` has tensors of the right types and lengths."""
+    num_chunks = -(-numel // server.shards.chunk_numel)
     tensors: dict[str, Any] = saved if isinstance(saved, dict) else {}
     arrays: list[Any] = [tensors.get(name) for name in _ARRAYS if name == "values" or name in tensors]
     counts: list[Any] = [tensors.get("versions"), tensors.get("steps")]
     if not (
         all(isinstance(each, torch.Tensor) and each.shape == (numel,) for each in arrays)
-        and all(isinstance(each, torch.Tensor) and each.dim() == 1 and each.dtype == torch.int64 for each in counts)
-        and len(counts[0]) == len(counts[1])
-        and arrays[0].dtype == dtype
+        and all(isinstance(each, torch.Tensor) and each.dtype == torch.int64 for each in counts)
+        and all(each.shape == (num_chunks,) for each in counts)
+        and arrays[0].dtype == server.dtype
     ):
-        raise CheckpointError(f"{path} is damaged: it does not have {numel} values of {dtype} with their versions")
+        raise CheckpointError(
+            f"{path} is damaged: it does not have {numel} values of {server.dtype} with the versions of {num_chunks} "
+            "chunks"
+        )
 
 
 def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) -> list[list[_Saved]]:
@@ -264,7 +269,7 @@ def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) ->
             content = archive.parse(path, packed, mark=_FORMAT, what="file of shards")
             for number in wanted:
                 part = old_parts[number][rank]
-                _check_shard(path, content.get(str(number)), part[1], servers[number].dtype)
+                _check_shard(path, content.get(str(number)), part[1], servers[number])
                 found[number].append((part[0], content[str(number)]))
     return found
 
