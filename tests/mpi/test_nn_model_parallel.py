@@ -127,10 +127,10 @@ def test_an_incomplete_input_is_refused(agree):
 
 
 def test_tensors_of_the_host_are_compared_whatever_the_default_device_is(agree):
-    parallel, whole = both()
+    (parallel, whole), x = both(), batch()
     torch.set_default_device("meta")
     try:
-        output = parallel(batch().cpu())
+        output = parallel(x)
     finally:
         torch.set_default_device(None)
-    agree.close(output, whole(batch()), **TIGHT)
+    agree.close(output, whole(x), **TIGHT)

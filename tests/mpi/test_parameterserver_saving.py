@@ -191,13 +191,3 @@ def test_other_numbers_of_chunks_are_refused_on_all_ranks(folder, agree):
     mpi.barrier(0)
     message = refused(ps.load, folder)
     agree("is damaged" in message and "chunks" in message, message)
-
-
-def test_files_of_a_killed_save_are_removed(folder, agree):
-    make()
-    ps.save(folder)
-    if mpi.communicator(0).rank == 0:
-        (folder / ".shards-0-0.pt.abc.tmp").touch()
-    mpi.barrier(0)
-    ps.save(folder)
-    agree(not list(folder.glob(".*.tmp")), "temporary files")

@@ -179,8 +179,7 @@ def _write_index(folder: Path, token: str, context: ServerContext) -> None:
         _check_owner(folder, context)  # again: the groups of a level may save at the same time
         temporary.write_text(json.dumps(index, indent=1))
         os.replace(temporary, folder / _INDEX)
-        # Also the files that a job has left that was killed while it saved.
-        for old in (*folder.glob("shards-*.pt"), *folder.glob(".shards-*.tmp")):
+        for old in folder.glob("shards-*.pt"):
             if not old.name.startswith(f"shards-{token}-"):
                 old.unlink(missing_ok=True)
 
