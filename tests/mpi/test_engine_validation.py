@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,3 +103,23 @@ def test_all_ranks_stop_after_the_same_epoch_with_the_best_weights(agree):
     agree.equal(losses.index(min(losses)), state.best_epoch)
     agree.equal(net[0].weight.detach(), weights[state.best_epoch])
     mpinn.check_with_allreduce(net)
+
+
+def test_sums_may_be_numbers_of_numpy(agree):
+    """Regression: only those of 64 bits that Python's float is a base of were accepted, the others after an epoch."""
+
+    class Count:
+        def reset(self) -> None:
+            self.total = np.int64(0)
+
+        def update(self, output: int, target: int) -> None:
+            self.total += output
+
+        def compute(self) -> int:
+            return int(self.total)
+
+    metric = SummedMetric(Count(), "total")
+    metric.reset()
+    metric.update(mpi.rank() + 1, 0)
+    metric.synchronize()
+    agree.equal(metric.compute(), sum(range(1, mpi.size() + 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -194,3 +195,29 @@ def test_a_block_inside_skip_synchronize_does_not_end_it(agree):
         optimizer.step()
     for actual, expected in zip(gradients(net), before, strict=True):
         agree(torch.equal(actual, expected), "the gradients are local")
+
+
+@MODES
+def test_nets_that_share_parameters_are_refused(agree, asynchronous):
+    """Regression: without hooks that send, each step raised an error, which named calls that had been made."""
+    encoder = nn.Linear(2, 2)
+    first, second = nn.Sequential(encoder, nn.Linear(2, 1)), nn.Sequential(encoder, nn.Linear(2, 1))
+    both = nn.ModuleList([first, second])
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second)]
+    kept = mpinn.DistributedOptimizer(optimizers[0], first, asynchronous=asynchronous)
+    with pytest.raises(ArgumentError, match=r"'0.weight', '0.bias' belong to another net too"):
+        mpinn.DistributedOptimizer(optimizers[1], second, asynchronous=False)
+    if asynchronous:
+        mpinn.unregister_async_backward(first)
+        return
+    del kept
+    gc.collect()
+    mpinn.synchronize_parameters(both)
+    wrapped = [mpinn.DistributedOptimizer(optimizer, both, asynchronous=False) for optimizer in optimizers]
+    for _ in range(2):
+        for net, optimizer in zip((first, second), wrapped, strict=True):
+            optimizer.zero_grad()
+            net(torch.full((1, 2), mpi.rank() + 1.0)).sum().backward()
+            optimizer.step()
+    mpinn.check_with_allreduce(both)
+    agree(True)

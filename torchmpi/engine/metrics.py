@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import collectives
 from ..errors import ArgumentError
+from ..tensors.numbers import is_number
 from .checkpoint import digest
 from .coordination import Coordinator
 from .meters import ClassErrorMeter
@@ -73,7 +74,7 @@ class SummedMetric:
         """Replace the sums of this rank by those over all ranks. Collective."""
         for name in self.sums:
             value = getattr(self.metric, name)
-            if not isinstance(value, (int, float, Tensor)):
+            if not (isinstance(value, Tensor) or is_number(value)):
                 raise ArgumentError(f"SummedMetric: {name} is a {type(value).__name__}, neither a number nor a tensor")
             total = collectives.allreduce(value.detach().clone() if isinstance(value, Tensor) else value)
             setattr(self.metric, name, total)

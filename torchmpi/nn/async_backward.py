@@ -28,7 +28,7 @@ from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, transport
 from .gradients import GradientList, Presence, WrittenGradients, changed_message, gradient_or_zeros
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
-from .registrations import add_registration, registered_for, remove_registration
+from .registrations import add_registration, refuse_shared, remove_registration
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward
 
@@ -80,7 +80,8 @@ def register_async_backward(
     if attached(net, ASYNC_BACKWARD) is not None:
         raise ArgumentError("The net is registered already. Call unregister_async_backward(net) first.")
     refuse_inside_join(net, "register_async_backward")
-    _refuse_shared(net)
+    deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
+    refuse_shared(net, deferred)
     bucket_bytes = default_bucket_bytes(bucket_bytes, list(net.parameters()))
     backward = AsyncBackward(
         net,
@@ -90,7 +91,6 @@ def register_async_backward(
         compression=compression,
         comm=runtime.communicator(comm),
     )
-    deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
     if deferred is not None:
         deferred.close()
     attach(net, ASYNC_BACKWARD, backward)
@@ -174,17 +174,6 @@ def no_sync(net: nn.Module) -> Iterator[None]:
         yield
     finally:
         backward.is_paused = was_paused
-
-
-def _refuse_shared(net: nn.Module) -> None:
-    """Raise if another net has registered some of the parameters: the gradient of a parameter is in one bucket."""
-    for other in registered_for(net.parameters()):
-        if isinstance(other, AsyncBackward):
-            shared = [name for name, parameter in net.named_parameters() if id(parameter) in other.known]
-            raise ArgumentError(
-                f"register_async_backward(): the parameters {', '.join(map(repr, shared))} belong to another net too, "
-                "which is registered. Register one module that contains both nets, such as nn.ModuleList([a, b])."
-            )
 
 
 def _registered(net: nn.Module, call: str) -> AsyncBackward:

@@ -38,8 +38,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         comm: Communicator, group or level; default: the current communicator.
 
     Raises:
-        ArgumentError: A parameter of `opt` is not a parameter of `model`, `model` is registered already, or
-            `backward_passes_per_step` is less than 1.
+        ArgumentError: A parameter of `opt` is not a parameter of `model`, `model` is registered already or shares
+            parameters with another net that is, or `backward_passes_per_step` is less than 1.
         ReplicaError: On all ranks: the models differ in names, shapes or dtypes (with `asynchronous`).
 
     Example:

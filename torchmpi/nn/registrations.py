@@ -13,7 +13,7 @@ from functools import wraps
 from itertools import count
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import (
     Optimizer,
@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from ..communicators.communicator import Communicator
-from ..errors import GradientError
+from ..errors import ArgumentError, GradientError
 from .gradients import note_use
 
 
@@ -69,6 +69,21 @@ def registered_for(parameters: Iterable[Tensor]) -> list[Registration]:
     """Return the registrations of some of `parameters`, in the same order on all ranks."""
     ids = {id(parameter) for parameter in parameters}
     return [registration for registration in _registrations.values() if not ids.isdisjoint(registration.known)]
+
+
+def refuse_shared(net: nn.Module, own: Registration | None) -> None:
+    """Raise if another net than that of `own` has registered some of the parameters of `net`.
+
+    The gradient of a parameter is in one bucket, and after a synchronization of one net it has changed for the other.
+    """
+    for other in registered_for(net.parameters()):
+        if other is not own:
+            shared = [name for name, parameter in net.named_parameters() if id(parameter) in other.known]
+            raise ArgumentError(
+                f"The parameters {', '.join(map(repr, shared))} belong to another net too, which is registered or has a "
+                "DistributedOptimizer. Pass one module that contains both nets, such as nn.ModuleList([a, b]), or "
+                "unregister the other net, or delete its optimizer, before."
+            )
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -33,7 +33,7 @@ from .gradients import (
     shared_gradients,
 )
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
-from .registrations import add_registration, remove_registration
+from .registrations import add_registration, refuse_shared, remove_registration
 from .replica import Attachment, Net, Replica, attach, attached
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
@@ -300,6 +300,7 @@ class DeferredBackward(Attachment):
         self.is_synchronized = False
         """Whether no backward pass, step or ``zero_grad`` has followed the last synchronization."""
         earlier: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
+        refuse_shared(net, earlier)
         if earlier is not None:
             earlier.close()
         self._watch_parameters()
