@@ -42,6 +42,7 @@ FILES = (
     "tensor/**/test_*.py",
     "_tensor/**/test_*.py",
     "_composable/**/test_*.py",
+    "fsdp/test_*.py",
     "pipelining/test_*.py",
 )
 """Below test/distributed of the checkout."""
@@ -52,6 +53,8 @@ _TEXTS = "invalid arguments raise errors with another text than that of gloo"
 EXPLAINED = {
     "ProcessGroupGlooTest.test_*_basics": _LISTS,
     "ProcessGroupGlooTest.test_*_noncontiguous_input": _LISTS,
+    "ProcessGroupGlooTest.test_allgather_inference_mode": _LISTS,
+    "ProcessGroupGlooTest.test_set_gloo_pg_timeout": "asks the group for the options of gloo",
     "ProcessGroupGlooTest.test_allreduce_coalesced_checks": "different dtypes and empty lists are accepted",
     "ProcessGroupGlooTest.test_*_checks": _TEXTS,
     "DistributedDataParallelTest.test_gloo_backend_cpu_module*": "asks the group for a network device of gloo",
@@ -225,8 +228,13 @@ def reason_of(text: str) -> str:
 # --- outside ----------------------------------------------------------------------
 
 
-def run(path: Path, root: Path, backend: str, options: argparse.Namespace, only: list[str] | None) -> list[Result]:
-    """Run the tests of a file with one backend; a process that dies is followed by another."""
+def run(
+    path: Path, root: Path, backend: str, options: argparse.Namespace, only: list[str] | None
+) -> tuple[list[Result], int]:
+    """Run the tests of a file with one backend, and count the process groups of torchmpi.
+
+    A process that dies is followed by another.
+    """
     environment = {
         **os.environ,
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS_OF_A_TEST),
@@ -235,7 +243,8 @@ def run(path: Path, root: Path, backend: str, options: argparse.Namespace, only:
         "TORCHMPI_AS_GLOO": str(int(backend == "torchmpi")),
     }
     file = str(path.relative_to(root))
-    with tempfile.TemporaryDirectory() as folder, options.log.open("a") as log:
+    with tempfile.TemporaryDirectory() as folder, options.log.open("a+b") as log:
+        start_of_log = log.tell()
         events = Path(folder) / "events"
         events.touch()
         inside = [sys.executable, __file__, "--inside", str(path), backend, options.k, json.dumps(only), str(events)]
@@ -255,7 +264,8 @@ def run(path: Path, root: Path, backend: str, options: argparse.Namespace, only:
             found[event["test"]] = Result(file, event["test"], event["outcome"], event["reason"])
         if status:
             found["(file)"] = Result(file, "(file)", "failed", "cannot be imported with this PyTorch")
-    return list(found.values())
+        log.seek(start_of_log)
+        return list(found.values()), log.read().count(b"): torchmpi, ")
 
 
 def run_with_both(path: Path, root: Path, options: argparse.Namespace, known: dict[str, Any]) -> None:
@@ -265,7 +275,8 @@ def run_with_both(path: Path, root: Path, options: argparse.Namespace, known: di
         key = f"{backend} {path.relative_to(root)} {options.k}"
         begin = time.monotonic()
         if key not in known:
-            known[key] = run(path, root, backend, options, only) if only != [] else []
+            known[key], num_groups = run(path, root, backend, options, only) if only != [] else ([], 0)
+            known[f"groups {path.relative_to(root)}"] = num_groups  # the last one, of torchmpi
         results = [Result(*each) for each in known[key]]
         only = [each.test for each in results if each.outcome == "passed"]
         count = dict(Counter(each.outcome for each in results))
@@ -280,13 +291,13 @@ def explanation(result: Result) -> str | None:
     return next((why for pattern, why in EXPLAINED.items() if fnmatch.fnmatchcase(result.test, pattern)), None)
 
 
-def as_page(results: dict[str, list[Result]], about: str) -> list[str]:
+def as_page(results: dict[str, list[Result]], num_groups: dict[str, int], about: str) -> list[str]:
     """Return the tables."""
     lines = [
         about,
         "",
-        "| file | gloo: passed, failed, skipped | of those passed, torchmpi: passed, failed, skipped |",
-        "|---|---|---|",
+        "| file | gloo: passed, failed, skipped | of those passed, torchmpi: passed, failed, skipped | groups |",
+        "|---|---|---|---|",
     ]
     files = dict.fromkeys(each.file for each in results["gloo"])
 
@@ -296,8 +307,9 @@ def as_page(results: dict[str, list[Result]], about: str) -> list[str]:
 
     for file in files:
         of_file = [counts(each for each in results[backend] if each.file == file) for backend in BACKENDS]
-        lines.append(f"| `{file}` | {of_file[0]} | {of_file[1]} |")
-    lines.append(f"| all | {' | '.join(counts(results[backend]) for backend in BACKENDS)} |")
+        lines.append(f"| `{file}` | {of_file[0]} | {of_file[1]} | {num_groups[file]} |")
+    of_all = " | ".join(counts(results[backend]) for backend in BACKENDS)
+    lines.append(f"| all | {of_all} | {sum(num_groups.values())} |")
     lines += ["", "### Not passed with torchmpi", "", "| test | reason |", "|---|---|"]
     for each in results["torchmpi"]:
         if each.outcome != "passed":
@@ -346,11 +358,14 @@ def main() -> None:
         backend: [Result(*each) for key, values in known.items() if key.startswith(f"{backend} ") for each in values]
         for backend in BACKENDS
     }
-    lines = as_page(results, software(root))
+    num_groups = {key.removeprefix("groups "): number for key, number in known.items() if key.startswith("groups ")}
+    lines = as_page(results, num_groups, software(root))
     if options.write:
         before, _, rest = options.write.read_text().partition(BEGIN)
         options.write.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{rest.partition(END)[2]}"]))
     print("\n".join(lines))
+    if not any(num_groups.values()):
+        sys.exit("no process group of torchmpi was made: is torchmpi installed in this environment?")
     sys.exit(any(each.outcome == "failed" and explanation(each) is None for each in results["torchmpi"]))
 
 

@@ -148,6 +148,20 @@ def test_a_missing_library_is_explained():
     assert "apt install" in result.stderr, result.stderr
 
 
+@once
+def test_a_process_group_of_one_process_needs_no_library():
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("torchmpi", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print(tensor.tolist())
+"""
+    result = alone(code, MPI4PY_LIBMPI="/nonexistent/libmpi.so")
+    assert result.returncode == 0 and "[1.0, 1.0, 1.0]" in result.stdout, result.output
+
+
 def test_open_mpi_opens_two_connections_to_each_peer_unless_told_otherwise(job):
     """That the library obeys is visible between hosts only: benchmarks/call_cost.py."""
     code = """

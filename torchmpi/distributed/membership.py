@@ -1,7 +1,7 @@
 """Communicators of process groups: torchmpi is started with the first group and stopped with the last.
 
 The ranks of torch's world are those of MPI's world if an MPI launcher has started that number of processes. Otherwise
-(torchrun) they connect through torch's store (`launcherless/`).
+(torchrun, or one process without an MPI library) they connect through torch's store (`launcherless/`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _is_started_by_mpi(size: int) -> bool:
     """Return whether MPI's world has the processes of torch's, as far as that is known before MPI is initialized."""
     found = launcher.detect()
     if size == 1 and not dist.is_torchelastic_launched():
-        return True
+        return found.has_mpi_interface or mpi_library.can_be_loaded()
     if not found.has_mpi_interface and not mpi_library.has_stand_in():
         return False
     return found.num_ranks in (size, None)

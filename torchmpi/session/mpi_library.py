@@ -75,6 +75,15 @@ def load() -> Any:
     return MPI
 
 
+def can_be_loaded() -> bool:
+    """Return whether mpi4py finds an MPI library."""
+    try:
+        load()
+    except MissingMPIError:
+        return False
+    return True
+
+
 def _missing(problem: str) -> str:
     return f"{problem} {HOW_TO_INSTALL}"
 
