@@ -57,11 +57,12 @@ EXPLAINED = {
     "ProcessGroupGlooTest.test_set_gloo_pg_timeout": "asks the group for the options of gloo",
     "ProcessGroupGlooTest.test_allreduce_coalesced_checks": "different dtypes and empty lists are accepted",
     "ProcessGroupGlooTest.test_*_checks": _TEXTS,
+    "GlooProcessGroupWithDispatchedCollectivesTests.test_all_to_all_single": "tensors need not be contiguous",
     "DistributedDataParallelTest.test_gloo_backend_cpu_module*": "asks the group for a network device of gloo",
     "CommTest.test_broadcast_coalesced_gloo_cpu": "asks the group for a network device of gloo",
 }
 """Patterns of the tests that fail with torchmpi and not with gloo, with the reason."""
-BEGIN, END = "<!-- begin: scripts/test_torch_files.py -->", "<!-- end -->"
+BEGIN, END = "<!-- begin: run with PyTorch {} -->", "<!-- end -->"
 
 
 class Result(NamedTuple):
@@ -331,6 +332,16 @@ def software(root: Path) -> str:
     return f"Tests of PyTorch {version}, run with PyTorch {torch.__version__} on CPUs, one host."
 
 
+def write(page: Path, lines: list[str]) -> None:
+    """Replace the tables of this version of PyTorch, or add them at the end of the page."""
+    import torch
+
+    begin = BEGIN.format(torch.__version__.partition("+")[0])
+    before, _, rest = page.read_text().partition(begin)
+    after = rest.partition(END)[2] or "\n"
+    page.write_text("\n".join([f"{before.rstrip()}\n\n{begin}", *lines, f"{END}{after}"]))
+
+
 def main() -> None:
     """Run the tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -339,7 +350,7 @@ def main() -> None:
     parser.add_argument("--file", default="", help="only files whose path contains this")
     parser.add_argument("--log", type=Path, default=Path("build/test/torch-files.log"), help="output of the tests")
     parser.add_argument("--results", type=Path, help="keep the results here, and take those that are there already")
-    parser.add_argument("--write", type=Path, help="write the tables to this page, between its markers")
+    parser.add_argument("--write", type=Path, help="write the tables to this page")
     options = parser.parse_args()
     if not importlib.metadata.entry_points(group="torch.backends", name="torchmpi"):
         parser.error("torchmpi is not installed in this environment: torch would create groups of gloo in its place")
@@ -361,8 +372,7 @@ def main() -> None:
     num_groups = {key.removeprefix("groups "): number for key, number in known.items() if key.startswith("groups ")}
     lines = as_page(results, num_groups, software(root))
     if options.write:
-        before, _, rest = options.write.read_text().partition(BEGIN)
-        options.write.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{rest.partition(END)[2]}"]))
+        write(options.write, lines)
     print("\n".join(lines))
     if not any(num_groups.values()):
         sys.exit("no process group of torchmpi was made: is torchmpi installed in this environment?")
