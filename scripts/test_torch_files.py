@@ -374,8 +374,6 @@ def main() -> None:
     if options.write:
         write(options.write, lines)
     print("\n".join(lines))
-    if not any(num_groups.values()):
-        sys.exit("no process group of torchmpi was made: is torchmpi installed in this environment?")
     sys.exit(any(each.outcome == "failed" and explanation(each) is None for each in results["torchmpi"]))
 
 
