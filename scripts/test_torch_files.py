@@ -48,12 +48,8 @@ FILES = (
 """Below test/distributed of the checkout."""
 BACKENDS = ("gloo", "torchmpi")
 SECONDS_OF_A_TEST = 60
-_LISTS = "lists of several tensors, one per device of a rank, are rejected: a rank has one device"
 _TEXTS = "invalid arguments raise errors with another text than that of gloo"
 EXPLAINED = {
-    "ProcessGroupGlooTest.test_*_basics": _LISTS,
-    "ProcessGroupGlooTest.test_*_noncontiguous_input": _LISTS,
-    "ProcessGroupGlooTest.test_allgather_inference_mode": _LISTS,
     "ProcessGroupGlooTest.test_set_gloo_pg_timeout": "asks the group for the options of gloo",
     "ProcessGroupGlooTest.test_allreduce_coalesced_checks": "different dtypes and empty lists are accepted",
     "ProcessGroupGlooTest.test_*_checks": _TEXTS,
