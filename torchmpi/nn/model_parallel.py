@@ -15,7 +15,7 @@ from ..session import runtime
 from ..tensors.partition import part_of
 from .functional import linear_map
 from .replica import Attachment
-from .sharding import set_sharded
+from .sharding import mark, set_sharded, sharding_of
 
 _NUM_SAMPLES = 64
 _MAX_DIFFERENCE = 0.1
@@ -125,6 +125,14 @@ class MPLinear(nn.Module):
             layer.load_state_dict({**linear.state_dict(), "weight": layer.select_columns(linear.weight)})
         """
         return self._layer_comm.narrow(whole)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; another weight, as of ``load_state_dict(assign=True)``, is the same shard."""
+        earlier = self._parameters.get(name)
+        super().register_parameter(name, param)
+        sharding = None if earlier is None else sharding_of(earlier)
+        if sharding is not None and param is not None:
+            mark(param, sharding)
 
     def extra_repr(self) -> str:
         """Describe the layer, for ``repr``."""

@@ -86,7 +86,7 @@ def set_sharded(tensor: Tensor, *, comm: Comm = None, data_comm: Comm = None) ->
         mpi.set_communicator(0)
         mpinn.set_sharded(layer.weight, comm=model_level)
     """
-    _mark(tensor, _make_sharding(comm, data_comm))
+    mark(tensor, _make_sharding(comm, data_comm))
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
@@ -105,13 +105,14 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
         sharding = mpinn.sharding_of(layer.weight)
         print(sharding.comm.rank, sharding.data_comm)
     """
-    mark = getattr(tensor, SHARDED, None)
-    if mark is None or isinstance(mark, Sharding):
-        return mark
-    return Sharding(runtime.communicator(None), None) if mark else None
+    found = getattr(tensor, SHARDED, None)
+    if found is None or isinstance(found, Sharding):
+        return found
+    return Sharding(runtime.communicator(None), None) if found else None
 
 
-def _mark(tensor: Tensor, sharding: Sharding) -> None:
+def mark(tensor: Tensor, sharding: Sharding) -> None:
+    """Make `tensor` a shard, also in copies."""
     setattr(tensor, SHARDED, sharding)
     setattr(tensor, _DEEPCOPY, _Copier(tensor))  # torch does not copy the attributes of a parameter
 
@@ -156,7 +157,7 @@ class _Copier:
         tensor = self._tensor()
         assert tensor is not None  # its method is called
         copied: Tensor = getattr(type(tensor), _DEEPCOPY)(tensor, memo)
-        _mark(copied, getattr(tensor, SHARDED))
+        mark(copied, getattr(tensor, SHARDED))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
