@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from torchmpi.backends import torch_groups
 from torchmpi.communicators.handle import Handle
-from torchmpi.distributed import arguments, registration, rendezvous, rows, torch_names, work
+from torchmpi.distributed import arguments, membership, registration, rendezvous, rows, torch_names, work
 from torchmpi.errors import ArgumentError, LaunchError, StallError
 
 ReduceOp = dist.ReduceOp
@@ -305,3 +305,17 @@ def test_dynamo_excludes_the_package_once_it_is_loaded():
     rules = importlib.import_module("torch._dynamo.trace_rules")
     assert any(folder.rstrip("/").endswith("/hypothesis") for folder in rules.SKIP_DIRS)
     assert set(sys.meta_path) <= known, "the finder stays behind"
+
+
+def test_a_timeout_of_zero_is_no_limit_when_ranks_connect(monkeypatch):
+    """As with gloo; such a group of torchmpi was not created, since no other rank had connected at once."""
+    seconds: list[float] = []
+    monkeypatch.setattr(
+        "torchmpi.session.launcherless.connect", lambda *_, timeout_seconds: seconds.append(timeout_seconds)
+    )
+    monkeypatch.setattr(membership.mpi_library, "adopt", lambda stand_in: None)
+    options = torch_names.BackendOptions()
+    options.store, options.group_rank, options.group_size = torch_names.HashStore(), 0, 2
+    for options.timeout in (timedelta(0), timedelta(seconds=5)):
+        membership.Membership.__new__(membership.Membership)._connect(options)
+    assert seconds == [1800, 5]

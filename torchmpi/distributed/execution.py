@@ -63,7 +63,7 @@ class GroupExecution(GroupProperties):
             task = partial(self._run_within, limit, task)
         else:
             limit = self._group.timeout_seconds
-        limit += self._report_seconds
+        limit = limit and limit + self._report_seconds
         if events.show_call is not None:
             names = _NAMES.get(collective, collective), op, dtypes.short_name(outputs[0].dtype) if outputs else "", root
             task = self._group.shown(task, self._group.described, names, given, outputs)

@@ -12,6 +12,7 @@ import zlib
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
@@ -57,7 +58,7 @@ class Membership:
     def _connect(self, options: BackendOptions) -> None:
         from ..session import launcherless
 
-        seconds = options.timeout.total_seconds()
+        seconds = (options.timeout or default_pg_timeout).total_seconds()  # gloo accepts 0: no limit
         is_whole_job = launcher.detect().num_ranks == options.group_size  # otherwise ranks outside of it may end
         with StartWatch() if is_whole_job else contextlib.nullcontext():
             self._stand_in = launcherless.connect(
