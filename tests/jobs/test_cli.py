@@ -336,16 +336,31 @@ sys.exit(main(["doctor", "--json"]))
 
 
 @once
-def test_a_process_alone_leaves_nothing_in_shared_memory(alone):
-    code = """
-import re
-from torchmpi.cli.facts import mpi_facts
-mpi_facts()
-print(*re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()))
-"""
+@pytest.mark.parametrize("start, end", (
+    ("mpi_facts()", "pass"),
+    ("mpi.start()", "os.kill(os.getpid(), signal.SIGTERM)"),
+    ("mpi.start()", "os._exit(0)"),
+    ("mpi.start(); mpi.stop()", "pass"),
+), ids=("finalized", "terminated", "os._exit", "forked"))  # fmt: skip
+def test_a_process_alone_leaves_nothing_in_shared_memory(alone, start, end, request):
+    code = f"""if True:
+        import multiprocessing, os, re, signal
+        import torchmpi as mpi
+        from torchmpi.cli.facts import mpi_facts
+        def work():
+            {start}
+            print("mapped", *re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()), flush=True)
+            {end}
+        if {"forked" in request.node.callspec.id}:
+            child = multiprocessing.get_context("fork").Process(target=work)
+            child.start()
+            child.join()
+        else:
+            work()
+    """
     result = alone("-c", code)
-    assert result.returncode == 0, result.output
-    assert [path for path in result.stdout.split() if Path(path).exists()] == []
+    first, *paths = result.stdout.split()
+    assert first == "mapped" and [path for path in paths if Path(path).exists()] == [], result.output
 
 
 def test_doctor_in_a_job(launch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from conftest import is_open_mpi
@@ -25,6 +26,21 @@ def test_a_rank_that_ends_before_start_ends_the_job(job, end):
     reported = re.search(r"rank 1 ended without calling start\(\), in which rank 0 waits\.", result.stderr)
     assert reported or "prterun" in result.stderr, result.output
     assert ("check='bad' is not one of" in result.stderr) == ("bad" in end), result.output
+
+
+def test_a_start_that_fails_on_all_ranks_leaves_nothing_in_shared_memory(job):
+    """Regression: under MPICH, the file that all ranks map in MPI_Init."""
+    code = """
+import re
+try:
+    mpi.start()
+finally:
+    print(*re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()), flush=True)
+"""
+    result = job(2, RANK + code, timeout=60, env={"TORCHMPI_METRICS_SECONDS": "none"})
+    assert "TORCHMPI_METRICS_SECONDS='none' is not a valid float" in result.stderr, result.output
+    paths = re.findall(r"/dev/shm/\S+", result.stdout)
+    assert paths and [path for path in paths if Path(path).exists()] == [], result.output
 
 
 @pytest.mark.parametrize(

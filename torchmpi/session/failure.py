@@ -221,12 +221,14 @@ class FailureHandling:
 
     def _exit_at_once(self, status: int) -> NoReturn:
         """End the job, since MPICH's launcher would kill the other ranks and return the status of this one, even 0."""
-        if os.getpid() == self._pid and self._installed and self.world.size > 1:
-            if self._claim_report(is_cause=True):
-                line = line_of_program(traceback.extract_stack())
-                text = f"rank {self.world.rank} called os._exit({status}) without mpi.stop(), which ends the job."
-                self._report(f"{text} It was {line}", status or 1)
-            self._abort(status or 1)
+        if os.getpid() == self._pid:
+            if self._installed and self.world.size > 1:
+                if self._claim_report(is_cause=True):
+                    line = line_of_program(traceback.extract_stack())
+                    text = f"rank {self.world.rank} called os._exit({status}) without mpi.stop(), which ends the job."
+                    self._report(f"{text} It was {line}", status or 1)
+                self._abort(status or 1)
+            mpi_library.remove_own_segments()
         self._previous_exit_at_once(status)
 
     def _at_end_of_child(self) -> None:
@@ -396,7 +398,8 @@ class FailureHandling:
             launcher.wait_until_output_is_read()
             self.before_abort(status)
             time.sleep(mpi_library.FORWARDING_SECONDS)
-            mpi_library.remove_own_segments()
+        mpi_library.remove_own_segments()
+        if self.world.size > 1:
             self.world.context.MPI.COMM_WORLD.Abort(status)
         mpi_library.exit_process(status)
 

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -121,6 +122,7 @@ def initialize() -> Any:
         _record_exceptions()
         # Not in stop(): MPI cannot be initialized twice, and a program may start and stop torchmpi many times.
         atexit.register(_finalize, MPI, os.getpid())
+        multiprocessing.util.Finalize(None, remove_own_segments, exitpriority=-1)  # if this child skips exit handlers
     _check_size(MPI)
     return MPI
 
@@ -234,6 +236,7 @@ def _finalize(MPI: Any, pid: int) -> None:
         sys.stderr.flush()
         launcher.wait_until_output_is_read()
         time.sleep(FORWARDING_SECONDS)
+        remove_own_segments()
         MPI.COMM_WORLD.Abort(1)
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
