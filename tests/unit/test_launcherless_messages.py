@@ -529,6 +529,18 @@ def test_a_missing_rank_is_named():
         launcherless.connect(store, 1, 2, timeout_seconds=5)
 
 
+def test_a_system_without_namespaces(monkeypatch):
+    """Regression: an UnboundLocalError."""
+
+    def refuse(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    MPI = launcherless.connect(dist.HashStore(), 0, 1, timeout_seconds=5)
+    assert MPI.COMM_WORLD.allgather(5) == [5]
+    MPI.close()
+
+
 def test_a_closed_world_cannot_be_started():
     MPI = launcherless.connect(dist.HashStore(), 0, 1, timeout_seconds=5)
     assert MPI.COMM_WORLD.allgather(5) == [5] and mpi_library.short_version(MPI).startswith("torchmpi messages")

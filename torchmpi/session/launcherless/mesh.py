@@ -58,7 +58,7 @@ class Mesh:
             listeners = [opened.enter_context(socket.socket(socket.AF_UNIX))]
             listeners[0].bind(f"\0torchmpi-{secrets.token_hex(12)}")
             listeners[0].listen(self._size + _NUM_STRANGERS)  # if the queue is full, connect() fails at once
-            key = network.namespace()
+            key, pids = network.namespace(), ""
             with contextlib.suppress(OSError):
                 pids = os.readlink("/proc/self/ns/pid")
             own = Place(
