@@ -126,7 +126,8 @@ class Runner:
     def __init__(self, folder: Path) -> None:
         self._folder, self.mpi = folder, mpi_of_mpirun()
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHMPI_AS_")}
-        self._environment |= {"PYTHONPATH": str(CHECKOUT), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+        paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environment |= {"PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
         self._environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
     def seconds(self, program: Program, launcher: str, num_ranks: int) -> float | str:
