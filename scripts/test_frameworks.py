@@ -1,6 +1,6 @@
 """Run programs of other libraries, unchanged, over torchmpi and over gloo, and print lines of the tables.
 
-    python scripts/test_frameworks.py [-n 2,4] [--only WORD] [--launchers LIST] [--rounds 3] [--write]
+    python scripts/test_frameworks.py [-n 2,4] [--only PATTERN] [--launchers LIST] [--rounds 3] [--write]
     python scripts/test_frameworks.py --transformers CHECKOUT [-n 2,4] [--write]
     python scripts/test_frameworks.py --generation [-n 2,4] [--write]
 
@@ -248,7 +248,7 @@ def lines_of(runner: Runner, options: argparse.Namespace) -> Iterator[str]:
     all_programs = [GENERATE, TRANSFORMERS] if options.generation else PROGRAMS
     if options.transformers:
         all_programs = tests_of_transformers(options.transformers)
-    programs = [each for each in all_programs if options.only in each.title]
+    programs = [each for each in all_programs if re.search(options.only, each.title)]
     for num_ranks in map(int, options.ranks.split(",")):
         for program in programs:
             if options.generation:
@@ -264,7 +264,7 @@ def main() -> int:
     """Run the chosen programs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--ranks", default="2,4", metavar="LIST", help="numbers of ranks (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="WORD", help="programs with this word in their title")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="programs whose title matches this")
     parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="default: %(default)s; with rounds, gloo too")
     parser.add_argument("--rounds", type=int, default=3, help="runs with each launcher (default: %(default)s)")
     parser.add_argument("--transformers", type=Path, metavar="CHECKOUT", help="run tests of the Trainer of a checkout")
