@@ -154,7 +154,9 @@ class Runner:
     def _launch(self, launcher: str, num_ranks: int) -> list[str]:
         python, ranks = [sys.executable], str(num_ranks)
         if launcher == MPIRUN:
-            options = ["--oversubscribe"] if self.mpi == "openmpi" else []
+            # By slot: with more ranks than cores, Open MPI otherwise numbers the ranks of a host in another order, and
+            # DeepSpeed, which counts them itself, refuses to start.
+            options = ["--oversubscribe", "--map-by", "slot"] if self.mpi == "openmpi" else []
             return ["mpirun", *options, "-n", ranks, *python]
         if launcher == ACCELERATE:
             hosts = f"localhost slots={ranks}\n" if self.mpi == "openmpi" else f"localhost:{ranks}\n"
