@@ -29,6 +29,7 @@ from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import CheckpointError, LaunchError
 from torchmpi.parameterserver import shard_checkpoint
+from torchmpi.parameterserver.shards import chunk_numel
 from torchmpi.session.launcherless import mesh
 from torchmpi.session.launcherless.endpoint import _HEAD, Endpoint
 from torchmpi.session.launcherless.requests import CommunicationError
@@ -202,6 +203,7 @@ def test_an_archive_that_expands_does_not_exhaust_memory():
 def one_rank(shape: tuple[int, ...] = (40,)) -> Any:
     """What `_read_index` and `_read_shards` need of a job with one server on one rank."""
     server = SimpleNamespace(is_saved=True, name="s", shape=shape, dtype=torch.float32, numel=40, parts=[(0, 40)])
+    server.shards = SimpleNamespace(chunk_numel=chunk_numel(4, 4))
     return SimpleNamespace(servers={0: server}, group=SimpleNamespace(rank=0, size=1, where="rank 0"))
 
 
