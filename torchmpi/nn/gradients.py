@@ -312,11 +312,11 @@ def _is_aliased(gradient: Tensor) -> bool:
     >>> _is_aliased(flat), _is_aliased(flat.view(1, 2))
     (False, True)
     """
-    return _num_uses(gradient) > _num_uses(torch.empty(1, device="cpu"))
-
-
-def _num_uses(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    num_uses = getattr(torch._C, "_storage_Use_Count", None)
+    if num_uses is None:  # another version of torch, with which gradients stay where they are
+        return True
+    fresh = torch.empty(1, device="cpu")
+    return bool(num_uses(gradient.untyped_storage()._cdata) > num_uses(fresh.untyped_storage()._cdata))
 
 
 def _move_to_shared(gradients: Sequence[Tensor]) -> int:
