@@ -136,6 +136,7 @@ except ValueError as error:
 print("handler", handlers["env"].__name__, "mpi4py" in sys.modules, flush=True)
 dist.init_process_group("gloo", init_method="mpi://")
 print("ranks", dist.get_world_size(), "handler", handlers["env"].__name__, flush=True)
+dist.barrier()  # gloo fails on a rank that still connects to one that has destroyed its group
 dist.destroy_process_group()
 """
     result = job(2, code)

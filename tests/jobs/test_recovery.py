@@ -245,7 +245,22 @@ def test_a_rank_that_fails_before_start_ends_the_others(alone):
 ), ids=("killed", "ended", "killed-before-torch"))  # fmt: skip
 def test_a_rank_that_ends_before_start_ends_the_others(alone, tmp_path, num_ranks, end, begin):
     """Regression: the others waited for it for five minutes, or for the timeout of torch."""
-    script = tmp_path / "job.py"
+    ends_before_start(alone, tmp_path, num_ranks, end, begin)
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
+    reason="containers are made with unshare, which needs root",
+)
+def test_a_rank_that_ends_before_start_in_a_container_ends_the_others(alone, tmp_path):
+    """Regression: with the leader of the session outside, as with `docker exec`, the others waited for five minutes."""
+    container = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    ends_before_start(alone, tmp_path, 2, "sys.exit(0)", "mpi.start()", container)
+
+
+def ends_before_start(alone, folder, num_ranks, end, begin, container=()):
+    """Check a job in which rank 1 does `end`, and the others do `begin`."""
+    script = folder / "job.py"
     script.write_text(f"""
 import os, signal, sys
 import torch.distributed as dist
@@ -254,7 +269,9 @@ if os.environ["RANK"] == "1": {end}
 {begin}
 """)
     run = ("-m", "torchmpi", "run", "-n", num_ranks, "--without-mpi", "--timeout", "100", script)
-    result = alone(*run, python=sys.executable)  # the ranks are looked up among the children of `torchmpi run`
+    # Not warm: the ranks are looked up among the children of `torchmpi run`.
+    first, *others = [*container, sys.executable, *run]
+    result = alone(*others, python=first)
     assert result.returncode == 1, result.output
     reason = "rank 1 ended without calling start(), in which rank 0 waits."
     assert result.stderr.count("without calling start()") == result.stderr.count(reason) == 1, result.output

@@ -137,12 +137,20 @@ def is_apart_from_launcher() -> bool:
 
 
 def launcher_process() -> int:
-    """Return the process of the launcher that has started this process, or its parents; 0 if there is none."""
-    pid = os.getppid()
+    """Return the process of the launcher that has started this process, or its parents; 0 if none is visible.
+
+    Launchers like torchrun are Python programs of any name: the first parent without the variables of a rank.
+    """
+    is_torchrun, pid = launcher.detect().name == launcher.TORCHRUN, os.getppid()
     with contextlib.suppress(OSError):
         while pid > 0:
             name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(") ")
-            if name.startswith(_LAUNCHER_PROCESSES):
+            if is_torchrun:
+                environment = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+                is_launcher = "TORCHELASTIC_RUN_ID=" not in environment
+            else:
+                is_launcher = name.startswith(_LAUNCHER_PROCESSES)
+            if is_launcher:
                 return pid
             pid = int(rest.split()[1])
     return 0
@@ -150,8 +158,8 @@ def launcher_process() -> int:
 
 def parent_launcher() -> int:
     """Return the parent of this process if that is the launcher; 0 if it is another process, such as a shell."""
-    parent = os.getppid()
-    return parent if launcher.detect().name == launcher.TORCHRUN or parent == launcher_process() else 0
+    found = launcher_process()
+    return found if found == os.getppid() else 0
 
 
 def _initialize_without_gil(MPI: Any) -> None:
