@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,7 +48,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"torchmpi run: {program[0]} cannot be started: {error.strerror}")
 
 
-def execute(program: Sequence[str]) -> NoReturn:
+def execute(program: list[str]) -> NoReturn:
     """Replace this process by a program, which does not inherit that Python ignores signals."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections import ChainMap
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ def dumps(value: Any) -> bytes:
     [tensor([1, 1], dtype=torch.uint16)]
     """
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce, torch.nn.Parameter: _reduce}
+    pickler.dump(value)
     return buffer.getvalue()
 
 
@@ -38,7 +39,3 @@ def _reduce(tensor: torch.Tensor) -> Any:
 def _load(saved: bytes) -> torch.Tensor:
     tensor: torch.Tensor = torch.load(io.BytesIO(saved), weights_only=True)
     return tensor
-
-
-class _Pickler(pickle.Pickler):
-    dispatch_table = ChainMap({torch.Tensor: _reduce, torch.nn.Parameter: _reduce}, copyreg.dispatch_table)
