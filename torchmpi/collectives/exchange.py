@@ -42,12 +42,26 @@ def exchange(
         else torch.empty(part.shape, dtype=part.dtype, device=part.device if on_device else "cpu")
         for part in destinations
     ]
-    group.perform(plan, outgoing, incoming, 0)
+    group.perform(plan, _apart(outgoing, incoming), incoming, 0)
     for part, received in zip(destinations, incoming, strict=True):
         if received.data_ptr() != part.data_ptr() or received.device != part.device:
             buffers.overwrite(part, received)
         else:
             buffers.touch(part)
+
+
+def _apart(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the parts to send; copies of those whose memory is received into before all ranks have read it."""
+    written = {part.untyped_storage().data_ptr() for part in incoming}
+    if written.isdisjoint([part.untyped_storage().data_ptr() for part in outgoing]):
+        return outgoing
+    # One copy for all ranks, if all get the same tensor.
+    copies = {
+        (part.data_ptr(), part.numel()): part.clone()
+        for part in {(each.data_ptr(), each.numel()): each for each in outgoing}.values()
+        if any(buffers.overlap(part, each) for each in incoming)
+    }
+    return [copies.get((part.data_ptr(), part.numel()), part) for part in outgoing]
 
 
 def check(
