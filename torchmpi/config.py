@@ -193,13 +193,17 @@ class Config:
 def cache_folder() -> Path | None:
     """Return the folder of this user for compiled code and measured tables: in ``XDG_CACHE_HOME``, or ``~/.cache``.
 
-    None for a user without a home: in a container, a user id that is not in /etc/passwd.
+    None for a user without a home: in a container, a user id that is not in /etc/passwd, or one for which HOME names
+    the home of another user; and for system users with the home /dev/null.
     """
     import platformdirs
 
     try:
         folder = platformdirs.user_cache_path("torchmpi")
-    except RuntimeError:
+        folder.stat()
+    except FileNotFoundError:
+        pass
+    except (RuntimeError, OSError):
         return None
     return folder if folder.is_absolute() else None  # relative: no home, in older versions of platformdirs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,25 @@ mpi.start()
         pytest.skip("no namespaces of mounts: needs root")
     assert "has 1 of 1 MiB free, but MPICH" in result.stderr and "--shm-size=1g" in result.stderr, result.output
     assert result.returncode != 0, result.output
+
+
+@pytest.mark.parametrize("options", ([], ["--without-mpi"]), ids=("MPI", "without MPI"))
+def test_standard_streams_may_be_closed(alone, tmp_path, options):
+    """Regression: MPICH's mpirun did not start, and a connection between ranks got the number of stderr."""
+    script = tmp_path / "job.py"
+    script.write_text("""if True:
+        import os
+        from pathlib import Path
+        import torchmpi as mpi
+        os.closerange(0, 3)
+        mpi.start()
+        streams = {os.readlink(f"/proc/self/fd/{number}") for number in range(3)}
+        os.write(2, b"a message of a library")
+        mpi.barrier()
+        Path(__file__).with_name(f"rank{mpi.rank()}").write_text(*streams)
+        mpi.stop()
+    """)
+    run = [sys.executable, "-m", "torchmpi", "run", *options, "-n", "2", script]
+    result = alone("-c", 'exec "$@" <&- >&- 2>&-', "bash", *run, python="bash")
+    assert result.returncode == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["/dev/null"] * 2

@@ -89,6 +89,8 @@ def test_a_user_without_a_home(monkeypatch, tmp_path):
     monkeypatch.setattr(native_code, "__file__", "/proc/none/native_code.py")  # an installation that others own
     assert native_code.cache_folder() is None and saved_tables.path_for("") is None
     assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("HOME", "/dev/null")  # regression: a warning that a table of measurements cannot be read
+    assert saved_tables.path_for("") is None
 
 
 def test_compiled_code_is_read_from_a_folder_of_another_user(monkeypatch, tmp_path):

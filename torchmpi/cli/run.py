@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 
 from ..errors import LaunchError
 from ..session import launcher
 from . import separate_ranks
 from .job import Job, program_of
-from .rank_start import execute
 from .supervision import Limits, Supervisor
 
 
@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("-n N, the number of ranks, is needed without --hosts and --hostfile")
     if options.min_ranks is not None and not options.restarts:
         options.refuse("--min-ranks is for restarts: add --restarts N")
+    launcher.open_standard_streams()  # MPICH's mpirun does not start without
     if options.without_mpi:
         return separate_ranks.run(options, [*program_of(options), *options.arguments])
     job = Job(options)
@@ -35,4 +36,4 @@ def run(options: argparse.Namespace) -> int:
     if options.restarts or options.timeout is not None:
         limits = Limits(options.restarts, options.min_ranks or job.num_ranks, options.timeout)
         return Supervisor(job, limits).run()
-    execute(command)
+    os.execvp(command[0], command)

@@ -202,6 +202,18 @@ def stderr_of_mpirun() -> int | None:
     return None
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, as in some daemons.
+
+    A connection to another rank would otherwise get the number of a stream, to which libraries write their messages.
+    """
+    for stream in range(3):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+
+
 def wait_until_output_is_read(descriptors: Iterable[int] = (1, 2), *, limit_seconds: float = 1.0) -> None:
     """Wait until the other end of each pipe among `descriptors` has read all of it, for a limited time.
 

@@ -40,7 +40,7 @@ from ..shared_memory import fast_path, process_vm
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
 from ..timeline import torch_profiler
-from . import affinity, clock_samples, host_ring, job_metrics, mpi_library, mpi_progress
+from . import affinity, clock_samples, host_ring, job_metrics, launcher, mpi_library, mpi_progress
 from .devices import about_gpu_backends, check_cuda, choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
@@ -79,6 +79,7 @@ class Runtime:
 
     def _acquire(self, config: Config | None, with_cuda: bool | None, cartesian: bool, ipc_groups: bool) -> None:
         self.cartesian, self.ipc_groups = cartesian, ipc_groups
+        launcher.open_standard_streams()
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
             self.MPI = mpi_library.initialize()
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
