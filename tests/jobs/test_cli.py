@@ -53,6 +53,15 @@ def test_run_starts_more_ranks_than_cores_also_as_root(alone, tmp_path):
     assert result.returncode == 7, result.output
 
 
+def test_programs_do_not_inherit_the_ignored_signals_of_python(alone):
+    """Regression: `torchmpi run -n 1 yes | head -1` printed errors, since SIGPIPE was ignored."""
+    result = alone(*COMMAND, "run", "-n", "1", "sh", "-c", "cat /proc/$$/status /proc/$PPID/status")
+    ignored = [int(line.split()[1], 16) for line in result.stdout.splitlines() if line.startswith("SigIgn")]
+    assert len(ignored) == 2, result.output  # of the program and of its launcher
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        assert not any(mask >> (number - 1) & 1 for mask in ignored), result.output
+
+
 def test_run_shows_its_command(alone, tmp_path, family):
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:50  # of this machine\nother slots=50\n")

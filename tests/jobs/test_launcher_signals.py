@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
-from conftest import job_environment
+from conftest import job_environment, search_path
 
 LIMIT_SECONDS = 60
 PROGRAM = """
@@ -135,6 +136,60 @@ mpi.allreduce(torch.ones(3))
                 break
             time.sleep(0.1)
         assert not _alive(int(file.read_text())), stderr
+
+
+COUNTING = """
+import signal, sys, time
+received = []
+signal.signal(int(sys.argv[1]), lambda *_: received.append(1))
+print("ready", flush=True)
+while not received: time.sleep(0.01)
+time.sleep(1)
+print(len(received), "received", flush=True)
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("number, send", (
+    (signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGTERM, os.killpg)
+), ids=("SIGINT", "SIGINT to the group", "SIGTERM to the group"))  # fmt: skip
+def test_ranks_get_a_signal_once(tmp_path, number, send):
+    """Regression: not at all if only `torchmpi run` got SIGINT, and twice if the group got SIGTERM."""
+    (tmp_path / "job.py").write_text(COUNTING)
+    output, _ = signaled(["-n", "2", "--without-mpi", str(tmp_path / "job.py"), str(int(number))], number, send, 2)
+    assert output.splitlines() == ["1 received"] * 2
+
+
+def test_a_supervised_mpirun_gets_sigint(tmp_path):
+    """Regression: the job went on if only `torchmpi run` got it."""
+    program = ["sh", "-c", f"echo $$ > {tmp_path}/pid$RANK; echo ready; exec sleep 300"]
+    _, status = signaled(["-n", "2", "--restarts", "1", "--timeout", "200", *program], signal.SIGINT, os.kill, 2)
+    assert status not in (0, 124)
+    for file in (tmp_path / f"pid{rank}" for rank in range(2)):
+        limit = time.monotonic() + LIMIT_SECONDS
+        while _alive(int(file.read_text())) and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert not _alive(int(file.read_text()))
+
+
+def signaled(
+    options: list[str], number: signal.Signals, send: Callable[[int, int], None], num_ready: int
+) -> tuple[str, int]:
+    """Start `torchmpi run` in a group of its own, and send a signal; return what it then prints and its status."""
+    command = [sys.executable, "-m", "torchmpi", "run", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=job_environment(search_path()), start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        for _ in range(num_ready):
+            assert process.stdout.readline() == "ready\n"
+        send(process.pid, number)
+        output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    return output, process.returncode
 
 
 def _alive(pid: int) -> bool:

@@ -280,6 +280,11 @@ def test_objects(agree):
     everybody = mpi.allgather_object(("rank", rank, [None] * rank))
     agree.equal(from_last, {"rank": size - 1, "data": "x" * 1000})
     agree.equal(everybody, [("rank", r, [None] * r) for r in range(size)])
+    for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex32):  # regression: an AttributeError of torch
+        parameter = torch.nn.Parameter(torch.arange(8, dtype=torch.uint8).view(dtype), requires_grad=False)
+        received = mpi.broadcast_object([parameter])[0]
+        agree.equal((type(received), received.dtype), (torch.nn.Parameter, dtype))
+        agree.equal(received.view(torch.uint8), parameter.view(torch.uint8))
 
 
 def test_messages_longer_than_mpi_counts_are_split(agree):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter, EarlyStop
+from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter, EarlyStop, checkpoint, coordination
 from torchmpi.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -119,6 +119,20 @@ def test_equal_state_is_stored_once(agree, path):
     agree(all(name.startswith(("network.", "optimizer.state.")) for name in metadata), str(list(metadata)))
     # The statistics of batch norm are tensors of 36 and 8 bytes; a file of torch.save() adds less than 700 to each.
     agree(max(num_bytes) < num_bytes[0] + 3 * 700, str(num_bytes))
+
+
+def test_dtypes_that_torch_does_not_pickle(agree, path):
+    """Regression: reading failed on rank 0, where pickle.dumps() raised an AttributeError."""
+    coordinator, raw = coordination.AllRanks(), torch.arange(8, dtype=torch.uint8)
+    tensors = {str(dtype): raw.view(dtype) for dtype in (torch.uint16, torch.uint64, torch.float8_e5m2)}
+    saver = checkpoint.Saver(coordinator)
+    saver.save(path, checkpoint.Content({}, {"kept": tensors}, {"network": tensors}))
+    saver.close()
+    saved = checkpoint.read(path, coordinator)
+    for found in (saved.trees["network"], *(own["kept"] for own in saved.ranks)):
+        for name, tensor in tensors.items():
+            agree.equal(found[name].dtype, tensor.dtype)
+            agree.equal(found[name].view(torch.uint8), raw, name)
 
 
 class Counted:

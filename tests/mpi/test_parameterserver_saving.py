@@ -133,6 +133,17 @@ def test_groups_of_a_job_do_not_replace_the_checkpoints_of_each_other(folder, ag
     agree(all(message == "accepted" or "Use one folder per group" in message for message in messages), str(messages))
 
 
+def test_unfinished_files_of_an_earlier_job_are_removed(folder, agree):
+    """Regression: those of a job that was killed while it saved remained."""
+    make()
+    ps.save(folder)
+    left = folder / ".shards-0123abcd-0.pt.abcdefgh.tmp"
+    left.touch()
+    mpi.barrier(0)
+    ps.save(folder)
+    agree(not left.exists(), str(left))
+
+
 def refused(action, *arguments: object) -> str:
     try:
         action(*arguments)

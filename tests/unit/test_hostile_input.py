@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import resource
+import signal
 import socket
 import struct
 import threading
@@ -170,6 +171,26 @@ def test_an_archive_with_another_pickle_is_refused(data):
     except CheckpointError:
         return
     assert isinstance(content, dict)
+
+
+def test_files_of_killed_writers_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if (pid := os.fork()) == 0:
+        try:
+            archive.write(tmp_path / "shards-1-0.pt", {})
+        finally:
+            os._exit(1)
+    os.waitpid(pid, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    seen = []
+
+    def save(*_: object) -> None:
+        archive.remove_unfinished(tmp_path, "shards-")
+        seen.extend(path.name[:14] for path in tmp_path.iterdir())
+
+    monkeypatch.setattr(torch, "save", save)
+    archive.write(tmp_path / "shards-2-0.pt", {})
+    assert seen == [".shards-2-0.pt"]  # that of the running process remains
 
 
 def test_an_archive_runs_nothing(tmp_path):

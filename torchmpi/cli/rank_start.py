@@ -7,11 +7,12 @@ imports the standard library and one module without imports of torchmpi, since i
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -42,9 +43,16 @@ def main(arguments: list[str]) -> None:
         rank = found.rank or 0
         _redirect(options.log_dir, f"rank{rank}.log", is_shown=rank == 0)
     try:
-        os.execvp(program[0], program)
+        execute(program)
     except OSError as error:
         sys.exit(f"torchmpi run: {program[0]} cannot be started: {error.strerror}")
+
+
+def execute(program: list[str]) -> NoReturn:
+    """Replace this process by a program, which does not inherit that Python ignores signals."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(program[0], program)
 
 
 def _launcher() -> Any:

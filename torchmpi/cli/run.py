@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 
 from ..errors import LaunchError
 from ..session import launcher
 from . import separate_ranks
 from .job import Job, program_of
+from .rank_start import execute
 from .supervision import Limits, Supervisor
 
 
@@ -36,4 +36,4 @@ def run(options: argparse.Namespace) -> int:
     if options.restarts or options.timeout is not None:
         limits = Limits(options.restarts, options.min_ranks or job.num_ranks, options.timeout)
         return Supervisor(job, limits).run()
-    os.execvp(command[0], command)
+    execute(command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from ..backends import network, torch_groups
 from ..errors import JobError
 from ..log import logger
 from ..session import launcher
-from .supervision import TIME_LIMIT_STATUS, handle_signals
+from .supervision import TIME_LIMIT_STATUS, GroupSignals, handle_signals
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _POLL_SECONDS = 0.05
@@ -46,6 +45,10 @@ class SeparateRanks:
         Raises:
             JobError: The program cannot be started.
         """
+        with GroupSignals() as self._signals:
+            return self._run(seconds)
+
+    def _run(self, seconds: float | None) -> int:
         address = network.loopback()
         server = network.listen(address, self._num_ranks)
         port = server.getsockname()[1]
@@ -94,7 +97,7 @@ class SeparateRanks:
         return subprocess.Popen(self._command, env=os.environ | {name: str(each) for name, each in variables.items()})
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGINT:  # the terminal sends Ctrl-C to the ranks too
+        if not self._signals.has_reached_group(number):
             for process in self._processes:
                 process.send_signal(number)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,17 +25,49 @@ TIME_LIMIT_STATUS = 124
 _ANSWER_SECONDS = 10.0
 _RETURN_SECONDS = 60.0
 _TERMINATION_SECONDS = 10.0
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_USER = (signal.SIGUSR1, signal.SIGUSR2)
 OnSignal = Callable[[int, FrameType | None], None]
 
 
-def handle_signals(handler: OnSignal, numbers: Sequence[int] = (signal.SIGINT, *_FORWARDED)) -> dict[int, Any]:
+def handle_signals(handler: OnSignal, numbers: Sequence[int] = (*_ENDING, *_USER)) -> dict[int, Any]:
     """Install a handler of signals, and return the previous ones. Ignored signals, as with ``nohup``, remain ignored.
 
     The processes that are started ignore them too then.
     """
     caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in caught}
+
+
+class GroupSignals:
+    """Tells the signals to the process group, such as Ctrl-C in a terminal, from those to this process alone.
+
+    The others of the group have got the former already. A second one would end mpirun without its ranks, and interrupt
+    what a rank does after the first one. Those that end a job stay pending in a process of the group that blocks them.
+
+    with GroupSignals() as signals:
+        signals.has_reached_group(signal.SIGINT)
+    """
+
+    def __enter__(self) -> GroupSignals:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            # It ends with this process, however that ends.
+            self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def has_reached_group(self, number: int) -> bool:
+        """Return whether the other processes of the group have got a signal too. False for SIGUSR1 and SIGUSR2."""
+        with suppress(OSError):  # it has been killed, or has ended after the job
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+            if pending := re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE):
+                return bool(int(pending[1], 16) >> (number - 1) & 1)
+        return False
 
 
 class Limits(NamedTuple):
@@ -49,7 +83,7 @@ class Limits(NamedTuple):
 class Supervisor:
     """Starts a job, and starts it again after a failure.
 
-    SIGTERM and other signals are passed on to mpirun. After SIGTERM, SIGHUP or Ctrl-C there is no restart.
+    Signals are passed on to mpirun, unless it has got them too. After SIGINT, SIGTERM or SIGHUP there is no restart.
     """
 
     def __init__(self, job: Job, limits: Limits) -> None:
@@ -60,7 +94,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end and return its exit status."""
-        handle_signals(self._pass_on)
+        with GroupSignals() as self._signals:
+            handle_signals(self._pass_on)
+            return self._run()
+
+    def _run(self) -> int:
         lost: list[str] = []
         for attempt in range(self._limits.restarts + 1):
             began = time.monotonic()
@@ -97,7 +135,7 @@ class Supervisor:
 
     def _run_once(self, lost: Sequence[str], variables: Mapping[str, str]) -> int:
         self._process = subprocess.Popen(self._job.command(lost, variables))
-        if self._received is not None:  # it came before there was a process, to which the terminal sends Ctrl-C too
+        if self._received is not None:  # it came before there was a process
             self._process.send_signal(self._received)
         try:
             remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -125,9 +163,9 @@ class Supervisor:
             self._process.wait()
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+        if number in _ENDING:
             self._received = number
-        if number != signal.SIGINT and self._process is not None:  # the terminal sends Ctrl-C to mpirun too
+        if self._process is not None and not self._signals.has_reached_group(number):
             self._process.send_signal(number)
 
     def _lost_hosts(self) -> list[str]:

@@ -21,7 +21,7 @@ from ..config import BackendName, Operation
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors import buffers
+from ..tensors import buffers, pickling
 from ..tensors.numbers import Number, Value
 from .dispatch import cache_barrier, cache_call, check_call, check_root, is_simple, plan_for
 from .exchange import rows_task
@@ -578,7 +578,7 @@ def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> l
 
 
 def _pickled(value: Any) -> _Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8)
 
 
 def _unpickled(data: _Tensor) -> Any:

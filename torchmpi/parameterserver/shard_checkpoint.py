@@ -182,6 +182,7 @@ def _write_index(folder: Path, token: str, context: ServerContext) -> None:
         for old in folder.glob("shards-*.pt"):
             if not old.name.startswith(f"shards-{token}-"):
                 old.unlink(missing_ok=True)
+        archive.remove_unfinished(folder, "shards-")
 
 
 # ---- loading

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
 import tempfile
@@ -25,17 +27,27 @@ def write(path: Path, archive: dict[str, Any]) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed or the process ends
             try:
                 torch.save(archive, file)
             except RuntimeError as error:  # of torch's writer: the error of the file is its context
                 raise CheckpointError(f"{path}: {error.__context__ or error}") from error
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp() makes files only their owner can read
-        os.replace(temporary, path)
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp() makes files only their owner can read
+            os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def remove_unfinished(folder: Path, prefix: str) -> None:
+    """Remove files that :func:`write` has left in a folder when its process was killed."""
+    for path in folder.glob(f".{prefix}*.tmp"):
+        with contextlib.suppress(OSError), path.open("rb+") as file:  # locked: it is being written
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _umask() -> int:
