@@ -34,6 +34,7 @@ class Job:
             known = hosts.read_file(Path(options.hostfile))
         elif options.hosts is not None:
             known = hosts.parse_list(options.hosts)
+        launcher.set_home()
         self._options = options
         placed = hosts.place(known, options.ranks) if known else []
         self.num_ranks: int = sum(count for _, count in placed) or options.ranks

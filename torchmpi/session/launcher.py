@@ -214,6 +214,12 @@ def open_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
 
 
+def set_home() -> None:
+    """Set the variable HOME if it is not set, as in some services: Open MPI 5.0 would end the process."""
+    home = os.path.expanduser("~")
+    os.environ.setdefault("HOME", home if os.path.isabs(home) else "/")  # relative: the user is not in /etc/passwd
+
+
 def wait_until_output_is_read(descriptors: Iterable[int] = (1, 2), *, limit_seconds: float = 1.0) -> None:
     """Wait until the other end of each pipe among `descriptors` has read all of it, for a limited time.
 
