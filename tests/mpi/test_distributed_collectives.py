@@ -75,30 +75,6 @@ def test_lists_and_rows_that_share_memory(agree):
     )
 
 
-@pytest.mark.parametrize("numel", (3, 70_001))
-def test_exchanges_in_place(agree, numel):
-    """What is sent has the memory of the output, or is at the place of another rank's tensor."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sent, received = (
-        torch.stack(
-            [torch.arange(numel) + 1000 * pair[first] + pair[1 - first] for pair in ((rank, r) for r in range(size))]
-        )
-        for first in range(2)
-    )
-    single, listed, column = sent.clone(), list(sent.clone()), torch.zeros(size, 3)
-    column[:, 1] = torch.arange(size) + 10.0 * rank
-    dist.all_to_all_single(single, single)
-    dist.all_to_all(listed, listed)
-    dist.all_to_all_single(column[:, 1:2], column[:, 1:2])
-    agree.equal(single, received)
-    agree.equal(torch.stack(listed), received)
-    agree.equal(column[:, 1], torch.arange(size) * 10.0 + rank)
-    lengths = [numel + other % 2 for other in range(size)]
-    whole = torch.full((sum(lengths),), float(rank))
-    dist.all_gather(list(whole.split(lengths)), whole[: lengths[rank]])
-    agree.equal(whole, torch.arange(float(size)).repeat_interleave(torch.tensor(lengths)))
-
-
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_premul_sum(agree, asynchronous):
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -18,6 +18,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi.collectives import exchange
 from torchmpi.config import Config
 from torchmpi.session import runtime
 
@@ -126,6 +127,19 @@ def test_rows_of_more_than_one_dimension_and_out(agree, hosts):
         mpi.allreduce(contract.strided(inputs[RANK]), out, op="avg", backend="hierarchical")
         agree.bits(part, contract.rows(expected, RANK, SIZE), f"{shape}")
         agree.bits(out, expected, f"{shape}")
+
+
+@pytest.mark.parametrize("numel", (3, 70_001))
+def test_exchanges_in_place(agree, hosts, numel):
+    """What is sent has the memory of the output, or that of another rank's part."""
+    group, part = runtime.current().world, torch.arange(numel)
+    parts = [part + 1000 * RANK + other for other in range(SIZE)]
+    exchange.exchange(group, parts, parts)
+    agree.equal(torch.stack(parts), torch.stack([part + 1000 * other + RANK for other in range(SIZE)]))
+    lengths = [numel + other % 2 for other in range(SIZE)]
+    whole = torch.full((sum(lengths),), RANK)
+    exchange.exchange(group, [whole[: lengths[RANK]]] * SIZE, whole.split(lengths))
+    agree.equal(whole, torch.arange(SIZE).repeat_interleave(torch.tensor(lengths)))
 
 
 def test_bits_do_not_depend_on_size_or_position(agree, hosts):
