@@ -162,13 +162,12 @@ print(tensor.tolist())
     assert result.returncode == 0 and "[1.0, 1.0, 1.0]" in result.stdout, result.output
 
 
-def test_open_mpi_opens_two_connections_to_each_peer_unless_told_otherwise(job):
+def test_settings_of_open_mpi_for_tcp_unless_told_otherwise(job):
     """That the library obeys is visible between hosts only: benchmarks/call_cost.py."""
     code = """
 import os, torchmpi as mpi
 mpi.start()
-print(os.environ["OMPI_MCA_btl_tcp_links"])
+print(os.environ["OMPI_MCA_btl_tcp_links"] + "," + os.environ["OMPI_MCA_btl_tcp_eager_limit"])
 """
-    name = "OMPI_MCA_btl_tcp_links"
-    results = [job(2, code, env=env) for env in ({}, {name: "3"})]
-    assert [result.stdout.split() for result in results] == [["2", "2"], ["3", "3"]], results
+    results = [job(2, code, env=env) for env in ({}, {"OMPI_MCA_btl_tcp_links": "3"})]
+    assert [result.stdout.split() for result in results] == [["2,147456"] * 2, ["3,147456"] * 2], results

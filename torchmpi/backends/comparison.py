@@ -33,8 +33,8 @@ from .rank_order import combiner
 _TAG = 3
 _HEADER_BYTES = 16
 # The longest message, and the bytes of all vectors together, up to which gathering them takes less time than a further
-# round. Two ranks send no more than they would in parts.
-_MOST_BYTES = 64 << 10
+# round. Two ranks send no more than they would in parts, in fewer messages.
+_MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 64 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
 Finish = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -44,7 +44,7 @@ Finish = Callable[[int, int, torch.Tensor], torch.Tensor]
 def can_carry(num_bytes: int, size: int) -> bool:
     """Return whether the vectors of `size` ranks are gathered in the messages of a comparison.
 
-    >>> can_carry(64 << 10, 2), can_carry(16 << 10, 4), can_carry(16 << 10, 5), can_carry(0, 2)
+    >>> can_carry(256 << 10, 2), can_carry(16 << 10, 4), can_carry(16 << 10, 5), can_carry(0, 2)
     (True, True, False, False)
     """
     return 0 < num_bytes <= most_carried(size)
@@ -54,9 +54,9 @@ def most_carried(size: int) -> int:
     """Return the size of the longest vectors that `size` ranks gather in these messages.
 
     >>> most_carried(2), most_carried(3)
-    (65536, 21845)
+    (262144, 21845)
     """
-    return _MOST_BYTES // max(1, size - (size == 2))
+    return _MOST_BYTES // size if size > 2 else _MOST_BYTES_OF_TWO
 
 
 class NumberExchange:
@@ -75,8 +75,8 @@ class NumberExchange:
             for (sent,), (received,) in schedule.doubling(self.rank, self.size)
         ]
         # Pages are used when they are first written, so this memory costs what the longest message needs.
-        self._memory = np.empty(_HEADER_BYTES + 2 * _MOST_BYTES, np.uint8)
-        self._incoming = np.empty(_HEADER_BYTES + _MOST_BYTES, np.uint8)
+        self._memory = np.empty(_HEADER_BYTES + self.size * most_carried(self.size), np.uint8)
+        self._incoming = np.empty_like(self._memory)
         self._address, self._incoming_address = int(self._memory.ctypes.data), int(self._incoming.ctypes.data)
         self._known = self._memory[:_HEADER_BYTES].view(np.int64).data
         self._heard = self._incoming[:_HEADER_BYTES].view(np.int64).data
@@ -239,7 +239,7 @@ class ComparedAllreduce:
 
     def cached_call(self, root: int) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
-        return self.cached_up_to(_MOST_BYTES, root)
+        return self.cached_up_to(most_carried(self.group.size), root)
 
     def cached_up_to(self, most_bytes: int, root: int) -> fast_path.CachedCall | None:
         """Return the same for tensors of at most `most_bytes`."""

@@ -13,6 +13,7 @@ from typing import NamedTuple, get_args
 from ..communicators.group import Group
 from ..config import CollectiveName, DeviceType, Mode, Span
 from ..errors import ArgumentError
+from .comparison import most_carried
 
 COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
 DEVICES: tuple[str, ...] = get_args(DeviceType)
@@ -156,7 +157,7 @@ def default_rule(
     short allreduce that is compared, whose vectors `p2p` sends with the comparison (benchmarks/call_cost.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=2)
-    ((65536, 'p2p'), (None, 'mpi'))
+    ((262144, 'p2p'), (None, 'mpi'))
     >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))
     """
@@ -168,7 +169,8 @@ def default_rule(
         return ((None, transport),)
     short = "p2p" if key.collective == "allreduce" and compared else transport
     long = "p2p" if num_hosts > 2 else transport
-    return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
+    short_bytes = most_carried(2) if num_hosts == 2 else _SHORT_BYTES
+    return ((None, long),) if short == long else ((short_bytes, short), (None, long))
 
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:

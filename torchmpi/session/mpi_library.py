@@ -114,6 +114,8 @@ def initialize() -> Any:
         _yield_if_crowded(MPI)
         # Over one TCP connection Open MPI sends and receives by turns: half the speed (docs/design/hierarchy.md).
         os.environ.setdefault("OMPI_MCA_btl_tcp_links", "2")
+        # Longer messages wait for an answer of the receiver; by default also a vector of 64 KB with its header.
+        os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(144 << 10))
         if is_apart_from_launcher():
             # Without this, Open MPI 5.0.11 crashes: both ranks are process 1, and take their own file for the other's.
             os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
