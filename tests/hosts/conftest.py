@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,10 @@ class Job:
     def messages(self, rank: int) -> str:
         """Return what a rank has printed on standard error."""
         return (self.folder / f"messages.{rank}").read_text(errors="replace")
+
+    def wait_for_message(self, rank: int, pattern: str) -> None:
+        """Wait until a rank has printed a text on standard error."""
+        self._wait(lambda: re.search(pattern, self.messages(rank)) is not None, _START_SECONDS, f"reported {pattern}")
 
     def pid(self, rank: int) -> str:
         """Return the process of a rank, as its host counts."""

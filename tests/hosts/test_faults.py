@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Start, hosts_sh, is_openmpi
 
+ASLEEP = r"rank 3, after \d+ calls: at \S+fault_program.py:\d+ in <module>: time.sleep\(3600\)"
 LIMIT = 4
 """The setting heartbeat_seconds, in place of 30."""
 
@@ -97,14 +98,13 @@ def test_a_process_that_ends_without_a_word_ends_the_job(start: Start):
 def test_a_missing_rank_of_another_host_is_named(start: Start):
     job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT, stall_warning_seconds=5, stall_abort_seconds=40)
     job.wait_for_end(90)
-    pattern = r"rank 3, after \d+ calls: at \S+fault_program.py:\d+ in <module>: time.sleep\(3600\)"
-    assert re.search(pattern, job.messages(0)), job.output()
+    assert re.search(ASLEEP, job.messages(0)), job.output()
 
 
 def test_the_records_of_all_hosts_are_dumped_from_one(start: Start, folder: Path):
     """The heartbeat carries the request; the ranks of each host write their records to a folder that all hosts see."""
-    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT)
-    time.sleep(5)  # until the last rank sleeps, and the others wait for it
+    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT, stall_warning_seconds=2)
+    job.wait_for_message(0, ASLEEP)
     records, python = folder / "records", [sys.executable, "-m", "torchmpi"]
     environment = ["env", f"PYTHONPATH={ROOT}"]
     hosts_sh("run", "h0", *environment, *python, "dump", job.pid(0), "--out", str(records))

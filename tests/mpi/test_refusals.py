@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 
 import torchmpi as mpi
+import torchmpi.nn as mpinn
+import torchmpi.parameterserver as ps
 from torchmpi import errors
+from torchmpi.engine import AllReduceSGDEngine
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -128,6 +131,31 @@ def test_layouts_are_refused_for_prepared_calls(agree):
         for tensor in kinds:
             agree.raises(errors.ArgumentError, partial(getattr(mpi, collective), tensor))
     agree.equal(mpi.allreduce(1), mpi.size())
+
+
+NET = torch.nn.Linear(2, 2)
+
+
+def train(**wrong: object) -> object:
+    """Train with valid arguments but for the `wrong` ones."""
+    valid = {"network": NET, "criterion": torch.nn.MSELoss(), "iterator": [], "lr": 0.1}
+    return AllReduceSGDEngine(progress=False).train(**valid | wrong)
+
+
+@pytest.mark.parametrize(("call", "text"), [
+    (lambda: mpinn.synchronize_gradients(None), "a module or an iterable of tensors, not a NoneType"),
+    (lambda: mpinn.check_with_allreduce(3), "a module or an iterable of tensors, not a int"),
+    (lambda: mpinn.register_async_backward(NET, sync_gradient_frequency="2"), "='2' must be an integer, at least 1"),
+    (lambda: mpinn.TopK("a"), "fraction='a'"),
+    (lambda: mpinn.PowerSGD(rank="a"), "rank='a'"),
+    (lambda: ps.init_tensors(NET), "found a Linear; pass list(network.parameters())"),
+    (lambda: train(network=None), "network= and criterion= are a NoneType and a MSELoss: expected a module"),
+    (lambda: train(criterion="mse"), "a Linear and a str: expected a module and a function"),
+    (lambda: train(max_epochs="2"), "max_epochs='2': expected a number of epochs"),
+])  # fmt: skip
+def test_wrong_types_are_named(agree, call, text):
+    """Regression: texts such as "'<' not supported between instances of 'str' and 'int'"."""
+    agree.raises(errors.ArgumentError, call, text)
 
 
 def test_argument_errors_are_subclasses_of_builtin_exceptions(agree):

@@ -129,9 +129,16 @@ def test_sgd_without_momentum_has_no_state():
         (lambda: adagrad(0.1, eps=-1), "eps=-1"),
         (lambda: adam(0.1, weight_decay=-1), "weight_decay=-1"),
         (lambda: adam(0.1, (1.0, 0.999)), "expected two numbers from 0 to below 1"),
+        (lambda: adam(0.1, 0.9), "betas=0.9: expected two numbers from 0 to below 1"),
+        (lambda: adam(0.1, (0.9, "b")), "betas='b': expected a number"),
+        (lambda: sgd(None), "lr=None: expected a number"),
+        (lambda: scaled_add("a"), "alpha='a': expected a number"),
+        (lambda: adagrad(torch.ones(2)), "expected a number"),
+        (lambda: Rule("x", [0.5]), r"Rule\('x', \[0.5\]\): the coefficients are a tuple of numbers, such as \(0.5,\)"),
+        (lambda: Rule("x", 0.5), "the coefficients are a tuple of numbers"),
     ],
 )
-def test_optimizers_refuse_the_numbers_that_torch_refuses(make, problem):
+def test_rules_refuse_wrong_coefficients(make, problem):
     with pytest.raises(errors.ArgumentError, match=problem):
         make()
 

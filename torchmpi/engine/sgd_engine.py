@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,11 @@ class SGDEngine(Engine):
             raise ArgumentError("train() takes either lr=, for plain SGD, or optimizer=")
         if self._run is not None:
             raise ArgumentError("train() while this engine is training: use another engine")
+        if not isinstance(network, nn.Module) or not callable(criterion):
+            kinds = f"{type(network).__name__} and a {type(criterion).__name__}"
+            raise ArgumentError(f"train(): network= and criterion= are a {kinds}: expected a module and a function")
+        if not isinstance(max_epochs, Real):
+            raise ArgumentError(f"max_epochs={max_epochs!r}: expected a number of epochs")
         if optimizer is not None:
             check_optimizer(optimizer)
         options = UpdateOptions(

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -75,8 +76,8 @@ def register_async_backward(
     """
     if not isinstance(net, nn.Module):
         raise ArgumentError(f"register_async_backward() needs a module, not a {type(net).__name__}.")
-    if sync_gradient_frequency < 1:
-        raise ArgumentError(f"sync_gradient_frequency={sync_gradient_frequency} must be at least 1.")
+    if not isinstance(sync_gradient_frequency, Integral) or sync_gradient_frequency < 1:
+        raise ArgumentError(f"sync_gradient_frequency={sync_gradient_frequency!r} must be an integer, at least 1.")
     if attached(net, ASYNC_BACKWARD) is not None:
         raise ArgumentError("The net is registered already. Call unregister_async_backward(net) first.")
     refuse_inside_join(net, "register_async_backward")

@@ -260,8 +260,10 @@ class TopK(GradientCompressor):
 
     def __init__(self, fraction: float = 0.01, *, within_hosts: bool = False) -> None:
         super().__init__(within_hosts=within_hosts)
-        if not 0 < fraction <= 1:
-            raise ArgumentError(f"TopK(fraction={fraction}): the part of the values that is sent, above 0 and up to 1.")
+        if not isinstance(fraction, float | int) or not 0 < fraction <= 1:
+            raise ArgumentError(
+                f"TopK(fraction={fraction!r}): the part of the values that is sent, above 0 and up to 1."
+            )
         self.fraction = fraction
 
     def _exchange(self, work: Tensor, members: Sequence[GradientView], comm: Communicator) -> Callable[[], object]:
@@ -301,8 +303,8 @@ class PowerSGD(GradientCompressor):
 
     def __init__(self, rank: int = 2, *, within_hosts: bool = False) -> None:
         super().__init__(within_hosts=within_hosts)
-        if rank < 1:
-            raise ArgumentError(f"PowerSGD(rank={rank}): the width of the narrow matrices is at least 1.")
+        if not isinstance(rank, int) or rank < 1:
+            raise ArgumentError(f"PowerSGD(rank={rank!r}): the width of the narrow matrices is an integer, at least 1.")
         self.rank = rank
 
     def _exchange(self, work: Tensor, members: Sequence[GradientView], comm: Communicator) -> Callable[[], object]:

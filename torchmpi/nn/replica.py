@@ -140,6 +140,8 @@ class Replica:
 
 
 def _checked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    if not isinstance(tensors, Iterable):
+        raise ArgumentError(f"Expected a module or an iterable of tensors, not a {type(tensors).__name__}.")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__

@@ -429,6 +429,9 @@ def _registry() -> WeakTensorKeyDictionary:
 
 
 def _checked(tensors: Iterable[Tensor], call: str) -> list[Tensor]:
+    if not isinstance(tensors, Iterable):
+        found = f"a {type(tensors).__name__}; pass list(network.parameters()) for a network"
+        raise ArgumentError(f"{where()}: {call}: expected a list of tensors, found {found}.")
     listed = list(tensors)
     wrong = [type(tensor).__name__ for tensor in listed if not isinstance(tensor, Tensor)]
     if wrong or not listed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,10 @@ class Rule:
 
     Args:
         name: Name of a built-in rule, or of one of :func:`register_rule`.
-        coefficients: At most six numbers. A registered rule gets them as its last arguments.
+        coefficients: A tuple of at most six numbers. A registered rule gets them as its last arguments.
+
+    Raises:
+        ArgumentError: The coefficients are not a tuple.
 
     Example:
         ps.send(server, gradient, ps.Rule("clipped", (0.5,)))
@@ -35,6 +38,12 @@ class Rule:
 
     name: str
     coefficients: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.coefficients, tuple):
+            raise ArgumentError(
+                f"Rule({self.name!r}, {self.coefficients!r}): the coefficients are a tuple of numbers, such as (0.5,)."
+            )
 
 
 def scaled_add(alpha: float) -> Rule:
@@ -50,7 +59,7 @@ def scaled_add(alpha: float) -> Rule:
         >>> scaled_add(-0.1)
         Rule(name='scaled_add', coefficients=(-0.1,))
     """
-    return Rule("scaled_add", (float(alpha),))
+    return Rule("scaled_add", (_number("alpha", alpha),))
 
 
 def axpby(a: float, b: float) -> Rule:
@@ -67,7 +76,7 @@ def axpby(a: float, b: float) -> Rule:
         >>> axpby(0.1, 0.9).coefficients
         (0.1, 0.9)
     """
-    return Rule("axpby", (float(a), float(b)))
+    return Rule("axpby", (_number("a", a), _number("b", b)))
 
 
 def sgd(lr: float, momentum: float = 0.0, *, weight_decay: float = 0.0, nesterov: bool = False) -> Rule:
@@ -137,15 +146,22 @@ def adam(lr: float, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1
         (0.001, 0.9, 0.999, 1e-08, 0.0)
     """
     _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ArgumentError(f"betas={betas}: expected two numbers from 0 to below 1.")
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in betas):
+        raise ArgumentError(f"betas={betas!r}: expected two numbers from 0 to below 1.")
     return Rule("adam", (float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)))
 
 
 def _check_not_negative(**numbers: float) -> None:
     for name, number in numbers.items():
-        if not number >= 0:
+        if not _number(name, number) >= 0:
             raise ArgumentError(f"{name}={number}: expected a number from 0.")
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last two of strings and tensors
+        raise ArgumentError(f"{name}={value!r}: expected a number.") from None
 
 
 class PreparedRule(NamedTuple):
