@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +54,8 @@ class GroupSignals:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         try:
             # It ends with this process, however that ends.
-            self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
