@@ -74,22 +74,27 @@ patient = mpi.Config(stall_warning_seconds=60, stall_abort_seconds=60)
     assert result.stderr.count("exceeds stall_abort_seconds") == 1, result.output
 
 
-def test_a_small_folder_of_shared_memory_is_reported(job, mpirun):
-    """Regression: MPI_Init of MPICH ended with SIGBUS. Open MPI uses another transport, and says so."""
+@pytest.mark.parametrize(
+    ("flags", "options", "problem"),
+    ((0, "size=1m", "has 1 of 1 MiB free, but MPICH"), (1, "", "is not there or not writable, but MPICH")),
+    ids=("small", "read-only"),
+)
+def test_shared_memory_that_does_not_serve_is_reported(job, mpirun, flags, options, problem):
+    """Regression: MPI_Init of MPICH ended with SIGBUS or lines of UCX. Open MPI says that it uses another transport."""
     if is_open_mpi(mpirun[0]):
         pytest.skip("about MPICH")
-    code = """
+    code = f"""
 import ctypes
 libc = ctypes.CDLL(None)
 if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):  # a private namespace of mounts
     sys.exit("not permitted")
-assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=1m") == 0
+assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", {flags}, b"{options}") == 0
 mpi.start()
 """
     result = job(2, RANK + code, timeout=60)
     if "not permitted" in result.stderr:
         pytest.skip("no namespaces of mounts: needs root")
-    assert "has 1 of 1 MiB free, but MPICH" in result.stderr and "--shm-size=1g" in result.stderr, result.output
+    assert problem in result.stderr and "--shm-size=1g" in result.stderr, result.output
     assert result.returncode != 0, result.output
 
 

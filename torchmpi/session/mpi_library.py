@@ -298,18 +298,23 @@ def room_needed(num_ranks: int) -> int:
 
 
 def _check_room(MPI: Any) -> None:
-    """Raise if /dev/shm is too small for MPICH, which would end with a signal. Open MPI 5.0 warns, and uses TCP."""
+    """Raise if /dev/shm does not serve MPICH, which would end with a signal. Open MPI 5.0 warns, and uses TCP."""
     num_ranks = launcher.detect().local_size or 1
     if num_ranks < 2 or not short_version(MPI).startswith("MPICH"):
         return
-    with contextlib.suppress(OSError):  # there is none
-        usage, needed = shutil.disk_usage("/dev/shm"), room_needed(num_ranks)
-        if usage.free < needed:
-            raise LaunchError(
-                f"/dev/shm on {socket.gethostname()} has {usage.free >> 20} of {usage.total >> 20} MiB free, but "
-                f"{short_version(MPI)} needs about {needed >> 20} MiB for {num_ranks} ranks, and would crash. Delete "
-                "files of ended jobs there, or enlarge it (docker run --shm-size=1g, mount -o remount,size=1g)."
-            )
+    folder, needed = f"/dev/shm on {socket.gethostname()}", room_needed(num_ranks)
+    needs = f"but {short_version(MPI)} needs about {needed >> 20} MiB for {num_ranks} ranks, and would crash."
+    if not os.access("/dev/shm", os.W_OK):
+        raise LaunchError(
+            f"{folder} is not there or not writable, {needs} Mount it (docker run --shm-size=1g, mount -t tmpfs "
+            "-o mode=1777 tmpfs /dev/shm), or start the ranks without MPI: torchmpi run --without-mpi."
+        )
+    usage = shutil.disk_usage("/dev/shm")
+    if usage.free < needed:
+        raise LaunchError(
+            f"{folder} has {usage.free >> 20} of {usage.total >> 20} MiB free, {needs} Delete files of ended jobs "
+            "there, or enlarge it (docker run --shm-size=1g, mount -o remount,size=1g)."
+        )
 
 
 def _yield_if_crowded(MPI: Any) -> None:

@@ -145,7 +145,7 @@ def _check_shared_memory_of(ranks: list[ProcessFacts]) -> Finding:
     if first.shm_total_bytes is None or not first.shm_is_writable:
         state = "not there" if first.shm_total_bytes is None else "not writable"
         remedy = "Mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm (docker run --shm-size=1g)."
-        found = f"/dev/shm is {state} on {first.host}: MPI libraries use slower transports between its ranks"
+        found = f"/dev/shm is {state} on {first.host}: Open MPI uses slower transports there, and MPICH does not start"
         return Finding(name, "warning", found, remedy)
     total, free = first.shm_total_bytes // _MIB, first.shm_free_bytes // _MIB
     found = f"/dev/shm on {first.host}: {free} of {total} MiB free"
