@@ -344,6 +344,7 @@ def open_group(backend: str, resources: ExitStack) -> Any:
     """Open a process group of torch.distributed over all ranks, until `resources` close. Collective."""
     dist = torch.distributed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # deprecated names
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # the name in older torch
     register()  # torch registers an installed torchmpi automatically, but not a checkout
     if dist.is_initialized():
         return dist.new_group(backend=backend)
