@@ -367,7 +367,6 @@ def loaded_library() -> MPIFacts:
 def mpi_facts() -> MPIFacts:
     """Initialize MPI and describe it; raises :class:`MissingMPIError` if there is no library."""
     try:
-        launcher.set_home()  # as start() does
         MPI = mpi_library.initialize()
     except LaunchError:
         MPI = mpi_library.load()

@@ -41,10 +41,10 @@ def handle_signals(handler: OnSignal, numbers: Sequence[int] = (*_ENDING, *_USER
 
 
 class GroupSignals:
-    """Tells the signals to the process group, such as Ctrl-C in a terminal, from those to this process alone.
+    """Distinguish signals to the process group, such as Ctrl-C in a terminal, from those to this process alone.
 
-    The others of the group have got the former already. A second one would end mpirun without its ranks, and interrupt
-    what a rank does after the first one. Those that end a job stay pending in a process of the group that blocks them.
+    The other processes of the group have got the former already. A second one would end mpirun without its ranks, and
+    interrupt the end of a rank. Signals that end a job stay pending in a process of the group that blocks them.
 
     with GroupSignals() as signals:
         signals.has_reached_group(signal.SIGINT)

@@ -109,6 +109,7 @@ def initialize() -> Any:
     if MPI is _stand_in:
         return MPI
     if not MPI.Is_initialized():
+        launcher.set_home()
         _check_family(MPI)
         _check_room(MPI)
         _yield_if_crowded(MPI)

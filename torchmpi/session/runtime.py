@@ -80,7 +80,6 @@ class Runtime:
     def _acquire(self, config: Config | None, with_cuda: bool | None, cartesian: bool, ipc_groups: bool) -> None:
         self.cartesian, self.ipc_groups = cartesian, ipc_groups
         launcher.open_standard_streams()
-        launcher.set_home()
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
             self.MPI = mpi_library.initialize()
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
