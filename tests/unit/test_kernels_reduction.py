@@ -209,13 +209,15 @@ def test_half_precision_without_instructions_of_the_processor(op):
     def text_of(**_: bool) -> str:
         return reduction_ir.module_text("f16", op, 1, has_half=False)
 
-    address = compiler.function("test_half", text_of)
+    address = compiler.function("test_half", op, text_of)
     everything = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
     for other in (1.0, 2.0**-12, 6e-8, 60000.0, -0.5, 3.0):
         parts = [everything, torch.full_like(everything, other), everything.flip(0)]
         for num_sources in (1, 2, 3):
             assert not differing(reduced(parts[:num_sources], address, 0, 0), twin(parts[:num_sources], op)), other
-    assert not any(name.encode() in compiler._compile(text_of()) for name in ("__extendhfsf2", "__truncsfhf2"))
+    assert not any(
+        name.encode() in compiler._compile("test_half", text_of) for name in ("__extendhfsf2", "__truncsfhf2")
+    )
 
 
 @settings(deadline=None, max_examples=150)
@@ -255,23 +257,24 @@ def adds(address: int) -> bool:
 
 def test_the_second_process_compiles_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert adds(native_code.Compiler().function("total", SUM_TEXT))
+    assert adds(native_code.Compiler().function("total", "recipe", SUM_TEXT))
     (kept,) = tmp_path.iterdir()
-    second = native_code.Compiler()
-    monkeypatch.setattr(second, "_compile", lambda text: pytest.fail("compiled again"))
-    assert adds(second.function("total", SUM_TEXT))
+    monkeypatch.setattr(native_code.Compiler, "llvm", property(lambda self: pytest.fail("loaded LLVM")))
+    assert adds(native_code.Compiler().function("total", "recipe", SUM_TEXT))
+    monkeypatch.undo()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     kept.write_bytes(kept.read_bytes()[:-100])  # such as a full disk
-    assert adds(native_code.Compiler().function("total", SUM_TEXT))
+    assert adds(native_code.Compiler().function("total", "recipe", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_other_code_and_other_processors_have_other_files(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
-    native_code.Compiler().function("same_name", SUM_TEXT)
-    native_code.Compiler().function("same_name", partial(reduction_ir.module_text, "f32", "prod", 1))
+    native_code.Compiler().function("same_name", "sum", SUM_TEXT)
+    native_code.Compiler().function("same_name", "product", partial(reduction_ir.module_text, "f32", "prod", 1))
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    assert adds(native_code.Compiler().function("same_name", SUM_TEXT))
+    assert adds(native_code.Compiler().function("same_name", "sum", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -282,7 +285,7 @@ def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
     compiler = native_code.Compiler()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # Python ignores SIGXFSZ
     try:
-        address = compiler.function("total", SUM_TEXT)
+        address = compiler.function("total", "recipe", SUM_TEXT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert adds(address) and not list(tmp_path.iterdir())
@@ -291,15 +294,15 @@ def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
 def test_files_unused_for_a_long_time_are_removed(tmp_path, monkeypatch):
     """Regression: the files of old versions were never removed."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    native_code.Compiler().function("total", SUM_TEXT)
+    native_code.Compiler().function("total", "recipe", SUM_TEXT)
     (used,) = tmp_path.iterdir()
     days = {"torchmpi_old.native": 31, "torchmpi_killed.part": 2, "torchmpi_young.native": 29, "old.native": 999}
     for name, age in days.items():
         (tmp_path / name).touch()
         os.utime(tmp_path / name, times=(time.time() - age * 24 * 3600,) * 2)
     os.utime(used, times=(0, 0))
-    native_code.Compiler().function("total", SUM_TEXT)  # loads it
-    native_code.Compiler().function("product", partial(reduction_ir.module_text, "f32", "prod", 1))
+    native_code.Compiler().function("total", "recipe", SUM_TEXT)  # loads it
+    native_code.Compiler().function("product", "recipe", partial(reduction_ir.module_text, "f32", "prod", 1))
     left = {path.name for path in tmp_path.iterdir()}
     assert {"torchmpi_young.native", "old.native", used.name} < left and len(left) == 4
 
@@ -307,4 +310,4 @@ def test_files_unused_for_a_long_time_are_removed(tmp_path, monkeypatch):
 def test_without_a_writable_folder_the_compiler_keeps_code_in_memory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert adds(native_code.Compiler().function("total", SUM_TEXT))
+    assert adds(native_code.Compiler().function("total", "recipe", SUM_TEXT))

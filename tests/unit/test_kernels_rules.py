@@ -263,7 +263,7 @@ def undefined_symbols(image: bytes) -> list[str]:
 
 @pytest.mark.parametrize("name", ("max", "axpby", "sgd"))
 def test_half_precision_without_instructions_of_the_processor(name, monkeypatch):
-    monkeypatch.setattr(native_code.compiler(), "has_half", False)
+    monkeypatch.setattr(native_code.compiler().llvm, "has_half", False)
     symbol = f"test_without_half_{name}"
     address = server_rules._compiled(symbol, name, "f16")
     check_special_values(name, torch.float16, address)
@@ -275,9 +275,9 @@ def test_half_precision_without_instructions_of_the_processor(name, monkeypatch)
 
 
 def test_processors_that_convert_half_precision(monkeypatch):
-    assert native_code.Compiler().has_half == ("f16c" in Path("/proc/cpuinfo").read_text())
+    assert native_code.Compiler().llvm.has_half == ("f16c" in Path("/proc/cpuinfo").read_text())
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")  # which on x86 does not
-    assert not native_code.Compiler().has_half
+    assert not native_code.Compiler().llvm.has_half
 
 
 def test_rules_call_no_function_of_numba():

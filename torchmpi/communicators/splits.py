@@ -7,8 +7,7 @@ communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 GroupKind = Literal["intra", "inter"]
 CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier"]
@@ -17,8 +16,7 @@ CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier"]
 # --- splitting a group by keys ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """The groups of one parent rank in a `Split`. Groups contain parent ranks.
 
     `group` is the number of its intra group, `intra` that group and `intra_rank` its rank there. `inter` is
@@ -31,8 +29,7 @@ class Member:
     inter: tuple[int, ...] | None
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A parent group split into intra groups by key, and the inter groups across them.
 
     `groups` are in order of their smallest parent rank, `members` is indexed by parent rank.
@@ -86,8 +83,7 @@ def plan_split(keys: Sequence[Hashable], *, cartesian: bool) -> Split:
 # --- steps of a collective over several levels -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One flat collective that a rank takes part in: on the intra or inter group of a level.
 
     `root` is a rank in that group; None for collectives without a root.
@@ -99,8 +95,7 @@ class Step:
     root: int | None = None
 
 
-@dataclass(frozen=True)
-class _LevelGroup:
+class _LevelGroup(NamedTuple):
     """The group of one rank on one level, with the splits of the levels below."""
 
     level: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ def probe() -> Probe:
     True
     """
     while not _shown.value:
-        _shown.value = secrets.randbits(64)
+        _shown.value = int.from_bytes(os.urandom(8), "little")
     return Probe(os.getpid(), ctypes.addressof(_shown), _shown.value)
 
 

@@ -14,7 +14,8 @@ signatures, flight record           logged_calls
 raw memory, atomics, system calls   intrinsics
 rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir, simd_ir
-compilation                         kernel_sets, compilation, native_code
+compilation                         kernel_sets, compilation, llvm
+loading                             native_code, object_file
 =================================== ============================================================================
 """
 
@@ -28,6 +29,7 @@ import hashlib
 import importlib
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +178,7 @@ def function_at(name: str, address: int, owner: int | None = None) -> Callable[.
     return made
 
 
+@lru_cache(maxsize=1)
 def source_digest() -> str:
     """Return a digest of all sources of this package that the compiled code depends on."""
     digest = hashlib.sha256((b"checks" if ENABLE_CHECKS else b"") + DELAYS.encode())

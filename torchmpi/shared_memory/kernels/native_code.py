@@ -1,7 +1,4 @@
-"""Compilation of LLVM code to machine code, once per machine: results are kept on disk.
-
-Numba's own pipeline needs a tenth of a second and more for a function. This module uses only LLVM, through llvmlite.
-"""
+"""Compilation of LLVM code to machine code, once per machine: results are kept on disk."""
 
 from __future__ import annotations
 
@@ -11,19 +8,38 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llvmlite
-from llvmlite import binding
+import llvmlite  # only its version: the library is loaded by the module llvm
 
 from ... import config
+from . import object_file
+
+if TYPE_CHECKING:
+    from .llvm import Llvm
 
 _DAY = 24 * 60 * 60
 _UNUSED_DAYS = 30  # a compiled file is removed after this time without use
+# Lines of /proc/cpuinfo, of x86 and of aarch64, that tell processors apart for which LLVM generates different code.
+_PROCESSOR = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "stepping",
+    "flags",
+    "CPU implementer",
+    "CPU variant",
+    "CPU part",
+    "Features",
+)
 # Functions that LLVM calls if the processor cannot convert half precision. No library in this process has them.
 _HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h_ieee")
+
+
+_creating = threading.RLock()  # a second compiler, or LLVM, of another thread would be freed with its code
 
 
 def cache_folders() -> list[Path]:
@@ -44,104 +60,99 @@ def cache_folder() -> Path | None:
     return None
 
 
+def _processor() -> str:
+    """Return what distinguishes this processor, or the one that the environment asks for; '' if that is not known."""
+    chosen = [os.environ.get(name, "") for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")]
+    with contextlib.suppress(OSError):
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            first = takewhile(str.strip, file)  # the lines of the first processor
+            known = [line for line in first if line.partition(":")[0].strip() in _PROCESSOR]
+        if any(line.startswith(("flags", "Features")) for line in known):
+            return "\n".join((os.uname().machine, *chosen, *known))
+    return ""
+
+
 class Compiler:
-    """A compiler for this processor, or for the processor of NUMBA_CPU_NAME. Thread-safe."""
+    """Compiles LLVM code for this processor, or for that of NUMBA_CPU_NAME, or loads what was compiled. Thread-safe.
+
+    LLVM itself is loaded only if something has to be compiled, or cannot be loaded otherwise.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.functions: dict[str, int] = {}
-        binding.initialize_native_target()
-        binding.initialize_native_asmprinter()
-        self.cpu = os.environ.get("NUMBA_CPU_NAME") or binding.get_host_cpu_name()
-        asked = "NUMBA_CPU_NAME" in os.environ
-        self.features = os.environ.get("NUMBA_CPU_FEATURES", "" if asked else binding.get_host_cpu_features().flatten())
-        self.triple = binding.get_process_triple()
-        self.has_half = "+f16c" in self.features or self.triple.startswith("aarch64")
-        """Whether the processor is known to convert 16-bit floats."""
+        self._functions: dict[str, int] = {}
+        """Addresses by name of the functions that have been loaded, except by LLVM."""
+        self._llvm: Llvm | None = None
         self.folder = cache_folder()
         self._folders = cache_folders()
-        self.machine = self._machine()
-        nothing = binding.parse_assembly("")
-        nothing.triple = self.triple
-        self.engine = binding.create_mcjit_compiler(nothing, self._machine())  # which owns both
+        self._processor = _processor() or self.llvm.processor
 
-    def function(self, name: str, text_of: Callable[..., str]) -> int:
+    @property
+    def llvm(self) -> Llvm:
+        """LLVM, loaded now if it has not been."""
+        with _creating:
+            if self._llvm is None:
+                from .llvm import Llvm  # here, since it loads the library
+
+                self._llvm = Llvm()
+            return self._llvm
+
+    def function(self, name: str, recipe: str, text_of: Callable[..., str]) -> int:
         """Return the address of the function `function` of the module that `text_of` returns.
 
         The function is renamed to `name`, which must be unique, and compiled or loaded once.
         """
         with self.lock:
-            if name not in self.functions:
-                self.functions[name] = self._made(name, text_of)
-            return self.functions[name]
+            if name not in self._functions and not self._load(name, recipe):
+                image = self._compile(name, text_of)
+                if any(call in image for call in _HALF_CALLS):
+                    image = self._compile(name, partial(text_of, has_half=False))
+                self._write(name, recipe, image)
+                self._add(image)
+            return self.find(name)
 
-    def _made(self, name: str, text_of: Callable[..., str]) -> int:
-        text = text_of().replace('@"function"', f'@"{name}"')
-        image = self._read(name, text)
-        if image is None:
-            image = self._compile(text)
-            if any(call in image for call in _HALF_CALLS):
-                image = self._compile(text_of(has_half=False).replace('@"function"', f'@"{name}"'))
-            self._write(name, text, image)
-        self._add(image)
-        return self.find(name)
+    def _compile(self, name: str, text_of: Callable[..., str]) -> bytes:
+        return self.llvm.object_file(text_of().replace('@"function"', f'@"{name}"'), is_optimized=False)
 
     def load(self, name: str, recipe: str) -> bool:
         """Load the module of this name and recipe from the cache; return whether it was cached."""
         with self.lock:
-            image = self._read(name, recipe)
-            if image is not None:
-                self._add(image)
-            return image is not None
+            return self._load(name, recipe)
+
+    def _load(self, name: str, recipe: str) -> bool:
+        image = self._read(name, recipe)
+        if image is not None:
+            self._add(image)
+        return image is not None
 
     def build(self, name: str, recipe: str, module: Any) -> None:
         """Optimize, compile and load a module, and store it on disk."""
         with self.lock:
-            image = self._emit(module, is_optimized=True)
+            image = self.llvm.object_file(module, is_optimized=True)
             self._write(name, recipe, image)
             self._add(image)
 
+    def _add(self, image: bytes) -> None:
+        functions = object_file.load(image)
+        if functions is None:
+            self.llvm.load(image)
+        else:
+            self._functions.update(functions)
+
     def find(self, name: str) -> int:
         """Return the address of a function of a loaded module."""
-        address: int = self.engine.get_function_address(name)
+        address = self._functions.get(name) or self.llvm.find(name)
         assert address, name
         return address
 
-    def _add(self, image: bytes) -> None:
-        self.engine.add_object_file(binding.ObjectFileRef.from_data(image))
-        self.engine.finalize_object()
-
-    def _machine(self) -> Any:
-        # As in Numba: x86 code loaded by MCJIT cannot be position-independent.
-        reloc = "static" if self.triple.startswith("x86_64") else "default"
-        target = binding.Target.from_triple(self.triple)
-        return target.create_target_machine(
-            cpu=self.cpu, features=self.features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True
-        )
-
-    def _compile(self, text: str) -> bytes:
-        return self._emit(binding.parse_assembly(text))
-
-    def _emit(self, module: Any, *, is_optimized: bool = False) -> bytes:
-        module.triple = self.triple
-        module.data_layout = str(self.machine.target_data)
-        module.verify()
-        if is_optimized:
-            options = binding.create_pipeline_tuning_options(speed_level=2)
-            builder = binding.create_pass_builder(self.machine, options)
-            builder.getModulePassManager().run(module, builder)
-        image: bytes = self.machine.emit_object(module)
-        return image
-
     # A file begins with the digest of the rest, so that a truncated file is not run.
 
-    def _file_name(self, name: str, text: str) -> str:
-        version = ".".join(map(str, binding.llvm_version_info))
-        recipe = "\n".join((self.triple, self.cpu, self.features, version, llvmlite.__version__, text))
-        return f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:24]}.native"
+    def _file_name(self, name: str, recipe: str) -> str:
+        whole = "\n".join((self._processor, llvmlite.__version__, recipe))
+        return f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:24]}.native"
 
-    def _read(self, name: str, text: str) -> bytes | None:
-        file_name = self._file_name(name, text)
+    def _read(self, name: str, recipe: str) -> bytes | None:
+        file_name = self._file_name(name, recipe)
         for folder in self._folders:  # also one that only its owner can write to: compiled when an image was built
             path = folder / file_name
             with contextlib.suppress(OSError):
@@ -155,10 +166,10 @@ class Compiler:
                 return image
         return None
 
-    def _write(self, name: str, text: str, image: bytes) -> None:
+    def _write(self, name: str, recipe: str, image: bytes) -> None:
         if self.folder is None:
             return
-        path = self.folder / self._file_name(name, text)
+        path = self.folder / self._file_name(name, recipe)
         part = path.with_name(f"{path.stem}.{os.getpid()}.part")
         try:
             part.write_bytes(hashlib.sha256(image).digest() + image)
@@ -180,12 +191,9 @@ class Compiler:
                     path.unlink()
 
 
-_first = threading.Lock()
-
-
 def compiler() -> Compiler:
     """Return the compiler of this process, which keeps all loaded code."""
-    with _first:  # a second compiler, made by another thread, would be freed with its code
+    with _creating:
         return _the_compiler()
 
 

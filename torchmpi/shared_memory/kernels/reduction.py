@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -95,9 +94,13 @@ def function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
 
 
 def _compiled(key: tuple[str, str, int]) -> int:
-    # Imported here, so that programs without such reductions do not load LLVM.
-    from . import native_code, reduction_ir
+    from . import native_code, source_digest  # here, so that programs without such reductions need no llvmlite
 
     lane, op, num_parts = key
-    name = f"torchmpi_reduce_{lane}_{op}_{num_parts}"
-    return native_code.compiler().function(name, partial(reduction_ir.module_text, lane, op, num_parts))
+
+    def text(**options: bool) -> str:
+        from . import reduction_ir  # here, so that LLVM is loaded only to compile
+
+        return reduction_ir.module_text(lane, op, num_parts, **options)
+
+    return native_code.compiler().function(f"torchmpi_reduce_{lane}_{op}_{num_parts}", source_digest(), text)
