@@ -37,7 +37,7 @@ from torchmpi.session import launcher
         (["-n", "two"], "numbers of ranks from 1"),
         (["--seconds", "-1"], "is no time"),
         (["--seconds", "nan"], "is no time"),
-        (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, cnn, resnet, transformer"),
+        (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, cnn, resnet, transformer, offloaded"),
         (["frobnicate"], "invalid choice"),
     ],
 )
@@ -255,9 +255,9 @@ def test_models_have_the_documented_shapes():
     assert shapes.count((512, 512, 3, 3)) == 3 and (2048, 1024, 1, 1) in shapes
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "offloaded"])
 def test_tasks_start_equal_with_different_data(name):
-    one, other = (models.make_task(name, rank=rank) for rank in (0, 1))
+    one, other = (models.make_task(name, rank=rank, layer_seconds=0) for rank in (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
     assert not torch.equal(one.inputs, other.inputs)
     trainer = training.Trainer(one, None)

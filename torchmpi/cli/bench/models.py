@@ -1,11 +1,12 @@
-"""The networks of ``bench train``: a perceptron, ResNet-18 and ResNet-50 on small images, a small transformer."""
+"""The networks of ``bench train``: ResNets on small images, others, and one whose computing takes no core."""
 
 # ruff: noqa: D102 -- forward() needs no docstring
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,14 @@ class TrainingTask(NamedTuple):
     targets: Tensor
 
 
-def make_task(name: str, *, rank: int) -> TrainingTask:
-    """Make a network with the same parameters on every rank, and a batch that differs between ranks."""
+def make_task(name: str, *, rank: int, layer_seconds: float = 0.01) -> TrainingTask:
+    """Make a network with the same parameters on every rank, and a batch that differs between ranks.
+
+    `layer_seconds` is the time of a layer of `offloaded` in forward.
+    """
     make_net, make_batch = _TASKS[name]
     torch.manual_seed(1)
-    net = make_net()
+    net = make_net(layer_seconds) if name == "offloaded" else make_net()
     torch.manual_seed(1000 + rank)
     return TrainingTask(net, *make_batch())
 
@@ -110,14 +114,47 @@ class Transformer(nn.Module):
         return logits.flatten(0, 1)
 
 
+class _Waiting(torch.autograd.Function):
+    """A layer that takes time, twice as much in backward, but no core."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = 2 * seconds, weight.shape
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, grad.norm().expand(ctx.shape).contiguous(), None
+
+
+class Offloaded(nn.Module):
+    """The parameters of ResNet-18 in layers that compute elsewhere, as on an accelerator.
+
+    >>> sum(weight.dim() > 1 for weight in Offloaded(0.01).weights)
+    21
+    """
+
+    def __init__(self, layer_seconds: float) -> None:
+        super().__init__()
+        self.weights, self.layer_seconds = nn.ParameterList(resnet18().parameters()), layer_seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = _Waiting.apply(x, weight, self.layer_seconds if weight.dim() > 1 else 0.0)  # type: ignore[no-untyped-call]
+        return x
+
+
 def _text_batch() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(_NUM_TOKENS, (2, _LENGTH + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
 
-_TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+_TASKS: dict[str, tuple[Callable[..., nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
     "mlp": (_mlp, lambda: (torch.randn(128, 784), torch.randint(10, (128,)))),
     "cnn": (resnet18, lambda: (torch.randn(2, 3, 24, 24), torch.randint(10, (2,)))),
     "resnet": (resnet50, lambda: (torch.randn(2, 3, 64, 64), torch.randint(1000, (2,)))),
     "transformer": (Transformer, _text_batch),
+    "offloaded": (Offloaded, lambda: (torch.randn(2, 10), torch.randint(10, (2,)))),
 }

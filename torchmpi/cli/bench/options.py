@@ -25,7 +25,8 @@ DIST = "dist"
 """torch.distributed with the backend "torchmpi"."""
 NONE = "none"
 MEMORIES = ("plain", "shared")
-MODELS = ("mlp", "cnn", "resnet", "transformer")
+COMPUTING_HERE = ("mlp", "cnn", "resnet", "transformer")
+MODELS = (*COMPUTING_HERE, "offloaded")
 DEFAULT_SECONDS, QUICK_SECONDS = 60.0, 10.0
 DEFAULT_SIZES, QUICK_SIZES = "4:256M", "4,4K,64K,1M,16M"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -140,8 +141,9 @@ _EXAMPLES = """examples:
 _COLLECTIVES = """Time collectives of torchmpi and its peers on the same buffers, in short batches, in alternating
 order. A batch lasts from the start of the first rank to the end of the last; medians and quartiles are reported. In
 sendreceive each rank sends to the next one and receives from the one before it; a barrier has no size."""
-_TRAIN = """Time training steps of four models without communication, with synchronize_gradients, with
-register_async_backward and with DistributedDataParallel on gloo; then communication alone."""
+_TRAIN = """Time training steps of models without communication, with synchronize_gradients, with
+register_async_backward and with DistributedDataParallel on gloo; then communication alone. The model
+offloaded has the parameters of ResNet-18 (cnn) in layers that take time but no core, as on an accelerator."""
 _COMPARE = """Show the lines that both files contain, with the ratio of times B/A. A change is marked if the quartiles
 do not overlap."""
 
@@ -193,7 +195,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "train",
         "train --model mlp,resnet -n 2,4 --json",
     )
-    _add_list(option, "--model", MODELS, "model", default=MODELS, dest="models", note="all")
+    _add_list(option, "--model", MODELS, "model", default=COMPUTING_HERE, dest="models", note="all but offloaded")
+    option("--layer-ms", type=seconds, default=10.0, metavar="N",
+           help="milliseconds of each of the 21 layers of offloaded in forward; twice as many in backward "
+                "(default: 10)")  # fmt: skip
     _add_device(option, "and mpi4py, which does not support GPUs, is omitted")
     _add_job(option, "train")
     option = add("compare", "two files written with --json, line by line", _COMPARE, "compare before.json after.json")

@@ -37,7 +37,7 @@ NONE, ALONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
 IN_BF16 = {name: f"{name}, bf16" for name in (SYNC, ASYNC)}
 SUMS, IN_BUCKETS, COPIED = "gloo buckets", "ddp's way on gloo", "the same, gradients copied"
 _STEP, _COMMUNICATION = "step", "communication"
-_WEIGHTS = {"mlp": 1.0, "cnn": 2.0, "transformer": 2.0, "resnet": 4.0}
+_WEIGHTS = {"mlp": 1.0, "cnn": 2.0, "transformer": 2.0, "resnet": 4.0, "offloaded": 4.0}
 _TOLERANCE = 1e-4
 
 
@@ -47,7 +47,9 @@ def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
     if reason is None:
         open_group("gloo", job.resources)
     ours = open_group("torchmpi", job.resources)
-    tasks = [(f"{name} steps", _WEIGHTS[name], partial(_steps, job, name, ours, reason)) for name in options.models]
+    tasks = [
+        (f"{name} steps", _WEIGHTS[name], partial(_steps, job, name, ours, reason, options)) for name in options.models
+    ]
     tasks.append(("gradients of ResNet-50", 1.5, partial(_communication, job, reason)))
     return {"facts": job_facts(job.comm), "rows": job.run_in_turn(tasks, options.seconds)}
 
@@ -112,8 +114,10 @@ def _trainers(task: TrainingTask, ours: Any, *, has_gloo: bool, with_bf16: bool)
     return trainers
 
 
-def _steps(job: BenchJob, model: str, ours: Any, why_no_gloo: str | None, seconds: float) -> list[dict[str, Any]]:
-    task = make_task(model, rank=job.rank)
+def _steps(
+    job: BenchJob, model: str, ours: Any, why_no_gloo: str | None, options: argparse.Namespace, seconds: float
+) -> list[dict[str, Any]]:
+    task = make_task(model, rank=job.rank, layer_seconds=options.layer_ms / 1000)
     task = TrainingTask(task.net.to(job.device), task.inputs.to(job.device), task.targets.to(job.device))
     # Within a host, 16 bits only cost time.
     trainers = _trainers(task, ours, has_gloo=why_no_gloo is None, with_bf16=not job.one_clock)
