@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,13 +55,17 @@ class Request(Message):
         return is_done
 
 
+class Memory(NamedTuple):
+    """Memory as simulated messages take it."""
+
+    address: int
+    nbytes: int
+
+
 class Buffers:
     """`MPI.buffer`."""
 
-    @staticmethod
-    def fromaddress(address: int, num_bytes: int) -> tuple[int, int]:
-        """Return memory as simulated messages take it."""
-        return address, num_bytes
+    fromaddress = Memory
 
 
 class Status:
@@ -83,10 +87,14 @@ class SimulatedMPI:
     buffer = Buffers
 
     def __init__(self, world: World) -> None:
-        self.Request = _RequestType(world)
+        self.Request, self._turns = _RequestType(world), world.turns
 
     def __getattr__(self, name: str) -> str:
         return name
+
+    def Wtime(self) -> float:
+        """Return the virtual time."""
+        return self._turns.clock
 
     @staticmethod
     def get_vendor() -> tuple[str, tuple[int, int, int]]:
@@ -288,9 +296,10 @@ class World:
         comm_type: type[Comm] = Comm,
     ) -> None:
         """Prepare ranks on these hosts; `network` gives times to messages."""
-        self.hosts, self.network, self.MPI = hosts, network, SimulatedMPI(self)
+        self.hosts, self.network = hosts, network
         self._comm_type = comm_type
         self.turns = Turns(seed, timed=network is not None)
+        self.MPI = SimulatedMPI(self)
         self.links = None if network is None else Links(network, self.turns)
         self.sent_bytes: dict[tuple[int, int], int] = defaultdict(int)
         """Bytes that were sent from a host to a host."""

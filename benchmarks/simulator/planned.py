@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torchmpi.backends import schedule
 from torchmpi.backends.comparison import can_carry
-from torchmpi.backends.p2p import SHORT_BYTES, chunk_bytes
+from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
+from torchmpi.backends.pieces import PIECE_BYTES, Window, in_turns
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
 from torchmpi.backends.selection_table import Key, default_rule
 from torchmpi.config import Config
@@ -47,6 +48,10 @@ class Ranks(Protocol):
     size: int
     is_whole: bool
     """Whether all ranks are simulated, so that contents can be compared."""
+
+    @property
+    def clock(self) -> float:
+        """The virtual time of the rank that runs."""
 
     def begin(self, rank: int, receives: Iterable[tuple[int, int]], sends: Iterable[Sent]) -> list[PlannedMessage]:
         """Begin messages, the receives (peer, bytes) first."""
@@ -99,6 +104,11 @@ class PlannedRanks:
             *[self._post(rank, sent, is_send=True) for sent in sends],
         ]
 
+    @property
+    def clock(self) -> float:
+        """The virtual time of the rank that runs."""
+        return self.order.clock
+
     def meet(self, rank: int, num_bytes: int) -> Program:
         """Take a step of the ranks of a host, in its memory."""
         host = rank // self.ranks_of_host
@@ -131,6 +141,58 @@ class PlannedRanks:
         received.content = leaving.content
         self.links.match(leaving, received)
         return message
+
+
+class MessagesInPieces:
+    """Sends the messages of a rank in pieces, as that of torchmpi.backends.p2p does."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._rank, self._window = ranks, rank, Window()
+        self._waiting: deque[tuple[PlannedMessage | None, Sent | None]] = deque()
+        self._begun: deque[tuple[list[PlannedMessage], int, float]] = deque()
+        self._num_added = self._num_done = self._num_bytes = 0
+
+    def begin(self, receives: Iterable[tuple[int, int]], sends: Iterable[Sent]) -> tuple[int, list[PlannedMessage]]:
+        """Begin messages; return the number of the last piece, and the first piece of each that is received."""
+        posted = [
+            self._ranks.begin(self._rank, [(peer, count) for count in _lengths(num_bytes)], [])
+            for peer, num_bytes in receives
+        ]
+        pieces = [[sent._replace(num_bytes=count) for count in _lengths(sent.num_bytes)] for sent in sends]
+        if not self._begun:
+            self._window.restart()
+        for piece in in_turns(posted, pieces):
+            self._waiting.append(piece)
+            self._num_added += 1
+        self._fill_window()
+        return self._num_added, [messages[0] for messages in posted if messages]
+
+    def _fill_window(self) -> None:
+        while self._waiting:
+            received, sent = self._waiting[0]
+            num_bytes = 0 if sent is None else sent.num_bytes
+            if self._num_bytes and self._num_bytes + num_bytes > self._window.num_bytes:
+                break
+            self._waiting.popleft()
+            messages = [] if received is None else [received]
+            if sent is not None:
+                messages += self._ranks.begin(self._rank, [], [sent])
+            self._begun.append((messages, num_bytes, self._ranks.clock))
+            self._num_bytes += num_bytes
+
+    def finish(self, last: int) -> Program:
+        """Wait for all pieces up to a number."""
+        while self._num_done < last:
+            messages, num_bytes, since = self._begun.popleft()
+            yield messages
+            self._window.note(self._ranks.clock - since)
+            self._num_done += 1
+            self._num_bytes -= num_bytes
+            self._fill_window()
+
+
+def _lengths(num_bytes: int) -> list[int]:
+    return [count for _, count in partition.chunks(num_bytes, PIECE_BYTES)]
 
 
 # --- parts of programs: plans of torchmpi.backends.schedule
@@ -194,41 +256,47 @@ def in_parts(ranks: Ranks, rank: int, numel: int, chunk_numel: int) -> Program:
     size = ranks.size
     lengths = [count for _, count in partition.chunks(numel, chunk_numel)]
 
-    def begin(step: schedule.Round, k: int) -> list[PlannedMessage]:
+    pieces = MessagesInPieces(ranks, rank)
+
+    def begin(step: schedule.Round, k: int) -> tuple[int, list[PlannedMessage]]:
         receives = [(peer, _part_bytes(ranks, lengths[k], part)) for peer, part, _ in step.receives]
         sends = [Sent(peer, _part_bytes(ranks, lengths[k], part), part) for peer, part, _ in step.sends]
-        return ranks.begin(rank, receives, sends)
+        return pieces.begin(receives, sends)
 
     def check(messages: Sequence[PlannedMessage], expected: Sequence[int]) -> None:
-        found = sorted(message.content for message in messages if not message.is_send)
+        found = sorted(message.content for message in messages)
         if ranks.is_whole and found != sorted(expected):
             raise RuntimeError(f"rank {rank} got the parts {found} instead of {expected}")
 
     exchange, spread = schedule.exchange(rank, size), schedule.spread(rank, size)
     exchanges = deque([begin(exchange, 0)])
-    following: deque[list[PlannedMessage]] = deque()
+    following: deque[tuple[int, list[PlannedMessage]]] = deque()
     for k in range(len(lengths)):
         if k + 1 < len(lengths):
             exchanges.append(begin(exchange, k + 1))
-        messages = exchanges.popleft()
-        yield messages
+        last, messages = exchanges.popleft()
+        yield from pieces.finish(last)
         check(messages, [rank] * (size - 1))
         following.append(begin(spread, k))
         while len(following) > (k + 1 < len(lengths)):
-            messages = following.popleft()
-            yield messages
+            last, messages = following.popleft()
+            yield from pieces.finish(last)
             check(messages, [part for part in range(size) if part != rank])
 
 
 def wholes(ranks: Ranks, rank: int, numel: int, chunk_numel: int) -> Program:
     """Swap whole vectors between two ranks."""
-    swaps: deque[list[PlannedMessage]] = deque()
+    if numel * _ITEM_BYTES <= SWAP_BYTES:
+        yield from swap(ranks, rank, Sent(1 - rank, numel * _ITEM_BYTES), (1 - rank, numel * _ITEM_BYTES))
+        return
+    pieces, swaps = MessagesInPieces(ranks, rank), deque[int]()
     for _, count in partition.chunks(numel, chunk_numel):
         num_bytes = count * _ITEM_BYTES
-        swaps.append(ranks.begin(rank, [(1 - rank, num_bytes)], [Sent(1 - rank, num_bytes)]))
+        swaps.append(pieces.begin([(1 - rank, num_bytes)], [Sent(1 - rank, num_bytes)])[0])
         if len(swaps) > 1:
-            yield swaps.popleft()
-    yield from swaps
+            yield from pieces.finish(swaps.popleft())
+    for last in swaps:
+        yield from pieces.finish(last)
 
 
 def _part_bytes(ranks: Ranks, numel: int, part: int) -> int:
@@ -358,6 +426,11 @@ class _Across:
     def __init__(self, ranks: PlannedRanks, position: int) -> None:
         self._ranks, self._width, self._position = ranks, ranks.ranks_of_host, position
         self.size, self.is_whole = ranks.size // ranks.ranks_of_host, ranks.is_whole
+
+    @property
+    def clock(self) -> float:
+        """The virtual time of the rank that runs."""
+        return self._ranks.clock
 
     def begin(self, rank: int, receives: Iterable[tuple[int, int]], sends: Iterable[Sent]) -> list[PlannedMessage]:
         """Begin messages, the receives (peer, bytes) first."""

@@ -210,11 +210,11 @@ def test_each_group_gets_a_backend_that_supports_it():
     selector, world, group = job(0, 0, 1, 1)
     assert chosen(selector, "allreduce", world) == [(None, "mpi")]
     assert chosen(selector, "allreduce", group(0, 1)) == [(None, "shm")]
-    assert chosen(selector, "allreduce", group(0, 2)) == [(1 << 18, "p2p"), (None, "mpi")]
-    assert chosen(selector, "reduce", group(0, 2)) == [(None, "mpi")]
+    assert chosen(selector, "allreduce", group(0, 2)) == [(None, "p2p")]
+    assert chosen(selector, "reduce", group(0, 2)) == [(1 << 16, "mpi"), (None, "p2p")]
     uncompared = group(0, 2)
     uncompared.is_strict = False
-    assert chosen(selector, "allreduce", uncompared) == [(None, "mpi")]
+    assert chosen(selector, "allreduce", uncompared) == [(1 << 16, "mpi"), (None, "p2p")]
     selector.set("allreduce", "p2p", span="across")
     assert chosen(selector, "allreduce", uncompared) == [(None, "p2p")]
 

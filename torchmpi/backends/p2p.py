@@ -31,6 +31,7 @@ from .base import Operation
 from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
 from .ordered_reduction import REDUCTIONS
+from .pieces import PIECE_BYTES, Window, in_turns
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
@@ -45,6 +46,8 @@ _MOVEMENTS = ("allgather", "broadcast")
 _TAG = 2
 # Up to this many bytes in all, the fewest rounds; above, the fewest bytes. The bits are the same.
 SHORT_BYTES = 16 << 10
+# Two ranks swap vectors of up to this size in one message each.
+SWAP_BYTES = 64 << 10
 # A longer broadcast goes along a chain, in chunks of the second size: every link carries the payload once.
 _TREE_BYTES = 64 << 10
 _CHAIN_CHUNK_BYTES = 256 << 10
@@ -102,7 +105,7 @@ def chunk_bytes(size: int, most: int) -> int:
 
 
 class RoundMessages:
-    """Sends and receives the tensors of a round of messages."""
+    """Sends and receives the tensors of a round of messages, whole."""
 
     def __init__(self, group: Group, message_bytes: int) -> None:
         self.MPI, self.comm, self.message_bytes = group.context.MPI, group.comm, message_bytes
@@ -117,14 +120,13 @@ class RoundMessages:
 
         Receives begin first, since the library copies a message that arrives before its receive.
         """
-        MPI, requests = self.MPI, []
-        for message in step.receives:
-            for memory in messages(MPI, incoming(message), self.message_bytes):
-                requests.append(self.comm.Irecv((memory, MPI.BYTE), message.peer, _TAG))
-        for message in step.sends:
-            for memory in messages(MPI, outgoing(message), self.message_bytes):
-                requests.append(self.comm.Isend((memory, MPI.BYTE), message.peer, _TAG))
-        return requests
+        receives = [self._begin(self.comm.Irecv, incoming(message), message.peer) for message in step.receives]
+        sends = [self._begin(self.comm.Isend, outgoing(message), message.peer) for message in step.sends]
+        return [request for requests in (*receives, *sends) for request in requests]
+
+    def _begin(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> Requests:
+        MPI = self.MPI
+        return [call((memory, MPI.BYTE), peer, _TAG) for memory in messages(MPI, tensor, self.message_bytes)]
 
     def finish(self, requests: Requests) -> None:
         """Wait until all these messages have been sent or received."""
@@ -135,6 +137,72 @@ class RoundMessages:
         MPI = self.MPI
         message = (buffers.as_bytes(MPI, outgoing), MPI.BYTE)
         self.comm.Sendrecv(message, target, _TAG, (buffers.as_bytes(MPI, incoming), MPI.BYTE), origin, _TAG)
+
+
+class MessagesInPieces(RoundMessages):
+    """Sends messages in pieces, of which few are in progress: see `pieces`.
+
+    All ranks must begin their rounds, and wait for them, in the same order.
+    """
+
+    def __init__(self, group: Group, message_bytes: int) -> None:
+        super().__init__(group, min(message_bytes, PIECE_BYTES))
+        self._window = Window()
+        self._waiting: deque[tuple[Any, tuple[Any, int] | None]] = deque()
+        """What is received, and what will be sent to which rank, of each piece that has not begun."""
+        self._begun: deque[tuple[Requests, int, float]] = deque()
+        """The requests, the bytes that are sent, and the beginning of each piece in progress."""
+        self._num_added = self._num_done = self._num_bytes = 0
+
+    def begin(
+        self,
+        step: Round,
+        outgoing: Callable[[Message], torch.Tensor],
+        incoming: Callable[[Message], torch.Tensor],
+    ) -> Requests:
+        """Begin all receives of a round and the first of its sends; return the number of its last piece."""
+        MPI = self.MPI
+        receives = [self._begin(self.comm.Irecv, incoming(message), message.peer) for message in step.receives]
+        sends = [
+            [(memory, message.peer) for memory in messages(MPI, outgoing(message), self.message_bytes)]
+            for message in step.sends
+        ]
+        if not self._begun:
+            self._window.restart()
+        for piece in in_turns(receives, sends):
+            self._waiting.append(piece)
+            self._num_added += 1
+        self._fill_window()
+        return [self._num_added]
+
+    def _fill_window(self) -> None:
+        while self._waiting:
+            received, sent = self._waiting[0]
+            num_bytes = 0 if sent is None else sent[0].nbytes
+            if self._num_bytes and self._num_bytes + num_bytes > self._window.num_bytes:
+                break
+            self._waiting.popleft()
+            requests = [] if received is None else [received]
+            if sent is not None:
+                requests.append(self.comm.Isend((sent[0], self.MPI.BYTE), sent[1], _TAG))
+            self._begun.append((requests, num_bytes, self.MPI.Wtime()))
+            self._num_bytes += num_bytes
+
+    def finish(self, requests: Requests) -> None:
+        """Wait until all messages of these rounds, and of those before them, have been sent or received."""
+        for last in requests:
+            while self._num_done < last:
+                in_progress, num_bytes, since = self._begun.popleft()
+                self.MPI.Request.Waitall(in_progress)
+                self._window.note(self.MPI.Wtime() - since)
+                self._num_done += 1
+                self._num_bytes -= num_bytes
+                self._fill_window()
+
+
+def messages_of(group: Group, message_bytes: int) -> RoundMessages:
+    """Return what sends long messages between the ranks of a group, in pieces unless the network is not TCP."""
+    return (RoundMessages if group.context.sends_whole else MessagesInPieces)(group, message_bytes)
 
 
 class DoublingAllgather:
@@ -355,16 +423,17 @@ class P2PReduction(PipelinedReduction):
     """Reductions over MPI's messages."""
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
-        messages = RoundMessages(group, config.message_bytes)
+        messages = messages_of(group, config.message_bytes)
         super().__init__(group, messages, dtype, op, chunk_bytes(group.size, config.pipeline_bytes))
-        self.swap_numel = min(self.chunk_numel, config.message_bytes // dtype.itemsize) if group.size == 2 else 0
+        swap_bytes = config.message_bytes if group.context.sends_whole else min(config.message_bytes, SWAP_BYTES)
+        self.swap_numel = min(self.chunk_numel, swap_bytes // dtype.itemsize) if group.size == 2 else 0
         self.swap = messages.swap
         self.doubling = DoublingAllgather(group, messages)
         self.relayed = RelayedAllreduce(group, messages, dtype, self.combine)
         self.relayed_bytes = most_relayed_bytes(group.size, min(_CHUNK_BYTES, config.message_bytes))
 
     def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks; two ranks swap whole vectors of one chunk."""
+        """Reduce in place on all ranks; two ranks swap short vectors whole."""
         flat = buffer.detach().view(-1)
         if not self._is_short(flat) and flat.nbytes <= self.relayed_bytes:
             self.log[LOG_ALGORITHM] = algorithms.RELAYED
@@ -393,7 +462,7 @@ class P2PMovement:
     def __init__(self, group: Group, message_bytes: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.log = group.call_log.log_fields
-        self.messages = RoundMessages(group, message_bytes)
+        self.messages, self.parts = RoundMessages(group, message_bytes), messages_of(group, message_bytes)
         self.doubling = DoublingAllgather(group, self.messages)
         self.scratch = ChunkBuffers(torch.uint8)
 
@@ -438,9 +507,9 @@ class P2PMovement:
             return destination
         self.log[LOG_ALGORITHM] = algorithms.DIRECT
         step = schedule.spread(self.rank, self.size)
-        requests = self.messages.begin(step, lambda _: own, lambda message: parts[message.peer])
+        requests = self.parts.begin(step, lambda _: own, lambda message: parts[message.peer])
         buffers.overwrite(parts[self.rank], own)
-        self.messages.finish(requests)
+        self.parts.finish(requests)
         return destination
 
     def _gather_by_doubling(self, own: torch.Tensor, parts: list[torch.Tensor]) -> None:

@@ -453,6 +453,8 @@ class GroupContext:
         self.sleeps_before_mpi = False
         """Whether ranks sleep until the others have arrived before they call MPI, because MPI's polling would take the
         cores of other ranks: threads of the awaited rank were not scheduled for seconds."""
+        self.sends_whole = False
+        """Whether long messages between hosts are sent whole, since all hosts have a network other than Ethernet."""
         self.processes: dict[int, int] = {}
         """The process of each world rank on this host, if they can read each other's memory."""
         self.problems: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,15 @@ class RankInfo(NamedTuple):
     settings: dict[str, object]
     has_cuda: bool
     process: process_vm.Probe
+    has_rdma: bool
+    """Whether the host has a device for a network such as InfiniBand."""
+
+
+def has_rdma() -> bool:
+    """Return whether this host has a device through which an MPI library may send without TCP."""
+    with suppress(OSError):
+        return any(Path("/sys/class/infiniband").iterdir())
+    return False
 
 
 def place_of(config: Config, first: int | None = None) -> RankPlace:

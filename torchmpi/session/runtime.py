@@ -46,7 +46,7 @@ from .failure import FailureHandling
 from .heartbeat import Heartbeat
 from .lost_ranks import LossWatch
 from .program_lines import location
-from .rank_info import RankInfo, RankPlace, check_settings, place_of, shared_settings
+from .rank_info import RankInfo, RankPlace, check_settings, has_rdma, place_of, shared_settings
 from .start_watch import StartWatch
 from .watchdog import Watchdog
 
@@ -90,6 +90,7 @@ class Runtime:
         hosts = self._group_by_host([rank.place for rank in ranks])
         self._open_world(hosts)
         self.context.job = ranks[0].process.value
+        self.context.sends_whole = all(rank.has_rdma for rank in ranks)
         self._handle_failures()
         self._choose_devices(hosts, with_cuda, has_cuda=any(rank.has_cuda for rank in ranks))
         own = ranks[self.world.rank].place
@@ -129,7 +130,8 @@ class Runtime:
             self.config, with_cuda=with_cuda, cartesian=self.cartesian, ipc_groups=self.ipc_groups
         )
         place, world = place_of(self.config), self.MPI.COMM_WORLD
-        own = RankInfo(place, affinity.current(), settings, torch.cuda.is_available(), process_vm.probe())
+        cores, has_cuda = affinity.current(), torch.cuda.is_available()
+        own = RankInfo(place, cores, settings, has_cuda, process_vm.probe(), has_rdma())
         ranks: list[RankInfo] = world.allgather(own)
         if not all(rank.place.is_unique for rank in ranks):
             node = world.Split_type(self.MPI.COMM_TYPE_SHARED, world.rank)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -242,6 +243,7 @@ class StandIn:
     THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
     BYTE, INT64_T = Datatype(1), Datatype(8)
     Request, Status, buffer = Request, Status, buffer
+    Wtime = staticmethod(time.monotonic)
     Exception = CommunicationError
 
     def __init__(self, endpoint: Endpoint, hosts: Sequence[str], networks: Sequence[str]) -> None:
