@@ -22,7 +22,7 @@ from simulator.plans import Ranks
 from simulator.servers import ServerRank, request_cost, virtual_time
 from simulator.start import started
 
-from torchmpi.backends import schedule
+from torchmpi.backends import p2p, pieces, schedule
 from torchmpi.config import Config
 from torchmpi.tensors import partition
 
@@ -75,6 +75,36 @@ def test_p2p_adds_in_rank_order(size: int) -> None:
     run_collectives("p2p", range(size), (1, 700, 2500))
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_few_pieces_are_in_progress_and_peers_take_turns(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p, "PIECE_BYTES", 128)
+    monkeypatch.setattr(p2p, "SWAP_BYTES", 512)
+    monkeypatch.setattr(pieces, "_FEWEST_BYTES", 3 * 128)
+    send, wait_all = Comm.Isend, World.wait_all
+    in_progress, most, targets = [0] * size, [0] * size, []
+
+    def counted(comm: Comm, message: Any, dest: int, tag: int) -> Any:
+        request = send(comm, message, dest, tag)
+        if request.num_bytes <= 128:
+            in_progress[comm.rank] += request.num_bytes
+            most[comm.rank] = max(most[comm.rank], in_progress[comm.rank])
+            targets.extend([(comm.rank, dest)] if request.num_bytes == 128 else [])  # the header of a call is shorter
+        return request
+
+    def finished(world: World, requests: Sequence[Any]) -> None:
+        wait_all(world, requests)
+        for request in requests:
+            in_progress[request.comm.rank] -= request.num_bytes * (request.is_send and request.num_bytes <= 128)
+
+    monkeypatch.setattr(Comm, "Isend", counted)
+    monkeypatch.setattr(World, "wait_all", finished)
+    run_collectives("p2p", range(size), (3000, 3001))
+    assert set(most) == {3 * 128} or size == 7, "parts of seven ranks are shorter"
+    of_first = [dest for rank, dest in targets if rank == 0]
+    if size in (3, 4):
+        assert of_first[: 2 * (size - 1)] == [*range(1, size)] * 2
+
+
 @pytest.mark.parametrize("size", [*range(1, 18), 24, 31, 33, 48, 64])
 def test_allreduce_of_any_number_of_ranks(size: int) -> None:
     vectors = torch.randn(size, 600, generator=torch.Generator().manual_seed(size))
@@ -88,7 +118,7 @@ def test_allreduce_of_any_number_of_ranks(size: int) -> None:
     assert all(torch.equal(result, total) for result in World(range(size)).run(work))
 
 
-# Between two hosts the rule takes reductions of the MPI library, of which the simulator has the allreduce alone.
+# For short reductions the rule takes the MPI library, of which the simulator has the allreduce alone.
 @pytest.mark.parametrize(
     ("hosts", "across"),
     [

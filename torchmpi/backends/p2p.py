@@ -506,10 +506,18 @@ class P2PMovement:
             self._gather_by_doubling(own, parts)
             return destination
         self.log[LOG_ALGORITHM] = algorithms.DIRECT
-        step = schedule.spread(self.rank, self.size)
-        requests = self.parts.begin(step, lambda _: own, lambda message: parts[message.peer])
+        step, width = schedule.spread(self.rank, self.size), max(1, _CHUNK_BYTES // source.element_size())
         buffers.overwrite(parts[self.rank], own)
-        self.parts.finish(requests)
+
+        def begin(first: int) -> Requests:
+            last = first + width
+            return self.parts.begin(step, lambda _: own[first:last], lambda message: parts[message.peer][first:last])
+
+        ahead: Requests = []
+        for first in range(0, max(part.numel() for part in parts), width):
+            requests, ahead = ahead, begin(first)
+            self.parts.finish(requests)
+        self.parts.finish(ahead)
         return destination
 
     def _gather_by_doubling(self, own: torch.Tensor, parts: list[torch.Tensor]) -> None:
