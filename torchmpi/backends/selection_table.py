@@ -13,6 +13,7 @@ from typing import NamedTuple, get_args
 from ..communicators.group import Group
 from ..config import CollectiveName, DeviceType, Mode, Span
 from ..errors import ArgumentError
+from .comparison import most_carried
 
 COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
 DEVICES: tuple[str, ...] = get_args(DeviceType)
@@ -152,11 +153,11 @@ def default_rule(
 ) -> Rule:
     """Return the default rule; `compared`: for groups that compare their calls by messages.
 
-    Between hosts, long reductions use `p2p` (benchmarks/link_bytes.py), and so does a short allreduce that is compared,
-    whose vectors `p2p` sends with the comparison (benchmarks/call_cost.py).
+    Between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py); between any number, so does a
+    short allreduce that is compared, whose vectors `p2p` sends with the comparison (benchmarks/call_cost.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=2)
-    ((None, 'p2p'),)
+    ((262144, 'p2p'), (None, 'mpi'))
     >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))
     """
@@ -167,8 +168,9 @@ def default_rule(
     if key.span != "across" or key.collective not in REDUCING or not is_staged or forced != "auto" or not can("p2p"):
         return ((None, transport),)
     short = "p2p" if key.collective == "allreduce" and compared else transport
-    long = "p2p" if num_hosts > 1 else transport
-    return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
+    long = "p2p" if num_hosts > 2 else transport
+    short_bytes = most_carried(2) if num_hosts == 2 else _SHORT_BYTES
+    return ((None, long),) if short == long else ((short_bytes, short), (None, long))
 
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:
