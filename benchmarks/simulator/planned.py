@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torchmpi.backends import schedule
 from torchmpi.backends.comparison import can_carry
 from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
-from torchmpi.backends.pieces import PIECE_BYTES, Window, in_turns
+from torchmpi.backends.pieces import PIECE_BYTES, PieceQueue
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
 from torchmpi.backends.selection_table import Key, default_rule
 from torchmpi.config import Config
@@ -147,10 +147,11 @@ class MessagesInPieces:
     """Sends the messages of a rank in pieces, as that of torchmpi.backends.p2p does."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self._ranks, self._rank, self._window = ranks, rank, Window()
-        self._waiting: deque[tuple[PlannedMessage | None, Sent | None]] = deque()
-        self._begun: deque[tuple[list[PlannedMessage], int, float]] = deque()
-        self._num_added = self._num_done = self._num_bytes = 0
+        self._ranks, self._rank = ranks, rank
+        self._pieces = PieceQueue(
+            lambda sent: ranks.begin(rank, [], [sent])[0], lambda sent: sent.num_bytes, lambda: ranks.clock
+        )
+        self.finish = self._pieces.up_to
 
     def begin(self, receives: Iterable[tuple[int, int]], sends: Iterable[Sent]) -> tuple[int, list[PlannedMessage]]:
         """Begin messages; return the number of the last piece, and the first piece of each that is received."""
@@ -159,36 +160,7 @@ class MessagesInPieces:
             for peer, num_bytes in receives
         ]
         pieces = [[sent._replace(num_bytes=count) for count in _lengths(sent.num_bytes)] for sent in sends]
-        if not self._begun:
-            self._window.restart()
-        for piece in in_turns(posted, pieces):
-            self._waiting.append(piece)
-            self._num_added += 1
-        self._fill_window()
-        return self._num_added, [messages[0] for messages in posted if messages]
-
-    def _fill_window(self) -> None:
-        while self._waiting:
-            received, sent = self._waiting[0]
-            num_bytes = 0 if sent is None else sent.num_bytes
-            if self._num_bytes and self._num_bytes + num_bytes > self._window.num_bytes:
-                break
-            self._waiting.popleft()
-            messages = [] if received is None else [received]
-            if sent is not None:
-                messages += self._ranks.begin(self._rank, [], [sent])
-            self._begun.append((messages, num_bytes, self._ranks.clock))
-            self._num_bytes += num_bytes
-
-    def finish(self, last: int) -> Program:
-        """Wait for all pieces up to a number."""
-        while self._num_done < last:
-            messages, num_bytes, since = self._begun.popleft()
-            yield messages
-            self._window.note(self._ranks.clock - since)
-            self._num_done += 1
-            self._num_bytes -= num_bytes
-            self._fill_window()
+        return self._pieces.add(posted, pieces), [messages[0] for messages in posted if messages]
 
 
 def _lengths(num_bytes: int) -> list[int]:

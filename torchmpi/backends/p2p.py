@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from .base import Operation
 from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
 from .ordered_reduction import REDUCTIONS
-from .pieces import PIECE_BYTES, Window, in_turns
+from .pieces import PIECE_BYTES, PieceQueue
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
@@ -120,13 +120,25 @@ class RoundMessages:
 
         Receives begin first, since the library copies a message that arrives before its receive.
         """
-        receives = [self._begin(self.comm.Irecv, incoming(message), message.peer) for message in step.receives]
-        sends = [self._begin(self.comm.Isend, outgoing(message), message.peer) for message in step.sends]
-        return [request for requests in (*receives, *sends) for request in requests]
+        receives = [
+            [
+                self.comm.Irecv((memory, self.MPI.BYTE), message.peer, _TAG)
+                for memory in self._buffers(incoming(message))
+            ]
+            for message in step.receives
+        ]
+        sends = [[(memory, message.peer) for memory in self._buffers(outgoing(message))] for message in step.sends]
+        return self._begin_sends(receives, sends)
 
-    def _begin(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> Requests:
-        MPI = self.MPI
-        return [call((memory, MPI.BYTE), peer, _TAG) for memory in messages(MPI, tensor, self.message_bytes)]
+    def _buffers(self, tensor: torch.Tensor) -> list[Any]:
+        return messages(self.MPI, tensor, self.message_bytes)
+
+    def _begin_sends(self, receives: list[Requests], sends: list[list[tuple[Any, int]]]) -> Requests:
+        return [*chain.from_iterable(receives), *map(self._send, chain.from_iterable(sends))]
+
+    def _send(self, sent: tuple[Any, int]) -> Any:
+        memory, peer = sent
+        return self.comm.Isend((memory, self.MPI.BYTE), peer, _TAG)
 
     def finish(self, requests: Requests) -> None:
         """Wait until all these messages have been sent or received."""
@@ -140,64 +152,23 @@ class RoundMessages:
 
 
 class MessagesInPieces(RoundMessages):
-    """Sends messages in pieces, of which few are in progress: see `pieces`.
+    """Sends messages in pieces, of which few are in progress: see `pieces`. A request is the number of the last piece.
 
     All ranks must begin their rounds, and wait for them, in the same order.
     """
 
     def __init__(self, group: Group, message_bytes: int) -> None:
         super().__init__(group, min(message_bytes, PIECE_BYTES))
-        self._window = Window()
-        self._waiting: deque[tuple[Any, tuple[Any, int] | None]] = deque()
-        """What is received, and what will be sent to which rank, of each piece that has not begun."""
-        self._begun: deque[tuple[Requests, int, float]] = deque()
-        """The requests, the bytes that are sent, and the beginning of each piece in progress."""
-        self._num_added = self._num_done = self._num_bytes = 0
+        self._pieces = PieceQueue(self._send, lambda sent: int(sent[0].nbytes), self.MPI.Wtime)
 
-    def begin(
-        self,
-        step: Round,
-        outgoing: Callable[[Message], torch.Tensor],
-        incoming: Callable[[Message], torch.Tensor],
-    ) -> Requests:
-        """Begin all receives of a round and the first of its sends; return the number of its last piece."""
-        MPI = self.MPI
-        receives = [self._begin(self.comm.Irecv, incoming(message), message.peer) for message in step.receives]
-        sends = [
-            [(memory, message.peer) for memory in messages(MPI, outgoing(message), self.message_bytes)]
-            for message in step.sends
-        ]
-        if not self._begun:
-            self._window.restart()
-        for piece in in_turns(receives, sends):
-            self._waiting.append(piece)
-            self._num_added += 1
-        self._fill_window()
-        return [self._num_added]
-
-    def _fill_window(self) -> None:
-        while self._waiting:
-            received, sent = self._waiting[0]
-            num_bytes = 0 if sent is None else sent[0].nbytes
-            if self._num_bytes and self._num_bytes + num_bytes > self._window.num_bytes:
-                break
-            self._waiting.popleft()
-            requests = [] if received is None else [received]
-            if sent is not None:
-                requests.append(self.comm.Isend((sent[0], self.MPI.BYTE), sent[1], _TAG))
-            self._begun.append((requests, num_bytes, self.MPI.Wtime()))
-            self._num_bytes += num_bytes
+    def _begin_sends(self, receives: list[Requests], sends: list[list[tuple[Any, int]]]) -> Requests:
+        return [self._pieces.add(receives, sends)]
 
     def finish(self, requests: Requests) -> None:
         """Wait until all messages of these rounds, and of those before them, have been sent or received."""
         for last in requests:
-            while self._num_done < last:
-                in_progress, num_bytes, since = self._begun.popleft()
+            for in_progress in self._pieces.up_to(last):
                 self.MPI.Request.Waitall(in_progress)
-                self._window.note(self.MPI.Wtime() - since)
-                self._num_done += 1
-                self._num_bytes -= num_bytes
-                self._fill_window()
 
 
 def messages_of(group: Group, message_bytes: int) -> RoundMessages:

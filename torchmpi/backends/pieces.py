@@ -8,8 +8,9 @@ little before the oldest piece has arrived.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 PIECE_BYTES = 32 << 10
 """Short enough for MPI libraries to send without a handshake, long enough for the speed of a link."""
@@ -66,3 +67,53 @@ def in_turns(receives: Sequence[Sequence[T]], sends: Sequence[Sequence[U]]) -> I
 
 def _item(lists: Sequence[Sequence[T]], number: int, index: int) -> T | None:
     return lists[number][index] if number < len(lists) and index < len(lists[number]) else None
+
+
+class PieceQueue(Generic[T, U]):
+    """The pieces that wait for their turn, and those in progress: what is received of T, and what is sent of U.
+
+    >>> queue = PieceQueue(lambda sent: f"sent {sent}", len, lambda: 0.0)
+    >>> list(queue.up_to(queue.add([["from 1"], ["from 2"]], [["to 2"], ["to 1"]])))
+    [['from 1', 'sent to 2'], ['from 2', 'sent to 1']]
+    """
+
+    def __init__(self, send: Callable[[U], T], size_of: Callable[[U], int], clock: Callable[[], float]) -> None:
+        self._send, self._size_of, self._clock = send, size_of, clock
+        self._window = Window()
+        self._waiting: deque[tuple[T | None, U | None]] = deque()
+        self._begun: deque[tuple[list[T], int, float]] = deque()
+        """The requests, the bytes that are sent, and the beginning of each piece in progress."""
+        self._num_added = self._num_done = self._num_bytes = 0
+
+    def add(self, receives: Sequence[Sequence[T]], sends: Sequence[Sequence[U]]) -> int:
+        """Add the pieces of messages, whose receives have begun; return the number of the last piece."""
+        if not self._begun:
+            self._window.restart()
+        for piece in in_turns(receives, sends):
+            self._waiting.append(piece)
+            self._num_added += 1
+        self._begin()
+        return self._num_added
+
+    def _begin(self) -> None:
+        while self._waiting:
+            received, sent = self._waiting[0]
+            num_bytes = 0 if sent is None else self._size_of(sent)
+            if self._num_bytes and self._num_bytes + num_bytes > self._window.num_bytes:
+                break
+            self._waiting.popleft()
+            requests = [] if received is None else [received]
+            if sent is not None:
+                requests.append(self._send(sent))
+            self._begun.append((requests, num_bytes, self._clock()))
+            self._num_bytes += num_bytes
+
+    def up_to(self, last: int) -> Iterator[list[T]]:
+        """Yield the requests of each piece up to a number. The caller waits for them before it takes the next."""
+        while self._num_done < last:
+            requests, num_bytes, since = self._begun.popleft()
+            yield requests
+            self._window.note(self._clock() - since)
+            self._num_done += 1
+            self._num_bytes -= num_bytes
+            self._begin()
