@@ -148,7 +148,7 @@ class MessagesInPieces:
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self._rank = ranks, rank
-        self._pieces = PieceQueue(
+        self._pieces: PieceQueue[PlannedMessage, Sent] = PieceQueue(
             lambda sent: ranks.begin(rank, [], [sent])[0], lambda sent: sent.num_bytes, lambda: ranks.clock
         )
         self.finish = self._pieces.up_to
