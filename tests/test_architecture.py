@@ -35,7 +35,7 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 KERNEL_MODULES = (
     "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
     "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "noting_code",
-    "host_calls", "compilation",
+    "host_calls", "message_pieces", "compilation",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
@@ -153,6 +153,15 @@ def test_files_have_a_docstring_and_a_limited_length(module):
     text = MODULES[module].read_text()
     assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
     assert text.count("\n") <= MAX_LINES, f"{module} has {text.count(chr(10))} lines: split it"
+
+
+@pytest.mark.parametrize("module", ("shared_memory.kernels.records", "shared_memory.memory_layout"))
+def test_fields_of_records_have_one_number(module):
+    """A name that is assigned twice would silently change the number of an earlier field."""
+    statements = (node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.Assign))
+    assigned = [target for node in statements for target in node.targets]
+    names = [each.id for target in assigned for each in ast.walk(target) if isinstance(each, ast.Name)]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
 
 
 def test_device_differences_are_confined():

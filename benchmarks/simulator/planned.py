@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, Protocol
 from torchmpi.backends import schedule
 from torchmpi.backends.comparison import can_carry
 from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
-from torchmpi.backends.pieces import PIECE_BYTES, PieceQueue
+from torchmpi.backends.pieces import PieceQueue, piece_sizes
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
 from torchmpi.backends.selection_table import Key, default_rule
 from torchmpi.config import Config
 from torchmpi.tensors import partition
 
 from .coroutines import Event, Programs
+from .messages import SimulatedMPI
 from .network import Links, Message, Network
 
 _ITEM_BYTES = 4
@@ -147,24 +148,24 @@ class MessagesInPieces:
     """Sends the messages of a rank in pieces, as that of torchmpi.backends.p2p does."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self._ranks, self._rank = ranks, rank
+        self._ranks, self._rank, sizes = ranks, rank, piece_sizes(ranks.size, SimulatedMPI.get_vendor()[0])
+        self._piece_bytes = sizes.piece
         self._pieces: PieceQueue[PlannedMessage, Sent] = PieceQueue(
-            lambda sent: ranks.begin(rank, [], [sent])[0], lambda sent: sent.num_bytes, lambda: ranks.clock
+            sizes, lambda sent: ranks.begin(rank, [], [sent])[0], lambda sent: sent.num_bytes, lambda: ranks.clock
         )
         self.finish = self._pieces.up_to
 
     def begin(self, receives: Iterable[tuple[int, int]], sends: Iterable[Sent]) -> tuple[int, list[PlannedMessage]]:
         """Begin messages; return the number of the last piece, and the first piece of each that is received."""
         posted = [
-            self._ranks.begin(self._rank, [(peer, count) for count in _lengths(num_bytes)], [])
+            self._ranks.begin(self._rank, [(peer, count) for count in self._lengths(num_bytes)], [])
             for peer, num_bytes in receives
         ]
-        pieces = [[sent._replace(num_bytes=count) for count in _lengths(sent.num_bytes)] for sent in sends]
+        pieces = [[sent._replace(num_bytes=count) for count in self._lengths(sent.num_bytes)] for sent in sends]
         return self._pieces.add(posted, pieces), [messages[0] for messages in posted if messages]
 
-
-def _lengths(num_bytes: int) -> list[int]:
-    return [count for _, count in partition.chunks(num_bytes, PIECE_BYTES)]
+    def _lengths(self, num_bytes: int) -> list[int]:
+        return [count for _, count in partition.chunks(num_bytes, self._piece_bytes)]
 
 
 # --- parts of programs: plans of torchmpi.backends.schedule
@@ -376,12 +377,12 @@ def in_steps(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
 def _between_hosts(ranks: Ranks, rank: int, num_bytes: int) -> Program:
     """Run a step between hosts with the backend that the default rule chooses."""
     key = Key("allreduce", "cpu", "across", "sync")
-    rule = default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=ranks.size, compared=False)
+    rule = default_rule(key, {"mpi", "p2p"}.__contains__, compared=False)
     backend = next(name for limit, name in rule if limit is None or num_bytes <= limit)
-    if ranks.size == 2:
-        yield ranks.begin(rank, [(1 - rank, num_bytes)], [Sent(1 - rank, num_bytes)])
-    elif backend == "p2p":
+    if backend == "p2p":
         yield from in_rank_order(ranks, rank, num_bytes)
+    elif ranks.size == 2:
+        yield ranks.begin(rank, [(1 - rank, num_bytes)], [Sent(1 - rank, num_bytes)])
     elif num_bytes * ranks.size <= SHORT_BYTES:
         yield from doubling(ranks, rank, num_bytes)
     else:

@@ -128,7 +128,7 @@ class Ranks:
             return base.bind(self.backends[self.across], group, collective, dtype, op), ((None, self.across),)
         key = Key(collective, "cpu", "across", "sync")
         able = {name for name in ("mpi", "p2p") if self.backends[name].why_not(collective, "cpu", group) is None}
-        rule = default_rule(key, able.__contains__, num_hosts=len(group.hosts), compared=False)
+        rule = default_rule(key, able.__contains__, compared=False)
         parts = [(limit, base.bind(self.backends[name], group, collective, dtype, op)) for limit, name in rule]
         return base.by_size(parts, dtype), rule
 

@@ -11,7 +11,8 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import config, errors
-from torchmpi.backends import p2p
+from torchmpi.backends import p2p, round_messages, schedule
+from torchmpi.backends.mpi_messages import can_call_from_kernels
 from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("world")
 NUMELS = (0, 1, 5, 1000, 4099, 20_011)
 # Of each kind of arithmetic one; the bits of all floats are compared with those of the backend `mpi` below.
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.uint64, torch.bool)
+COMPILED = ("even", 0), ("all", 0), ("all", 1)
 SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 
@@ -138,6 +140,41 @@ def test_memory_of_inference_mode_and_of_parameters(agree):
     with torch.inference_mode():
         gathered(torch.ones(3, dtype=torch.uint8), None, 0)
     agree.equal(gathered(torch.ones(3, dtype=torch.uint8), None, 0), torch.ones(3 * size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int8, torch.complex128), ids=str)
+@pytest.mark.parametrize("compiled_at", ("none", "even", "all"))
+def test_compiled_pieces_meet_those_of_python(agree, monkeypatch, compiled_at, dtype):
+    """Pieces of 3000 bytes and of 32 KB, and more of them than there is room for at first."""
+    rank, size = mpi.rank(), mpi.size()
+    compiles = can_call_from_kernels(runtime.current().world) and (
+        compiled_at == "all" or (compiled_at == "even" and rank % 2 == 0)
+    )
+    monkeypatch.setattr(round_messages, "can_call_from_kernels", lambda group: compiles)
+    monkeypatch.setattr(round_messages, "_NUM_PIECES", 8)
+    for settings in (SMALL_CHUNKS, config.Config(pipeline_bytes=4 << 20)):
+        operations = {each: bound(each, dtype, "sum", settings) for each in ("allreduce", "reduce", "reduce_scatter")}
+        gather = bound("allgather", settings=settings)
+        is_compiled = isinstance(operations["allreduce"].__self__.messages, round_messages.CompiledPieces)
+        agree(is_compiled == compiles, f"{compiled_at}: {is_compiled}")
+        for numel in (5000, 0, 9, 1_500_000 // dtype.itemsize):
+            inputs = [contract.values((numel,), dtype, r) for r in range(size)]
+            expected = contract.reduced(inputs, "sum")
+            total = operations["allreduce"](inputs[rank].clone(), None, 0)
+            at_root = operations["reduce"](inputs[rank].clone(), None, size - 1)
+            part = operations["reduce_scatter"](inputs[rank].clone(), None, 0)
+            agree.bits(total, expected, f"allreduce {numel}")
+            agree.bits(at_root, expected if rank == size - 1 else inputs[rank], f"reduce {numel}")
+            agree.bits(part, contract.rows(expected, rank, size), f"reduce_scatter {numel}")
+            agree.bits(gather(inputs[rank], None, 0), torch.cat(inputs), f"allgather {numel}")
+
+
+def test_an_error_of_mpi_in_a_piece_is_raised(agree):
+    """A rank that does not exist: MPI returns an error to compiled code, which ends there."""
+    pieces = bound("allreduce", torch.float32, "sum").__self__.messages
+    peer = schedule.Message(mpi.size(), 0, 1)
+    with pytest.raises(runtime.current().MPI.Exception, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
+        pieces.begin(schedule.Round(sends=(peer,)), lambda _: torch.ones(9000), lambda _: torch.ones(9000))
 
 
 def test_calls_of_other_backends_in_between(agree):

@@ -151,14 +151,17 @@ def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expec
     assert default_transport(key, can, **options) == expected
 
 
-def test_staged_reductions_between_many_hosts_use_p2p():
+def test_staged_reductions_between_hosts_use_p2p_on_tcp():
     key = Key("allreduce", "cuda", "across", "sync")
-    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == ((None, "p2p"),)
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__) == ((None, "p2p"),)
     by_size = ((65536, "mpi"), (None, "p2p"))
     scattering = key._replace(collective="reduce_scatter")
-    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
-    assert selection_table.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__, num_hosts=3) == ((None, "nccl"),)
-    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3, aware=True) == ((None, "mpi"),)
+    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__) == by_size
+    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__, is_tcp=False) == ((None, "mpi"),)
+    short = ((65536, "p2p"), (None, "mpi"))
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, is_tcp=False) == short
+    assert selection_table.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__) == ((None, "nccl"),)
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, aware=True) == ((None, "mpi"),)
 
 
 # --- the selector
@@ -184,7 +187,7 @@ class Able:
 
 def job(*hosts, backends=None, **settings):
     """A selector for ranks on these hosts, its world, and another group of the job."""
-    context = SimpleNamespace(hosts=hosts, groups=[], finish_collectives=lambda: None)
+    context = SimpleNamespace(hosts=hosts, groups=[], sends_whole=False, finish_collectives=lambda: None)
     backends = backends or [Able("mpi"), Able("shm", spans=("host",)), Able("p2p", verbs=("allreduce", "broadcast"))]
 
     def group(*ranks):

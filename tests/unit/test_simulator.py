@@ -22,7 +22,7 @@ from simulator.plans import Ranks
 from simulator.servers import ServerRank, request_cost, virtual_time
 from simulator.start import started
 
-from torchmpi.backends import p2p, pieces, schedule
+from torchmpi.backends import p2p, pieces, round_messages, schedule
 from torchmpi.config import Config
 from torchmpi.tensors import partition
 
@@ -77,9 +77,9 @@ def test_p2p_adds_in_rank_order(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_few_pieces_are_in_progress_and_peers_take_turns(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p, "PIECE_BYTES", 128)
+    sizes = pieces.PieceSizes(128, 3 * 128, 1 << 20)
+    monkeypatch.setattr(round_messages, "piece_sizes", lambda size, vendor: sizes)
     monkeypatch.setattr(p2p, "SWAP_BYTES", 512)
-    monkeypatch.setattr(pieces, "_FEWEST_BYTES", 3 * 128)
     send, wait_all = Comm.Isend, World.wait_all
     in_progress, most, targets = [0] * size, [0] * size, []
 

@@ -27,7 +27,7 @@ from ..shared_memory.memory_layout import LOG_ACTIVE, LOG_ALGORITHM, WITH_COMPAR
 from ..tensors import dtypes
 from . import schedule
 from .base import Operation
-from .mpi_messages import STATUS_BYTES, can_call_from_kernels, kernel_fields
+from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from .rank_order import combiner
 
 _TAG = 3
@@ -168,7 +168,7 @@ class FastAllreduce:
         }
         if exchange is not None:
             sent, received, received_bytes = exchange.memory
-            values |= kernel_fields(group.context.MPI, exchange.comm, self._status)
+            values |= kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV)
             values |= {
                 records.SENT: sent,
                 records.RECEIVED: received,

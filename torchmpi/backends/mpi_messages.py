@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,8 @@ Range = tuple[int, int]
 """Offset and length in elements."""
 STATUS_BYTES = 64
 """More than an MPI_Status has in any library."""
+SENDRECV = {records.SENDRECV: "MPI_Sendrecv"}
+"""The function that exchanges of short messages call."""
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -133,13 +135,18 @@ def can_call_from_kernels(group: Group) -> bool:
     return hasattr(group.context.MPI, "_addressof") and not group.context.sleeps_before_mpi
 
 
-def kernel_fields(MPI: Any, comm: Any, status: np.ndarray) -> dict[int, int]:
-    """Return fields of the record of an exchange: MPI_Sendrecv on a communicator.
+def kernel_fields(MPI: Any, comm: Any, status: np.ndarray, functions: Mapping[int, str]) -> dict[int, int]:
+    """Return fields of the record of an exchange on a communicator.
 
-    `status`: memory of STATUS_BYTES for an MPI_Status.
+    Args:
+        MPI: The library.
+        comm: The communicator.
+        status: Memory of STATUS_BYTES for an MPI_Status.
+        functions: The names of functions, by the fields for their addresses.
     """
-    return {
-        records.SENDRECV: ctypes.cast(ctypes.CDLL(MPI.__file__).MPI_Sendrecv, ctypes.c_void_p).value or 0,
+    library = ctypes.CDLL(MPI.__file__)
+    addresses = {field: ctypes.cast(library[name], ctypes.c_void_p).value or 0 for field, name in functions.items()}
+    return addresses | {
         records.BYTE_TYPE: _handle(MPI, MPI.BYTE),
         records.MPI_COMM: _handle(MPI, comm),
         records.MPI_STATUS: int(status.ctypes.data),

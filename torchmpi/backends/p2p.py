@@ -5,8 +5,6 @@ vector, receives that part of every other vector, and combines all of them in ra
 and the bits depend on the rank order only. :mod:`torchmpi.backends.schedule` plans the messages; this file sends them
 chunk by chunk, so that one chunk is combined while the next ones are on the network.
 
-The messages use the communicator of the group and a separate tag: calls on a group run one at a time and in the
-same order on all ranks, and MPI keeps the messages between two ranks in order.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, chain
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -29,21 +27,18 @@ from ..tensors import buffers, partition
 from . import ordered_reduction, schedule
 from .base import Operation
 from .comparison import ComparedAllreduce, NumberExchange
-from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
+from .mpi_messages import Range, destination_for, row_counts, rows_of
 from .ordered_reduction import REDUCTIONS
-from .pieces import PIECE_BYTES, PieceQueue
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
+from .round_messages import CompiledAllreduce, CompiledPieces, Requests, RoundMessages, messages_of
 from .schedule import Message, Round
 
-Requests = list[Any]
-"""The messages in progress, as the library that carries them describes them."""
 Exchange = tuple[Requests, list[torch.Tensor]]
 """The messages of an exchange, and the versions of this rank's part in rank order."""
 
 _MOVEMENTS = ("allgather", "broadcast")
-_TAG = 2
 # Up to this many bytes in all, the fewest rounds; above, the fewest bytes. The bits are the same.
 SHORT_BYTES = 16 << 10
 # Two ranks swap vectors of up to this size in one message each.
@@ -102,78 +97,6 @@ def chunk_bytes(size: int, most: int) -> int:
     (1, 2, 4)
     """
     return min(max(_CHUNK_BYTES, size * _MESSAGE_BYTES), most)
-
-
-class RoundMessages:
-    """Sends and receives the tensors of a round of messages, whole."""
-
-    def __init__(self, group: Group, message_bytes: int) -> None:
-        self.MPI, self.comm, self.message_bytes = group.context.MPI, group.comm, message_bytes
-
-    def begin(
-        self,
-        step: Round,
-        outgoing: Callable[[Message], torch.Tensor],
-        incoming: Callable[[Message], torch.Tensor],
-    ) -> Requests:
-        """Begin all messages of a round with these flat tensors, and return the requests.
-
-        Receives begin first, since the library copies a message that arrives before its receive.
-        """
-        receives = [
-            [
-                self.comm.Irecv((memory, self.MPI.BYTE), message.peer, _TAG)
-                for memory in self._buffers(incoming(message))
-            ]
-            for message in step.receives
-        ]
-        sends = [[(memory, message.peer) for memory in self._buffers(outgoing(message))] for message in step.sends]
-        return self._begin_sends(receives, sends)
-
-    def _buffers(self, tensor: torch.Tensor) -> list[Any]:
-        return messages(self.MPI, tensor, self.message_bytes)
-
-    def _begin_sends(self, receives: list[Requests], sends: list[list[tuple[Any, int]]]) -> Requests:
-        return [*chain.from_iterable(receives), *map(self._send, chain.from_iterable(sends))]
-
-    def _send(self, sent: tuple[Any, int]) -> Any:
-        memory, peer = sent
-        return self.comm.Isend((memory, self.MPI.BYTE), peer, _TAG)
-
-    def finish(self, requests: Requests) -> None:
-        """Wait until all these messages have been sent or received."""
-        self.MPI.Request.Waitall(requests)
-
-    def swap(self, outgoing: torch.Tensor, target: int, incoming: torch.Tensor, origin: int) -> None:
-        """Send one short message and receive another."""
-        MPI = self.MPI
-        message = (buffers.as_bytes(MPI, outgoing), MPI.BYTE)
-        self.comm.Sendrecv(message, target, _TAG, (buffers.as_bytes(MPI, incoming), MPI.BYTE), origin, _TAG)
-
-
-class MessagesInPieces(RoundMessages):
-    """Sends messages in pieces, of which few are in progress: see `pieces`. A request is the number of the last piece.
-
-    All ranks must begin their rounds, and wait for them, in the same order.
-    """
-
-    def __init__(self, group: Group, message_bytes: int) -> None:
-        super().__init__(group, min(message_bytes, PIECE_BYTES))
-        self._pieces = PieceQueue(self._send, lambda sent: int(sent[0].nbytes), self.MPI.Wtime)
-
-    def _begin_sends(self, receives: list[Requests], sends: list[list[tuple[Any, int]]]) -> Requests:
-        return [self._pieces.add(receives, sends)]
-
-    def finish(self, requests: Requests) -> None:
-        """Wait until all messages of these rounds, and of those before them, have been sent or received."""
-        for last in requests:
-            for in_progress in self._pieces.up_to(last):
-                self.MPI.Request.Waitall(in_progress)
-
-
-def messages_of(group: Group, message_bytes: int) -> RoundMessages:
-    """Return what sends long messages between the ranks of a group, in pieces unless the network is not TCP."""
-    return (RoundMessages if group.context.sends_whole else MessagesInPieces)(group, message_bytes)
 
 
 class DoublingAllgather:
@@ -402,6 +325,9 @@ class P2PReduction(PipelinedReduction):
         self.doubling = DoublingAllgather(group, messages)
         self.relayed = RelayedAllreduce(group, messages, dtype, self.combine)
         self.relayed_bytes = most_relayed_bytes(group.size, min(_CHUNK_BYTES, config.message_bytes))
+        self.compiled: CompiledAllreduce | None = None
+        if isinstance(messages, CompiledPieces) and group.size > 1:
+            self.compiled = CompiledAllreduce(group, messages, dtype, op, self.chunk_numel, self.received)
 
     def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on all ranks; two ranks swap short vectors whole."""
@@ -411,7 +337,11 @@ class P2PReduction(PipelinedReduction):
             self.relayed.run(flat)
             return buffer
         if not 0 < flat.numel() <= self.swap_numel:
-            return super().allreduce(buffer, None, root)
+            if self.compiled is None or self._is_short(flat):
+                return super().allreduce(buffer, None, root)
+            self.log[LOG_ALGORITHM] = algorithms.SWAP if self.size == 2 else algorithms.PARTS
+            self.compiled.run(flat)
+            return buffer
         other = self.received.take(0, flat.numel())
         self.log[LOG_ALGORITHM] = algorithms.SWAP
         self.swap(flat, 1 - self.rank, other, 1 - self.rank)

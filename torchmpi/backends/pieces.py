@@ -10,14 +10,37 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-PIECE_BYTES = 32 << 10
-"""Short enough for MPI libraries to send without a handshake, long enough for the speed of a link."""
-_FEWEST_BYTES, _MOST_BYTES = 8 * PIECE_BYTES, 64 * PIECE_BYTES
+_PIECE_BYTES = 32 << 10  # long enough for the speed of a link
+_LONG_PIECE_BYTES = 1 << 20
+_FEWEST_BYTES, _MOST_BYTES = 256 << 10, 2 << 20  # in progress
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class PieceSizes(NamedTuple):
+    """Bytes of a piece, and of the pieces that a rank has sent before the oldest one has arrived: least and most."""
+
+    piece: int
+    fewest: int
+    most: int
+
+
+def piece_sizes(size: int, vendor: str) -> PieceSizes:
+    """Return the sizes of pieces in a group of this many ranks, with this MPI library.
+
+    Two ranks do not divide a link among peers: much may be in progress, so that the link is busy while their processes
+    wait for a core. MPICH announces each piece to the receiver and waits for its answer: fewer are better. Open MPI
+    announces only longer ones (see `session.mpi_library`), which it then sends and receives by turns.
+
+    >>> piece_sizes(3, "MPICH").piece >> 10, piece_sizes(2, "MPICH").piece >> 10
+    (32, 1024)
+    """
+    if size > 2:
+        return PieceSizes(_PIECE_BYTES, _FEWEST_BYTES, _MOST_BYTES)
+    return PieceSizes(_PIECE_BYTES if vendor == "Open MPI" else _LONG_PIECE_BYTES, _MOST_BYTES, _MOST_BYTES)
 
 
 class Window:
@@ -26,7 +49,7 @@ class Window:
     They grow while a piece takes hardly longer than the fastest one, since the links are then not full: the latency is
     long. They shrink when pieces wait for others. Each rank has a window of its own.
 
-    >>> window = Window()
+    >>> window = Window(piece_sizes(3, "Open MPI"))
     >>> for _ in range(100): window.note(0.1)
     >>> window.num_bytes >> 10
     2048
@@ -35,8 +58,8 @@ class Window:
     256
     """
 
-    def __init__(self) -> None:
-        self.num_bytes = _FEWEST_BYTES
+    def __init__(self, sizes: PieceSizes) -> None:
+        self._sizes, self.num_bytes = sizes, sizes.fewest
         self._least_seconds = math.inf
 
     def restart(self) -> None:
@@ -47,9 +70,9 @@ class Window:
         """Take the time from the beginning of a piece to its arrival."""
         self._least_seconds = min(self._least_seconds, seconds)
         if seconds < 1.5 * self._least_seconds:
-            self.num_bytes = min(self.num_bytes + PIECE_BYTES, _MOST_BYTES)
+            self.num_bytes = min(self.num_bytes + self._sizes.piece, self._sizes.most)
         elif seconds > 3 * self._least_seconds:
-            self.num_bytes = max(self.num_bytes - PIECE_BYTES, _FEWEST_BYTES)
+            self.num_bytes = max(self.num_bytes - self._sizes.piece, self._sizes.fewest)
 
 
 def in_turns(receives: Sequence[Sequence[T]], sends: Sequence[Sequence[U]]) -> Iterator[tuple[T | None, U | None]]:
@@ -72,14 +95,16 @@ def _item(lists: Sequence[Sequence[T]], number: int, index: int) -> T | None:
 class PieceQueue(Generic[T, U]):
     """The pieces that wait for their turn, and those in progress: what is received of T, and what is sent of U.
 
-    >>> queue = PieceQueue(lambda sent: f"sent {sent}", len, lambda: 0.0)
+    >>> queue = PieceQueue(piece_sizes(3, "MPICH"), lambda sent: f"sent {sent}", len, lambda: 0.0)
     >>> list(queue.up_to(queue.add([["from 1"], ["from 2"]], [["to 2"], ["to 1"]])))
     [['from 1', 'sent to 2'], ['from 2', 'sent to 1']]
     """
 
-    def __init__(self, send: Callable[[U], T], size_of: Callable[[U], int], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sizes: PieceSizes, send: Callable[[U], T], size_of: Callable[[U], int], clock: Callable[[], float]
+    ) -> None:
         self._send, self._size_of, self._clock = send, size_of, clock
-        self._window = Window()
+        self._window = Window(sizes)
         self._waiting: deque[tuple[T | None, U | None]] = deque()
         self._begun: deque[tuple[list[T], int, float]] = deque()
         """The requests, the bytes that are sent, and the beginning of each piece in progress."""

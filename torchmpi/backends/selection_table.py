@@ -13,7 +13,6 @@ from typing import NamedTuple, get_args
 from ..communicators.group import Group
 from ..config import CollectiveName, DeviceType, Mode, Span
 from ..errors import ArgumentError
-from .comparison import most_carried
 
 COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
 DEVICES: tuple[str, ...] = get_args(DeviceType)
@@ -144,21 +143,21 @@ def default_rule(
     key: Key,
     can: Callable[[str], bool],
     *,
-    num_hosts: int,
     forced: str = "auto",
     hierarchical: str = "auto",
     gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
     aware: bool = False,
     compared: bool = True,
+    is_tcp: bool = True,
 ) -> Rule:
     """Return the default rule; `compared`: for groups that compare their calls by messages.
 
-    Between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py); between any number, so does a
-    short allreduce that is compared, whose vectors `p2p` sends with the comparison (benchmarks/call_cost.py).
+    Between hosts, long reductions use `p2p` on networks of TCP (benchmarks/link_bytes.py), and what MPI has for others.
+    Short allreduces that are compared use `p2p`, which sends vectors with the comparison (benchmarks/call_cost.py).
 
-    >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=2)
-    ((262144, 'p2p'), (None, 'mpi'))
-    >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
+    >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__)
+    ((None, 'p2p'),)
+    >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__)
     ((65536, 'mpi'), (None, 'p2p'))
     """
     transport = default_transport(
@@ -168,9 +167,8 @@ def default_rule(
     if key.span != "across" or key.collective not in REDUCING or not is_staged or forced != "auto" or not can("p2p"):
         return ((None, transport),)
     short = "p2p" if key.collective == "allreduce" and compared else transport
-    long = "p2p" if num_hosts > 2 else transport
-    short_bytes = most_carried(2) if num_hosts == 2 else _SHORT_BYTES
-    return ((None, long),) if short == long else ((short_bytes, short), (None, long))
+    long = "p2p" if is_tcp else transport
+    return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
 
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:

@@ -350,12 +350,12 @@ class Selector:
                 table[key] = default_rule(
                     key,
                     partial(self._is_possible, key),
-                    num_hosts=len(self._world.hosts),
                     forced=self._config.backend,
                     hierarchical=self._config.hierarchical,
                     gpu_backends=self._gpu_backends(self._world),
                     aware=self._is_aware(key),
                     compared=compared,
+                    is_tcp=not self._world.context.sends_whole,
                 )
         return table
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..backends.mpi_messages import STATUS_BYTES, kernel_fields
+from ..backends.mpi_messages import SENDRECV, STATUS_BYTES, kernel_fields
 from ..communicators.call_log import CallLog, call_code, describe
 from ..communicators.group import Group
 from ..shared_memory import fast_path, kernels
@@ -65,7 +65,7 @@ class _Exchange:
         code, queues = dtypes.info(dtype).code, (group.peer_queue("receive", src), group.peer_queue("send", dst))
         self._record = array("q", bytes(8 * records.EXCHANGE_FIELDS))
         values = {
-            **kernel_fields(group.context.MPI, group.side_comm, self._status),
+            **kernel_fields(group.context.MPI, group.side_comm, self._status, SENDRECV),
             records.ITEM_BYTES: dtype.itemsize,
             records.SENT_DTYPE: code,
             records.SENT: sent.ctypes.data,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from ..timeline import events
 
 
@@ -15,3 +17,11 @@ def end(name: str, since: int) -> None:
     recorder = events.recorder
     if since and recorder is not None and not recorder.note_interval(events.PART, name, since):
         recorder.interval(events.PART, name, since)
+
+
+def add(name: str, times: Iterable[Sequence[int]]) -> None:
+    """Report parts that have ended: the begin and the end of each."""
+    recorder = events.recorder
+    if recorder is not None:
+        for begin, end in times:
+            recorder.interval(events.PART, name, begin, end)

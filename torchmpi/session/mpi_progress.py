@@ -12,7 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 _PERIOD_SECONDS = 0.01
+# As many elements as torch divides among two threads, at least.
+_PARALLEL_NUMEL = 1 << 17
 
 
 def start(MPI: Any) -> Callable[[], None]:
@@ -23,6 +27,7 @@ def start(MPI: Any) -> Callable[[], None]:
     stopped = threading.Event()
 
     def run() -> None:
+        _join_openmp()
         while not stopped.wait(_PERIOD_SECONDS):
             MPI.COMM_SELF.Iprobe(source=0)
 
@@ -34,3 +39,12 @@ def start(MPI: Any) -> Callable[[], None]:
         thread.join()
 
     return end
+
+
+def _join_openmp() -> None:
+    """Let OpenMP count one thread more than torch's, so that its threads wait by sleeping.
+
+    They poll for milliseconds if there are no more of them than cores. But between hosts a thread of this process polls
+    in MPI meanwhile, which OpenMP does not count: it lost the core to them, and links were idle.
+    """
+    torch.ones(_PARALLEL_NUMEL, device="cpu").add_(1)

@@ -321,9 +321,9 @@ class Recorder:
         for read in self.others:
             read(record)
 
-    def interval(self, category: str, text: str, begin: int) -> None:
-        """Report an interval that ends now and that machine code cannot note: a wait, or a part of a call."""
-        end = now()
+    def interval(self, category: str, text: str, begin: int, end: int | None = None) -> None:
+        """Report an interval that machine code cannot note: a wait, or a part of a call; without `end` it ends now."""
+        end = now() if end is None else end
         collect()  # the parts of a call in their order
         for read in self.readers:
             read((category, text, begin, end, _this_thread()))

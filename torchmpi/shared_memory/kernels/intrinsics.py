@@ -14,7 +14,7 @@ from numba.extending import intrinsic as _intrinsic
 from .kernel_sets import DELAYS
 from .simd_ir import Lanes
 
-_WORD = ir.IntType(64)
+_WORD, _INT = ir.IntType(64), ir.IntType(32)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
@@ -383,28 +383,44 @@ def call_rule(typing_context, function, arrays, sent, numel, coefficients, steps
     return types.void(*[types.int64] * 6), generate
 
 
-@intrinsic
-def call_sendrecv(
-    typing_context, function, sent, sent_count, sent_type, target, sent_tag,
-    received, count, kind, source, tag, comm, status,
-):  # fmt: skip
-    """Call MPI_Sendrecv by its address; return its error.
+def _caller_of_mpi(*kinds: Any) -> Any:
+    """Generate the call of a function of MPI by its address, which returns its error.
 
     Handles are passed as words. Where they are an `int`, as in MPICH, the functions ignore the upper half.
     """
 
     def generate(context, builder, signature, arguments):
-        number = ir.IntType(32)
-        part = [_WORD, number, _WORD, number, number]  # memory, count, datatype, rank, tag
-        kinds = [*part, *part, _WORD, _WORD]
         values = [
-            builder.trunc(value, number) if kind == number else value
+            builder.trunc(value, kind) if kind == _INT else value
             for value, kind in zip(arguments[1:], kinds, strict=True)
         ]
-        pointer = builder.inttoptr(arguments[0], ir.FunctionType(number, kinds).as_pointer())
+        pointer = builder.inttoptr(arguments[0], ir.FunctionType(_INT, kinds).as_pointer())
         return builder.sext(builder.call(pointer, values), _WORD)
 
+    return generate
+
+
+@intrinsic
+def call_sendrecv(
+    typing_context, function, sent, sent_count, sent_type, target, sent_tag,
+    received, count, kind, source, tag, comm, status,
+):  # fmt: skip
+    """Call MPI_Sendrecv by its address; return its error."""
+    part = [_WORD, _INT, _WORD, _INT, _INT]  # memory, count, datatype, rank, tag
+    generate = _caller_of_mpi(*part, *part, _WORD, _WORD)
     return types.int64(*[types.int64] * 13), generate
+
+
+@intrinsic
+def call_isend(typing_context, function, memory, count, kind, peer, tag, comm, request):
+    """Call MPI_Isend or MPI_Irecv by its address; return its error."""
+    return types.int64(*[types.int64] * 8), _caller_of_mpi(_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD)
+
+
+@intrinsic
+def call_wait(typing_context, function, request, status):
+    """Call MPI_Wait by its address; return its error."""
+    return types.int64(*[types.int64] * 3), _caller_of_mpi(_WORD, _WORD)
 
 
 @intrinsic

@@ -10,6 +10,10 @@ group       `group_fields(size)`   the group on this rank, and the state of its 
 call        CALL_FIELDS            a prepared call: group, item size, reducer, root
 exchange    EXCHANGE_FIELDS        a prepared short message to one rank and from another
 hosts       HOSTS_FIELDS           a prepared short allreduce over hosts, which begins with an exchange
+queue       QUEUE_FIELDS           long messages in pieces, of which few are in progress
+long        LONG_FIELDS            one of these messages
+piece       PIECE_FIELDS           one of these pieces
+chunks      CHUNKS_FIELDS          a reduction by such messages, chunk by chunk
 transfer    TRANSFER_FIELDS        per rank: addresses and lengths to send and to receive
 tensor      TENSOR_FIELDS          one tensor of a list that is reduced together
 segment     SEGMENT_FIELDS         one shared tensor of this process
@@ -214,6 +218,50 @@ STEP_BEFORE, STEP_ACROSS, STEP_AFTER = range(3)
 ROUND_TARGET, ROUND_LENGTH, ROUND_ORIGIN, ROUND_POSITION = range(4)
 """Ranks to send to and to receive from; number of vectors; cyclic position of the first received one."""
 ROUND_FIELDS = 4
+
+# --- Queue of pieces of messages: BYTE_TYPE, MESSAGE_TAG, MPI_COMM and MPI_STATUS of an exchange, and these -----------
+
+IRECV, ISEND, WAIT = range(3)
+"""Addresses of the functions of MPI."""
+PIECES, MOST_PIECES = 3, 4
+"""Address of the ring of the records of pieces, and their number, a power of two."""
+PIECES_ADDED, PIECES_BEGUN, PIECES_DONE = 5, 6, 8
+"""How many pieces have been added, how many of them begun, and how many of these received and sent."""
+BYTES_IN_PROGRESS = 9
+"""Bytes that are sent by the pieces which have begun and are not done."""
+WINDOW_BYTES, LEAST_WINDOW, MOST_WINDOW, WINDOW_STEP = 13, 14, 15, 16
+"""How many of them there may be, the limits of this number, and by how much it changes."""
+LEAST_TIME = 17
+"""Nanoseconds of the fastest piece since none was in progress; 0 if none is done."""
+LONG_MESSAGES = 18
+"""Address of records of messages: as many as a rank sends and receives together."""
+QUEUE_FIELDS = 19
+
+LONG_PEER, LONG_ADDRESS, LONG_BYTES = range(3)
+LONG_FIELDS = 3
+
+CHUNK_QUEUE = 0
+"""Address of the queue. ITEM_BYTES and REDUCER are those of a call."""
+CHUNK_NUMEL, CHUNK_PIECE_BYTES = 3, 4
+CHUNK_RANK, CHUNK_SIZE = 5, 6
+"""This rank and the number of ranks."""
+CHUNK_MEMORY = 7
+"""First of two fields: addresses of memory for the received parts of a chunk, used in turns."""
+CHUNK_OPERANDS, CHUNK_RESULT = 9, 10
+"""Address of the addresses of the parts to combine; that of the result."""
+CHUNK_TIMES = 11
+"""Address of the begin and the end of combining each chunk; 0 if nobody asks for them."""
+CHUNKS_FIELDS = 12
+
+PIECE_RECEIVE, PIECE_SEND = 0, 1
+"""Requests of MPI: of what is received, and of what is sent, in the same turn."""
+PIECE_RECEIVED, PIECE_SENT = 2, 3
+"""The bytes of both; 0 for nothing."""
+PIECE_PEER, PIECE_ADDRESS = 4, 5
+"""What is sent, and to whom."""
+PIECE_BEGIN = 6
+"""When it began."""
+PIECE_FIELDS = 7
 
 # --- Fast path (see torchmpi.shared_memory.fast_path): addresses -------------------------------------------
 

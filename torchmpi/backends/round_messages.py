@@ -1,0 +1,229 @@
+"""The messages of a round of the backend `p2p`: whole, or in pieces of which few are in progress.
+
+They use the communicator of the group and a tag of their own: calls on a group run one at a time and in the same order
+on all ranks, and MPI keeps the messages between two ranks in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..communicators import call_parts
+from ..communicators.group import Group
+from ..shared_memory import kernels
+from ..shared_memory.kernels import records, reduction
+from ..tensors import buffers
+from .mpi_messages import STATUS_BYTES, can_call_from_kernels, kernel_fields, messages
+from .pieces import PieceQueue, piece_sizes
+from .pipeline import ChunkBuffers
+from .schedule import Message, Round
+
+Requests = list[Any]
+"""The messages in progress, as the library that carries them describes them."""
+
+_TAG = 2
+# Pieces of a CompiledPieces at first; more are allocated where needed.
+_NUM_PIECES = 1 << 8
+
+
+class RoundMessages:
+    """Sends and receives the tensors of a round of messages, whole."""
+
+    def __init__(self, group: Group, message_bytes: int) -> None:
+        self.MPI, self.comm, self.message_bytes = group.context.MPI, group.comm, message_bytes
+
+    def begin(
+        self,
+        step: Round,
+        outgoing: Callable[[Message], torch.Tensor],
+        incoming: Callable[[Message], torch.Tensor],
+    ) -> Requests:
+        """Begin all messages of a round with these flat tensors, and return the requests.
+
+        Receives begin first, since the library copies a message that arrives before its receive.
+        """
+        receives = [
+            [
+                self.comm.Irecv((memory, self.MPI.BYTE), message.peer, _TAG)
+                for memory in self._buffers(incoming(message))
+            ]
+            for message in step.receives
+        ]
+        sends = [[(memory, message.peer) for memory in self._buffers(outgoing(message))] for message in step.sends]
+        return self._begin_sends(receives, sends)
+
+    def _buffers(self, tensor: torch.Tensor) -> list[Any]:
+        return messages(self.MPI, tensor, self.message_bytes)
+
+    def _begin_sends(self, receives: list[Requests], sends: list[list[tuple[Any, int]]]) -> Requests:
+        return [*chain.from_iterable(receives), *map(self._send, chain.from_iterable(sends))]
+
+    def _send(self, sent: tuple[Any, int]) -> Any:
+        memory, peer = sent
+        return self.comm.Isend((memory, self.MPI.BYTE), peer, _TAG)
+
+    def finish(self, requests: Requests) -> None:
+        """Wait until all these messages have been sent or received."""
+        self.MPI.Request.Waitall(requests)
+
+    def swap(self, outgoing: torch.Tensor, target: int, incoming: torch.Tensor, origin: int) -> None:
+        """Send one short message and receive another."""
+        MPI = self.MPI
+        message = (buffers.as_bytes(MPI, outgoing), MPI.BYTE)
+        self.comm.Sendrecv(message, target, _TAG, (buffers.as_bytes(MPI, incoming), MPI.BYTE), origin, _TAG)
+
+
+class MessagesInPieces(RoundMessages):
+    """Sends messages in pieces, of which few are in progress. A request is the number of the last piece.
+
+    All ranks must begin their rounds, and wait for them, in the same order.
+    """
+
+    def __init__(self, group: Group, message_bytes: int) -> None:
+        sizes = piece_sizes(group.size, group.context.MPI.get_vendor()[0])
+        super().__init__(group, min(message_bytes, sizes.piece))
+        self._pieces = PieceQueue(sizes, self._send, lambda sent: int(sent[0].nbytes), self.MPI.Wtime)
+
+    def _begin_sends(self, receives: list[Requests], sends: list[list[tuple[Any, int]]]) -> Requests:
+        return [self._pieces.add(receives, sends)]
+
+    def finish(self, requests: Requests) -> None:
+        """Wait until all messages of these rounds, and of those before them, have been sent or received."""
+        for last in requests:
+            for in_progress in self._pieces.up_to(last):
+                self.MPI.Request.Waitall(in_progress)
+
+
+class CompiledPieces(RoundMessages):
+    """The same as `MessagesInPieces`, but no piece needs the GIL, which other threads of the program may hold.
+
+    The memory of the messages must live until they have been sent or received.
+    """
+
+    def __init__(self, group: Group, message_bytes: int, loaded: Mapping[str, Callable[..., int]]) -> None:
+        sizes = piece_sizes(group.size, group.context.MPI.get_vendor()[0])
+        super().__init__(group, min(message_bytes, sizes.piece))
+        self._add, self._finish = loaded["add_pieces"], loaded["finish_pieces"]
+        self._status, self._queue = np.zeros(STATUS_BYTES, np.uint8), np.zeros(records.QUEUE_FIELDS, np.int64)
+        self.queue_address = int(self._queue.ctypes.data)
+        self._pieces = np.zeros((_NUM_PIECES, records.PIECE_FIELDS), np.int64)
+        functions = {records.IRECV: "MPI_Irecv", records.ISEND: "MPI_Isend", records.WAIT: "MPI_Wait"}
+        for field, value in kernel_fields(self.MPI, self.comm, self._status, functions).items():
+            self._queue[field] = value
+        self._queue[records.MESSAGE_TAG] = _TAG
+        limits = sizes.fewest, sizes.fewest, sizes.most, sizes.piece
+        self._queue[records.WINDOW_BYTES : records.WINDOW_STEP + 1] = limits
+        self._set_pieces(self._pieces)
+        self._long = np.zeros((2 * group.size, records.LONG_FIELDS), np.int64)
+        self._queue[records.LONG_MESSAGES] = self._long.ctypes.data
+
+    def _set_pieces(self, pieces: np.ndarray) -> None:
+        self._pieces = pieces
+        self._queue[records.PIECES], self._queue[records.MOST_PIECES] = pieces.ctypes.data, len(pieces)
+
+    def begin(
+        self,
+        step: Round,
+        outgoing: Callable[[Message], torch.Tensor],
+        incoming: Callable[[Message], torch.Tensor],
+    ) -> Requests:
+        """Begin all messages of a round with these flat tensors, and return the number of the last piece."""
+        tensors = [*map(incoming, step.receives), *map(outgoing, step.sends)]
+        if not tensors:
+            return []
+        peers = [message.peer for message in chain(step.receives, step.sends)]
+        rows = [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in zip(peers, tensors, strict=True)]
+        table, item_bytes = np.array(rows, np.int64), tensors[0].element_size()
+        piece_bytes = max(1, self.message_bytes // item_bytes) * item_bytes
+        self.make_room(int((-(-table[:, records.LONG_BYTES] // piece_bytes)).sum()))
+        address = int(table.ctypes.data)
+        self.check(self._add(self.queue_address, address, len(step.receives), len(step.sends), piece_bytes))
+        return [int(self._queue[records.PIECES_ADDED])]
+
+    def make_room(self, num_pieces: int) -> None:
+        """Allocate the records of more pieces, unless there are enough."""
+        done, added = (int(self._queue[field]) for field in (records.PIECES_DONE, records.PIECES_ADDED))
+        num_pieces += added - done
+        if num_pieces > len(self._pieces):
+            larger = np.zeros((1 << (num_pieces - 1).bit_length(), records.PIECE_FIELDS), np.int64)
+            numbers = np.arange(done, added)
+            larger[numbers % len(larger)] = self._pieces[numbers % len(self._pieces)]
+            self._set_pieces(larger)
+
+    def finish(self, requests: Requests) -> None:
+        """Wait until all messages of these rounds, and of those before them, have been sent or received."""
+        for last in requests:
+            self.check(self._finish(self.queue_address, last))
+
+    def check(self, error: int) -> None:
+        """Raise the error that a kernel has returned, unless it is 0."""
+        if error:
+            raise self.MPI.Exception(error)
+
+
+class CompiledAllreduce:
+    """Allreduces of long vectors by such messages, without the GIL from the first piece to the last.
+
+    The readable form is `PipelinedReduction.allreduce` of :mod:`torchmpi.backends.p2p`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        messages: CompiledPieces,
+        dtype: torch.dtype,
+        op: str,
+        chunk_numel: int,
+        chunks: ChunkBuffers,
+    ) -> None:
+        self._messages, self._size, self._chunks, self._chunk_numel = messages, group.size, chunks, chunk_numel
+        self._kernel = kernels.load()["allreduce_in_pieces"]
+        self._operands = np.zeros(group.size, np.int64)
+        piece_numel = max(1, messages.message_bytes // dtype.itemsize)
+        self._record = np.zeros(records.CHUNKS_FIELDS, np.int64)
+        values = {
+            records.CHUNK_QUEUE: messages.queue_address,
+            records.ITEM_BYTES: dtype.itemsize,
+            records.REDUCER: reduction.address(dtype, op),
+            records.CHUNK_NUMEL: chunk_numel,
+            records.CHUNK_PIECE_BYTES: piece_numel * dtype.itemsize,
+            records.CHUNK_RANK: group.rank,
+            records.CHUNK_SIZE: group.size,
+            records.CHUNK_OPERANDS: self._operands.ctypes.data,
+        }
+        for field, value in values.items():
+            self._record[field] = value
+        # Of the two exchanges and the two rounds of results that are in progress together.
+        part_numel = chunk_numel if group.size == 2 else -(-chunk_numel // group.size)
+        self._most_pieces = 4 * (group.size - 1) * -(-part_numel // piece_numel)
+
+    def run(self, flat: torch.Tensor) -> None:
+        """Reduce in place on all ranks."""
+        numel, record = flat.numel(), self._record
+        first, second = min(self._chunk_numel, numel), min(self._chunk_numel, max(0, numel - self._chunk_numel))
+        for number, part in enumerate(
+            (first, second)
+        ):  # room for the parts of all ranks, with their lengths rounded up
+            memory = self._chunks.take(number, part * (self._size - 1) if self._size == 2 else part + self._size)
+            record[records.CHUNK_MEMORY + number] = memory.data_ptr()
+        self._messages.make_room(self._most_pieces)
+        times = np.zeros((-(-numel // self._chunk_numel), 2) if call_parts.begin() else (0, 2), np.int64)
+        record[records.CHUNK_TIMES] = times.ctypes.data if len(times) else 0
+        self._messages.check(self._kernel(int(record.ctypes.data), flat.data_ptr(), numel))
+        call_parts.add("combining", times.tolist())
+
+
+def messages_of(group: Group, message_bytes: int) -> RoundMessages:
+    """Return what sends long messages between the ranks of a group, in pieces unless the network is not TCP."""
+    if group.context.sends_whole:
+        return RoundMessages(group, message_bytes)
+    if can_call_from_kernels(group):
+        with contextlib.suppress(ImportError, OSError, RuntimeError):  # no LLVM, or none for this processor
+            return CompiledPieces(group, message_bytes, kernels.load())
+    return MessagesInPieces(group, message_bytes)
