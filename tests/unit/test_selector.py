@@ -213,11 +213,11 @@ def test_each_group_gets_a_backend_that_supports_it():
     selector, world, group = job(0, 0, 1, 1)
     assert chosen(selector, "allreduce", world) == [(None, "mpi")]
     assert chosen(selector, "allreduce", group(0, 1)) == [(None, "shm")]
-    assert chosen(selector, "allreduce", group(0, 2)) == [(1 << 18, "p2p"), (None, "mpi")]
+    assert chosen(selector, "allreduce", group(0, 2)) == [(None, "p2p")]
     assert chosen(selector, "reduce", group(0, 2)) == [(None, "mpi")]
     uncompared = group(0, 2)
     uncompared.is_strict = False
-    assert chosen(selector, "allreduce", uncompared) == [(None, "mpi")]
+    assert chosen(selector, "allreduce", uncompared) == [(1 << 16, "mpi"), (None, "p2p")]
     selector.set("allreduce", "p2p", span="across")
     assert chosen(selector, "allreduce", uncompared) == [(None, "p2p")]
 
@@ -263,7 +263,7 @@ def test_the_text_of_a_part_of_the_table():
     assert selector.text("allreduce", "cpu", "hosts") == "allreduce      hosts   cpu sync: mpi; cpu async: p2p"
     assert selector.text("allreduce", mode="sync", span="host") == "allreduce      host    shm"
     across, hosts = selector.text(backend="p2p").splitlines()
-    assert across == "allreduce      across  up to 256 KiB p2p, above mpi"
+    assert across == "allreduce      across  p2p"
     assert hosts.startswith("allreduce      hosts   cpu sync: mpi; cpu async: p2p")
     assert selector.text(device="cuda") == ""
     assert len(selector.text(span="across").splitlines()) == 9 < len(selector.text().splitlines())
