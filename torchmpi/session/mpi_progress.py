@@ -27,7 +27,7 @@ def start(MPI: Any) -> Callable[[], None]:
     stopped = threading.Event()
 
     def run() -> None:
-        _join_openmp()
+        join_openmp()
         while not stopped.wait(_PERIOD_SECONDS):
             MPI.COMM_SELF.Iprobe(source=0)
 
@@ -41,7 +41,7 @@ def start(MPI: Any) -> Callable[[], None]:
     return end
 
 
-def _join_openmp() -> None:
+def join_openmp() -> None:
     """Let OpenMP count one thread more than torch's, so that its threads wait by sleeping.
 
     They poll for milliseconds if there are no more of them than cores. But between hosts a thread of this process polls
