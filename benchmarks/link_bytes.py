@@ -1,16 +1,17 @@
 """Measure the bytes that each host sends for one allreduce, as a multiple of the payload, for several backends.
 
-    mpirun -n 8 python benchmarks/link_bytes.py [--mib 4,64] [--repeats 5] [--interface eth0]
+    mpirun -n 8 python benchmarks/link_bytes.py [--mib 4,64] [--repeats 5] [--interface eth0] [--busy]
 
 The counters are those of the network interfaces, and include headers and all other traffic of the host: measure on an
 idle cluster. The lower bound is 2 (H - 1) / H payloads among H hosts. Without --interface, all interfaces but the
-loopback are counted.
+loopback are counted. With --busy, calls run in the background, while the main thread runs Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,19 @@ def measure(
     return statistics.median(seconds), sent / repeats / (numel * 4)
 
 
+def in_background(call: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """Return a function that runs a call in another thread, while this one runs Python."""
+
+    def run(tensor: torch.Tensor) -> None:
+        thread = threading.Thread(target=call, args=(tensor,))
+        thread.start()
+        while thread.is_alive():
+            sum(range(1000))
+        thread.join()
+
+    return run
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -66,6 +80,9 @@ def main() -> None:
     parser.add_argument("--interface", help="count this network interface only")
     parser.add_argument(
         "--backends", default="bare,mpi,p2p,hierarchical", help="backends to measure; bare is mpi4py without torchmpi"
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="run calls in the background, while the main thread runs Python"
     )
     options = parser.parse_args()
     with mpi.started():
@@ -81,7 +98,8 @@ def main() -> None:
         num_hosts = mpi.num_nodes_in_communicator()
         for mib in map(float, options.mib.split(",")):
             for name in options.backends.split(","):
-                seconds, payloads = measure(call_of(name), int(mib * 2**18), options.repeats, options.interface)
+                call = in_background(call_of(name)) if options.busy else call_of(name)
+                seconds, payloads = measure(call, int(mib * 2**18), options.repeats, options.interface)
                 by_host = dict(mpi.allgather_object((mpi.host_name(), payloads)))
                 if mpi.rank() == 0:
                     sent = "  ".join(f"{host} {value:.2f}" for host, value in sorted(by_host.items()))

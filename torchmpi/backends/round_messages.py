@@ -206,11 +206,9 @@ class CompiledAllreduce:
     def run(self, flat: torch.Tensor) -> None:
         """Reduce in place on all ranks."""
         numel, record = flat.numel(), self._record
-        first, second = min(self._chunk_numel, numel), min(self._chunk_numel, max(0, numel - self._chunk_numel))
-        for number, part in enumerate(
-            (first, second)
-        ):  # room for the parts of all ranks, with their lengths rounded up
-            memory = self._chunks.take(number, part * (self._size - 1) if self._size == 2 else part + self._size)
+        for number in range(2):
+            part = min(self._chunk_numel, max(0, numel - number * self._chunk_numel))
+            memory = self._chunks.take(number, part + self._size)  # the lengths of the parts of all ranks, rounded up
             record[records.CHUNK_MEMORY + number] = memory.data_ptr()
         self._messages.make_room(self._most_pieces)
         times = np.zeros((-(-numel // self._chunk_numel), 2) if call_parts.begin() else (0, 2), np.int64)
