@@ -113,7 +113,7 @@ class CompiledPieces(RoundMessages):
         self._status, self._queue = np.zeros(STATUS_BYTES, np.uint8), np.zeros(records.QUEUE_FIELDS, np.int64)
         self.queue_address = int(self._queue.ctypes.data)
         self._pieces = np.zeros((_NUM_PIECES, records.PIECE_FIELDS), np.int64)
-        functions = {records.IRECV: "MPI_Irecv", records.ISEND: "MPI_Isend", records.WAIT: "MPI_Wait"}
+        functions = {records.IRECV: "MPI_Irecv", records.ISEND: "MPI_Isend", records.TEST: "MPI_Test"}
         for field, value in kernel_fields(self.MPI, self.comm, self._status, functions).items():
             self._queue[field] = value
         self._queue[records.MESSAGE_TAG] = _TAG

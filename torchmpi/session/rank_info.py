@@ -41,8 +41,10 @@ class RankInfo(NamedTuple):
 
 def has_rdma() -> bool:
     """Return whether this host has a device through which an MPI library may send without TCP."""
-    with suppress(OSError):
-        return any(Path("/sys/class/infiniband").iterdir())
+    for kind in ("infiniband", "cxi"):  # also RoCE, Omni-Path and EFA; Slingshot
+        with suppress(OSError):
+            if any(Path("/sys/class", kind).iterdir()):
+                return True
     return False
 
 

@@ -418,9 +418,20 @@ def call_isend(typing_context, function, memory, count, kind, peer, tag, comm, r
 
 
 @intrinsic
-def call_wait(typing_context, function, request, status):
-    """Call MPI_Wait by its address; return its error."""
-    return types.int64(*[types.int64] * 3), _caller_of_mpi(_WORD, _WORD)
+def call_test(typing_context, function, request, status):
+    """Call MPI_Test by its address; return its error, or -1 while the request is not complete."""
+    call = _caller_of_mpi(_WORD, _WORD, _WORD)
+
+    def generate(context, builder, signature, arguments):
+        function, request, status = arguments
+        flag = cgutils.alloca_once(builder, _INT)
+        error = call(context, builder, signature, [function, request, builder.ptrtoint(flag, _WORD), status])
+        waits = builder.and_(
+            builder.icmp_signed("==", error, _WORD(0)), builder.icmp_signed("==", builder.load(flag), _INT(0))
+        )
+        return builder.select(waits, _WORD(-1), error)
+
+    return types.int64(*[types.int64] * 3), generate
 
 
 @intrinsic

@@ -7,7 +7,7 @@ messages, so that ranks of both paths meet.
 from __future__ import annotations
 
 from .compilation import inner, kernel
-from .intrinsics import call_isend, call_wait, field_address, load_field, now, reduce, store_field
+from .intrinsics import call_isend, call_test, field_address, load_field, now, reduce, sleep, store_field
 from .records import (
     BYTE_TYPE,
     BYTES_IN_PROGRESS,
@@ -48,10 +48,14 @@ from .records import (
     PIECES_BEGUN,
     PIECES_DONE,
     REDUCER,
-    WAIT,
+    TEST,
     WINDOW_BYTES,
     WINDOW_STEP,
 )
+
+# A rank polls for a piece this long, and then sleeps between its polls, so that the program has the core. So much is in
+# progress that the links are busy for longer than it sleeps: pieces do not take as long on faster links.
+_PATIENCE_NANOSECONDS, _SLEEP_MICROSECONDS = 500_000, 30
 
 
 @inner
@@ -154,20 +158,31 @@ def note_time(queue, time):
     return 0
 
 
+@inner
+def await_request(queue, request, since):
+    """Wait for a message of a piece that began at this time; return the error of MPI."""
+    test, status = load_field(queue, TEST), load_field(queue, MPI_STATUS)
+    error = call_test(test, request, status)
+    while error < 0:
+        if now() - since > _PATIENCE_NANOSECONDS:
+            sleep(_SLEEP_MICROSECONDS)
+        error = call_test(test, request, status)
+    return error
+
+
 @kernel
 def finish_pieces(queue, last):
     """Wait until the pieces up to a number have been received and sent; return the error of MPI."""
-    wait, status = load_field(queue, WAIT), load_field(queue, MPI_STATUS)
     for number in range(load_field(queue, PIECES_DONE), last):
         piece, error = piece_of(queue, number), 0
+        since, sent = load_field(piece, PIECE_BEGIN), load_field(piece, PIECE_SENT)
         if load_field(piece, PIECE_RECEIVED) != 0:
-            error = call_wait(wait, field_address(piece, PIECE_RECEIVE), status)
-        sent = load_field(piece, PIECE_SENT)
+            error = await_request(queue, field_address(piece, PIECE_RECEIVE), since)
         if error == 0 and sent != 0:
-            error = call_wait(wait, field_address(piece, PIECE_SEND), status)
+            error = await_request(queue, field_address(piece, PIECE_SEND), since)
         if error != 0:
             return error
-        note_time(queue, now() - load_field(piece, PIECE_BEGIN))
+        note_time(queue, now() - since)
         store_field(queue, PIECES_DONE, number + 1)
         store_field(queue, BYTES_IN_PROGRESS, load_field(queue, BYTES_IN_PROGRESS) - sent)
         error = begin_pieces(queue)

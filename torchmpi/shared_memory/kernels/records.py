@@ -221,7 +221,7 @@ ROUND_FIELDS = 4
 
 # --- Queue of pieces of messages: BYTE_TYPE, MESSAGE_TAG, MPI_COMM and MPI_STATUS of an exchange, and these -----------
 
-IRECV, ISEND, WAIT = range(3)
+IRECV, ISEND, TEST = range(3)
 """Addresses of the functions of MPI."""
 PIECES, MOST_PIECES = 3, 4
 """Address of the ring of the records of pieces, and their number, a power of two."""
