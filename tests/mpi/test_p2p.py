@@ -30,7 +30,8 @@ SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
     """Bind the operation directly, with chunks so small that short vectors use the algorithms for long ones."""
-    return p2p.P2PBackend(settings).bind(runtime.current().world, collective, dtype, op)
+    operation = p2p.P2PBackend(settings).bind(runtime.current().world, collective, dtype, op)
+    return getattr(operation, "longer", operation)  # without the comparison, where each rank has a host of its own
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
