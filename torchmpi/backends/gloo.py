@@ -27,7 +27,8 @@ from . import network, ordered_reduction
 from .base import Operation
 from .ordered_reduction import REDUCTIONS
 from .p2p import PipelinedReduction
-from .schedule import Message, Round
+from .round_messages import TensorOf
+from .schedule import Round
 from .shm import SharedMemoryBackend
 from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, copy_own
 
@@ -216,12 +217,7 @@ class GlooMessages:
     def __init__(self, torch_group: GlooGroup) -> None:
         self.torch_group, self.size = torch_group, torch_group.size
 
-    def begin(
-        self,
-        step: Round,
-        outgoing: Callable[[Message], torch.Tensor],
-        incoming: Callable[[Message], torch.Tensor],
-    ) -> list[Any]:
+    def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> list[Any]:
         """Begin all messages of a round with these flat tensors, and return the requests. Collective."""
         if self.size == 1:
             return []

@@ -4,7 +4,6 @@ An MPI library adds along rings or trees, in an order that depends on the size. 
 vector, receives that part of every other vector, and combines all of them in rank order: the bytes are those of a ring,
 and the bits depend on the rank order only. :mod:`torchmpi.backends.schedule` plans the messages; this file sends them
 chunk by chunk, so that one chunk is combined while the next ones are on the network.
-
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from .ordered_reduction import REDUCTIONS
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
-from .round_messages import CompiledAllreduce, CompiledPieces, Requests, RoundMessages, messages_of
-from .schedule import Message, Round
+from .round_messages import CompiledAllreduce, CompiledPieces, Requests, RoundMessages, TensorOf, messages_of
+from .schedule import Round
 
 Exchange = tuple[Requests, list[torch.Tensor]]
 """The messages of an exchange, and the versions of this rank's part in rank order."""
@@ -162,12 +161,7 @@ class RelayedAllreduce:
 class Messages(Protocol):
     """Messages between pairs of ranks, by any library."""
 
-    def begin(
-        self,
-        step: Round,
-        outgoing: Callable[[Message], torch.Tensor],
-        incoming: Callable[[Message], torch.Tensor],
-    ) -> Requests:
+    def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the requests."""
 
     def finish(self, requests: Requests) -> None:

@@ -26,6 +26,8 @@ from .schedule import Message, Round
 
 Requests = list[Any]
 """The messages in progress, as the library that carries them describes them."""
+TensorOf = Callable[[Message], torch.Tensor]
+"""The flat tensor of a message."""
 
 _TAG = 2
 # Pieces of a CompiledPieces at first; more are allocated where needed.
@@ -38,12 +40,7 @@ class RoundMessages:
     def __init__(self, group: Group, message_bytes: int) -> None:
         self.MPI, self.comm, self.message_bytes = group.context.MPI, group.comm, message_bytes
 
-    def begin(
-        self,
-        step: Round,
-        outgoing: Callable[[Message], torch.Tensor],
-        incoming: Callable[[Message], torch.Tensor],
-    ) -> Requests:
+    def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the requests.
 
         Receives begin first, since the library copies a message that arrives before its receive.
@@ -112,14 +109,13 @@ class CompiledPieces(RoundMessages):
         self._add, self._finish = loaded["add_pieces"], loaded["finish_pieces"]
         self._status, self._queue = np.zeros(STATUS_BYTES, np.uint8), np.zeros(records.QUEUE_FIELDS, np.int64)
         self.queue_address = int(self._queue.ctypes.data)
-        self._pieces = np.zeros((_NUM_PIECES, records.PIECE_FIELDS), np.int64)
         functions = {records.IRECV: "MPI_Irecv", records.ISEND: "MPI_Isend", records.TEST: "MPI_Test"}
         for field, value in kernel_fields(self.MPI, self.comm, self._status, functions).items():
             self._queue[field] = value
         self._queue[records.MESSAGE_TAG] = _TAG
         limits = sizes.fewest, sizes.fewest, sizes.most, sizes.piece
         self._queue[records.WINDOW_BYTES : records.WINDOW_STEP + 1] = limits
-        self._set_pieces(self._pieces)
+        self._set_pieces(np.zeros((_NUM_PIECES, records.PIECE_FIELDS), np.int64))
         self._long = np.zeros((2 * group.size, records.LONG_FIELDS), np.int64)
         self._queue[records.LONG_MESSAGES] = self._long.ctypes.data
 
@@ -127,24 +123,22 @@ class CompiledPieces(RoundMessages):
         self._pieces = pieces
         self._queue[records.PIECES], self._queue[records.MOST_PIECES] = pieces.ctypes.data, len(pieces)
 
-    def begin(
-        self,
-        step: Round,
-        outgoing: Callable[[Message], torch.Tensor],
-        incoming: Callable[[Message], torch.Tensor],
-    ) -> Requests:
+    def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the number of the last piece."""
         tensors = [*map(incoming, step.receives), *map(outgoing, step.sends)]
         if not tensors:
             return []
         peers = [message.peer for message in chain(step.receives, step.sends)]
         rows = [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in zip(peers, tensors, strict=True)]
-        table, item_bytes = np.array(rows, np.int64), tensors[0].element_size()
-        piece_bytes = max(1, self.message_bytes // item_bytes) * item_bytes
+        table, piece_bytes = np.array(rows, np.int64), self.piece_bytes(tensors[0].element_size())
         self.make_room(int((-(-table[:, records.LONG_BYTES] // piece_bytes)).sum()))
         address = int(table.ctypes.data)
         self.check(self._add(self.queue_address, address, len(step.receives), len(step.sends), piece_bytes))
         return [int(self._queue[records.PIECES_ADDED])]
+
+    def piece_bytes(self, item_bytes: int) -> int:
+        """Return the length of a piece of such elements."""
+        return max(1, self.message_bytes // item_bytes) * item_bytes
 
     def make_room(self, num_pieces: int) -> None:
         """Allocate the records of more pieces, unless there are enough."""
@@ -185,14 +179,14 @@ class CompiledAllreduce:
         self._messages, self._size, self._chunks, self._chunk_numel = messages, group.size, chunks, chunk_numel
         self._kernel = kernels.load()["allreduce_in_pieces"]
         self._operands = np.zeros(group.size, np.int64)
-        piece_numel = max(1, messages.message_bytes // dtype.itemsize)
+        piece_bytes = messages.piece_bytes(dtype.itemsize)
         self._record = np.zeros(records.CHUNKS_FIELDS, np.int64)
         values = {
             records.CHUNK_QUEUE: messages.queue_address,
             records.ITEM_BYTES: dtype.itemsize,
             records.REDUCER: reduction.address(dtype, op),
             records.CHUNK_NUMEL: chunk_numel,
-            records.CHUNK_PIECE_BYTES: piece_numel * dtype.itemsize,
+            records.CHUNK_PIECE_BYTES: piece_bytes,
             records.CHUNK_RANK: group.rank,
             records.CHUNK_SIZE: group.size,
             records.CHUNK_OPERANDS: self._operands.ctypes.data,
@@ -201,7 +195,7 @@ class CompiledAllreduce:
             self._record[field] = value
         # Of the two exchanges and the two rounds of results that are in progress together.
         part_numel = chunk_numel if group.size == 2 else -(-chunk_numel // group.size)
-        self._most_pieces = 4 * (group.size - 1) * -(-part_numel // piece_numel)
+        self._most_pieces = 4 * (group.size - 1) * -(-part_numel * dtype.itemsize // piece_bytes)
 
     def run(self, flat: torch.Tensor) -> None:
         """Reduce in place on all ranks."""
