@@ -139,8 +139,8 @@ def bytes_by_ipc(tensor: torch.Tensor) -> int:
         for step in (each for steps in chunk_plan.allreduce(rank, size, numel, half, shots=shots) for each in steps):
             if isinstance(step, chunk_plan.Fill | chunk_plan.Take):
                 accesses += 2 * step.numel
-            elif isinstance(step, chunk_plan.ReduceAreas):  # an addition reads two vectors and writes one
-                accesses += max(2, 3 * (size - 1)) * step.numel
+            elif isinstance(step, chunk_plan.ReduceAreas):  # a kernel reads all areas and writes once
+                accesses += (size + 1) * step.numel
     return accesses * itemsize
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from torchmpi.tensors import dtypes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
-from ipc_rig import HostDevice
+from ipc_rig import HostDevice, HostDriver
 
 pytestmark = pytest.mark.usefixtures("world")
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
@@ -59,14 +60,21 @@ class Devices:
 class Rig:
     """The backend on a group of its own, over memory of the host."""
 
-    def __init__(self, *, backend: Any = None, check: str | None = None, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        backend: Any = None,
+        check: str | None = None,
+        group: Group | None = None,
+        device: type[HostDevice] = HostDevice,
+    ) -> None:
         world = mpi.communicator().intra
         self.group = group or Group(world.comm.Dup(), "staged", world.world_ranks, world.context, check=check)
         self.rank, self.size = self.group.rank, self.group.size
         self.backend = backend
         if backend is None:
             self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size))
-            self.backend.make_device = HostDevice
+            self.backend.make_device = device
         self._plans: dict[Any, prepared.PreparedPlan] = {}
 
     def run(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
@@ -84,9 +92,11 @@ class Rig:
         return next(item for item in self.group.attachments if isinstance(item, ipc.StagedGroup))
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+@pytest.fixture(params=("torch", "kernels", "both"))
+def rig(request) -> Iterator[Rig]:
+    """The backend with operations of torch, with kernels that machine code launches, or a mixture on the ranks."""
+    uses_kernels = request.param == "kernels" or (request.param == "both" and mpi.rank() % 2 == 0)
+    made = Rig(device=HostDriver if uses_kernels else HostDevice)
     yield made
     made.group.free()
 
@@ -221,7 +231,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
             def failing(parts: list[torch.Tensor], op: str) -> Any:
                 combine = rank_order.combination(parts, op)
 
-                def run(out: torch.Tensor) -> None:
+                def run(out: torch.Tensor, stream: int) -> None:
                     calls.append(1)
                     if len(calls) == 3:
                         raise RuntimeError("CUDA error: for the test.")
@@ -229,7 +239,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
 
                 return run
 
-            patch.setattr(ipc, "combination", failing)
+            patch.setattr(rig.staged.staging.device, "reduction", failing)
         try:
             rig.run("allreduce", torch.ones(2_000_000))
         except MismatchError as error:
@@ -375,6 +385,70 @@ def test_reasons_why_ipc_is_unavailable(rig, agree, monkeypatch):
     several = Devices(size)
     several.hosts = tuple(range(size))
     agree.equal(reason(several), "its ranks are on several hosts" if size > 1 else None)
+
+
+class Late(HostDriver):
+    """A device that enqueues its copies late, so that the others continue in Python."""
+
+    def launch(self, kernel: int, *arguments: int) -> int:
+        time.sleep(0.01)
+        return super().launch(kernel, *arguments)
+
+
+class Refusing(HostDriver):
+    """A driver that refuses kernels from the third one on."""
+
+    def launch(self, kernel: int, *arguments: int) -> int:
+        return 700 if self.num_launches >= 2 else super().launch(kernel, *arguments)
+
+
+def test_short_allreduces_run_in_one_call_of_machine_code(agree):
+    """Also between other calls, from which they leave out the last publication of a stage."""
+    rig = Rig(device=HostDriver)
+    choice = random.Random(5)
+    for number in range(60):
+        collective = choice.choice(("allreduce", "allreduce", *COLLECTIVES))
+        shape = (choice.choice((0, 1, 5, 1000, 20_000, 300_000)),)
+        Call(rig, collective, choice.choice((torch.float32, torch.bfloat16, torch.int32)), "sum", shape, number).check(
+            rig, agree
+        )
+    if rig.size > 1:
+        assert rig.staged.staging is not None
+        device = rig.staged.staging.device
+        rig.run("allreduce", torch.ones(3))
+        before = device.num_launches
+        for _ in range(100):  # longer than the ring of the call log
+            rig.run("allreduce", torch.ones(3))
+        agree.equal(device.num_launches, before + 100)
+    rig.group.free()
+
+
+def test_ranks_that_are_late_by_turns(agree):
+    rig = Rig(device=Late if mpi.rank() % 2 else HostDriver)
+    for number in range(20):
+        Call(rig, "allreduce", torch.float32, "avg", (1000,), number).check(rig, agree)
+    rig.group.free()
+
+
+def test_an_error_of_the_driver_ends_the_call_on_all_ranks_and_the_next_ones_are_right(agree):
+    if mpi.size() == 1:
+        return
+    rig = Rig(device=Refusing if mpi.rank() == mpi.size() - 1 else HostDriver)
+    device, messages = None, []
+    for _ in range(5):
+        try:
+            rig.run("allreduce", torch.ones(10))
+        except (RuntimeError, MismatchError) as error:
+            messages.append(str(error))
+        device = device or rig.staged.staging.device
+    is_last = rig.rank == rig.size - 1
+    agree(not is_last or "cannot enqueue an allreduce: error 700" in messages[0], str(messages))
+    agree(is_last or all("has aborted" in message for message in messages), str(messages))
+    device.num_launches = -100
+    for number in range(3):
+        for collective in COLLECTIVES:
+            Call(rig, collective, torch.float32, "sum", (1000,), number).check(rig, agree)
+    rig.group.free()
 
 
 # --- on a GPU

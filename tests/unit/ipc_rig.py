@@ -17,6 +17,7 @@ import numpy as np
 
 from torchmpi.backends.ipc import chunk_plan
 from torchmpi.backends.ipc.chunk_plan import Fill, ReduceAreas, Room, Sync, Take
+from torchmpi.shared_memory.memory_layout import STAGE_BITS
 
 
 class Call(NamedTuple):
@@ -65,6 +66,8 @@ class Model:
         self.last_use = [[0, 0] for _ in range(size)]
         self.is_free = [[False, False] for _ in range(size)]
         self.last_stream: dict[int, tuple[int, int]] = {}
+        self.publishes_owed = True
+        """Whether a rank publishes in its next call that it has read the areas in a short allreduce."""
 
     def play(self, calls: list[Call]) -> None:
         """Run the hosts in a random order to their end, then the devices. Other calls may come between these."""
@@ -93,16 +96,32 @@ class Model:
     # --- the hosts
 
     def _host(self, rank: int, calls: list[Call]) -> Iterator[Any]:
+        owed = 0
         for seq, call in zip(self.seqs, calls, strict=True):
-            base = seq << chunk_plan.STAGE_BITS
-            yield None
-            self.fields[rank] = base
+            base = seq << STAGE_BITS
             stream = (rank, call.streams[rank])
             self._follow_last_stream(rank, stream)
+            yield None
+            # Each rank decides by itself.
+            if self._can_be_short(call.chunks[rank], self.is_free[rank][seq & 1]) and self.random.random() < 0.8:
+                for step in call.chunks[rank][0][:-1]:
+                    yield from self._step(rank, stream, call, step, (0, base, seq & 1))
+                owed = base + chunk_plan.stage_number(0, chunk_plan.EMPTIED)
+                continue
+            if owed and self.publishes_owed:
+                self._write(rank, stream, owed)
+                owed = 0
+                yield None
+            self.fields[rank] = base
             for index, steps in enumerate(call.chunks[rank]):
                 half = seq + index & 1
                 for step in steps:
                     yield from self._step(rank, stream, call, step, (index, base, half))
+
+    def _can_be_short(self, chunks: list[list[Any]], is_free: bool) -> bool:
+        """Return whether a :class:`~torchmpi.backends.ipc.short_allreduce.ShortAllreduce` can run these steps."""
+        kinds = [type(step) for chunk in chunks for step in chunk]
+        return self.size > 1 and is_free and kinds == [Room, Fill, Sync, ReduceAreas, Sync]
 
     def _step(self, rank: int, stream: tuple[int, int], call: Call, step: Any, place: Any) -> Iterator[Any]:
         index, base, half = place

@@ -174,3 +174,17 @@ def test_the_model_detects_protocol_errors(what):
         except Problem:
             noticed += 1
     assert noticed >= 15, f"noticed in {noticed} of 20 interleavings"
+
+
+def test_the_model_detects_that_a_short_allreduce_is_never_published_as_read():
+    size, half, noticed = 3, 3 * ALIGNMENT, 0
+    for seed in range(20):
+        choice = random.Random(seed)
+        names = ("allreduce 1", "allreduce 1", "broadcast", "broadcast", "broadcast") * 3
+        model = Model(size, half, seed)
+        model.publishes_owed = False
+        try:
+            model.play([make(name, size, half, [100], 0, choice)[0] for name in names])
+        except Problem:
+            noticed += 1
+    assert noticed >= 15, f"noticed in {noticed} of 20 interleavings"

@@ -507,7 +507,13 @@ def _call(
                     buffers.copy_result(result, out)
                 buffers.touch(out)
                 return out
-    # 2. Any other call.
+    # 2. A repeated call on a direct CUDA tensor.
+    if out is None and buffers.is_simple_on_gpu(tensor):
+        group = runtime.communicator(comm).intra
+        plan = group.plans.get((collective, op, tensor.dtype, "cuda", True, backend, False))
+        if plan is not None and type(root) is int and 0 <= root < group.size:
+            return group.call_queue.run(group.perform, plan, tensor, None, root, 4, subject=tensor)
+    # 3. Any other call.
     call = check_call(collective, tensor, out, root, op, comm, backend, asynchronous=False)
     arguments = call.plan, call.tensor, out, call.root, 4
     result = call.group.call_queue.run(call.group.perform, *arguments, subject=call.subject(out))

@@ -254,6 +254,8 @@ def in_order(operation: Operation, group: Group) -> Operation:
 
     def run(source: Any, destination: Any, root: int) -> Any:
         tensor = destination if source is None else source
+        if tensor is not None and order.is_kept_by(tensor):
+            return operation(source, destination, root)
         with streams.on_device(tensor):
             order.enter(tensor)
             return operation(source, destination, root)

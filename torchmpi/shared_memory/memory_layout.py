@@ -36,6 +36,7 @@ _LINE_FIELDS = 16  # 128 bytes
 ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BLAMES, CORE = range(11)
 EXITED, COMPLETED = 11, 12
 BLAMED_RANK_BITS = 24
+STAGE_BITS = 24  # of ENQUEUED: the number of the stage within the call; the upper bits are the number of the call
 EXIT_STATUS = 2  # added to the status in EXITED; 1 without status
 
 READY = 1 * _LINE_FIELDS

@@ -49,13 +49,13 @@ def is_simple_on_gpu(tensor: torch.Tensor) -> bool:
     >>> is_simple_on_gpu(torch.ones(2))
     False
     """
-    return (
+    return (  # is_direct(tensor) inlined, on the path of every call
         type(tensor) is torch.Tensor
         and tensor.is_cuda
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and is_direct(tensor)
-        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
     )
 
 

@@ -41,6 +41,14 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def current_address(device: torch.device) -> int:
+    """Return the address of the current stream of a device."""
+    if _address_of_current is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    address: int = _address_of_current(device.index)
+    return address
+
+
 class _StreamsOfThread(dict[int, torch.cuda.Stream]):
     """The communication streams of a thread by device. When it ends, others use them: each stream has memory."""
 
@@ -264,6 +272,19 @@ class Order:
 
     def __init__(self) -> None:
         self._last: torch.cuda.Stream | None = None
+        self._place = -1, 0
+        """The index of its device, and its address."""
+
+    def is_kept_by(self, tensor: torch.Tensor) -> bool:
+        """Return whether the device of a CUDA tensor is the current one, and its current stream the last one here."""
+        index, address = self._place
+        return (
+            _index_of_current is not None
+            and _address_of_current is not None
+            and tensor.get_device() == index
+            and _index_of_current() == index
+            and _address_of_current(index) == address
+        )
 
     def enter(self, tensor: object) -> None:
         """Make the current stream follow the previous one, if that was another stream.
@@ -278,6 +299,8 @@ class Order:
         if self._last is not None:
             stream.wait_stream(self._last)
         self._last = stream
+        if _address_of_current is not None:
+            self._place = tensor.get_device(), _address_of_current(tensor.get_device())
 
 
 class Queued:

@@ -29,7 +29,6 @@ FILLED, REDUCED, EMPTIED = range(3)
 """The stages of a chunk."""
 NUM_STAGES = 3
 _FIRST_STAGE = 1  # 0: this rank has entered the call
-STAGE_BITS = 24
 
 
 class Room(NamedTuple):

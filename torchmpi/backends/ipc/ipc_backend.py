@@ -3,14 +3,15 @@
 :mod:`torchmpi.backends.ipc.chunk_plan` plans the steps; this module enqueues them on torch's current stream and does
 not wait for the device. The streams of the ranks synchronize by numbers in memory
 (:mod:`torchmpi.backends.ipc.stream_memory`), after the processes have synchronized
-(:mod:`torchmpi.backends.ipc.stage_sync`), since a stream must not wait for work that is not enqueued. Reductions are
-operations of torch in rank order (:func:`torchmpi.backends.rank_order.combination`).
+(:mod:`torchmpi.backends.ipc.stage_sync`), since a stream must not wait for work that is not enqueued. Reductions add in
+rank order, by kernels (:mod:`torchmpi.backends.ipc.sum_kernels`) or by operations of torch
+(:func:`torchmpi.backends.rank_order.combination`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from ...tensors import buffers, partition
 from ..base import Operation
 from ..gpus import Devices
 from ..mpi_messages import destination_for, row_counts, rows_of
-from ..rank_order import combination
-from . import chunk_plan
+from . import chunk_plan, stream_memory
 from .chunk_plan import EMPTIED, FILLED, Chunks, Fill, ReduceAreas, Room, Step, Sync, Take
+from .short_allreduce import ShortAllreduce
 from .stage_sync import StageSync
-from .staging_areas import CudaDevice, Enqueue, Staging
+from .staging_areas import CudaDevice, Staging
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 _ONE_SHOT_BYTES = 32 << 20
@@ -95,10 +96,15 @@ class IpcBackend:
             if staged is None:
                 staged = StagedGroup(self, group)
                 group.attachments.append(staged)
-        operation: Operation = getattr(IpcCollectives(staged, op), collective)
+        calls = IpcCollectives(staged, op)
+        operation: Operation = getattr(calls, collective)
+        is_allreduce = collective == "allreduce"
 
         def run(source: Any, destination: Any, root: int) -> Any:
             try:
+                if is_allreduce and calls.run_short(source):
+                    staged.sync.complete()
+                    return source
                 staged.begin(source)
                 result = operation(source, destination, root)
                 staged.sync.complete()
@@ -118,13 +124,17 @@ class StagedGroup:
         self.rank, self.size = group.rank, group.size
         self.others = chunk_plan.others(group.rank, group.size)
         self.half_bytes = chunk_plan.half_bytes(backend.config.staging_bytes, group.size)
+        self.short_bytes = self.half_bytes if self.size <= 2 else min(self.half_bytes, _ONE_SHOT_BYTES // self.size)
+        """The largest tensor of a :class:`ShortAllreduce`."""
         self.sync = StageSync(group)
         self.staging: Staging | None = None
         self._device: torch.device | None = None
-        self._publish: Enqueue
+        self._publish: stream_memory.StreamOperations
         """Publishes a number of this rank."""
-        self._await_others: Enqueue
+        self._await_others: stream_memory.StreamOperations
         """Waits for a number of all other ranks."""
+        self._owed = 0
+        """The number that the stream of this rank has still to publish, because the last call has left it out."""
         self._plans: dict[Hashable, list[list[Action]]] = {}
         """The chunks of plans, by the arguments of the plan."""
         self._last_use = [0, 0]
@@ -145,13 +155,46 @@ class StagedGroup:
                 f"staging areas on {self._device}. Keep the tensors of a communicator on one GPU."
             )
         has_failed = self.sync.begin()
-        if has_failed and self.staging is not None:  # that call may have ended before its last publication
-            self._publish(self.staging.device.current_stream(), self.sync.number(0))
+        if self.staging is not None and (has_failed or self._owed):  # a failed call may have ended before it published
+            self._publish(self.staging.device.current_stream(), self.sync.number(0) if has_failed else self._owed)
+            self._owed = 0
         self.sync.publish(0)  # after all checks: a rank that has entered the call takes part in calls of MPI
         if self.staging is None:
             self.wait_for_entry()  # expire() ends this wait, but not those of MPI in the next line
             self._open_staging(tensor.device)
         self._check_release()
+
+    def begin_short(self, tensor: torch.Tensor) -> int:
+        """Enter a call of :class:`ShortAllreduce`; return its half, or -1 if the call must take the longer way."""
+        staging, sync = self.staging, self.sync
+        assert staging is not None
+        half = sync.next_seq & 1
+        if (
+            not self._is_free[half]
+            or sync.has_failed()
+            or staging.is_released
+            or tensor.device != self._device
+            or staging.device.is_capturing()
+        ):
+            return -1
+        sync.begin()
+        return half
+
+    def end_short(self, half: int, emptied: int) -> None:
+        """Note that the current call has used a half, and that this rank has not published the last stage."""
+        self._last_use[half], self._is_free[half], self._is_free[1 - half] = emptied, False, True
+        self._owed = emptied
+        self._check_release()
+
+    def short_allreduce(self, dtype: torch.dtype, op: str) -> ShortAllreduce | None:
+        """Return the short allreduces of a dtype and operation; None if they cannot run in one call."""
+        staging = self.staging
+        kernel = None if staging is None else staging.device.sum_kernel(dtype, op, self.size)
+        if staging is None or kernel is None:
+            return None
+        with suppress(ImportError, OSError, RuntimeError), torch.inference_mode(False):  # there is no LLVM
+            return ShortAllreduce(self, kernel, dtype)
+        return None
 
     def _open_staging(self, device: torch.device) -> None:
         group, backend = self.group, self.backend
@@ -164,7 +207,7 @@ class StagedGroup:
         self._publish = staging.operations(publishes=True)
         self._await_others = staging.operations(awaits=self.others)
         self._last_use[:], self._is_free[:] = [0] * 2, [False] * 2
-        self.staging, self._device = staging, device
+        self.staging, self._device, self._owed = staging, device, 0
 
     def wait_for_entry(self) -> None:
         """Wait until all ranks have entered the call; raise if one has aborted it."""
@@ -219,9 +262,9 @@ class StagedGroup:
             taken, begin, numel = _range(areas[step.rank], step.area, step.numel), step.out, step.numel
             return lambda source, out, stream: _range(out, begin, numel).copy_(taken)
         if isinstance(step, ReduceAreas):
-            reduce = combination([_range(area, step.area, step.numel) for area in areas], op)
+            reduce = staging.device.reduction([_range(area, step.area, step.numel) for area in areas], op)
             begin, numel = step.out, step.numel
-            return lambda source, out, stream: reduce(_range(out, begin, numel))
+            return lambda source, out, stream: reduce(_range(out, begin, numel), stream)
         if isinstance(step, Room):
             return self._room(half, chunk_plan.stage_number(index, EMPTIED))
         return self._synchronization(step, staging, half, chunk_plan.stage_number(index, step.stage))
@@ -279,6 +322,20 @@ class IpcCollectives:
         self.staged, self.op = staged, op or ""
         self.rank, self.size, self.half_bytes = staged.rank, staged.size, staged.half_bytes
         self.log = staged.group.call_log.log_fields
+        self._short: ShortAllreduce | None = None
+        self._tried: Staging | None = None
+        """The staging areas for which `_short` was made, or could not be made."""
+
+    def run_short(self, buffer: torch.Tensor) -> bool:
+        """Run an allreduce in one call of machine code, if that is possible; return whether it has run."""
+        short = self._short
+        if self.staged.staging is not self._tried:
+            self._tried = self.staged.staging
+            short = self._short = self.staged.short_allreduce(buffer.dtype, self.op)
+        if short is None or not short.run(buffer):
+            return False
+        self.log[LOG_ALGORITHM] = algorithms.ONE_SHOT
+        return True
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""

@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 
 from ...communicators.group import Group
-from ...shared_memory.memory_layout import BLOCK_FIELDS, COMPLETED, ENQUEUED, REFUSED
-from .chunk_plan import STAGE_BITS
+from ...shared_memory.memory_layout import BLOCK_FIELDS, COMPLETED, ENQUEUED, REFUSED, STAGE_BITS
 
 # Polling takes a fraction of a microsecond, yielding to other threads about one. The device needs longer for a chunk.
 _NUM_POLLS, _YIELD_SECONDS = 20, 0.002
@@ -36,11 +35,20 @@ class StageSync:
         """Sequence number of the call whose wait the watchdog has ended."""
         self._nothing = select.poll()
 
-    def begin(self) -> bool:
-        """Begin the current call of the call log; return whether a call of this rank has failed since the last one."""
+    @property
+    def next_seq(self) -> int:
+        """The number of the call that begins."""
         assert self._call_log.current is not None
-        last, self.seq = self.seq, self._call_log.current[0]
-        return self._call_log.last_aborted >= last
+        return self._call_log.current[0]
+
+    def has_failed(self) -> bool:
+        """Return whether a call of this rank has failed since it began the last one here."""
+        return self._call_log.last_aborted >= self.seq
+
+    def begin(self) -> bool:
+        """Begin the current call of the call log; return `has_failed`."""
+        has_failed, self.seq = self.has_failed(), self.next_seq
+        return has_failed
 
     def publish(self, stage: int) -> None:
         """Publish that this rank has reached a stage of the current call."""

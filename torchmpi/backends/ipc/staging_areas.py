@@ -19,10 +19,11 @@ from ...communicators.group import share
 from ...errors import BackendUnavailableError
 from ...shared_memory.segments import Segment
 from ...tensors import streams
-from .stream_memory import StreamOperations
+from ..rank_order import combination
+from . import driver, stream_memory, sum_kernels
 
-Enqueue = Callable[[int, int], None]
-"""``enqueue(stream, number)``: enqueues operations with a number on a stream, given by its address."""
+Reduction = Callable[[torch.Tensor, int], None]
+"""``reduction(out, stream)``: enqueues the combination of some areas into a flat tensor."""
 
 _NUM_HALVES = 2
 _DEVICE_FIELD = 6
@@ -74,13 +75,35 @@ class CudaDevice:
         """Undo `page_lock`."""
         streams.unpin(memory)
 
-    def operations(self, written: Sequence[int], awaited: Sequence[int]) -> Enqueue:
+    def operations(self, written: Sequence[int], awaited: Sequence[int]) -> stream_memory.StreamOperations:
         """Return a function that enqueues writes of a number to some addresses, and waits for it at others."""
-        return StreamOperations(written, awaited)
+        return stream_memory.StreamOperations(written, awaited)
+
+    def sum_kernel(self, dtype: torch.dtype, op: str, size: int) -> sum_kernels.SumKernel | None:
+        """Return a kernel that adds the areas of `size` ranks; None if there is none."""
+        return sum_kernels.sum_kernel(dtype, op, size, self.device.index)
+
+    def reduction(self, areas: Sequence[torch.Tensor], op: str) -> Reduction:
+        """Return a function that enqueues the combination of some areas in their order."""
+        kernel = self.sum_kernel(areas[0].dtype, op, len(areas))
+        if kernel is not None:
+            return sum_kernels.SumOfAreas(kernel, areas)
+        combine = combination(areas, op)
+        return lambda out, stream: combine(out)
+
+    def driver_functions(self) -> tuple[int, int, int]:
+        """Return the addresses of the functions that copy memory, enqueue operations of streams, and launch kernels."""
+        functions = driver.COPY, driver.STREAM_OPERATIONS, driver.LAUNCH
+        copy, operate, launch = (driver.address(*each) for each in functions)
+        return copy, operate, launch
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is captured in a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self) -> int:
         """Return the address of the current stream of the GPU."""
-        return streams.current(self.device).cuda_stream
+        return streams.current_address(self.device)
 
     def finish(self) -> None:
         """Wait until the GPU has finished all enqueued work."""
@@ -129,7 +152,7 @@ class Staging:
             self._views[dtype] = [[area[place].view(dtype) for area in areas] for place in ranges]
         return self._views[dtype][half]
 
-    def operations(self, *, publishes: bool = False, awaits: Sequence[int] = ()) -> Enqueue:
+    def operations(self, *, publishes: bool = False, awaits: Sequence[int] = ()) -> stream_memory.StreamOperations:
         """Return a function that enqueues the publication of a number, and waits for that number of other ranks."""
         base, own = self._opened_segment.address, self.comm.rank
         written = [base + self._offset(reader, own) for reader in self._others] if publishes else []

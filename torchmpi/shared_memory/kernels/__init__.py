@@ -6,8 +6,8 @@ processes load the machine code from files.
 =================================== ============================================================================
 layer, from the top                 modules
 =================================== ============================================================================
-kernels that Python calls           movement, reduce_kernels, host_calls, messages, message_pieces, fast_path_code,
-                                    shard_passes
+kernels that Python calls           movement, reduce_kernels, host_calls, messages, message_pieces, gpu_calls,
+                                    fast_path_code, shard_passes
 loop, routes, measurements          chunk_loop, peer_memory, copying
 synchronization                     arrival
 records and shared memory by name   access, records, shard_layout, torchmpi.shared_memory.memory_layout

@@ -383,8 +383,8 @@ def call_rule(typing_context, function, arrays, sent, numel, coefficients, steps
     return types.void(*[types.int64] * 6), generate
 
 
-def _caller_of_mpi(*kinds: Any) -> Any:
-    """Generate the call of a function of MPI by its address, which returns its error.
+def _caller(*kinds: Any) -> Any:
+    """Generate the call of a function of MPI or of CUDA's driver by its address, which returns its error.
 
     Handles are passed as words. Where they are an `int`, as in MPICH, the functions ignore the upper half.
     """
@@ -407,20 +407,20 @@ def call_sendrecv(
 ):  # fmt: skip
     """Call MPI_Sendrecv by its address; return its error."""
     part = [_WORD, _INT, _WORD, _INT, _INT]  # memory, count, datatype, rank, tag
-    generate = _caller_of_mpi(*part, *part, _WORD, _WORD)
+    generate = _caller(*part, *part, _WORD, _WORD)
     return types.int64(*[types.int64] * 13), generate
 
 
 @intrinsic
 def call_isend(typing_context, function, memory, count, kind, peer, tag, comm, request):
     """Call MPI_Isend or MPI_Irecv by its address; return its error."""
-    return types.int64(*[types.int64] * 8), _caller_of_mpi(_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD)
+    return types.int64(*[types.int64] * 8), _caller(_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD)
 
 
 @intrinsic
 def call_test(typing_context, function, request, status):
     """Call MPI_Test by its address; return its error, or -1 while the request is not complete."""
-    call = _caller_of_mpi(_WORD, _WORD, _WORD)
+    call = _caller(_WORD, _WORD, _WORD)
 
     def generate(context, builder, signature, arguments):
         function, request, status = arguments
@@ -432,6 +432,37 @@ def call_test(typing_context, function, request, status):
         return builder.select(waits, _WORD(-1), error)
 
     return types.int64(*[types.int64] * 3), generate
+
+
+@intrinsic
+def call_copy(typing_context, function, target, source, num_bytes, stream):
+    """Call cuMemcpyDtoDAsync by its address; return its error."""
+    return types.int64(*[types.int64] * 5), _caller(_WORD, _WORD, _WORD, _WORD)
+
+
+@intrinsic
+def call_batch(typing_context, function, stream, count, operations):
+    """Call cuStreamBatchMemOp by its address, without flags; return its error."""
+    call = _caller(_WORD, _INT, _WORD, _INT)
+
+    def generate(context, builder, signature, arguments):
+        return call(context, builder, signature, [*arguments, _WORD(0)])
+
+    return types.int64(*[types.int64] * 4), generate
+
+
+@intrinsic
+def call_launch(typing_context, function, kernel, num_blocks, num_threads, stream, parameters):
+    """Call cuLaunchKernel by its address, for blocks and threads in one dimension; return its error."""
+    call = _caller(_WORD, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _WORD, _WORD, _WORD)
+
+    def generate(context, builder, signature, arguments):
+        function, kernel, num_blocks, num_threads, stream, parameters = arguments
+        one, none = _WORD(1), _WORD(0)
+        grid = [num_blocks, one, one, num_threads, one, one]
+        return call(context, builder, signature, [function, kernel, *grid, none, stream, parameters, none])
+
+    return types.int64(*[types.int64] * 6), generate
 
 
 @intrinsic

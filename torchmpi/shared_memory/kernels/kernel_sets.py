@@ -54,6 +54,7 @@ SETS = {
             "messages",
             "host_calls",
             "message_pieces",
+            "gpu_calls",
         ),
         # Two thirds of all functions in each: most functions are called by both, so that a third part saves little.
         (
@@ -69,6 +70,8 @@ SETS = {
                 "add_pieces",
                 "finish_pieces",
                 "allreduce_in_pieces",
+                "allreduce_on_gpu",
+                "combine_on_gpu",
             ),
         ),
         "shared-memory kernels",
