@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from torchmpi.backends import rank_order
+from torchmpi.backends.ipc.area_kernels import AreaKernels
 from torchmpi.backends.ipc.staging_areas import CudaDevice
 from torchmpi.backends.ipc.stream_memory import StreamOperations
-from torchmpi.backends.ipc.sum_kernels import SumKernel
 from torchmpi.shared_memory.kernels.records import OPERATION_FIELDS, OPERATION_VALUE
 from torchmpi.shared_memory.segments import Segment, Ticket
 
 _IS_WAIT = 4
-_FUNCTIONS = {"copy": 4, "operate": 4, "launch": 11}
+_FUNCTIONS = {"operate": 4, "launch": 11}
 """Of the CUDA driver, with the number of their arguments."""
 
 
@@ -32,11 +32,6 @@ class HostOperations(StreamOperations):
     def __init__(self, written: Sequence[int], awaited: Sequence[int]) -> None:
         self._enqueue = lambda stream, count, address, flags: operate(stream, count, address, flags)
         self._prepare(written, awaited)
-
-
-def copy(target: int, source: int, num_bytes: int, stream: int) -> int:
-    ctypes.memmove(target, source, num_bytes)
-    return 0
 
 
 def operate(stream: int, count: int, address: int, flags: int) -> int:
@@ -85,7 +80,7 @@ class HostDevice(CudaDevice):
     def operations(self, written: Sequence[int], awaited: Sequence[int]) -> StreamOperations:
         return HostOperations(written, awaited)
 
-    def sum_kernel(self, dtype: torch.dtype, op: str, size: int) -> SumKernel | None:
+    def kernels(self, dtype: torch.dtype, op: str, size: int) -> AreaKernels | None:
         """Return None: operations of torch combine."""
         return None
 
@@ -108,42 +103,53 @@ class HostDevice(CudaDevice):
 
 
 class HostDriver(HostDevice):
-    """The same with kernels that add, which machine code launches by functions in place of those of the CUDA driver."""
+    """The same with kernels that machine code launches, by functions in place of those of the CUDA driver."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device)
-        self.kernels: list[tuple[torch.dtype, str, int]] = [(torch.float32, "", 0)]
-        functions = {"copy": copy, "operate": operate, "launch": self.launch}
+        self.adding: list[tuple[torch.dtype, str, int]] = []
+        """The kernels that add, by half their number; those that fill have the odd numbers."""
+        functions = {"operate": operate, "launch": self.launch}
         self.called = {
             name: ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_int64,) * _FUNCTIONS[name])(function)
             for name, function in functions.items()
         }
-        self.num_launches = 0
+        self.num_sums = 0
 
-    def sum_kernel(self, dtype: torch.dtype, op: str, size: int) -> SumKernel | None:
-        if not dtype.is_floating_point or dtype.itemsize == 1 or op not in ("sum", "avg"):
+    def kernels(self, dtype: torch.dtype, op: str, size: int) -> AreaKernels | None:
+        if not dtype.is_floating_point or dtype.itemsize == 1 or op not in ("sum", "avg") or size < 2:
             return None
-        self.kernels.append((dtype, op, size))
-        return SumKernel(len(self.kernels) - 1, 8, 1024)
+        self.adding.append((dtype, op, size))
+        add = 2 * len(self.adding) - 2
+        return AreaKernels(add, add + 1, 8, 1024)
 
     def reduction(self, areas: Sequence[torch.Tensor], op: str) -> Any:
         combine = rank_order.combination(areas, op)
         return lambda out, stream: combine(out)
 
-    def driver_functions(self) -> tuple[int, int, int]:
-        copies, operates, launches = (ctypes.cast(self.called[name], ctypes.c_void_p).value or 0 for name in _FUNCTIONS)
-        return copies, operates, launches
+    def driver_functions(self) -> tuple[int, int]:
+        operates, launches = (ctypes.cast(self.called[name], ctypes.c_void_p).value or 0 for name in _FUNCTIONS)
+        return operates, launches
 
     def launch(self, kernel: int, *arguments: int) -> int:
         """Run a kernel as cuLaunchKernel would."""
-        dtype, op, size = self.kernels[kernel]
-        table, out, count = (ctypes.c_int64.from_address(arguments[-2] + 8 * index).value for index in range(3))
-        numel = ctypes.c_int64.from_address(count).value
-        addresses = [*(ctypes.c_int64 * size).from_address(table), ctypes.c_int64.from_address(out).value]
-        *areas, result = (_at(address, numel, dtype) for address in addresses)
+        dtype, op, size = self.adding[kernel // 2]
+        parameters = _words(arguments[-2], 6 if kernel % 2 else 3)
+        if kernel % 2:
+            source, area, numel = (_words(each, 1)[0] for each in parameters[:3])
+            ctypes.memmove(area, source, numel * dtype.itemsize)
+            for place in _words(parameters[3], size - 1):
+                ctypes.c_int64.from_address(place).value = _words(parameters[4], 1)[0]
+            return 0
+        out, numel = (_words(each, 1)[0] for each in parameters[1:])
+        *areas, result = (_at(address, numel, dtype) for address in (*_words(parameters[0], size), out))
         rank_order.combine(areas, op, result)
-        self.num_launches += 1
+        self.num_sums += 1
         return 0
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
 
 
 def _at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

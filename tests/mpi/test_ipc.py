@@ -399,7 +399,7 @@ class Refusing(HostDriver):
     """A driver that refuses kernels from the third one on."""
 
     def launch(self, kernel: int, *arguments: int) -> int:
-        return 700 if self.num_launches >= 2 else super().launch(kernel, *arguments)
+        return 700 if self.num_sums >= 2 else super().launch(kernel, *arguments)
 
 
 def test_short_allreduces_run_in_one_call_of_machine_code(agree):
@@ -416,10 +416,10 @@ def test_short_allreduces_run_in_one_call_of_machine_code(agree):
         assert rig.staged.staging is not None
         device = rig.staged.staging.device
         rig.run("allreduce", torch.ones(3))
-        before = device.num_launches
+        before = device.num_sums
         for _ in range(100):  # longer than the ring of the call log
             rig.run("allreduce", torch.ones(3))
-        agree.equal(device.num_launches, before + 100)
+        agree.equal(device.num_sums, before + 100)
     rig.group.free()
 
 
@@ -444,7 +444,7 @@ def test_an_error_of_the_driver_ends_the_call_on_all_ranks_and_the_next_ones_are
     is_last = rig.rank == rig.size - 1
     agree(not is_last or "cannot enqueue an allreduce: error 700" in messages[0], str(messages))
     agree(is_last or all("has aborted" in message for message in messages), str(messages))
-    device.num_launches = -100
+    device.num_sums = -100
     for number in range(3):
         for collective in COLLECTIVES:
             Call(rig, collective, torch.float32, "sum", (1000,), number).check(rig, agree)

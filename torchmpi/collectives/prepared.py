@@ -223,6 +223,8 @@ def _runner(
     if not takes and collective in IN_PLACE:
         return device_staging.StagedOperation(collective, operation, group, _pool(runtime))
     if takes and device_type != "cpu":
+        if direct and backend.enqueues and collective in IN_PLACE:
+            return _direct_in_order(operation, group)
         operation = in_order(operation, group) if backend.enqueues else _settled(operation)
     if collective not in IN_PLACE:
         return _producing(operation, takes=takes)
@@ -254,8 +256,6 @@ def in_order(operation: Operation, group: Group) -> Operation:
 
     def run(source: Any, destination: Any, root: int) -> Any:
         tensor = destination if source is None else source
-        if tensor is not None and order.is_kept_by(tensor):
-            return operation(source, destination, root)
         with streams.on_device(tensor):
             order.enter(tensor)
             return operation(source, destination, root)
@@ -271,6 +271,21 @@ def _settled(operation: Operation) -> Operation:
             if tensor is not None:
                 streams.settle(tensor)
         return operation(source, destination, root)
+
+    return run
+
+
+def _direct_in_order(operation: Operation, group: Group) -> Operation:
+    """Return `_direct` of `in_order` in one function, which saves a short call a microsecond."""
+    ordered, is_kept_by = in_order(operation, group), _orders[group].is_kept_by
+
+    def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
+        (operation if is_kept_by(tensor) else ordered)(tensor, None, root)
+        try:  # buffers.touch without a call
+            buffers.increment_version((tensor,))
+        except RuntimeError:
+            buffers.touch(tensor)
+        return tensor
 
     return run
 

@@ -23,6 +23,10 @@ _HIGH_PRIORITY = -1  # other ranks wait for communication, not for computation
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of the process
 _address_of_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _index_of_current = getattr(torch._C, "_cuda_getDevice", None)
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Returns whether the current stream of the current device is captured in a CUDA graph."""
 _known: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
@@ -41,11 +45,11 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def current_address(device: torch.device) -> int:
-    """Return the address of the current stream of a device."""
+def address_of_current(index: int) -> int:
+    """Return the address of the current stream of a GPU."""
     if _address_of_current is None:
-        return torch.cuda.current_stream(device).cuda_stream
-    address: int = _address_of_current(device.index)
+        return torch.cuda.current_stream(index).cuda_stream
+    address: int = _address_of_current(index)
     return address
 
 

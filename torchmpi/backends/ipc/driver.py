@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 
-COPY = "cuMemcpyDtoDAsync_v2", "3.2"
 LAUNCH = "cuLaunchKernel", "4.0"
 STREAM_OPERATIONS = "cuStreamBatchMemOp_v2", "11.7"
 """Functions, and the release of CUDA with which each came."""

@@ -4,7 +4,7 @@
 not wait for the device. The streams of the ranks synchronize by numbers in memory
 (:mod:`torchmpi.backends.ipc.stream_memory`), after the processes have synchronized
 (:mod:`torchmpi.backends.ipc.stage_sync`), since a stream must not wait for work that is not enqueued. Reductions add in
-rank order, by kernels (:mod:`torchmpi.backends.ipc.sum_kernels`) or by operations of torch
+rank order, by kernels (:mod:`torchmpi.backends.ipc.area_kernels`) or by operations of torch
 (:func:`torchmpi.backends.rank_order.combination`).
 """
 
@@ -96,15 +96,10 @@ class IpcBackend:
             if staged is None:
                 staged = StagedGroup(self, group)
                 group.attachments.append(staged)
-        calls = IpcCollectives(staged, op)
-        operation: Operation = getattr(calls, collective)
-        is_allreduce = collective == "allreduce"
+        operation: Operation = getattr(IpcCollectives(staged, op), collective)
 
         def run(source: Any, destination: Any, root: int) -> Any:
             try:
-                if is_allreduce and calls.run_short(source):
-                    staged.sync.complete()
-                    return source
                 staged.begin(source)
                 result = operation(source, destination, root)
                 staged.sync.complete()
@@ -113,7 +108,25 @@ class IpcBackend:
                 staged.sync.abort()
                 raise
 
-        return run
+        if collective != "allreduce" or dtype is None:
+            return run
+        short: ShortAllreduce | None = None
+        staging: Staging | None = None  # for which `short` was made, or could not be made
+
+        def run_allreduce(source: Any, destination: Any, root: int) -> Any:
+            nonlocal short, staging
+            try:
+                if staging is not staged.staging:
+                    staging = staged.staging
+                    short = staged.short_allreduce(dtype, op or "")
+                if short is not None and short.run(source):
+                    return source
+            except BaseException:
+                staged.sync.abort()
+                raise
+            return run(source, destination, root)
+
+        return run_allreduce
 
 
 class StagedGroup:
@@ -133,14 +146,8 @@ class StagedGroup:
         """Publishes a number of this rank."""
         self._await_others: stream_memory.StreamOperations
         """Waits for a number of all other ranks."""
-        self._owed = 0
-        """The number that the stream of this rank has still to publish, because the last call has left it out."""
         self._plans: dict[Hashable, list[list[Action]]] = {}
         """The chunks of plans, by the arguments of the plan."""
-        self._last_use = [0, 0]
-        """The number after which a rank has read the last chunk that this rank has put into a half."""
-        self._is_free = [False, False]
-        """Whether the stream of this rank already follows the other ranks' reads of a half."""
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Enter a call. Collective if the call is the first."""
@@ -155,45 +162,24 @@ class StagedGroup:
                 f"staging areas on {self._device}. Keep the tensors of a communicator on one GPU."
             )
         has_failed = self.sync.begin()
-        if self.staging is not None and (has_failed or self._owed):  # a failed call may have ended before it published
-            self._publish(self.staging.device.current_stream(), self.sync.number(0) if has_failed else self._owed)
-            self._owed = 0
+        owed = self.sync.number(0) if has_failed else self.sync.owed  # a failed call may have ended before it published
+        if self.staging is not None and owed:
+            self._publish(self.staging.device.current_stream(), owed)
+            self.sync.owed = 0
         self.sync.publish(0)  # after all checks: a rank that has entered the call takes part in calls of MPI
         if self.staging is None:
             self.wait_for_entry()  # expire() ends this wait, but not those of MPI in the next line
             self._open_staging(tensor.device)
-        self._check_release()
-
-    def begin_short(self, tensor: torch.Tensor) -> int:
-        """Enter a call of :class:`ShortAllreduce`; return its half, or -1 if the call must take the longer way."""
-        staging, sync = self.staging, self.sync
-        assert staging is not None
-        half = sync.next_seq & 1
-        if (
-            not self._is_free[half]
-            or sync.has_failed()
-            or staging.is_released
-            or tensor.device != self._device
-            or staging.device.is_capturing()
-        ):
-            return -1
-        sync.begin()
-        return half
-
-    def end_short(self, half: int, emptied: int) -> None:
-        """Note that the current call has used a half, and that this rank has not published the last stage."""
-        self._last_use[half], self._is_free[half], self._is_free[1 - half] = emptied, False, True
-        self._owed = emptied
-        self._check_release()
+        self.check_release()
 
     def short_allreduce(self, dtype: torch.dtype, op: str) -> ShortAllreduce | None:
         """Return the short allreduces of a dtype and operation; None if they cannot run in one call."""
         staging = self.staging
-        kernel = None if staging is None else staging.device.sum_kernel(dtype, op, self.size)
-        if staging is None or kernel is None:
+        kernels = None if staging is None else staging.device.kernels(dtype, op, self.size)
+        if kernels is None:
             return None
         with suppress(ImportError, OSError, RuntimeError), torch.inference_mode(False):  # there is no LLVM
-            return ShortAllreduce(self, kernel, dtype)
+            return ShortAllreduce(self, kernels, dtype)
         return None
 
     def _open_staging(self, device: torch.device) -> None:
@@ -206,8 +192,8 @@ class StagedGroup:
             raise
         self._publish = staging.operations(publishes=True)
         self._await_others = staging.operations(awaits=self.others)
-        self._last_use[:], self._is_free[:] = [0] * 2, [False] * 2
-        self.staging, self._device, self._owed = staging, device, 0
+        self.sync.open()
+        self.staging, self._device = staging, device
 
     def wait_for_entry(self) -> None:
         """Wait until all ranks have entered the call; raise if one has aborted it."""
@@ -244,9 +230,9 @@ class StagedGroup:
             for actions in chunks:
                 for action in actions:
                     action(source, out, stream)
-        self._check_release()
+        self.check_release()
 
-    def _check_release(self) -> None:
+    def check_release(self) -> None:
         """Raise if streams may have continued before other ranks had filled their areas."""
         if self.staging is not None and self.staging.is_released:
             reason = self.group.context.loss or "its process group was aborted"
@@ -271,7 +257,7 @@ class StagedGroup:
 
     def _synchronization(self, step: Sync, staging: Staging, half: int, stage: int) -> Action:
         """Return the publication of a stage, the wait for it, or both."""
-        sync, is_free, publishes, ranks = self.sync, self._is_free, step.publishes, step.awaits
+        sync, is_free, publishes, ranks = self.sync, self.sync.is_free, step.publishes, step.awaits
         publish, wait = self._publish, staging.operations(awaits=ranks)
         # A rank has enqueued its reads of earlier chunks before it fills its area.
         frees = step.stage == FILLED and len(ranks) == self.size - 1
@@ -295,7 +281,7 @@ class StagedGroup:
         This rank's own reads come before, whatever their stream: the calls of a group are in one order
         (:class:`~torchmpi.tensors.streams.Order`).
         """
-        sync, is_free, last_use = self.sync, self._is_free, self._last_use
+        sync, is_free, last_use = self.sync, self.sync.is_free, self.sync.last_use
 
         def wait(source: torch.Tensor, out: torch.Tensor, stream: int) -> None:
             if not is_free[half]:
@@ -322,20 +308,6 @@ class IpcCollectives:
         self.staged, self.op = staged, op or ""
         self.rank, self.size, self.half_bytes = staged.rank, staged.size, staged.half_bytes
         self.log = staged.group.call_log.log_fields
-        self._short: ShortAllreduce | None = None
-        self._tried: Staging | None = None
-        """The staging areas for which `_short` was made, or could not be made."""
-
-    def run_short(self, buffer: torch.Tensor) -> bool:
-        """Run an allreduce in one call of machine code, if that is possible; return whether it has run."""
-        short = self._short
-        if self.staged.staging is not self._tried:
-            self._tried = self.staged.staging
-            short = self._short = self.staged.short_allreduce(buffer.dtype, self.op)
-        if short is None or not short.run(buffer):
-            return False
-        self.log[LOG_ALGORITHM] = algorithms.ONE_SHOT
-        return True
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ...shared_memory import kernels
-from ...shared_memory.kernels import records
-from ...shared_memory.memory_layout import BLOCK_FIELDS, ENQUEUED, FIELD_BYTES
-from . import driver, sum_kernels
+from ...communicators.algorithms import ONE_SHOT
+from ...shared_memory.kernels import load, records
+from ...shared_memory.memory_layout import BLOCK_BYTES, FIELD_BYTES, LOG_ALGORITHM, LOG_SEQUENCE, STAGE_BITS
+from . import area_kernels, driver
 from .chunk_plan import EMPTIED, FILLED, stage_number
 
 if TYPE_CHECKING:
@@ -26,42 +26,47 @@ _FILLED, _EMPTIED = stage_number(0, FILLED), stage_number(0, EMPTIED)
 class ShortAllreduce:
     """The allreduces of one dtype and operation on a group."""
 
-    def __init__(self, staged: StagedGroup, kernel: sum_kernels.SumKernel, dtype: torch.dtype) -> None:
-        assert staged.staging is not None
-        loaded, staging = kernels.load(), staged.staging
-        self._allreduce, self._combine = loaded["allreduce_on_gpu"], loaded["combine_on_gpu"]
-        self._staged, self._staging = staged, staging
-        self._item_bytes, self._most_numel = dtype.itemsize, staged.short_bytes // dtype.itemsize
-        board = staged.group.status_board
-        assert board is not None
-        stages = [board.segment.address + (rank * BLOCK_FIELDS + ENQUEUED) * FIELD_BYTES for rank in range(staged.size)]
-        self._stages = np.array([stages[other] for other in staged.others], np.int64)
-        self._operations = staging.operations(publishes=True), staging.operations(awaits=staged.others)
+    def __init__(self, staged: StagedGroup, kernels: area_kernels.AreaKernels, dtype: torch.dtype) -> None:
+        assert staged.staging is not None and staged.group.status_board is not None
+        staging, size, others = staged.staging, staged.size, staged.others
+        self._allreduce, self._add = (load()[name] for name in ("allreduce_on_gpu", "add_on_gpu"))
+        self._staged, self._staging, self._sync = staged, staging, staged.sync
+        self._log_fields, self._device = staged.group.call_log.log_fields, staging.device.device
+        self._current_stream, self._is_capturing = staging.device.current_stream, staging.device.is_capturing
+        self._most_numel = staged.short_bytes // dtype.itemsize
+        first_block = staged.group.status_board.segment.address
+        blocks = [first_block + rank * BLOCK_BYTES for rank in range(size)]
+        self._blocks = np.array([blocks[other] for other in others], np.int64)
+        self._waits = staging.operations(awaits=others)
+        self._num_ended = torch.zeros(1, dtype=torch.int32, device=staging.device.device)
         self._record = np.zeros(records.GPU_CALL_FIELDS, np.int64)
         self._address = int(self._record.ctypes.data)
-        halves = [staging.areas(dtype, half) for half in range(2)]
-        cells = [self._address + field * FIELD_BYTES for field in (records.SUM_OUT, records.SUM_NUMEL)]
-        self._parameters = [sum_kernels.parameters(areas, *cells) for areas in halves]
-        copies, batches, launches = staging.device.driver_functions()
-        publications, waits = self._operations
+        tensor, numel, number = (
+            self._address + field * FIELD_BYTES for field in (records.GPU_TENSOR, records.GPU_NUMEL, records.GPU_NUMBER)
+        )
+        areas = [[area.data_ptr() for area in staging.areas(dtype, half)] for half in range(2)]
+        ended, numbers = [self._num_ended.data_ptr()], staging.addresses_of_numbers()
+        self._fill = [
+            area_kernels.Parameters(tensor, [each[staged.rank]], numel, numbers, number, ended) for each in areas
+        ]
+        self._sum = [area_kernels.Parameters(each, tensor, numel) for each in areas]
+        batches, launches = staging.device.driver_functions()
         values = {
-            records.COPY_MEMORY: copies,
             records.STREAM_OPERATIONS: batches,
             records.LAUNCH_KERNEL: launches,
-            records.PUBLICATIONS: publications.address,
-            records.NUM_PUBLICATIONS: publications.count,
-            records.WAITS: waits.address,
-            records.NUM_WAITS: waits.count,
-            records.OWN_STAGE: stages[staged.rank],
-            records.STAGES_OF_OTHERS: self._stages.ctypes.data,
-            records.SUM_KERNEL: kernel.function,
-            records.SUM_THREADS: sum_kernels.NUM_THREADS,
-            records.MOST_SUM_BLOCKS: kernel.most_blocks,
-            records.NUMEL_OF_SUM_BLOCK: kernel.numel_of_block,
+            records.STREAM_WAITS: self._waits.address,
+            records.NUM_STREAM_WAITS: self._waits.count,
+            records.OWN_BLOCK: blocks[staged.rank],
+            records.BLOCKS_OF_OTHERS: self._blocks.ctypes.data,
+            records.FILL_KERNEL: kernels.fill,
+            records.ADD_KERNEL: kernels.add,
+            records.KERNEL_THREADS: area_kernels.NUM_THREADS,
+            records.MOST_BLOCKS: kernels.most_blocks,
+            records.NUMEL_OF_BLOCK: kernels.numel_of_block,
         }
         for half in range(2):
-            values[records.OWN_AREA + half] = halves[half][staged.rank].data_ptr()
-            values[records.SUM_PARAMETERS + half] = self._parameters[half].ctypes.data
+            values[records.FILL_PARAMETERS + half] = self._fill[half].address
+            values[records.ADD_PARAMETERS + half] = self._sum[half].address
         for field, value in values.items():
             self._record[field] = value
 
@@ -72,23 +77,37 @@ class ShortAllreduce:
             MismatchError: Another rank has aborted the call.
             RuntimeError: The driver refuses the work, for example because the device has failed.
         """
-        staged, staging, numel = self._staged, self._staging, tensor.numel()
-        if not 0 < numel <= self._most_numel or staged.staging is not staging:
+        # On the path of every short call: no helper functions.
+        sync, staging, numel = self._sync, self._staging, tensor.numel()
+        seq, is_free = self._log_fields[LOG_SEQUENCE], sync.is_free
+        half = seq & 1
+        if not (
+            0 < numel <= self._most_numel
+            and is_free[half]
+            and self._staged.staging is staging
+            and not (staging.is_released or sync.has_failed() or self._is_capturing())
+            and tensor.device == self._device
+        ):
             return False
-        half = staged.begin_short(tensor)
-        if half < 0:
-            return False
-        sync, stream, address = staged.sync, staging.device.current_stream(), tensor.data_ptr()
-        number = sync.number(_FILLED)
-        arguments = self._address, half, stream, address, numel, number
-        status = self._allreduce(*arguments, numel * self._item_bytes)
+        sync.seq, first = seq, seq << STAGE_BITS
+        number, stream, address = first | _FILLED, self._current_stream(), tensor.data_ptr()
+        status = self._allreduce(self._address, half, stream, address, numel, number)
+        if status:
+            self._continue(status, half, stream, address, numel, number)
+        sync.last_use[half] = sync.owed = first | _EMPTIED
+        is_free[half], is_free[1 - half] = False, True
+        self._log_fields[LOG_ALGORITHM] = ONE_SHOT
+        if staging.is_released:
+            self._staged.check_release()
+        return True
+
+    def _continue(self, status: int, half: int, stream: int, address: int, numel: int, number: int) -> None:
+        """Finish a call from which machine code has returned early."""
         if status == driver.NO_CONTEXT:  # of the first function, so that nothing is enqueued
             driver.make_context(stream)
-            status = self._allreduce(*arguments, numel * self._item_bytes)
+            status = self._allreduce(self._address, half, stream, address, numel, number)
         if status == records.IS_LATE:
-            sync.wait_for(staged.others, number)
-            status = self._combine(*arguments)
+            self._sync.wait_for(self._staged.others, number)
+            status = self._add(self._address, half, stream)
         if status:
             driver.fail("enqueue an allreduce", status)
-        staged.end_short(half, sync.number(_EMPTIED))
-        return True

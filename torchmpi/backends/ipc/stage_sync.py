@@ -33,21 +33,26 @@ class StageSync:
         """Sequence number of the current call."""
         self.expired_seq = 0
         """Sequence number of the call whose wait the watchdog has ended."""
+        self.last_use = [0, 0]
+        """The number after which a rank has read the last chunk that this rank has put into a half of its area."""
+        self.is_free = [False, False]
+        """Whether the stream of this rank already follows the other ranks' reads of a half."""
+        self.owed = 0
+        """The number that the stream of this rank has still to publish, because the last call has left it out."""
         self._nothing = select.poll()
-
-    @property
-    def next_seq(self) -> int:
-        """The number of the call that begins."""
-        assert self._call_log.current is not None
-        return self._call_log.current[0]
 
     def has_failed(self) -> bool:
         """Return whether a call of this rank has failed since it began the last one here."""
         return self._call_log.last_aborted >= self.seq
 
+    def open(self) -> None:
+        """Begin to use new staging areas."""
+        self.last_use[:], self.is_free[:], self.owed = [0, 0], [False, False], 0
+
     def begin(self) -> bool:
-        """Begin the current call of the call log; return `has_failed`."""
-        has_failed, self.seq = self.has_failed(), self.next_seq
+        """Begin the current call of the call log; return `has_failed` before."""
+        assert self._call_log.current is not None
+        has_failed, self.seq = self.has_failed(), self._call_log.current[0]
         return has_failed
 
     def publish(self, stage: int) -> None:

@@ -20,7 +20,7 @@ from ...errors import BackendUnavailableError
 from ...shared_memory.segments import Segment
 from ...tensors import streams
 from ..rank_order import combination
-from . import driver, stream_memory, sum_kernels
+from . import area_kernels, driver, stream_memory
 
 Reduction = Callable[[torch.Tensor, int], None]
 """``reduction(out, stream)``: enqueues the combination of some areas into a flat tensor."""
@@ -79,31 +79,29 @@ class CudaDevice:
         """Return a function that enqueues writes of a number to some addresses, and waits for it at others."""
         return stream_memory.StreamOperations(written, awaited)
 
-    def sum_kernel(self, dtype: torch.dtype, op: str, size: int) -> sum_kernels.SumKernel | None:
-        """Return a kernel that adds the areas of `size` ranks; None if there is none."""
-        return sum_kernels.sum_kernel(dtype, op, size, self.device.index)
+    def kernels(self, dtype: torch.dtype, op: str, size: int) -> area_kernels.AreaKernels | None:
+        """Return the kernels for the areas of `size` ranks; None if there are none."""
+        return area_kernels.area_kernels(dtype, op, size, self.device.index)
 
     def reduction(self, areas: Sequence[torch.Tensor], op: str) -> Reduction:
         """Return a function that enqueues the combination of some areas in their order."""
-        kernel = self.sum_kernel(areas[0].dtype, op, len(areas))
-        if kernel is not None:
-            return sum_kernels.SumOfAreas(kernel, areas)
+        kernels = self.kernels(areas[0].dtype, op, len(areas))
+        if kernels is not None:
+            return area_kernels.SumOfAreas(kernels, areas)
         combine = combination(areas, op)
         return lambda out, stream: combine(out)
 
-    def driver_functions(self) -> tuple[int, int, int]:
-        """Return the addresses of the functions that copy memory, enqueue operations of streams, and launch kernels."""
-        functions = driver.COPY, driver.STREAM_OPERATIONS, driver.LAUNCH
-        copy, operate, launch = (driver.address(*each) for each in functions)
-        return copy, operate, launch
+    def driver_functions(self) -> tuple[int, int]:
+        """Return the addresses of the functions that enqueue operations of streams and launch kernels."""
+        return driver.address(*driver.STREAM_OPERATIONS), driver.address(*driver.LAUNCH)
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is captured in a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return streams.is_capturing()
 
     def current_stream(self) -> int:
         """Return the address of the current stream of the GPU."""
-        return streams.current_address(self.device)
+        return streams.address_of_current(self.device.index)
 
     def finish(self) -> None:
         """Wait until the GPU has finished all enqueued work."""
@@ -155,8 +153,13 @@ class Staging:
     def operations(self, *, publishes: bool = False, awaits: Sequence[int] = ()) -> stream_memory.StreamOperations:
         """Return a function that enqueues the publication of a number, and waits for that number of other ranks."""
         base, own = self._opened_segment.address, self.comm.rank
-        written = [base + self._offset(reader, own) for reader in self._others] if publishes else []
+        written = self.addresses_of_numbers() if publishes else []
         return self.device.operations(written, [base + self._offset(own, writer) for writer in awaits])
+
+    def addresses_of_numbers(self) -> list[int]:
+        """Return the addresses to which this rank publishes its numbers: one for each other rank."""
+        base, own = self._opened_segment.address, self.comm.rank
+        return [base + self._offset(reader, own) for reader in self._others]
 
     def release_waits(self) -> None:
         """End the waits of this rank for others, from any thread. The results of these calls are undefined."""

@@ -435,12 +435,6 @@ def call_test(typing_context, function, request, status):
 
 
 @intrinsic
-def call_copy(typing_context, function, target, source, num_bytes, stream):
-    """Call cuMemcpyDtoDAsync by its address; return its error."""
-    return types.int64(*[types.int64] * 5), _caller(_WORD, _WORD, _WORD, _WORD)
-
-
-@intrinsic
 def call_batch(typing_context, function, stream, count, operations):
     """Call cuStreamBatchMemOp by its address, without flags; return its error."""
     call = _caller(_WORD, _INT, _WORD, _INT)

@@ -71,7 +71,7 @@ SETS = {
                 "finish_pieces",
                 "allreduce_in_pieces",
                 "allreduce_on_gpu",
-                "combine_on_gpu",
+                "add_on_gpu",
             ),
         ),
         "shared-memory kernels",

@@ -265,25 +265,21 @@ PIECE_FIELDS = 7
 
 # --- Prepared short allreduce on a GPU (see torchmpi.backends.ipc.short_allreduce) -------------------------------
 
-COPY_MEMORY, STREAM_OPERATIONS, LAUNCH_KERNEL = range(3)
-"""Addresses of functions of the CUDA driver: cuMemcpyDtoDAsync, cuStreamBatchMemOp, cuLaunchKernel."""
-OWN_AREA = 3
-"""First of two fields: addresses of the halves of this rank's staging area."""
-PUBLICATIONS, NUM_PUBLICATIONS = 5, 6
-"""Address of the operations with which a stream publishes a number, and how many they are."""
-WAITS, NUM_WAITS = 7, 8
-"""The same for the waits for the numbers of the other ranks, one for each of them."""
-OWN_STAGE = 9
-"""Address of this rank's field ENQUEUED."""
-STAGES_OF_OTHERS = 10
-"""Address of the addresses of that field of the other ranks."""
-SUM_KERNEL, SUM_THREADS, MOST_SUM_BLOCKS, NUMEL_OF_SUM_BLOCK = range(11, 15)
-"""The kernel that adds the areas, the threads of a block, the most blocks, and the elements that a block takes."""
-SUM_PARAMETERS = 15
-"""First of two fields: addresses of the addresses of the kernel's parameters, for each half. The addresses of SUM_OUT
-and SUM_NUMEL are among them."""
-SUM_OUT, SUM_NUMEL = 17, 18
-GPU_CALL_FIELDS = 19
+STREAM_OPERATIONS, LAUNCH_KERNEL = range(2)
+"""Addresses of functions of the CUDA driver: cuStreamBatchMemOp, cuLaunchKernel."""
+STREAM_WAITS, NUM_STREAM_WAITS = 2, 3
+"""Address of the operations with which a stream waits for the numbers of the other ranks, and how many they are."""
+OWN_BLOCK = 4
+"""Address of this rank's status block."""
+BLOCKS_OF_OTHERS = 5
+"""Address of the addresses of those of the other ranks."""
+FILL_KERNEL, ADD_KERNEL, KERNEL_THREADS, MOST_BLOCKS, NUMEL_OF_BLOCK = range(6, 11)
+"""The kernels, the threads of a block, the most blocks, and the elements that a block takes at once."""
+FILL_PARAMETERS, ADD_PARAMETERS = 11, 13
+"""First of two fields: addresses of the parameters of a kernel, for each half. Three of them are in the next fields."""
+GPU_TENSOR, GPU_NUMEL, GPU_NUMBER = 15, 16, 17
+"""The address of the tensor, its elements, and the number that is published."""
+GPU_CALL_FIELDS = 18
 
 OPERATION_VALUE, OPERATION_FIELDS = 2, 6
 """Of an operation of a stream: the field of its number, and how many fields it has."""

@@ -1,8 +1,10 @@
-"""Sums and means of staging areas in one kernel, which PyTorch compiles by NVRTC when it is first used.
+"""Kernels that fill and add staging areas, which PyTorch compiles by NVRTC when they are first used.
 
 torch adds two tensors at a time, and 16-bit floats in a tensor of 32 bits: for p ranks at least 3 (p - 1) reads and
 writes of the length of the tensor, where one kernel has p + 1. The bits are those of :func:`rank_order.combine`, which
 computes what has no kernel: other dtypes and operations, more ranks, or a PyTorch that does not compile kernels.
+
+The kernel that fills an area also publishes a number, which otherwise takes another operation of the stream.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ...log import logger
 from . import driver
 
 NUM_THREADS, MOST_SIZE = 512, 16
-_NAME, _PACK_BYTES = "sum_areas", 16
+_ADD, _FILL, _PACK_BYTES = "add_areas", "fill_area", 16
 _BLOCKS_OF_PROCESSOR = 4  # 2048 threads, as many as a multiprocessor runs
 
 # Without the header files of CUDA, which need not be installed: float16 by instructions, bfloat16 by its bits.
@@ -59,10 +61,11 @@ typedef %(total)s TOTAL;
 %(conversions)s
 union Pack { uint4 bits; ITEM items[NUM_ITEMS]; };
 struct Areas { const void *at[SIZE]; };
+struct Numbers { volatile long long *of[SIZE - 1]; };
 
 __device__ ITEM result_of(TOTAL total) { return rounded(%(result)s); }
 
-extern "C" __global__ void %(name)s(const Areas areas, void *out, const long long numel) {
+extern "C" __global__ void add_areas(const Areas areas, void *out, const long long numel) {
     const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x, step = gridDim.x * (long long)blockDim.x;
     // The areas begin at multiples of the size of a pack, other than a part of a tensor of the program.
     const long long num_packs = (size_t)out %% sizeof(Pack) == 0 ? numel / NUM_ITEMS : 0;
@@ -86,64 +89,87 @@ extern "C" __global__ void %(name)s(const Areas areas, void *out, const long lon
         ((ITEM *)out)[index] = result_of(total);
     }
 }
+
+// The last block that ends writes the number, for each other rank.
+extern "C" __global__ void fill_area(const void *source, void *area, const long long numel, const Numbers numbers,
+                                     const long long number, unsigned *num_ended) {
+    const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x, step = gridDim.x * (long long)blockDim.x;
+    const long long num_packs = (size_t)source %% sizeof(Pack) == 0 ? numel / NUM_ITEMS : 0;
+    for (long long index = first; index < num_packs; index += step)
+        ((uint4 *)area)[index] = ((const uint4 *)source)[index];
+    for (long long index = num_packs * NUM_ITEMS + first; index < numel; index += step)
+        ((ITEM *)area)[index] = ((const ITEM *)source)[index];
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence_system();  // for the whole block
+    if (atomicAdd(num_ended, 1) != gridDim.x - 1) return;
+    *num_ended = 0;
+    __threadfence_system();
+    for (int other = 0; other < SIZE - 1; ++other) *numbers.of[other] = number;
+}
 """
 
 
-class SumKernel(NamedTuple):
-    """A kernel that adds areas, and how to launch it."""
+class AreaKernels(NamedTuple):
+    """The kernels of a dtype, an operation and a number of ranks, and how to launch them."""
 
-    function: int
-    """The CUfunction."""
+    add: int
+    """A CUfunction."""
+    fill: int
     most_blocks: int
     numel_of_block: int
 
 
 def source(dtype: torch.dtype, op: str, size: int) -> str:
-    """Return the source of a kernel for the areas of `size` ranks.
+    """Return the source of the kernels for the areas of `size` ranks.
 
     >>> "#define SIZE 3" in source(torch.float32, "sum", 3)
     True
     """
     item, total, conversions = _TYPES[dtype]
     return _SOURCE % {
-        "item": item, "total": total, "size": size, "num_items": _PACK_BYTES // dtype.itemsize, "name": _NAME,
+        "item": item, "total": total, "size": size, "num_items": _PACK_BYTES // dtype.itemsize,
         "conversions": conversions.replace("TOTAL", total).replace("ITEM", item), "result": _RESULTS[op],
     }  # fmt: skip
 
 
 @cache
-def sum_kernel(dtype: torch.dtype, op: str, size: int, device_index: int) -> SumKernel | None:
-    """Return the kernel for the areas of `size` ranks on a GPU; None if there is none."""
+def area_kernels(dtype: torch.dtype, op: str, size: int, device_index: int) -> AreaKernels | None:
+    """Return the kernels for the areas of `size` ranks on a GPU; None if there are none."""
     compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
     if compile_kernel is None or dtype not in _TYPES or op not in _RESULTS or not 2 <= size <= MOST_SIZE:
         return None
     try:
         with torch.cuda.device(device_index):
-            function = compile_kernel(source(dtype, op, size), _NAME).func.value
+            add, fill = (compile_kernel(source(dtype, op, size), name).func.value for name in (_ADD, _FILL))
     except Exception as error:  # a private function: torch's operations compute the same
-        logger.debug("no kernel adds %s of %d ranks: %s: %s", dtype, size, type(error).__name__, error)
+        logger.debug("no kernels for %s of %d ranks: %s: %s", dtype, size, type(error).__name__, error)
         return None
     num_processors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    return SumKernel(function, num_processors * _BLOCKS_OF_PROCESSOR, NUM_THREADS * (_PACK_BYTES // dtype.itemsize))
+    return AreaKernels(add, fill, num_processors * _BLOCKS_OF_PROCESSOR, NUM_THREADS * (_PACK_BYTES // dtype.itemsize))
 
 
-def parameters(areas: Sequence[torch.Tensor], out: int, numel: int) -> np.ndarray:
-    """Return the addresses of the parameters of a kernel, and behind them the addresses of the areas.
+class Parameters:
+    """The parameters of a kernel in memory, each of 64 bits or an array of such, as cuLaunchKernel takes them."""
 
-    `out` and `numel`: addresses of memory for the address of the result and for the number of its elements.
-    """
-    table = np.array([0, out, numel, *(area.data_ptr() for area in areas)], np.int64)
-    table[0] = table[3:].ctypes.data
-    return table
+    def __init__(self, *parameters: int | Sequence[int]) -> None:
+        """Store the parameters. A number is the address of a parameter, a sequence is an array."""
+        arrays = [number for each in parameters if not isinstance(each, int) for number in each]
+        self._memory = np.array([*(0,) * len(parameters), *arrays], np.int64)
+        self.address = int(self._memory.ctypes.data)
+        place = self.address + 8 * len(parameters)
+        for index, each in enumerate(parameters):
+            self._memory[index] = each if isinstance(each, int) else place
+            place += 0 if isinstance(each, int) else 8 * len(each)
 
 
 class SumOfAreas:
     """Enqueues the sum of some areas."""
 
-    def __init__(self, kernel: SumKernel, areas: Sequence[torch.Tensor]) -> None:
-        self._kernel, self._values = kernel, np.zeros(2, np.int64)
+    def __init__(self, kernels: AreaKernels, areas: Sequence[torch.Tensor]) -> None:
+        self._kernels, self._values = kernels, np.zeros(2, np.int64)
         address = int(self._values.ctypes.data)
-        self._parameters = parameters(areas, address, address + self._values.itemsize)
+        self._parameters = Parameters([area.data_ptr() for area in areas], address, address + 8)
         self._launch = driver.function(*driver.LAUNCH)
         sizes = (ctypes.c_uint,) * 7
         self._launch.argtypes = (ctypes.c_void_p, *sizes, *(ctypes.c_void_p,) * 3)
@@ -154,13 +180,13 @@ class SumOfAreas:
         Raises:
             RuntimeError: The driver refuses the kernel, for example because the device has failed.
         """
-        function, most_blocks, numel_of_block = self._kernel
-        numel = out.numel()
+        kernels, numel = self._kernels, out.numel()
         if numel == 0:
             return
         self._values[:] = out.data_ptr(), numel
-        num_blocks = min(-(-numel // numel_of_block), most_blocks)
-        address = self._parameters.ctypes.data
-        status = self._launch(function, num_blocks, 1, 1, NUM_THREADS, 1, 1, 0, stream, address, None)
+        num_blocks = min(-(-numel // kernels.numel_of_block), kernels.most_blocks)
+        status = self._launch(
+            kernels.add, num_blocks, 1, 1, NUM_THREADS, 1, 1, 0, stream, self._parameters.address, None
+        )
         if status:
             driver.fail("launch the kernel that adds staging areas", status)
