@@ -4,11 +4,11 @@
     mpirun -n 4 python benchmarks/gpu_allreduce.py --sizes 1048576,268435456
 
 All sides alternate in short batches, in both orders, on a tensor that is written before each batch; a batch ends when
-the device has finished. Reported are medians of the slowest rank, in microseconds. "enqueue": the five operations that
-`ipc` enqueues for a short call on two ranks (copy, publish, await, add, publish), each rank by itself and without a
-collective around them, the least time of a short call. "launch" is the time until
-allreduce_async() has returned. "memory": the time in which all ranks together copy the bytes that `ipc` reads and
-writes, at the speed of the copy of this run, over the time of `ipc`. "to mpi4py": how many times as fast `ipc` is.
+the device has finished. Reported are medians of the slowest rank, in microseconds. "enqueue": five operations from
+Python (copy, publish, await, add, publish), which show how fast the processor is in this run: each rank by itself and
+without a collective around them. "launch" is the time until allreduce_async() has returned. "memory": the time in which
+all ranks together copy the bytes that `ipc` reads and writes, at the speed of the copy of this run, over the time of
+`ipc`. "to mpi4py": how many times as fast `ipc` is.
 """
 
 from __future__ import annotations

@@ -488,6 +488,52 @@ def test_every_collective_and_operation_on_the_gpu(agree, dtype):
             agree.bits(on_gpu(call).cpu(), call.expected, call.what)
 
 
+FLOATS = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+"""The dtypes for which there are kernels, with integers of the same size."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ("sum", "avg"))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_kernels_give_the_bits_of_torch_on_the_gpu(agree, dtype, op):
+    """All bits at random: infinities, NaN, subnormal numbers."""
+    gpu_group()
+    if mpi.size() == 1:
+        return
+    integers, choice = FLOATS[dtype], torch.Generator().manual_seed(3)
+    limits = torch.iinfo(integers)
+    for numel in (1, 1000, 70_001, 5_000_011):
+        shape = mpi.size(), numel
+        bits = torch.randint(limits.min, limits.max, shape, generator=choice, dtype=integers).to(mpi.device())
+        expected = torch.empty(numel, dtype=dtype, device=mpi.device())
+        rank_order.combine(list(bits.view(dtype)), op, expected)
+        result = mpi.allreduce(bits[mpi.rank()].view(dtype).clone(), op=op, backend="ipc")
+        is_number = ~expected.isnan()
+        agree(torch.equal(result.isnan(), ~is_number), f"{numel}: NaN elsewhere")
+        same = torch.equal(result.view(integers)[is_number], expected.view(integers)[is_number])
+        agree(same, f"{numel}: other bits")
+
+
+@pytest.mark.gpu
+def test_short_allreduces_run_in_one_call_of_machine_code_on_the_gpu(agree, monkeypatch):
+    gpu_group()
+    if mpi.size() == 1 or not hasattr(torch.cuda, "_compile_kernel"):
+        return
+    tensor = torch.ones(1000, device=mpi.device())
+    for _ in range(3):
+        mpi.allreduce(tensor, backend="ipc")
+    longer: list[int] = []
+    monkeypatch.setattr(ipc.StagedGroup, "run", lambda *arguments, **options: longer.append(1))
+    for _ in range(100):
+        mpi.allreduce(tensor, op="avg", backend="ipc")
+    agree(len(longer) <= 1, f"{len(longer)} calls took the longer way")  # the first one of an operation
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8), ids=str)
 def test_outputs_at_any_address_on_the_gpu(agree, dtype):

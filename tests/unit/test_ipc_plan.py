@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi.backends.ipc import chunk_plan
+from torchmpi.backends.ipc import area_kernels, chunk_plan
 from torchmpi.backends.ipc.chunk_plan import ALIGNMENT, EMPTIED, FILLED, REDUCED, Fill, Room, Sync, Take
 from torchmpi.tensors import partition
 
@@ -120,6 +121,14 @@ def test_scattered_rows_stay_within_their_slot(size, num_rows, row_bytes):
         fills = [step for steps in chunks for step in steps if type(step) is Fill]
         assert sum(fill.numel for fill in fills) == num_rows * row_bytes
         assert all(fill.area % ALIGNMENT == 0 and fill.area // ALIGNMENT < size for fill in fills)
+
+
+def test_parameters_of_kernels_are_arrays_and_addresses():
+    words = area_kernels.Parameters(4096, [7, 8, 9], 8192, [5])
+    memory = (ctypes.c_int64 * 4).from_address(words.address)
+    assert (memory[0], memory[2]) == (4096, 8192)
+    assert list((ctypes.c_int64 * 3).from_address(memory[1])) == [7, 8, 9]
+    assert ctypes.c_int64.from_address(memory[3]).value == 5
 
 
 # --- the model detects errors

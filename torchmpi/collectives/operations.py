@@ -457,17 +457,7 @@ def _call(
 ) -> Any:
     if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
         op = operation(op)
-    # 1. A repeated call on a direct CUDA tensor.
-    if out is None and type(tensor) is _Tensor and tensor.is_cuda and buffers.is_simple_on_gpu(tensor):
-        running = runtime.running
-        if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
-            group = running.communicators.default.intra
-        else:
-            group = runtime.communicator(comm).intra
-        plan = group.plans.get((collective, op, tensor.dtype, "cuda", True, backend, False))
-        if plan is not None and type(root) is int and 0 <= root < group.size:
-            return group.call_queue.run(group.perform, plan, tensor, None, root, 4, subject=tensor)
-    # 2. A repeated call on contiguous host tensors: its plan exists and needs no further checks.
+    # 1. A repeated call on contiguous host tensors: its plan exists and needs no further checks.
     # is_simple(tensor) inlined, on the path of every call that the fast path does not run.
     is_tensor = (
         type(tensor) is _Tensor
@@ -517,6 +507,16 @@ def _call(
                     buffers.copy_result(result, out)
                 buffers.touch(out)
                 return out
+    # 2. A repeated call on a direct CUDA tensor.
+    if out is None and buffers.is_simple_on_gpu(tensor):
+        running = runtime.running
+        if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
+            group = running.communicators.default.intra
+        else:
+            group = runtime.communicator(comm).intra
+        plan = group.plans.get((collective, op, tensor.dtype, "cuda", True, backend, False))
+        if plan is not None and type(root) is int and 0 <= root < group.size:
+            return group.call_queue.run(group.perform, plan, tensor, None, root, 4, subject=tensor)
     # 3. Any other call.
     call = check_call(collective, tensor, out, root, op, comm, backend, asynchronous=False)
     arguments = call.plan, call.tensor, out, call.root, 4

@@ -32,7 +32,7 @@ from .stage_sync import StageSync
 from .staging_areas import CudaDevice, Staging
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
-_ONE_SHOT_BYTES = 32 << 20
+_ONE_SHOT_BYTES = 64 << 20
 """Largest size of the tensors of all ranks together that every rank reduces as a whole (benchmarks on one H200)."""
 _MOST_PLANS = 256
 
@@ -119,7 +119,8 @@ class IpcBackend:
                 if staging is not staged.staging:
                     staging = staged.staging
                     short = staged.short_allreduce(dtype, op or "")
-                if short is not None and short.run(source):
+                if short is not None and not short.staging.is_released and short.run(source):
+                    staged.check_release()
                     return source
             except BaseException:
                 staged.sync.abort()
@@ -137,8 +138,6 @@ class StagedGroup:
         self.rank, self.size = group.rank, group.size
         self.others = chunk_plan.others(group.rank, group.size)
         self.half_bytes = chunk_plan.half_bytes(backend.config.staging_bytes, group.size)
-        self.short_bytes = self.half_bytes if self.size <= 2 else min(self.half_bytes, _ONE_SHOT_BYTES // self.size)
-        """The largest tensor of a :class:`ShortAllreduce`."""
         self.sync = StageSync(group)
         self.staging: Staging | None = None
         self._device: torch.device | None = None
@@ -176,10 +175,11 @@ class StagedGroup:
         """Return the short allreduces of a dtype and operation; None if they cannot run in one call."""
         staging = self.staging
         kernels = None if staging is None else staging.device.kernels(dtype, op, self.size)
-        if kernels is None:
+        if staging is None or kernels is None:
             return None
+        most_bytes = self.half_bytes if self.size <= 2 else min(self.half_bytes, _ONE_SHOT_BYTES // self.size)
         with suppress(ImportError, OSError, RuntimeError), torch.inference_mode(False):  # there is no LLVM
-            return ShortAllreduce(self, kernels, dtype)
+            return ShortAllreduce(self.sync, staging, kernels, dtype, most_bytes)
         return None
 
     def _open_staging(self, device: torch.device) -> None:
@@ -374,7 +374,7 @@ class IpcCollectives:
 def shots(size: int, num_bytes: int) -> int:
     """Return in how many steps `size` ranks reduce tensors of this size: see :mod:`.chunk_plan`.
 
-    >>> shots(2, 1 << 30), shots(8, 1 << 20), shots(8, 8 << 20)
+    >>> shots(2, 1 << 30), shots(8, 1 << 20), shots(8, 16 << 20)
     (1, 1, 2)
     """
     return 1 if size <= 2 or size * num_bytes <= _ONE_SHOT_BYTES else 2

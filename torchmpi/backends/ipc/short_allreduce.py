@@ -6,36 +6,45 @@ Here the last step of that plan is left out: the next call publishes that the ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from ...communicators.algorithms import ONE_SHOT
 from ...shared_memory.kernels import load, records
 from ...shared_memory.memory_layout import BLOCK_BYTES, FIELD_BYTES, LOG_ALGORITHM, LOG_SEQUENCE, STAGE_BITS
-from . import area_kernels, driver
+from . import area_kernels, chunk_plan, driver
 from .chunk_plan import EMPTIED, FILLED, stage_number
-
-if TYPE_CHECKING:
-    from .ipc_backend import StagedGroup
+from .stage_sync import StageSync
+from .staging_areas import Staging
 
 _FILLED, _EMPTIED = stage_number(0, FILLED), stage_number(0, EMPTIED)
 
 
 class ShortAllreduce:
-    """The allreduces of one dtype and operation on a group."""
+    """The allreduces of one dtype and operation on a group, as long as it has these staging areas.
 
-    def __init__(self, staged: StagedGroup, kernels: area_kernels.AreaKernels, dtype: torch.dtype) -> None:
-        assert staged.staging is not None and staged.group.status_board is not None
-        staging, size, others = staged.staging, staged.size, staged.others
+    Attributes:
+        staging: The staging areas. If their waits are released, the result is undefined.
+    """
+
+    def __init__(
+        self,
+        sync: StageSync,
+        staging: Staging,
+        kernels: area_kernels.AreaKernels,
+        dtype: torch.dtype,
+        most_bytes: int,
+    ) -> None:
+        group = sync.group
+        assert group.status_board is not None
+        others = self._others = chunk_plan.others(group.rank, group.size)
         self._allreduce, self._add = (load()[name] for name in ("allreduce_on_gpu", "add_on_gpu"))
-        self._staged, self._staging, self._sync = staged, staging, staged.sync
-        self._log_fields, self._device = staged.group.call_log.log_fields, staging.device.device
+        self.staging, self._sync = staging, sync
+        self._log_fields, self._device = group.call_log.log_fields, staging.device.device
         self._current_stream, self._is_capturing = staging.device.current_stream, staging.device.is_capturing
-        self._most_numel = staged.short_bytes // dtype.itemsize
-        first_block = staged.group.status_board.segment.address
-        blocks = [first_block + rank * BLOCK_BYTES for rank in range(size)]
+        self._most_numel = most_bytes // dtype.itemsize
+        first_block = group.status_board.segment.address
+        blocks = [first_block + rank * BLOCK_BYTES for rank in range(group.size)]
         self._blocks = np.array([blocks[other] for other in others], np.int64)
         self._waits = staging.operations(awaits=others)
         self._num_ended = torch.zeros(1, dtype=torch.int32, device=staging.device.device)
@@ -47,7 +56,7 @@ class ShortAllreduce:
         areas = [[area.data_ptr() for area in staging.areas(dtype, half)] for half in range(2)]
         ended, numbers = [self._num_ended.data_ptr()], staging.addresses_of_numbers()
         self._fill = [
-            area_kernels.Parameters(tensor, [each[staged.rank]], numel, numbers, number, ended) for each in areas
+            area_kernels.Parameters(tensor, [each[group.rank]], numel, numbers, number, ended) for each in areas
         ]
         self._sum = [area_kernels.Parameters(each, tensor, numel) for each in areas]
         batches, launches = staging.device.driver_functions()
@@ -56,7 +65,7 @@ class ShortAllreduce:
             records.LAUNCH_KERNEL: launches,
             records.STREAM_WAITS: self._waits.address,
             records.NUM_STREAM_WAITS: self._waits.count,
-            records.OWN_BLOCK: blocks[staged.rank],
+            records.OWN_BLOCK: blocks[group.rank],
             records.BLOCKS_OF_OTHERS: self._blocks.ctypes.data,
             records.FILL_KERNEL: kernels.fill,
             records.ADD_KERNEL: kernels.add,
@@ -78,14 +87,13 @@ class ShortAllreduce:
             RuntimeError: The driver refuses the work, for example because the device has failed.
         """
         # On the path of every short call: no helper functions.
-        sync, staging, numel = self._sync, self._staging, tensor.numel()
+        sync, numel = self._sync, tensor.numel()
         seq, is_free = self._log_fields[LOG_SEQUENCE], sync.is_free
         half = seq & 1
         if not (
             0 < numel <= self._most_numel
             and is_free[half]
-            and self._staged.staging is staging
-            and not (staging.is_released or sync.has_failed() or self._is_capturing())
+            and not (sync.has_failed() or self._is_capturing())
             and tensor.device == self._device
         ):
             return False
@@ -97,8 +105,6 @@ class ShortAllreduce:
         sync.last_use[half] = sync.owed = first | _EMPTIED
         is_free[half], is_free[1 - half] = False, True
         self._log_fields[LOG_ALGORITHM] = ONE_SHOT
-        if staging.is_released:
-            self._staged.check_release()
         return True
 
     def _continue(self, status: int, half: int, stream: int, address: int, numel: int, number: int) -> None:
@@ -107,7 +113,7 @@ class ShortAllreduce:
             driver.make_context(stream)
             status = self._allreduce(self._address, half, stream, address, numel, number)
         if status == records.IS_LATE:
-            self._sync.wait_for(self._staged.others, number)
+            self._sync.wait_for(self._others, number)
             status = self._add(self._address, half, stream)
         if status:
             driver.fail("enqueue an allreduce", status)

@@ -25,6 +25,7 @@ class StageSync:
 
     def __init__(self, group: Group) -> None:
         assert group.status_board is not None
+        self.group = group
         self._status_board, self._call_log = group.status_board, group.call_log
         self._rank, self.size = group.rank, group.size
         self._fields = group.status_board.fields
