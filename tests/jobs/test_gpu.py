@@ -96,9 +96,10 @@ def test_a_benchmark_of_asynchronous_calls(mpirun):
 
 def test_symmetric_memory_of_torch_on_a_group(job):
     code = """
-    import torch, torch.distributed as dist, torchmpi as mpi
+    import torch, torch.distributed as dist, torchmpi as mpi, torchmpi.distributed
     import torch.distributed._symmetric_memory as symmetric
 
+    torchmpi.distributed.register()  # unless the package is installed, torch does not know it
     mpi.start(with_cuda=True)
     dist.init_process_group("torchmpi")
     group = dist.group.WORLD.group_name

@@ -110,6 +110,10 @@ extern "C" __global__ void fill_area(const void *source, void *area, const long 
 """
 
 
+_compiled: list[object] = []
+"""Kernels as torch returns them, which own the functions."""
+
+
 class AreaKernels(NamedTuple):
     """The kernels of a dtype, an operation and a number of ranks, and how to launch them."""
 
@@ -141,10 +145,12 @@ def area_kernels(dtype: torch.dtype, op: str, size: int, device_index: int) -> A
         return None
     try:
         with torch.cuda.device(device_index):
-            add, fill = (compile_kernel(source(dtype, op, size), name).func.value for name in (_ADD, _FILL))
+            kept = [compile_kernel(source(dtype, op, size), name) for name in (_ADD, _FILL)]
+            add, fill = (kernel.func.value for kernel in kept)
     except Exception as error:  # a private function: torch's operations compute the same
         logger.debug("no kernels for %s of %d ranks: %s: %s", dtype, size, type(error).__name__, error)
         return None
+    _compiled.extend(kept)
     num_processors = torch.cuda.get_device_properties(device_index).multi_processor_count
     return AreaKernels(add, fill, num_processors * _BLOCKS_OF_PROCESSOR, NUM_THREADS * (_PACK_BYTES // dtype.itemsize))
 
