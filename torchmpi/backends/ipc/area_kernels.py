@@ -1,8 +1,8 @@
-"""Kernels that fill and add staging areas, which PyTorch compiles by NVRTC when they are first used.
+"""Kernels that fill and add staging areas, compiled by NVRTC when they are first used.
 
 torch adds two tensors at a time, and 16-bit floats in a tensor of 32 bits: for p ranks at least 3 (p - 1) reads and
 writes of the length of the tensor, where one kernel has p + 1. The bits are those of :func:`rank_order.combine`, which
-computes what has no kernel: other dtypes and operations, more ranks, or a PyTorch that does not compile kernels.
+computes what has no kernel: other dtypes and operations, more ranks, and everything where NVRTC fails.
 
 The kernel that fills an area also publishes a number, which otherwise takes another operation of the stream.
 """
@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from ...log import logger
-from . import driver
+from . import driver, nvrtc
 
-NUM_THREADS, MOST_SIZE = 512, 16
+NUM_THREADS = 512
+_MOST_RANKS = 16
 _ADD, _FILL, _PACK_BYTES = "add_areas", "fill_area", 16
-_BLOCKS_OF_PROCESSOR = 4  # 2048 threads, as many as a multiprocessor runs
+_BLOCKS_OF_PROCESSOR = 4  # 2048 threads, as many as multiprocessors of data centers run
 
 # Without the header files of CUDA, which need not be installed: float16 by instructions, bfloat16 by its bits.
 _SAME = """
@@ -65,9 +66,10 @@ struct Numbers { volatile long long *of[SIZE - 1]; };
 
 __device__ ITEM result_of(TOTAL total) { return rounded(%(result)s); }
 
-extern "C" __global__ void add_areas(const Areas areas, void *out, const long long numel) {
+extern "C" __global__ void __launch_bounds__(%(num_threads)d)
+add_areas(const Areas areas, void *out, const long long numel) {
     const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x, step = gridDim.x * (long long)blockDim.x;
-    // The areas begin at multiples of the size of a pack, other than a part of a tensor of the program.
+    // Areas are aligned to packs; a tensor of the program may not be.
     const long long num_packs = (size_t)out %% sizeof(Pack) == 0 ? numel / NUM_ITEMS : 0;
     for (long long index = first; index < num_packs; index += step) {
         Pack packs[SIZE], sums;
@@ -91,8 +93,9 @@ extern "C" __global__ void add_areas(const Areas areas, void *out, const long lo
 }
 
 // The last block that ends writes the number, for each other rank.
-extern "C" __global__ void fill_area(const void *source, void *area, const long long numel, const Numbers numbers,
-                                     const long long number, unsigned *num_ended) {
+extern "C" __global__ void __launch_bounds__(%(num_threads)d)
+fill_area(const void *source, void *area, const long long numel, const Numbers numbers, const long long number,
+          unsigned *num_ended) {
     const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x, step = gridDim.x * (long long)blockDim.x;
     const long long num_packs = (size_t)source %% sizeof(Pack) == 0 ? numel / NUM_ITEMS : 0;
     for (long long index = first; index < num_packs; index += step)
@@ -108,10 +111,6 @@ extern "C" __global__ void fill_area(const void *source, void *area, const long 
     for (int other = 0; other < SIZE - 1; ++other) *numbers.of[other] = number;
 }
 """
-
-
-_compiled: list[object] = []
-"""Kernels as torch returns them, which own the functions."""
 
 
 class AreaKernels(NamedTuple):
@@ -133,26 +132,34 @@ def source(dtype: torch.dtype, op: str, size: int) -> str:
     item, total, conversions = _TYPES[dtype]
     return _SOURCE % {
         "item": item, "total": total, "size": size, "num_items": _PACK_BYTES // dtype.itemsize,
-        "conversions": conversions.replace("TOTAL", total).replace("ITEM", item), "result": _RESULTS[op],
+        "conversions": conversions, "result": _RESULTS[op], "num_threads": NUM_THREADS,
     }  # fmt: skip
+
+
+def exist_for(dtype: torch.dtype, op: str, size: int) -> bool:
+    """Return whether there are kernels for the areas of `size` ranks, if NVRTC compiles them.
+
+    >>> exist_for(torch.float32, "avg", 2), exist_for(torch.float32, "max", 2)
+    (True, False)
+    """
+    return dtype in _TYPES and op in _RESULTS and 2 <= size <= _MOST_RANKS
 
 
 @cache
 def area_kernels(dtype: torch.dtype, op: str, size: int, device_index: int) -> AreaKernels | None:
     """Return the kernels for the areas of `size` ranks on a GPU; None if there are none."""
-    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
-    if compile_kernel is None or dtype not in _TYPES or op not in _RESULTS or not 2 <= size <= MOST_SIZE:
+    if not exist_for(dtype, op, size):
         return None
+    properties = torch.cuda.get_device_properties(device_index)
     try:
+        module = nvrtc.compile_source(source(dtype, op, size), f"sm_{properties.major}{properties.minor}")
         with torch.cuda.device(device_index):
-            kept = [compile_kernel(source(dtype, op, size), name) for name in (_ADD, _FILL)]
-            add, fill = (kernel.func.value for kernel in kept)
-    except Exception as error:  # a private function: torch's operations compute the same
-        logger.debug("no kernels for %s of %d ranks: %s: %s", dtype, size, type(error).__name__, error)
+            add, fill = driver.load_functions(module, (_ADD, _FILL))
+    except (RuntimeError, OSError, AttributeError) as error:
+        logger.info("no kernels for sums of %s on this GPU, operations of torch compute them: %s", dtype, error)
         return None
-    _compiled.extend(kept)
-    num_processors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    return AreaKernels(add, fill, num_processors * _BLOCKS_OF_PROCESSOR, NUM_THREADS * (_PACK_BYTES // dtype.itemsize))
+    most_blocks = properties.multi_processor_count * _BLOCKS_OF_PROCESSOR
+    return AreaKernels(add, fill, most_blocks, NUM_THREADS * (_PACK_BYTES // dtype.itemsize))
 
 
 class Parameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ import torch
 LAUNCH = "cuLaunchKernel", "4.0"
 STREAM_OPERATIONS = "cuStreamBatchMemOp_v2", "11.7"
 """Functions, and the release of CUDA with which each came."""
+_LOAD, _GET_FUNCTION = ("cuModuleLoadData", "2.1"), ("cuModuleGetFunction", "2.0")
 NO_CONTEXT, _NOT_SUPPORTED = 201, 801
 """CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_NOT_SUPPORTED."""
 
@@ -33,6 +35,24 @@ def function(name: str, came_with: str) -> Any:
 def address(name: str, came_with: str) -> int:
     """Return the address of a function of the driver."""
     return ctypes.cast(function(name, came_with), ctypes.c_void_p).value or 0
+
+
+def load_functions(module: bytes, names: Sequence[str]) -> list[int]:
+    """Load compiled kernels on the current GPU for the life of the process, and return their CUfunctions.
+
+    Raises:
+        RuntimeError: The driver refuses them.
+    """
+    make_context(torch.cuda.current_stream().cuda_stream)
+    handle, found = ctypes.c_void_p(), ctypes.c_void_p()
+    status = function(*_LOAD)(ctypes.byref(handle), module)
+    functions: list[int] = []
+    for name in names:
+        status = status or function(*_GET_FUNCTION)(ctypes.byref(found), handle, name.encode())
+        functions.append(found.value or 0)
+    if status:
+        fail("load kernels", status)
+    return functions
 
 
 def make_context(stream: int) -> None:

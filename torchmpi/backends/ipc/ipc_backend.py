@@ -25,15 +25,16 @@ from ...tensors import buffers, partition
 from ..base import Operation
 from ..gpus import Devices
 from ..mpi_messages import destination_for, row_counts, rows_of
-from . import chunk_plan, stream_memory
+from . import area_kernels, chunk_plan, stream_memory
 from .chunk_plan import EMPTIED, FILLED, Chunks, Fill, ReduceAreas, Room, Step, Sync, Take
 from .short_allreduce import ShortAllreduce
 from .stage_sync import StageSync
 from .staging_areas import CudaDevice, Staging
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
-_ONE_SHOT_BYTES = 64 << 20
-"""Largest size of the tensors of all ranks together that every rank reduces as a whole (benchmarks on one H200)."""
+_ONE_SHOT_BYTES, _ONE_SHOT_BYTES_OF_TORCH = 64 << 20, 32 << 20
+"""Largest size of the tensors of all ranks together that every rank reduces as a whole, by a kernel and by operations
+of torch (benchmarks on one H200)."""
 _MOST_PLANS = 256
 
 Action = Callable[[torch.Tensor, torch.Tensor, int], object]
@@ -96,7 +97,7 @@ class IpcBackend:
             if staged is None:
                 staged = StagedGroup(self, group)
                 group.attachments.append(staged)
-        operation: Operation = getattr(IpcCollectives(staged, op), collective)
+        operation: Operation = getattr(IpcCollectives(staged, dtype, op), collective)
 
         def run(source: Any, destination: Any, root: int) -> Any:
             try:
@@ -116,7 +117,7 @@ class IpcBackend:
         def run_allreduce(source: Any, destination: Any, root: int) -> Any:
             nonlocal short, staging
             try:
-                if staging is not staged.staging:
+                if staging is not staged.staging and not staged.is_capturing():
                     staging = staged.staging
                     short = staged.short_allreduce(dtype, op or "")
                 if short is not None and not short.staging.is_released and short.run(source):
@@ -171,6 +172,10 @@ class StagedGroup:
             self._open_staging(tensor.device)
         self.check_release()
 
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is captured in a CUDA graph, so that nothing must be allocated."""
+        return self.staging is not None and self.staging.device.is_capturing()
+
     def short_allreduce(self, dtype: torch.dtype, op: str) -> ShortAllreduce | None:
         """Return the short allreduces of a dtype and operation; None if they cannot run in one call."""
         staging = self.staging
@@ -178,7 +183,9 @@ class StagedGroup:
         if staging is None or kernels is None:
             return None
         most_bytes = self.half_bytes if self.size <= 2 else min(self.half_bytes, _ONE_SHOT_BYTES // self.size)
-        with suppress(ImportError, OSError, RuntimeError), torch.inference_mode(False):  # there is no LLVM
+        with suppress(
+            ImportError, OSError, RuntimeError
+        ):  # there is no machine code: no LLVM, or not for this processor
             return ShortAllreduce(self.sync, staging, kernels, dtype, most_bytes)
         return None
 
@@ -304,15 +311,16 @@ class StagedGroup:
 class IpcCollectives:
     """The collectives of one operation on a group. Reductions work on elements, the others on bytes."""
 
-    def __init__(self, staged: StagedGroup, op: str | None) -> None:
+    def __init__(self, staged: StagedGroup, dtype: torch.dtype | None, op: str | None) -> None:
         self.staged, self.op = staged, op or ""
+        self.has_kernel = dtype is not None and area_kernels.exist_for(dtype, self.op, staged.size)
         self.rank, self.size, self.half_bytes = staged.rank, staged.size, staged.half_bytes
         self.log = staged.group.call_log.log_fields
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
-        flat, num_shots = _flat(buffer), shots(size, buffer.nbytes)
+        flat, num_shots = _flat(buffer), shots(size, buffer.nbytes, has_kernel=self.has_kernel)
         self.log[LOG_ALGORITHM] = algorithms.ONE_SHOT if num_shots == 1 else algorithms.TWO_SHOTS
         self.staged.run(
             ("allreduce", numel),
@@ -371,13 +379,14 @@ class IpcCollectives:
         return self.half_bytes // tensor.element_size()
 
 
-def shots(size: int, num_bytes: int) -> int:
+def shots(size: int, num_bytes: int, *, has_kernel: bool) -> int:
     """Return in how many steps `size` ranks reduce tensors of this size: see :mod:`.chunk_plan`.
 
-    >>> shots(2, 1 << 30), shots(8, 1 << 20), shots(8, 16 << 20)
-    (1, 1, 2)
+    >>> [shots(size, 8 << 20, has_kernel=False) for size in (2, 4, 8)]
+    [1, 1, 2]
     """
-    return 1 if size <= 2 or size * num_bytes <= _ONE_SHOT_BYTES else 2
+    most_bytes = _ONE_SHOT_BYTES if has_kernel else _ONE_SHOT_BYTES_OF_TORCH
+    return 1 if size <= 2 or size * num_bytes <= most_bytes else 2
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,22 +47,21 @@ class ShortAllreduce:
         blocks = [first_block + rank * BLOCK_BYTES for rank in range(group.size)]
         self._blocks = np.array([blocks[other] for other in others], np.int64)
         self._waits = staging.operations(awaits=others)
-        self._num_ended = torch.zeros(1, dtype=torch.int32, device=staging.device.device)
         self._record = np.zeros(records.GPU_CALL_FIELDS, np.int64)
         self._address = int(self._record.ctypes.data)
         tensor, numel, number = (
             self._address + field * FIELD_BYTES for field in (records.GPU_TENSOR, records.GPU_NUMEL, records.GPU_NUMBER)
         )
         areas = [[area.data_ptr() for area in staging.areas(dtype, half)] for half in range(2)]
-        ended, numbers = [self._num_ended.data_ptr()], staging.addresses_of_numbers()
+        ended, numbers = [staging.num_ended_blocks.data_ptr()], staging.addresses_of_numbers()
         self._fill = [
             area_kernels.Parameters(tensor, [each[group.rank]], numel, numbers, number, ended) for each in areas
         ]
         self._sum = [area_kernels.Parameters(each, tensor, numel) for each in areas]
-        batches, launches = staging.device.driver_functions()
+        operate, launch = staging.device.driver_functions()
         values = {
-            records.STREAM_OPERATIONS: batches,
-            records.LAUNCH_KERNEL: launches,
+            records.STREAM_OPERATIONS: operate,
+            records.LAUNCH_KERNEL: launch,
             records.STREAM_WAITS: self._waits.address,
             records.NUM_STREAM_WAITS: self._waits.count,
             records.OWN_BLOCK: blocks[group.rank],
@@ -86,32 +85,28 @@ class ShortAllreduce:
             MismatchError: Another rank has aborted the call.
             RuntimeError: The driver refuses the work, for example because the device has failed.
         """
-        # On the path of every short call: no helper functions.
-        sync, numel = self._sync, tensor.numel()
+        sync, numel, address = self._sync, tensor.numel(), tensor.data_ptr()
         seq, is_free = self._log_fields[LOG_SEQUENCE], sync.is_free
         half = seq & 1
         if not (
             0 < numel <= self._most_numel
+            and address  # 0: a tensor whose memory was freed, for which torch has an error
             and is_free[half]
             and not (sync.has_failed() or self._is_capturing())
             and tensor.device == self._device
         ):
             return False
-        sync.seq, first = seq, seq << STAGE_BITS
-        number, stream, address = first | _FILLED, self._current_stream(), tensor.data_ptr()
+        first, self._log_fields[LOG_ALGORITHM] = seq << STAGE_BITS, ONE_SHOT
+        sync.seq, sync.last_use[half], is_free[half] = seq, first | _EMPTIED, False  # also if the call fails
+        number, stream = first | _FILLED, self._current_stream()
         status = self._allreduce(self._address, half, stream, address, numel, number)
         if status:
-            self._continue(status, half, stream, address, numel, number)
-        sync.last_use[half] = sync.owed = first | _EMPTIED
-        is_free[half], is_free[1 - half] = False, True
-        self._log_fields[LOG_ALGORITHM] = ONE_SHOT
+            self._continue(status, half, stream, number)
+        sync.owed, is_free[1 - half] = first | _EMPTIED, True
         return True
 
-    def _continue(self, status: int, half: int, stream: int, address: int, numel: int, number: int) -> None:
+    def _continue(self, status: int, half: int, stream: int, number: int) -> None:
         """Finish a call from which machine code has returned early."""
-        if status == driver.NO_CONTEXT:  # of the first function, so that nothing is enqueued
-            driver.make_context(stream)
-            status = self._allreduce(self._address, half, stream, address, numel, number)
         if status == records.IS_LATE:
             self._sync.wait_for(self._others, number)
             status = self._add(self._address, half, stream)

@@ -127,6 +127,8 @@ class Staging:
         self._closing = threading.Lock()
         self.is_released = False
         """Whether the waits for other ranks were ended, so that results of calls are undefined."""
+        self.num_ended_blocks: torch.Tensor
+        """Of the kernel that fills the area of this rank; 0 between kernels."""
         self._numbers: torch.Tensor | None = None
         """The memory of the segment, when it is page-locked."""
         with torch.inference_mode(False):  # otherwise only calls in inference mode could write to the areas
@@ -218,6 +220,7 @@ class Staging:
         device.page_lock(numbers)
         self._numbers = numbers
         area = self._areas[rank] = device.allocate(_NUM_HALVES * self.half_bytes)
+        self.num_ended_blocks = torch.zeros(1, dtype=torch.int32, device=device.device)
         return tuple(None if other == rank else device.share(area) for other in range(self.comm.size))
 
     def _open(self) -> None:

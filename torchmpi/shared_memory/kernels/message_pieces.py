@@ -7,7 +7,7 @@ messages, so that ranks of both paths meet.
 from __future__ import annotations
 
 from .compilation import inner, kernel
-from .intrinsics import call_isend, call_test, field_address, load_field, now, reduce, sleep, store_field
+from .intrinsics import call_isend, call_test, field_address, give_way, load_field, now, reduce, sleep, store_field
 from .records import (
     BYTE_TYPE,
     BYTES_IN_PROGRESS,
@@ -53,8 +53,9 @@ from .records import (
     WINDOW_STEP,
 )
 
-# A rank polls for a piece this long, and then sleeps between its polls, so that the program has the core. So much is in
-# progress that the links are busy for longer than it sleeps: pieces do not take as long on faster links.
+# A rank polls for a piece this long, and then sleeps between its polls, so that the program has the core. Between polls
+# it yields to other ranks on its core, which may be those of other hosts, as in containers. So much is in progress that
+# the links are busy for longer than it sleeps: pieces do not take as long on faster links.
 _PATIENCE_NANOSECONDS, _SLEEP_MICROSECONDS = 500_000, 30
 
 
@@ -166,6 +167,8 @@ def await_request(queue, request, since):
     while error < 0:
         if now() - since > _PATIENCE_NANOSECONDS:
             sleep(_SLEEP_MICROSECONDS)
+        else:
+            give_way()
         error = call_test(test, request, status)
     return error
 
