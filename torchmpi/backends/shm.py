@@ -46,7 +46,8 @@ WHOLE_BYTES = 16 << 10
 """Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
-# With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others.
+# With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others. Beside
+# messages between hosts it gains nothing, and other hosts may share the cores, as containers do.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 # Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
@@ -141,7 +142,8 @@ class SharedGroup:
         fields[records.MAPPINGS] = self.mappings.ctypes.data
         fields[records.CALL_LOG_FIELDS] = group.call_log.log_fields.buffer_info()[0]
         fields[records.PROCESSES] = self._processes.ctypes.data if all(processes) else 0
-        self._eager = (_CROWDED_SPINS if is_crowded else _EAGER_SPINS), _EAGER_YIELDS
+        polls_less = is_crowded or len(set(group.context.hosts)) > 1
+        self._eager = (_CROWDED_SPINS if polls_less else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
         self._rank, self._call_log = group.rank, group.call_log
 
