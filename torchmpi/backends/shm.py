@@ -46,8 +46,8 @@ WHOLE_BYTES = 16 << 10
 """Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
-# With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others. Beside
-# messages between hosts it gains nothing, and other hosts may share the cores, as containers do.
+# With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others.
+# Beside messages between hosts it gains nothing, and other hosts may share the cores, as containers do.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 # Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
