@@ -43,7 +43,7 @@ def load_functions(module: bytes, names: Sequence[str]) -> list[int]:
     Raises:
         RuntimeError: The driver refuses them.
     """
-    make_context(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.current_stream().query()  # as `make_context`
     handle, found = ctypes.c_void_p(), ctypes.c_void_p()
     status = function(*_LOAD)(ctypes.byref(handle), module)
     functions: list[int] = []
