@@ -6,22 +6,37 @@ Operations on host tensors have ended when they return, and so have those that s
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import torchmpi as mpi
+from torchmpi import Config
 from torchmpi.backends import rank_order
+from torchmpi.backends.base import announced
+from torchmpi.backends.ipc import ipc_backend as ipc
 from torchmpi.backends.ipc.area_kernels import AreaKernels
 from torchmpi.backends.ipc.staging_areas import CudaDevice
 from torchmpi.backends.ipc.stream_memory import StreamOperations
+from torchmpi.collectives import prepared
+from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.group import Group
 from torchmpi.shared_memory.kernels.records import OPERATION_FIELDS, OPERATION_VALUE
 from torchmpi.shared_memory.segments import Segment, Ticket
+from torchmpi.tensors import dtypes
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
 
 _IS_WAIT = 4
 _FUNCTIONS = {"operate": 4, "launch": 11}
 """Of the CUDA driver, with the number of their arguments."""
+COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
+REDUCING = ("allreduce", "reduce", "reduce_scatter")
 
 
 class HostOperations(StreamOperations):
@@ -30,7 +45,7 @@ class HostOperations(StreamOperations):
     __slots__ = ()
 
     def __init__(self, written: Sequence[int], awaited: Sequence[int]) -> None:
-        self._enqueue = lambda stream, count, address, flags: operate(stream, count, address, flags)
+        self._enqueue = operate
         self._prepare(written, awaited)
 
 
@@ -128,8 +143,8 @@ class HostDriver(HostDevice):
         return lambda out, stream: combine(out)
 
     def driver_functions(self) -> tuple[int, int]:
-        operates, launches = (ctypes.cast(self.called[name], ctypes.c_void_p).value or 0 for name in _FUNCTIONS)
-        return operates, launches
+        operating, launching = (ctypes.cast(self.called[name], ctypes.c_void_p).value or 0 for name in _FUNCTIONS)
+        return operating, launching
 
     def launch(self, kernel: int, *arguments: int) -> int:
         """Run a kernel as cuLaunchKernel would."""
@@ -155,3 +170,81 @@ def _words(address: int, count: int) -> list[int]:
 def _at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     memory = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def ops_for(collective: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The operations of a collective; one that does not reduce is called once."""
+    return contract.OPS_OF.get(dtype, ()) if collective in REDUCING else ("sum",)
+
+
+class Devices:
+    """All ranks of a host on one GPU."""
+
+    def __init__(self, size: int, *, uuids: tuple[str, ...] = (), apart: tuple[int, int] = (-1, -1)) -> None:
+        self.uuids, self.hosts, self._apart = uuids or ("GPU-0",) * size, (0,) * size, apart
+
+    def reaches(self, a: int, b: int) -> bool:
+        return (a, b) != self._apart
+
+
+class Rig:
+    """The backend on a group of its own, over memory of the host."""
+
+    def __init__(
+        self,
+        *,
+        backend: Any = None,
+        check: str | None = None,
+        group: Group | None = None,
+        device: type[HostDevice] = HostDevice,
+    ) -> None:
+        world = mpi.communicator().intra
+        self.group = group or Group(world.comm.Dup(), "staged", world.world_ranks, world.context, check=check)
+        self.rank, self.size = self.group.rank, self.group.size
+        self.backend = backend
+        if backend is None:
+            self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size))
+            self.backend.make_device = device
+        self._plans: dict[Any, prepared.PreparedPlan] = {}
+
+    def run(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
+        op_of_collective = op if collective in REDUCING else None
+        key = collective, tensor.dtype, op_of_collective
+        if key not in self._plans:
+            code = call_code(collective, op_of_collective, dtypes.info(tensor.dtype).code)
+            operation = announced(self.group, self.backend.bind(self.group, collective, tensor.dtype, op_of_collective))
+            self._plans[key] = prepared.PreparedPlan(collective, code, operation)
+        result: torch.Tensor = self.group.call(self._plans[key], tensor, None, root)
+        return result
+
+    @property
+    def staged(self) -> ipc.StagedGroup:
+        return next(item for item in self.group.attachments if isinstance(item, ipc.StagedGroup))
+
+
+class Call:
+    """A call with its expected result."""
+
+    def __init__(
+        self, rig: Rig, collective: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int
+    ) -> None:
+        self.collective, self.dtype, self.op, self.root = collective, dtype, op, root % rig.size
+        self.what = f"{collective} {op} {dtype} {shape} root {self.root}"
+        rank, size = rig.rank, rig.size
+        shapes = [shape] * size
+        if collective == "allgather" and shape:
+            shapes = [((shape[0] * (r + root)) % (2 * shape[0] + 1), *shape[1:]) for r in range(size)]
+        inputs = [contract.values(shape, dtype, r, seed=root) for r, shape in enumerate(shapes)]
+        self.tensor = inputs[rank].clone()
+        self.expected = inputs[rank]
+        if collective == "broadcast":
+            self.expected = inputs[self.root]
+        elif collective == "allgather":
+            self.expected = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in inputs])
+        elif collective == "reduce_scatter":
+            self.expected = contract.rows(contract.reduced(inputs, op), rank, size)
+        elif collective == "allreduce" or rank == self.root:
+            self.expected = contract.reduced(inputs, op)
+
+    def check(self, rig: Rig, agree: Any) -> None:
+        agree.bits(rig.run(self.collective, self.tensor, root=self.root, op=self.op), self.expected, self.what)

@@ -66,7 +66,7 @@ class Model:
         self.last_use = [[0, 0] for _ in range(size)]
         self.is_free = [[False, False] for _ in range(size)]
         self.last_stream: dict[int, tuple[int, int]] = {}
-        self.publishes_owed = True
+        self.publishes_late = True
         """Whether a rank publishes in its next call that it has read the areas in a short allreduce."""
 
     def play(self, calls: list[Call]) -> None:
@@ -96,7 +96,7 @@ class Model:
     # --- the hosts
 
     def _host(self, rank: int, calls: list[Call]) -> Iterator[Any]:
-        owed = 0
+        late = 0
         for seq, call in zip(self.seqs, calls, strict=True):
             base = seq << STAGE_BITS
             stream = (rank, call.streams[rank])
@@ -106,11 +106,11 @@ class Model:
             if self._can_be_short(call.chunks[rank], self.is_free[rank][seq & 1]) and self.random.random() < 0.8:
                 for step in call.chunks[rank][0][:-1]:
                     yield from self._step(rank, stream, call, step, (0, base, seq & 1))
-                owed = base + chunk_plan.stage_number(0, chunk_plan.EMPTIED)
+                late = base + chunk_plan.stage_number(0, chunk_plan.EMPTIED)
                 continue
-            if owed and self.publishes_owed:
-                self._write(rank, stream, owed)
-                owed = 0
+            if late and self.publishes_late:
+                self._write(rank, stream, late)
+                late = 0
                 yield None
             self.fields[rank] = base
             for index, steps in enumerate(call.chunks[rank]):

@@ -191,7 +191,7 @@ def test_the_model_detects_that_a_short_allreduce_is_never_published_as_read():
         choice = random.Random(seed)
         names = ("allreduce 1", "allreduce 1", "broadcast", "broadcast", "broadcast") * 3
         model = Model(size, half, seed)
-        model.publishes_owed = False
+        model.publishes_late = False
         try:
             model.play([make(name, size, half, [100], 0, choice)[0] for name in names])
         except Problem:

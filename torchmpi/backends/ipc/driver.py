@@ -43,7 +43,7 @@ def load_functions(module: bytes, names: Sequence[str]) -> list[int]:
     Raises:
         RuntimeError: The driver refuses them.
     """
-    torch.cuda.current_stream().query()  # as `make_context`
+    torch.cuda.current_stream().query()  # the first call of CUDA in a thread makes its context
     handle, found = ctypes.c_void_p(), ctypes.c_void_p()
     status = function(*_LOAD)(ctypes.byref(handle), module)
     functions: list[int] = []

@@ -162,10 +162,12 @@ class StagedGroup:
                 f"staging areas on {self._device}. Keep the tensors of a communicator on one GPU."
             )
         has_failed = self.sync.begin()
-        owed = self.sync.number(0) if has_failed else self.sync.owed  # a failed call may have ended before it published
-        if self.staging is not None and owed:
-            self._publish(self.staging.device.current_stream(), owed)
-            self.sync.owed = 0
+        late = (
+            self.sync.number(0) if has_failed else self.sync.unpublished
+        )  # a failed call may have ended before it published
+        if self.staging is not None and late:
+            self._publish(self.staging.device.current_stream(), late)
+            self.sync.unpublished = 0
         self.sync.publish(0)  # after all checks: a rank that has entered the call takes part in calls of MPI
         if self.staging is None:
             self.wait_for_entry()  # expire() ends this wait, but not those of MPI in the next line

@@ -1,6 +1,6 @@
 """Allreduces that fit into half of a staging area, in one call of machine code.
 
-The longer way, which other ranks may take in the same call, is the plan of :mod:`torchmpi.backends.ipc.chunk_plan`.
+The general path, which other ranks may take in the same call, is the plan of :mod:`torchmpi.backends.ipc.chunk_plan`.
 Here the last step of that plan is left out: the next call publishes that the areas have been read.
 """
 
@@ -79,7 +79,7 @@ class ShortAllreduce:
             self._record[field] = value
 
     def run(self, tensor: torch.Tensor) -> bool:
-        """Enqueue an allreduce in place on the current stream; return False if the call must take the longer way.
+        """Enqueue an allreduce in place on the current stream; return False if the call must take the general path.
 
         Raises:
             MismatchError: Another rank has aborted the call.
@@ -102,7 +102,7 @@ class ShortAllreduce:
         status = self._allreduce(self._address, half, stream, address, numel, number)
         if status:
             self._continue(status, half, stream, number)
-        sync.owed, is_free[1 - half] = first | _EMPTIED, True
+        sync.unpublished, is_free[1 - half] = first | _EMPTIED, True
         return True
 
     def _continue(self, status: int, half: int, stream: int, number: int) -> None:

@@ -38,7 +38,7 @@ class StageSync:
         """The number after which a rank has read the last chunk that this rank has put into a half of its area."""
         self.is_free = [False, False]
         """Whether the stream of this rank already follows the other ranks' reads of a half."""
-        self.owed = 0
+        self.unpublished = 0
         """The number that the stream of this rank has still to publish, because the last call has left it out."""
         self._nothing = select.poll()
 
@@ -48,7 +48,7 @@ class StageSync:
 
     def open(self) -> None:
         """Begin to use new staging areas."""
-        self.last_use[:], self.is_free[:], self.owed = [0, 0], [False, False], 0
+        self.last_use[:], self.is_free[:], self.unpublished = [0, 0], [False, False], 0
 
     def begin(self) -> bool:
         """Begin the current call of the call log; return `has_failed` before."""

@@ -276,7 +276,8 @@ BLOCKS_OF_OTHERS = 5
 FILL_KERNEL, ADD_KERNEL, KERNEL_THREADS, MOST_BLOCKS, NUMEL_OF_BLOCK = range(6, 11)
 """The kernels, the threads of a block, the most blocks, and the elements that a block takes at once."""
 FILL_PARAMETERS, ADD_PARAMETERS = 11, 13
-"""First of two fields: addresses of the parameters of a kernel, for each half. Three of them are in the next fields."""
+"""First of two fields: addresses of the addresses of the parameters of a kernel, for each half. The values of three
+parameters are in the next fields."""
 GPU_TENSOR, GPU_NUMEL, GPU_NUMBER = 15, 16, 17
 """The address of the tensor, its elements, and the number that is published."""
 GPU_CALL_FIELDS = 18
