@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import torchmpi as mpi
-from torchmpi.backends.ipc import chunk_plan, ipc_backend
+from torchmpi.backends.ipc import chunk_plan, staged_group
 from torchmpi.backends.ipc.stream_memory import StreamOperations
 from torchmpi.cli.bench.options import short_size
 from torchmpi.cli.formatting import table
@@ -133,7 +133,7 @@ def bytes_by_ipc(tensor: torch.Tensor) -> int:
     """Return the bytes that all ranks read and write on their GPU in an allreduce by `ipc`."""
     size, numel, itemsize = mpi.size(), tensor.numel(), tensor.element_size()
     half = chunk_plan.half_bytes(mpi.Config.from_environment().staging_bytes, size) // itemsize
-    shots = ipc_backend.shots(size, tensor.nbytes, has_kernel=True)
+    shots = staged_group.shots(size, tensor.nbytes, has_kernel=True)
     accesses = 0
     for rank in range(size):
         for step in (each for steps in chunk_plan.allreduce(rank, size, numel, half, shots=shots) for each in steps):

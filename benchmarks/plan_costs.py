@@ -19,7 +19,7 @@ from simulator.servers import request_cost
 from simulator.start import LibraryCall, kept_bytes, started
 
 from torchmpi.backends import schedule
-from torchmpi.backends.hierarchical import COLLECTIVES
+from torchmpi.backends.hierarchical.hierarchical_backend import COLLECTIVES
 from torchmpi.backends.p2p import SHORT_BYTES, chunk_bytes
 from torchmpi.backends.plan_cost import (
     HEADER_BYTES,

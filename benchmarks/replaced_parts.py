@@ -29,7 +29,7 @@ PARTS = {
     ),
     "engine checkpoints": ("engine/checkpoint.py",),
     "progress bar": ("engine/progressbar.py",),
-    "gloo": ("backends/gloo.py", "backends/torch_groups.py"),
+    "gloo": ("backends/gloo*.py", "backends/torch_groups.py"),
 }
 _IMPORT = "import time, torch; begin = time.process_time(); {}; print(time.process_time() - begin)"
 _NUM_IMPORTS = 7

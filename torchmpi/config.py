@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from . import log
 from .errors import ConfigError
@@ -28,6 +28,18 @@ CollectiveName = Literal[
 DeviceType = Literal["cpu", "cuda"]
 Span = Literal["host", "across", "hosts"]
 Mode = Literal["sync", "async"]
+_Bind = Literal["auto", "none"]
+_Check = Literal["auto", "strict", "board", "off"]
+_Hierarchical = Literal["auto", "on", "off"]
+_OnLostRank = Literal["end", "raise"]
+_CHOICES = {
+    "bind": get_args(_Bind),
+    "check": get_args(_Check),
+    "hierarchical": get_args(_Hierarchical),
+    "on_lost_rank": get_args(_OnLostRank),
+    "backend": ("auto", *get_args(BackendName)),
+}
+"""The values of the settings that have few."""
 
 _GPU_BACKENDS = ("nccl", "ipc")
 _POSITIVE = (
@@ -57,12 +69,12 @@ class Config:
 
     verbose: bool = True
     """Print one line on rank 0 at start, and the results of ``autotune()``."""
-    bind: Literal["auto", "none"] = "auto"
+    bind: _Bind = "auto"
     """``auto``: bind each local rank to its own cores, unless the launcher has bound it or there are too few cores;
     ``none``: do not bind."""
     threads: int = 0
     """Number of threads of torch for one operation; 0: one per core that only this rank uses."""
-    check: Literal["auto", "strict", "board", "off"] = "auto"
+    check: _Check = "auto"
     """Comparison of calls between ranks. ``board``: through shared memory, without messages (ranks of one host);
     ``strict``: by a header exchanged before each call; ``auto``: board within a host, strict across hosts; ``off``."""
     stall_warning_seconds: float = 30.0
@@ -100,7 +112,7 @@ class Config:
     also for ``backend=``."""
     backend: Literal["auto"] | BackendName = "auto"
     """Backend of every call that it supports; ``auto``: chosen by the selection table, default or measured."""
-    hierarchical: Literal["auto", "on", "off"] = "auto"
+    hierarchical: _Hierarchical = "auto"
     """Hierarchical collectives over several hosts. ``on``: wherever possible; ``off``: never; ``auto``: as ``on``,
     unless the selection table was measured."""
     tuning_file: str = ""
@@ -110,7 +122,7 @@ class Config:
     abort_on_exception: bool = True
     """End the whole job on an uncaught exception or SIGTERM on one rank."""
 
-    on_lost_rank: Literal["end", "raise"] = "end"
+    on_lost_rank: _OnLostRank = "end"
     """Effect of a killed rank on the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
     and the program may continue with ``recover()`` (ranks without an MPI launcher only)."""
     timeline: str = ""
@@ -129,9 +141,7 @@ class Config:
     """File to which the report of a job that fails is also written, as JSON; empty: none."""
 
     def __post_init__(self) -> None:
-        types = get_type_hints(Config)
-        of_fields = {name: get_args(types[name]) for name in ("bind", "check", "hierarchical", "on_lost_rank")}
-        for name, choices in {**of_fields, "backend": ("auto", *get_args(BackendName))}.items():
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
         if not set(self.chosen_gpu_backends) <= set(_GPU_BACKENDS):

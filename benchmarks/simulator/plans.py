@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from torchmpi.backends import base, p2p
+from torchmpi.backends import base
 from torchmpi.backends.base import Operation
-from torchmpi.backends.hierarchical import HierarchicalBackend, comparison_for
+from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
+from torchmpi.backends.hierarchical.host_comparison import comparison_for
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.mpi_messages import rows_of
+from torchmpi.backends.p2p_backend import P2PBackend
 from torchmpi.backends.rank_order import combiner
 from torchmpi.backends.selection_table import REDUCING, Key, default_rule
 from torchmpi.communicators.call_log import call_code
@@ -106,7 +108,7 @@ class Ranks:
         self.mpi, self.shared = MPIBackend(self.config), InHostBackend()
         self.backends: dict[str, base.Backend] = {
             "mpi": self.mpi,
-            "p2p": p2p.P2PBackend(self.config),
+            "p2p": P2PBackend(self.config),
             "hierarchical": HierarchicalBackend(self.config, self._bind_step),
         }
         check = "strict" if compared else "off"

@@ -17,8 +17,8 @@ import numpy as np
 from torchmpi.backends import schedule
 from torchmpi.backends.base import Backend
 from torchmpi.backends.comparison import NumberExchange
-from torchmpi.backends.hierarchical import comparison_for
-from torchmpi.backends.hierarchical.host_comparison import HostComparison
+from torchmpi.backends.hierarchical import host_comparison
+from torchmpi.backends.hierarchical.host_comparison import HostComparison, comparison_for
 from torchmpi.backends.plan_cost import HEADER_BYTES, PlanCost, cost_of
 from torchmpi.communicators.group import Group
 from torchmpi.config import Config
@@ -204,7 +204,7 @@ def started(hosts: Sequence[int], network: Network | None = None) -> Iterator[St
     try:
         with (
             patch.object(socket, "gethostname", lambda: module.own.host),
-            patch.object(runtime, "comparison_for", _comparison),
+            patch.object(host_comparison, "comparison_for", _comparison),
         ):
             found = world.run(work)
         yield Started(world, [each for each, _ in found], max(end for _, end in found))

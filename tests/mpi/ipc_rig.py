@@ -20,6 +20,7 @@ from torchmpi.backends import rank_order
 from torchmpi.backends.base import announced
 from torchmpi.backends.ipc import ipc_backend as ipc
 from torchmpi.backends.ipc.area_kernels import AreaKernels
+from torchmpi.backends.ipc.staged_group import StagedGroup
 from torchmpi.backends.ipc.staging_areas import CudaDevice
 from torchmpi.backends.ipc.stream_memory import StreamOperations
 from torchmpi.collectives import prepared
@@ -218,8 +219,8 @@ class Rig:
         return result
 
     @property
-    def staged(self) -> ipc.StagedGroup:
-        return next(item for item in self.group.attachments if isinstance(item, ipc.StagedGroup))
+    def staged(self) -> StagedGroup:
+        return next(item for item in self.group.attachments if isinstance(item, StagedGroup))
 
 
 class Call:

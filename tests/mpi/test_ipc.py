@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_share_memory_is_an_error_on_all(rig, agree, kind, fa
     agree(not device.segments, "something is left")
     agree(reason in staging_areas.trial(rig.group.comm, device), "the trial at start did not notice")
     agree.equal(staging_areas.trial(rig.group.comm, HostDevice()), "")
-    rig.backend.make_device = HostDevice
+    rig.staged.make_device = HostDevice
     Call(rig, "allreduce", torch.float32, "sum", (1000,), 0).check(rig, agree)
 
 

@@ -14,8 +14,8 @@ import torch
 
 import torchmpi as mpi
 from torchmpi.backends import rank_order
-from torchmpi.backends.ipc import ipc_backend as ipc
 from torchmpi.backends.ipc import staging_areas
+from torchmpi.backends.ipc.staged_group import StagedGroup
 from torchmpi.errors import BackendUnavailableError, DeviceError
 from torchmpi.session import runtime
 
@@ -100,7 +100,7 @@ def test_short_allreduces_run_in_one_call_of_machine_code_on_the_gpu(agree, monk
     for _ in range(3):
         mpi.allreduce(tensor, backend="ipc")
     longer: list[int] = []
-    monkeypatch.setattr(ipc.StagedGroup, "run", lambda *arguments, **options: longer.append(1))
+    monkeypatch.setattr(StagedGroup, "run", lambda *arguments, **options: longer.append(1))
     for _ in range(100):
         mpi.allreduce(tensor, op="avg", backend="ipc")
     agree(not longer, f"{len(longer)} calls took the general path")

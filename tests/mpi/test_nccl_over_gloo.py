@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torchmpi as mpi
 from torchmpi.backends.gloo import GlooGroup
 from torchmpi.backends.gpus import Devices, RankDevice
-from torchmpi.backends.nccl.nccl_backend import NcclBackend, NcclGroup, NcclReduction
+from torchmpi.backends.nccl.nccl_backend import NcclBackend
+from torchmpi.backends.nccl.nccl_group import NcclGroup, NcclReduction
 from torchmpi.backends.nccl.recipes import lacks
 from torchmpi.backends.selector import Choice
 from torchmpi.backends.torch_groups import RowMovement, TorchGroup

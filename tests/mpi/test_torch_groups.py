@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi.backends.gloo import GlooBackend, GlooGroup
+from torchmpi.backends.gloo import GlooGroup
+from torchmpi.backends.gloo_backend import GlooBackend
 from torchmpi.backends.network import INTERFACE_VARIABLE
 from torchmpi.backends.shm import SharedMemoryBackend
 from torchmpi.backends.torch_groups import GroupStore

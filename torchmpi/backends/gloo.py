@@ -1,4 +1,4 @@
-"""The backend `gloo`: collectives over torch's ProcessGroupGloo, which connects the ranks by TCP.
+"""The collectives of the backend `gloo`, over torch's ProcessGroupGloo, which connects the ranks by TCP.
 
 Rows travel in messages between pairs of ranks. Reductions are those of :mod:`torchmpi.backends.p2p` over gloo's
 alltoall: gloo's own reductions add in an order that depends on the size, and round 16-bit floats at every step.
@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -38,72 +37,54 @@ _ALLTOALL = torch.distributed.AllToAllOptions() if torch.distributed.is_availabl
 _POLL_SECONDS = 0.02
 
 
-def problem() -> str:
-    """Return the reason why this torch has no gloo; '' if it has."""
-    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-    return "" if has_gloo else "this torch was built without gloo"
+def prepare(
+    torch_group: GlooGroup,
+    group: Group,
+    collective: str,
+    dtype: torch.dtype | None,
+    op: str | None,
+    *,
+    config: Config,
+    shared: SharedMemoryBackend,
+) -> Operation:
+    """Prepare a collective on a group. Its calls are compared between all ranks before gloo moves data.
+
+    gloo ends a process that receives more bytes than it expects, so the comparison on the status board, which other
+    backends make while their calls run, would come too late.
+    """
+    operation = _operation(config, group, torch_group, collective, dtype, op)
+    if group.log_board is None:  # compared by a message already, or not at all
+        compare: Callable[[], None] = _nothing
+    elif shared.why_not(collective, "cpu", group) is None:
+        compare = shared.comparison(group)
+    else:
+        compare = partial(_compare_by_message, group)
+
+    def run(source: Any, destination: Any, root: int) -> Any:
+        compare()
+        try:
+            return operation(source, destination, root)
+        except BaseException as error:
+            is_on_all_ranks = isinstance(error, TorchMPIError) and not isinstance(error, TransportError)
+            if not is_on_all_ranks:
+                torch_group.abort(error)
+            raise
+
+    return run
 
 
-class GlooBackend:
-    """Collectives over gloo, on host memory."""
-
-    name = "gloo"
-    announces = True
-    enqueues = False
-
-    def __init__(self, config: Config, problem: str, shared: SharedMemoryBackend) -> None:
-        self.config, self.problem, self.shared = config, problem, shared
-        self._torch_groups: WeakKeyDictionary[Group, GlooGroup] = WeakKeyDictionary()
-
-    def takes(self, device_type: str, collective: str) -> bool:
-        """Accept host memory; CUDA tensors are staged."""
-        return device_type == "cpu"
-
-    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept every collective."""
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
-        return self.problem or None
-
-    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group. Its calls are compared between all ranks before gloo moves data.
-
-        gloo ends a process that receives more bytes than it expects, so the comparison on the status board, which other
-        backends make while their calls run, would come too late.
-        """
-        torch_group = self._torch_groups.setdefault(group, GlooGroup(group))  # atomic: several threads may bind
-        operation = self._operation(group, torch_group, collective, dtype, op)
-        if group.log_board is None:  # compared by a message already, or not at all
-            compare: Callable[[], None] = _nothing
-        elif self.shared.why_not(collective, "cpu", group) is None:
-            compare = self.shared.comparison(group)
-        else:
-            compare = partial(_compare_by_message, group)
-
-        def run(source: Any, destination: Any, root: int) -> Any:
-            compare()
-            try:
-                return operation(source, destination, root)
-            except BaseException as error:
-                is_on_all_ranks = isinstance(error, TorchMPIError) and not isinstance(error, TransportError)
-                if not is_on_all_ranks:
-                    torch_group.abort(error)
-                raise
-
-        return run
-
-    def _operation(
-        self, group: Group, torch_group: GlooGroup, collective: str, dtype: torch.dtype | None, op: str | None
-    ) -> Operation:
-        if collective == "barrier":
-            return torch_group.barrier
-        if collective in REDUCTIONS:
-            assert dtype is not None and op is not None
-            chunk_bytes = min(self.config.pipeline_bytes, self.config.message_bytes)  # gloo takes less than 2 GB
-            reduction = GlooReduction(group, torch_group, dtype, op, chunk_bytes)
-            return ordered_reduction.operation(group, reduction, collective)
-        operation: Operation = getattr(RowMovement(group, torch_group), collective)
-        return operation
+def _operation(
+    config: Config, group: Group, torch_group: GlooGroup, collective: str, dtype: torch.dtype | None, op: str | None
+) -> Operation:
+    if collective == "barrier":
+        return torch_group.barrier
+    if collective in REDUCTIONS:
+        assert dtype is not None and op is not None
+        chunk_bytes = min(config.pipeline_bytes, config.message_bytes)  # gloo takes less than 2 GB
+        reduction = GlooReduction(group, torch_group, dtype, op, chunk_bytes)
+        return ordered_reduction.operation(group, reduction, collective)
+    operation: Operation = getattr(RowMovement(group, torch_group), collective)
+    return operation
 
 
 def _nothing() -> None:

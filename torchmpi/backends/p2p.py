@@ -1,4 +1,4 @@
-"""The backend `p2p`: reductions, broadcast and allgather by MPI point-to-point messages, for ranks on different hosts.
+"""The collectives of the backend `p2p`: by MPI point-to-point messages, for ranks on different hosts.
 
 An MPI library adds along rings or trees, in an order that depends on the size. Here each rank owns a part of the
 vector, receives that part of every other vector, and combines all of them in rank order: the bytes are those of a ring,
@@ -8,7 +8,6 @@ chunk by chunk, so that one chunk is combined while the next ones are on the net
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,7 +36,6 @@ from .schedule import Round
 Exchange = tuple[Requests, list[torch.Tensor]]
 """The messages of an exchange, and the versions of this rank's part in rank order."""
 
-_MOVEMENTS = ("allgather", "broadcast")
 # Up to this many bytes in all, the fewest rounds; above, the fewest bytes. The bits are the same.
 SHORT_BYTES = 16 << 10
 # Two ranks swap vectors of up to this size in one message each.
@@ -53,40 +51,16 @@ _CHUNK_BYTES = 1 << 20
 _MESSAGE_BYTES = 16 << 10
 
 
-class P2PBackend:
-    """Reductions in rank order, broadcast and allgather over messages between pairs of ranks; on host memory."""
-
-    name = "p2p"
-    announces = False
-    enqueues = False
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def takes(self, device_type: str, collective: str) -> bool:
-        """Accept host memory; CUDA tensors are staged."""
-        return device_type == "cpu"
-
-    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept reductions, broadcast and allgather."""
-        if collective not in REDUCTIONS + _MOVEMENTS:
-            return f"it has no {collective}, only {', '.join(REDUCTIONS + _MOVEMENTS)}"
-        if collective in REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
-            return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
-        return None
-
-    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group."""
-        if collective in _MOVEMENTS:
-            movement = P2PMovement(group, self.config.message_bytes)
-            return movement.broadcast if collective == "broadcast" else movement.allgather
-        assert dtype is not None and op is not None
-        operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, self.config), collective)
-        if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
-            return ComparedAllreduce(group, dtype, op, operation)
-        return operation
+def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    """Prepare a collective on a group."""
+    if collective not in REDUCTIONS:
+        movement = P2PMovement(group, config.message_bytes)
+        return movement.broadcast if collective == "broadcast" else movement.allgather
+    assert dtype is not None and op is not None
+    operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
+    if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
+        return ComparedAllreduce(group, dtype, op, operation)
+    return operation
 
 
 def chunk_bytes(size: int, most: int) -> int:

@@ -81,7 +81,7 @@ class Selector:
         self.tuned = Table()
         """The measured rules, of this run or an earlier one."""
         self._world, self._config = world, config
-        self._defaults, self._defaults_uncompared = (self._default_table(compared=each) for each in (True, False))
+        self._defaults, self._defaults_uncompared = self._default_tables()
         self.table = Table(self._defaults)
 
     # --- choosing -------------------------------------------------------------------------------------------
@@ -343,21 +343,25 @@ class Selector:
         for group in list(context.groups):
             group.forget_plans()
 
-    def _default_table(self, *, compared: bool) -> Table:
-        table = Table()
+    def _default_tables(self) -> tuple[Table, Table]:
+        """Return the default rules: for groups that compare their calls by messages, and for those that do not."""
+        possible = {key: {name for name in self.backends if self._is_possible(key, name)} for key in keys(mode="sync")}
+        tables = Table(), Table()
         for key in keys():
-            if any(self._is_possible(key, name) for name in self.backends):
-                table[key] = default_rule(
+            if able := possible[key._replace(mode="sync")]:  # the mode makes no difference to what is possible
+                rule = partial(
+                    default_rule,
                     key,
-                    partial(self._is_possible, key),
+                    able.__contains__,
                     forced=self._config.backend,
                     hierarchical=self._config.hierarchical,
                     gpu_backends=self._gpu_backends(self._world),
                     aware=self._is_aware(key),
-                    compared=compared,
                     is_tcp=not self._world.context.sends_whole,
                 )
-        return table
+                for table, compared in zip(tables, (True, False), strict=True):
+                    table[key] = rule(compared=compared)
+        return tables
 
     # --- availability ---------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from ..backends import hierarchical
 from ..backends.base import Backend, Operation, announced, bind, by_size
+from ..backends.hierarchical.spans import SpanCollective, is_composed
+from ..backends.hierarchical.steps import StepRunner
 from ..backends.selection_table import BY_SIZE, HIERARCHICAL
 from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
@@ -102,7 +103,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
         row = checked_dtype(collective, dtype, op, where)
     choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     bound: list[tuple[int | None, Operation, Backend]]
-    if wanted != HIERARCHICAL and hierarchical.is_composed(runtime.communicators, communicator, collective):
+    if wanted != HIERARCHICAL and is_composed(runtime.communicators, communicator, collective):
         composed = _composition(runtime, collective, dtype, op, wanted=wanted, mode=mode)
         # Each step selects its backend; the last one determines which tensors are staged.
         bound = [(None, announced(group, composed), choices[-1].backend)]
@@ -184,10 +185,8 @@ def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str 
 def _composition(
     runtime: Runtime, collective: str, dtype: torch.dtype | None, op: str | None, *, wanted: str | None, mode: str
 ) -> Operation:
-    runner = hierarchical.StepRunner(op, partial(_step, runtime, wanted, mode), variant=(wanted, mode))
-    return hierarchical.SpanCollective(
-        runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian
-    )
+    runner = StepRunner(op, partial(_step, runtime, wanted, mode), variant=(wanted, mode))
+    return SpanCollective(runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian)
 
 
 def _step(

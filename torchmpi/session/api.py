@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ..backends.gloo import problem as problem_of_gloo
+from ..backends.gloo_backend import problem as problem_of_gloo
 from ..backends.nccl.nccl_backend import problem as problem_of_nccl
 from ..backends.selection_table import Key, Rule
 from ..backends.selector import Availability

@@ -14,23 +14,22 @@ import torch
 
 from .. import timeline
 from .._version import __version__
-from ..backends import gloo, network, saved_tables
+from ..backends import gloo_backend, network, saved_tables
 from ..backends.base import Backend
-from ..backends.gloo import GlooBackend
+from ..backends.gloo_backend import GlooBackend
 from ..backends.gpus import Devices, ipc_key
-from ..backends.hierarchical import HierarchicalBackend, comparison_for
-from ..backends.ipc import staging_areas
+from ..backends.hierarchical.hierarchical_backend import HierarchicalBackend
 from ..backends.ipc.ipc_backend import IpcBackend
 from ..backends.mpi import MPIBackend
 from ..backends.nccl.nccl_backend import NcclBackend
-from ..backends.p2p import P2PBackend
+from ..backends.p2p_backend import P2PBackend
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import on_all
 from ..communicators.flight_record import FlightRecord, as_ranges
-from ..communicators.group import Group, GroupContext
+from ..communicators.group import Comparison, Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
@@ -97,9 +96,7 @@ class Runtime:
         neighbors = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
         processes = {rank: info.process for rank, info in neighbors.items()}
         self.selector = Selector(self._backends(processes), self.world, self.config)
-        self.context.make_comparison = partial(
-            comparison_for, shared=self.selector.backends["shm"], network=self.selector.network
-        )
+        self.context.make_comparison = self._comparison
         masks = {rank: info.cores for rank, info in enumerate(ranks) if info.place.machine == own.machine}
         self.binding = self._bind(list(masks.values()), list(masks).index(self.world.rank))
         self._load_tuning(hosts, num_ranks=len(masks), num_cores=len(frozenset.union(*masks.values())))
@@ -187,6 +184,12 @@ class Runtime:
         uses_cuda = with_cuda is not False and has_cuda
         self.devices = Devices.gather(self.MPI.COMM_WORLD, hosts, self.device, has_cuda=uses_cuda)
 
+    def _comparison(self, group: Group) -> Comparison:
+        """Return the comparison of the calls of a group over several hosts."""
+        from ..backends.hierarchical.host_comparison import comparison_for
+
+        return comparison_for(group, shared=self.selector.backends["shm"], network=self.selector.network)
+
     def _load_tuning(self, hosts: Sequence[int], *, num_ranks: int, num_cores: int) -> None:
         self.context.is_crowded = num_ranks > num_cores
         library = mpi_library.short_version(self.MPI)
@@ -197,8 +200,8 @@ class Runtime:
         shared = SharedMemoryBackend(self.config, self.heap, self._log_info)
         nccl = NcclBackend(self.config, self.devices)
         reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbors.values())
-        world, own = self.MPI.COMM_WORLD, (shared.problem, gloo.problem(), nccl.offer(), reads)
-        is_usual = reads and not (shared.problem or gloo.problem() or torch.cuda.is_available())
+        world, own = self.MPI.COMM_WORLD, (shared.problem, gloo_backend.problem(), nccl.offer(), reads)
+        is_usual = reads and not (shared.problem or gloo_backend.problem() or torch.cuda.is_available())
         offers = [own] * world.size if on_all(world, is_usual) else world.allgather(own)
         nccl.agree([offer for _, _, offer, _ in offers])
         # All ranks or none: a call must use the same transport on all ranks.
@@ -212,7 +215,7 @@ class Runtime:
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
                 self._log_info(f"no shared memory between ranks, so all data are sent through MPI: {problem}")
-        gloo_problem = _problem_of_any([problem for _, problem, *_ in offers], gloo.problem())
+        gloo_problem = _problem_of_any([problem for _, problem, *_ in offers], gloo_backend.problem())
         return {
             "mpi": MPIBackend(
                 self.config,
@@ -238,7 +241,11 @@ class Runtime:
         places = [(device.host, device.uuid if is_auto else bool(device.uuid)) for device in self.devices]
         near, has_gpu = world.Split(places.index(places[world.rank]), world.rank), bool(self.devices[world.rank].uuid)
         is_tried = has_gpu and near.size > 1
-        problem = staging_areas.trial(near, staging_areas.CudaDevice(self.device)) if is_tried else ""
+        problem = ""
+        if is_tried:
+            from ..backends.ipc import staging_areas
+
+            problem = staging_areas.trial(near, staging_areas.CudaDevice(self.device))
         near.Free()
         found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
         return found[0] if found else ""

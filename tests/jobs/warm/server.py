@@ -36,6 +36,8 @@ import torch.distributed.tensor.parallel
 
 # What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
 import torchmpi.backends.gloo
+import torchmpi.backends.hierarchical.host_collectives
+import torchmpi.backends.p2p
 import torchmpi.distributed
 import torchmpi.engine
 import torchmpi.parameterserver

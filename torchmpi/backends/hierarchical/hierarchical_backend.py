@@ -10,13 +10,16 @@ order.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ...communicators.group import Group
 from ...config import Config
 from ..base import Operation
-from .host_collectives import prepare
-from .steps import BindStep
+
+if TYPE_CHECKING:
+    from .steps import BindStep
 
 COLLECTIVES = ("barrier", "broadcast", "allgather", "allreduce", "reduce", "reduce_scatter")
 
@@ -51,4 +54,6 @@ class HierarchicalBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
+        from .host_collectives import prepare
+
         return prepare(group, collective, dtype, op, self._bind_step, self._chunk_bytes)

@@ -1,7 +1,7 @@
 """Plans of the collectives over staging areas on the GPUs of one host: the steps of each rank, as data.
 
 Each rank has a staging area of two halves that all other ranks can read. Chunks use the halves alternately: one half is
-filled while other ranks still read the other. :mod:`torchmpi.backends.ipc.ipc_backend` enqueues the steps, each on the
+filled while other ranks still read the other. :mod:`torchmpi.backends.ipc.staged_group` enqueues the steps, each on the
 stream of its rank.
 
 A rank *publishes* a stage: its stream writes the number of the stage after all earlier work. Another rank *awaits* it:

@@ -1,0 +1,51 @@
+"""The backend `gloo`, and which calls it accepts; :mod:`torchmpi.backends.gloo` has its collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..communicators.group import Group
+from ..config import Config
+from .base import Operation
+from .shm import SharedMemoryBackend
+
+if TYPE_CHECKING:
+    from .gloo import GlooGroup
+
+
+def problem() -> str:
+    """Return the reason why this torch has no gloo; '' if it has."""
+    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    return "" if has_gloo else "this torch was built without gloo"
+
+
+class GlooBackend:
+    """Collectives over gloo, on host memory."""
+
+    name = "gloo"
+    announces = True
+    enqueues = False
+
+    def __init__(self, config: Config, problem: str, shared: SharedMemoryBackend) -> None:
+        self.config, self.problem, self.shared = config, problem, shared
+        self._torch_groups: WeakKeyDictionary[Group, GlooGroup] = WeakKeyDictionary()
+
+    def takes(self, device_type: str, collective: str) -> bool:
+        """Accept host memory; CUDA tensors are staged."""
+        return device_type == "cpu"
+
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept every collective."""
+        if device_type == "cuda" and not torch.cuda.is_available():
+            return "this torch or this host has no CUDA"
+        return self.problem or None
+
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
+        from .gloo import GlooGroup, prepare
+
+        torch_group = self._torch_groups.setdefault(group, GlooGroup(group))  # atomic: several threads may bind
+        return prepare(torch_group, group, collective, dtype, op, config=self.config, shared=self.shared)

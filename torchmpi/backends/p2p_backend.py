@@ -1,0 +1,45 @@
+"""The backend `p2p`, and which calls it accepts; :mod:`torchmpi.backends.p2p` has its collectives."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from ..communicators.group import Group
+from ..config import Config
+from .base import Operation
+from .ordered_reduction import REDUCTIONS
+
+_MOVEMENTS = ("allgather", "broadcast")
+
+
+class P2PBackend:
+    """Reductions in rank order, broadcast and allgather over messages between pairs of ranks; on host memory."""
+
+    name = "p2p"
+    announces = False
+    enqueues = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def takes(self, device_type: str, collective: str) -> bool:
+        """Accept host memory; CUDA tensors are staged."""
+        return device_type == "cpu"
+
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept reductions, broadcast and allgather."""
+        if collective not in REDUCTIONS + _MOVEMENTS:
+            return f"it has no {collective}, only {', '.join(REDUCTIONS + _MOVEMENTS)}"
+        if collective in REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
+            return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
+        if device_type == "cuda" and not torch.cuda.is_available():
+            return "this torch or this host has no CUDA"
+        return None
+
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
+        from .p2p import prepare
+
+        return prepare(self.config, group, collective, dtype, op)
