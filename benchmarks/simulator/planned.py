@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torchmpi.backends import schedule
-from torchmpi.backends.comparison import can_carry
+from torchmpi.backends.comparison import can_carry, most_gathered
 from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
 from torchmpi.backends.pieces import PieceQueue, piece_sizes
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
@@ -208,19 +208,19 @@ def _blocks(message: schedule.Message, size: int) -> int:
     return bits & (1 << size) - 1 | bits >> size
 
 
-def relays(ranks: Ranks, rank: int, block_bytes: int) -> Program:
-    """Bring the blocks of all ranks to the ranks that combine them."""
-    size = ranks.size
-    held = [(rank, (rank + position) % size) for position in range(size if ranks.is_whole else 0)]
-    for relay in schedule.relayed_exchange(rank, size):
-        num_bytes = len(relay.positions) * block_bytes
+def relays(ranks: Ranks, rank: int, block_bytes: int, header_bytes: int = 0) -> Program:
+    """Bring the blocks of all ranks to the ranks that combine them; messages with a header go to lower ranks."""
+    size, way = ranks.size, -1 if header_bytes else 1
+    held = [(rank, (rank + way * position) % size) for position in range(size if ranks.is_whole else 0)]
+    for relay in schedule.relayed_exchange(rank, size, backward=way < 0):
+        num_bytes = header_bytes + len(relay.positions) * block_bytes
         moved = [held[position] for position in relay.positions] if ranks.is_whole else None
         messages = ranks.begin(rank, [(relay.origin, num_bytes)], [Sent(relay.target, num_bytes, moved)])
         yield messages
         if ranks.is_whole:
             for position, block in zip(relay.positions, messages[0].content, strict=True):
                 held[position] = block
-    if ranks.is_whole and held != [((rank - position) % size, rank) for position in range(size)]:
+    if ranks.is_whole and held != [((rank - way * position) % size, rank) for position in range(size)]:
         raise RuntimeError(f"rank {rank} has not got its block of all ranks")
 
 
@@ -287,11 +287,17 @@ def direct(ranks: Ranks, rank: int, num_bytes: int) -> Program:
     return run(ranks, rank, num_bytes // _ITEM_BYTES, chunk_bytes(ranks.size, Config().pipeline_bytes) // _ITEM_BYTES)
 
 
-def relayed(ranks: Ranks, rank: int, num_bytes: int) -> Program:
-    """Run the relayed allreduce of `p2p`."""
+def relayed(ranks: Ranks, rank: int, num_bytes: int, header_bytes: int = 0) -> Program:
+    """Run the relayed allreduce of `p2p`, or that of a comparison, whose messages have a header."""
     width = -(-num_bytes // _ITEM_BYTES // ranks.size) * _ITEM_BYTES
-    yield from relays(ranks, rank, width)
-    yield from doubling(ranks, rank, width)
+    yield from relays(ranks, rank, width, header_bytes)
+    yield from doubling(ranks, rank, width, header_bytes)
+
+
+def with_comparison(ranks: Ranks, rank: int, num_bytes: int) -> Program:
+    """Run a short allreduce whose vectors are sent in the messages of the comparison."""
+    run = doubling if num_bytes <= most_gathered(ranks.size) else relayed
+    yield from run(ranks, rank, num_bytes, HEADER_BYTES)
 
 
 def in_rank_order(ranks: Ranks, rank: int, num_bytes: int) -> Program:
@@ -309,7 +315,7 @@ def p2p(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
     if ranks.ranks_of_host > 1:
         yield from compare_in_steps(ranks, rank)
     elif can_carry(num_bytes, ranks.size):
-        yield from doubling(ranks, rank, num_bytes, HEADER_BYTES)
+        yield from with_comparison(ranks, rank, num_bytes)
         return
     else:
         yield from compare(ranks, rank)
@@ -354,10 +360,10 @@ def in_steps(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
     inside = partial(ranks.meet, rank)
     host, position = divmod(rank, ranks.ranks_of_host)
     across = _Across(ranks, position)
-    if can_carry(num_bytes, across.size):
+    if can_carry(num_bytes, across.size, in_steps=True):
         yield from inside(num_bytes)
         if position == 0:
-            yield from doubling(across, host, num_bytes, HEADER_BYTES)
+            yield from with_comparison(across, host, num_bytes)
         yield from inside(num_bytes)
         return
     yield from compare_in_steps(ranks, rank)

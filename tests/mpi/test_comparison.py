@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends import comparison
 from torchmpi.backends.comparison import NumberExchange, can_carry, most_carried
 from torchmpi.backends.hierarchical.host_comparison import HostComparison
 from torchmpi.communicators.group import Group
@@ -29,18 +30,25 @@ pytestmark = pytest.mark.skipif(SIZE == 1, reason="needs another rank")
 PLACEMENTS = {"each": "abcd", "block": "aabb", "three": "abca"}
 PLACEMENTS = {hosts[:SIZE]: name for name, hosts in PLACEMENTS.items() if len(set(hosts[:SIZE])) > 1}  # each once
 PLACEMENTS = {name: hosts for hosts, name in PLACEMENTS.items()}
+# With these limits, vectors that are gathered by default are relayed in blocks.
+RELAYED = {"_MOST_BYTES_OF_TWO": 16, "_MOST_BYTES": 64}
+CASES = [(name, relayed) for name in PLACEMENTS for relayed in (False, True)]
 SHORT, OTHER, LONG = 5, 6, 300_000
 
 
-@pytest.fixture(params=PLACEMENTS, scope="module")
+@pytest.fixture(params=CASES, ids=lambda case: case[0] + " relayed" * case[1], scope="module")
 def placement(request) -> Iterator[str]:
     """torchmpi, started on these hosts."""
     was_running = runtime.is_running()
     mpi.stop()
-    hosts = PLACEMENTS[request.param][:SIZE]
-    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=hosts[RANK]))
-    yield hosts
-    mpi.stop()
+    name, is_relayed = request.param
+    hosts = PLACEMENTS[name][:SIZE]
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, value in RELAYED.items() if is_relayed else ():
+            patch.setattr(comparison, limit, value)
+        mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=hosts[RANK]))
+        yield hosts
+        mpi.stop()
     if was_running:
         mpi.start()
 
@@ -107,8 +115,9 @@ def test_different_backends_are_an_error_on_all_ranks(agree, placement):
 
 def test_short_vectors_have_the_bits_of_long_ones(agree, placement):
     """They are sent with the comparison, and longer ones after it."""
-    is_carried = lambda numel, dtype: can_carry(numel * dtype.itemsize, len(set(placement)))  # noqa: E731
-    backend = "hierarchical" if len(set(placement)) < SIZE else "p2p"
+    num_hosts = len(set(placement))
+    is_carried = lambda numel, dtype: can_carry(numel * dtype.itemsize, num_hosts, in_steps=num_hosts < SIZE)  # noqa: E731
+    backend = "hierarchical" if num_hosts < SIZE else "p2p"
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         for op in ("sum", "avg", "prod"):
             values = torch.randn(150_000, generator=torch.Generator().manual_seed(RANK)).to(dtype)
@@ -119,11 +128,11 @@ def test_short_vectors_have_the_bits_of_long_ones(agree, placement):
 
 
 def test_hosts_are_compared_by_their_first_ranks(agree, placement):
-    comparison = runtime.current().world.comparison
+    made = runtime.current().world.comparison
     is_first = placement.index(placement[RANK]) == RANK
     if len(set(placement)) < SIZE:
-        agree(isinstance(comparison, HostComparison))
-        agree.equal(comparison.exchange is not None, is_first)
+        agree(isinstance(made, HostComparison))
+        agree.equal(made.exchange is not None, is_first)
 
 
 def test_a_number_that_one_rank_lacks_or_changes(agree):
@@ -186,7 +195,7 @@ def test_the_fast_path_has_the_bits_of_the_path_through_python(agree, placement,
             values = torch.randn(263_000, generator=torch.Generator().manual_seed(RANK)).mul(9).to(dtype)
             for _ in range(2):
                 mpi.allreduce(values[:3].clone(), op=op)
-            most = most_carried(num_hosts) // dtype.itemsize
+            most = most_carried(num_hosts, in_steps=has_steps) // dtype.itemsize
             is_exact = op != "avg" and (op == "max" or dtype is not torch.bfloat16)
             for numel in (0, 1, numbers.randrange(2, 99), numbers.randrange(99, most), most, most + 1):
                 begin = numbers.randrange(100)  # of no alignment
@@ -201,7 +210,7 @@ def test_the_fast_path_has_the_bits_of_the_path_through_python(agree, placement,
 
 def test_ranks_of_both_paths_meet(agree, placement, cached):
     for odd in range(SIZE):
-        for numel in (SHORT, 3000):
+        for numel in (SHORT, 3001):
             tensor, out, expected = ones(numel), torch.zeros(numel), torch.full((numel,), SIZE * (SIZE + 1) / 2)
             if odd == RANK:
                 mpi.allreduce(tensor, backend=automatic(placement))
@@ -273,8 +282,9 @@ def test_steps_are_recorded_in_a_timeline(agree, placement, cached, tmp_path):
 
 
 def test_shared_tensors_by_the_fast_path(agree, placement, cached):
+    num_hosts = len(set(placement))
     for numel in (SHORT, 6000, 4000):  # in the entry of the call, in several ways through shared memory
         tensor = mpi.empty_shared((numel,)).fill_(RANK + 1)  # in memory that the other ranks have not mapped yet
-        if 4 * numel <= most_carried(len(set(placement))):
+        if can_carry(4 * numel, num_hosts, in_steps=num_hosts < SIZE):
             agree(fast(tensor), "not by the fast path")
             agree.bits(tensor, torch.full((numel,), SIZE * (SIZE + 1) / 2), f"[{numel}]")

@@ -125,11 +125,12 @@ def _one_after_the_other(step: Round) -> list[Round]:
     return [*rounds, Round(sends=step.sends)] if step.sends else rounds
 
 
+@pytest.mark.parametrize("way", (1, -1))
 @pytest.mark.parametrize("size", SIZES)
-def test_relayed_blocks_arrive_at_their_ranks_in_log2_rounds(size: int) -> None:
+def test_relayed_blocks_arrive_at_their_ranks_in_log2_rounds(size: int, way: int) -> None:
     """The blocks are moved as the backend does it, from the same position of one rank to that of another."""
-    plans = [schedule.relayed_exchange(rank, size) for rank in range(size)]
-    held = [[(rank, (rank + position) % size) for position in range(size)] for rank in range(size)]
+    plans = [schedule.relayed_exchange(rank, size, backward=way < 0) for rank in range(size)]
+    held = [[(rank, (rank + way * position) % size) for position in range(size)] for rank in range(size)]
     assert {len(plan) for plan in plans} == {(size - 1).bit_length()}
     for relays in zip(*plans, strict=True):
         moved = [[held[rank][position] for position in relays[rank].positions] for rank in range(size)]
@@ -138,7 +139,10 @@ def test_relayed_blocks_arrive_at_their_ranks_in_log2_rounds(size: int) -> None:
             for position, block in zip(relay.positions, moved[relay.origin], strict=True):
                 held[rank][position] = block
     for rank in range(size):
-        assert held[rank] == [((rank - position) % size, rank) for position in range(size)]
+        assert held[rank] == [((rank - way * position) % size, rank) for position in range(size)]
+        if way < 0:
+            peers = [(step.sends[0].peer, step.receives[0].peer) for step in schedule.doubling(rank, size)]
+            assert [(relay.target, relay.origin) for relay in plans[rank]] == peers
 
 
 @pytest.mark.parametrize("size", SIZES)

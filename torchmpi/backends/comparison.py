@@ -1,9 +1,10 @@
 """Comparison of the calls of ranks on several hosts, by short messages that may carry the payload of the call.
 
 Each rank has a number that stands for its call. :class:`NumberExchange` finds out whether the numbers of all ranks are
-equal, in log2 rounds of messages. A short allreduce sends its vectors in the same messages: its comparison needs none
-of its own. All calls of a group begin with these messages, whichever backend runs them: different calls meet in
-the first one, and no rank waits for a message that another rank does not send.
+equal, in log2 rounds of messages. A short allreduce sends its vectors in the same messages, or among many ranks the
+blocks of a relayed allreduce: its comparison needs none of its own. All calls of a group begin with these messages,
+whichever backend runs them: different calls meet in the first one, and no rank waits for a message that another rank
+does not send.
 
 Short allreduces are calls of the fast path, too: :class:`FastAllreduce` has the record of the kernel, and the end of
 calls that fail.
@@ -24,43 +25,56 @@ from ..communicators.group import Group
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import LOG_ACTIVE, LOG_ALGORITHM, WITH_COMPARISON
-from ..tensors import dtypes
+from ..tensors import buffers, dtypes
 from . import schedule
 from .base import Operation
 from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
-from .rank_order import combiner
+from .rank_order import Combiner, combiner
 
 _TAG = 3
-_HEADER_BYTES = 16
-# The longest message, and the bytes of all vectors together, up to which gathering them takes less time than a further
-# round. Two ranks send no more than they would in parts, in fewer messages.
-_MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 64 << 10
+_HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
+# Vectors are gathered up to this size of all together: with more bytes, further rounds of shorter messages take less
+# time. Two ranks send no more than they would in parts, in fewer messages.
+_MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
+# Vectors are relayed in blocks up to the first size; in steps over hosts, of which parts need more, up to the second one.
+_MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
 Finish = Callable[[int, int, torch.Tensor], torch.Tensor]
 """Ends a call in Python: ``finish(step, status, tensor)``, given the step in which the kernel has failed."""
 
 
-def can_carry(num_bytes: int, size: int) -> bool:
-    """Return whether the vectors of `size` ranks are gathered in the messages of a comparison.
+def can_carry(num_bytes: int, size: int, *, in_steps: bool = False) -> bool:
+    """Return whether the vectors of `size` ranks are sent in the messages of a comparison.
 
-    >>> can_carry(256 << 10, 2), can_carry(16 << 10, 4), can_carry(16 << 10, 5), can_carry(0, 2)
+    >>> can_carry(256 << 10, 2), can_carry(64 << 10, 4), can_carry(65 << 10, 4), can_carry(0, 2)
     (True, True, False, False)
     """
-    return 0 < num_bytes <= most_carried(size)
+    return 0 < num_bytes <= most_carried(size, in_steps=in_steps)
 
 
-def most_carried(size: int) -> int:
+def most_carried(size: int, *, in_steps: bool = False) -> int:
+    """Return the size of the longest vectors that `size` ranks send in these messages.
+
+    `in_steps`: the ranks are the first ones of their hosts, and send the totals of the hosts.
+
+    >>> most_carried(2) >> 10, most_carried(3) >> 10, most_carried(3, in_steps=True) >> 10
+    (256, 64, 128)
+    """
+    return max(most_gathered(size), _MOST_RELAYED_BYTES_OF_HOSTS if in_steps else _MOST_RELAYED_BYTES)
+
+
+def most_gathered(size: int) -> int:
     """Return the size of the longest vectors that `size` ranks gather in these messages.
 
-    >>> most_carried(2), most_carried(3)
-    (262144, 21845)
+    >>> most_gathered(2), most_gathered(3), most_gathered(8)
+    (262144, 16384, 6144)
     """
     return _MOST_BYTES // size if size > 2 else _MOST_BYTES_OF_TWO
 
 
 class NumberExchange:
-    """Compare a number between all ranks of a communicator, and gather vectors of equal length in the same messages.
+    """Compare a number between all ranks of a communicator, and send vectors of equal length in the same messages.
 
     A message begins with the lowest and the highest number of which its sender knows. Vectors follow only while these
     are equal. Every rank receives into memory for the longest message, so lengths need not agree.
@@ -74,9 +88,11 @@ class NumberExchange:
             (sent.peer, sent.num_blocks, received.peer, (received.first - self.rank) % self.size)
             for (sent,), (received,) in schedule.doubling(self.rank, self.size)
         ]
+        self.most_gathered = most_gathered(self.size)
         # Pages are used when they are first written, so this memory costs what the longest message needs.
-        self._memory = np.empty(_HEADER_BYTES + self.size * most_carried(self.size), np.uint8)
-        self._incoming = np.empty_like(self._memory)
+        blocks_bytes = most_carried(self.size, in_steps=True) + self.size * _MOST_ITEM_BYTES  # the last ones are padded
+        self._memory = np.empty(_HEADER_BYTES + max(self.size * self.most_gathered, blocks_bytes), np.uint8)
+        self._incoming, self._blocks = np.empty_like(self._memory), np.empty(blocks_bytes, np.uint8)
         self._address, self._incoming_address = int(self._memory.ctypes.data), int(self._incoming.ctypes.data)
         self._known = self._memory[:_HEADER_BYTES].view(np.int64).data
         self._heard = self._incoming[:_HEADER_BYTES].view(np.int64).data
@@ -88,23 +104,85 @@ class NumberExchange:
         """Addresses of the memory to send and to receive, and the length of the latter."""
         return self._address, self._incoming_address, self._incoming.nbytes
 
+    @property
+    def blocks_address(self) -> int:
+        """Address of the memory for the blocks of a relayed vector."""
+        return int(self._blocks.ctypes.data)
+
     def agree(self, number: int | None, num_bytes: int = 0) -> bool:
         """Return whether all ranks pass the same number; never if one passes None. Collective.
 
         Vectors of `num_bytes` are gathered in cyclic rank order behind the header, this rank's own first.
         """
-        fromaddress, known, heard = self.MPI.buffer.fromaddress, self._known, self._heard
-        known[0], known[1] = (_LOWEST, _HIGHEST) if number is None else (number, number)
+        self._know(number)
         for target, count, origin, position in self.rounds:
-            length = _HEADER_BYTES + (count * num_bytes if known[0] == known[1] else 0)
-            message = (fromaddress(self._address, length), self.MPI.BYTE)
-            self.comm.Sendrecv(message, target, _TAG, self._receive, origin, _TAG)
-            if not known[0] == heard[0] == heard[1] == known[1]:
-                known[0], known[1] = _LOWEST, _HIGHEST
-            elif num_bytes:
+            if self._swap(target, count * num_bytes, origin) and num_bytes:
                 begin = self._address + _HEADER_BYTES + position * num_bytes
                 ctypes.memmove(begin, self._incoming_address + _HEADER_BYTES, count * num_bytes)
-        return known[0] == known[1]
+        return bool(self._known[0] == self._known[1])
+
+    def _know(self, number: int | None) -> None:
+        self._known[0], self._known[1] = (_LOWEST, _HIGHEST) if number is None else (number, number)
+
+    def _swap(self, target: int, num_bytes: int, origin: int) -> bool:
+        """Exchange what is known, with bytes behind it; return whether all numbers that are known are equal."""
+        known, heard = self._known, self._heard
+        length = _HEADER_BYTES + (num_bytes if known[0] == known[1] else 0)
+        message = (self.MPI.buffer.fromaddress(self._address, length), self.MPI.BYTE)
+        self.comm.Sendrecv(message, target, _TAG, self._receive, origin, _TAG)
+        is_equal: bool = known[0] == heard[0] == heard[1] == known[1]
+        if not is_equal:
+            known[0], known[1] = _LOWEST, _HIGHEST
+        return is_equal
+
+    def allreduce(
+        self, number: int | None, vector: torch.Tensor, combine: Combiner, arrived: Callable[[], object]
+    ) -> bool:
+        """Combine the vectors of all ranks in rank order, in place, and call `arrived` before; False if numbers differ.
+
+        The readable form of the messages of the kernel `allreduce_over_hosts`.
+        """
+        if vector.nbytes > self.most_gathered:
+            return self._allreduce_in_relays(number, vector, combine, arrived)
+        vectors = self.gather(number, vector)
+        if vectors is None:
+            return False
+        arrived()
+        combine(vectors, vector)
+        return True
+
+    def _allreduce_in_relays(
+        self, number: int | None, vector: torch.Tensor, combine: Combiner, arrived: Callable[[], object]
+    ) -> bool:
+        rank, size, numel = self.rank, self.size, vector.numel()
+        width = -(-numel // size)
+        block_bytes = width * vector.itemsize
+        with torch.inference_mode(False):
+            memory, incoming = (torch.from_numpy(each)[_HEADER_BYTES:] for each in (self._memory, self._incoming))
+            blocks = torch.from_numpy(self._blocks)[: size * block_bytes].view(size, block_bytes)
+        # Position j has the block for the rank j before this one; in the end, that of the rank j after it.
+        for position, block in enumerate(blocks.view(vector.dtype)):
+            part = vector[(rank - position) % size * width :][:width]
+            block[: part.numel()] = part
+        if number is not None:
+            number ^= vector.nbytes
+        self._know(number)
+        for target, origin, positions in schedule.relayed_exchange(rank, size, backward=True):
+            moved, length = list(positions), len(positions) * block_bytes
+            memory[:length].view(-1, block_bytes).copy_(blocks[moved])
+            if self._swap(target, length, origin):
+                blocks[moved] = incoming[:length].view(-1, block_bytes)
+        if self._known[0] != self._known[1]:
+            return False
+        arrived()
+        versions = [blocks[(source - rank) % size].view(vector.dtype) for source in range(size)]
+        combine(versions, memory[:block_bytes].view(vector.dtype))
+        self.agree(number, block_bytes)
+        results = memory[: size * block_bytes].view(size, block_bytes)
+        # Joined before they are copied, since `vector` may be in the same memory.
+        in_order = torch.cat([results[(owner - rank) % size] for owner in range(size)]).view(vector.dtype)
+        buffers.overwrite(vector, in_order[:numel])
+        return True
 
     def own_vector(self, like: torch.Tensor) -> torch.Tensor:
         """Return the memory of this rank's own vector, of the length and dtype of another tensor."""
@@ -170,6 +248,8 @@ class FastAllreduce:
             sent, received, received_bytes = exchange.memory
             values |= kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV)
             values |= {
+                records.MOST_GATHERED: exchange.most_gathered,
+                records.RELAYED_BLOCKS: exchange.blocks_address,
                 records.SENT: sent,
                 records.RECEIVED: received,
                 records.RECEIVED_BYTES: received_bytes,
@@ -230,11 +310,8 @@ class ComparedAllreduce:
             return buffer
         flat = buffer if buffer.dim() == 1 else buffer.detach().view(-1)
         self.group.call_log.log_fields[LOG_ALGORITHM] = WITH_COMPARISON
-        vectors = self.exchange.gather(self.group.call_number, flat)
-        if vectors is None:
+        if not self.exchange.allreduce(self.group.call_number, flat, self.combine, self.group.call_log.count_wait):
             self.group.refuse_call()
-        self.group.call_log.count_wait()
-        self.combine(vectors, flat)
         return buffer
 
     def cached_call(self, root: int) -> fast_path.CachedCall | None:

@@ -44,7 +44,7 @@ receives=(Message(peer=0, first=1, num_blocks=1), Message(peer=2, first=1, num_b
 class Relay(NamedTuple):
     """A round of :func:`relayed_exchange`: blocks at these positions are sent to one rank and received from another.
 
-    Position j has the block for the rank j after this one, on its way there.
+    Position j has the block for the rank j after this one (backward: before it), on its way there.
     """
 
     target: int
@@ -52,20 +52,21 @@ class Relay(NamedTuple):
     positions: tuple[int, ...]
 
 
-def relayed_exchange(rank: int, size: int) -> list[Relay]:
+def relayed_exchange(rank: int, size: int, *, backward: bool = False) -> list[Relay]:
     """Plan the same exchange in log2(size) rounds of one message, in which ranks pass on blocks of others.
 
     A block for the rank j after its own moves by the powers of two of which j is the sum (Bruck et al., 1997). Half of
     the blocks move in each round: log2(size) / 2 times the bytes of `exchange`, but few messages. In the end position j
-    has the block of the rank j before this one.
+    has the block of the rank j before this one. `backward`: the same towards lower ranks, with the peers of `doubling`.
 
     >>> relayed_exchange(0, 3)
     [Relay(target=1, origin=2, positions=(1,)), Relay(target=2, origin=1, positions=(2,))]
     """
     distances = [1 << k for k in range((size - 1).bit_length())]
     return [
-        Relay((rank + distance) % size, (rank - distance) % size, tuple(j for j in range(size) if j & distance))
+        Relay((rank + moved) % size, (rank - moved) % size, tuple(j for j in range(size) if j & distance))
         for distance in distances
+        for moved in (-distance if backward else distance,)
     ]
 
 

@@ -178,11 +178,8 @@ class ComparedHostAllreduce:
         """Compare the call in its steps, and raise on all ranks if it differs."""
 
         def sum_across(exchange: NumberExchange, number: int | None) -> bool:
-            totals = exchange.gather(number, work)
-            if totals is None:
+            if not exchange.allreduce(number, work, self.combine, self.group.call_log.count_wait):
                 return False
-            self.group.call_log.count_wait()
-            self.combine(totals, work)
             self.partial_results.finish(work, flat)
             return True
 
@@ -207,7 +204,7 @@ class ComparedHostAllreduce:
         steps = [step for step in found if step is not None]
         if len(steps) < len(names):  # the ranks of the host share no memory
             return None
-        most_bytes, exchange = most_carried(self.comparison.num_hosts), self.comparison.exchange
+        most_bytes, exchange = most_carried(self.comparison.num_hosts, in_steps=True), self.comparison.exchange
         finish = partial(self._finish, steps)
         return FastAllreduce(group, "hierarchical", dtype, self.op, most_bytes, exchange, finish, steps).cached_call()
 

@@ -65,7 +65,7 @@ class HostComparison:
 
     def can_carry(self, num_bytes: int) -> bool:
         """Return whether vectors of this size are sent between the hosts in the messages of a comparison."""
-        return can_carry(num_bytes, self.num_hosts)
+        return can_carry(num_bytes, self.num_hosts, in_steps=True)
 
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""

@@ -213,7 +213,11 @@ STEP_CALL, STEP_CODE, STEP_SIGNED_CODE = range(3)
 """Of a step: address of its call record, its code in the call log, and in the signature."""
 FAILED_STEP = 29
 """The step that has failed."""
-HOSTS_FIELDS = 30
+MOST_GATHERED, RELAYED_BLOCKS = 30, 31
+"""Length of the longest vectors that are gathered whole, and address of memory for the blocks of longer ones."""
+EXCHANGE_WAITED = 32
+"""Nanoseconds from the begin of the call until the vectors of all hosts had arrived."""
+HOSTS_FIELDS = 33
 STEP_BEFORE, STEP_ACROSS, STEP_AFTER = range(3)
 ROUND_TARGET, ROUND_LENGTH, ROUND_ORIGIN, ROUND_POSITION = range(4)
 """Ranks to send to and to receive from; number of vectors; cyclic position of the first received one."""
