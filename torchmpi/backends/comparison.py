@@ -36,7 +36,7 @@ _HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
 # Vectors are gathered up to this size of all together: with more bytes, further rounds of shorter messages take less
 # time. Two ranks send no more than they would in parts, in fewer messages.
 _MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
-# Vectors are relayed in blocks up to the first size; in steps over hosts, of which parts need more, up to the second one.
+# Vectors are relayed in blocks up to the first size. In steps over hosts, the second one.
 _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
@@ -138,9 +138,9 @@ class NumberExchange:
     def allreduce(
         self, number: int | None, vector: torch.Tensor, combine: Combiner, arrived: Callable[[], object]
     ) -> bool:
-        """Combine the vectors of all ranks in rank order, in place, and call `arrived` before; False if numbers differ.
+        """Combine the vectors of all ranks in rank order, in place; return False if their numbers differ.
 
-        The readable form of the messages of the kernel `allreduce_over_hosts`.
+        `arrived` is called when all vectors have arrived. The kernel `allreduce_over_hosts` sends the same messages.
         """
         if vector.nbytes > self.most_gathered:
             return self._allreduce_in_relays(number, vector, combine, arrived)
