@@ -83,7 +83,7 @@ class StartWatch:
     def _watch(self) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/thread-self/comm").write_text(_THREAD_NAME)
-        begin, ended_since = time.monotonic(), None
+        begin, ended_since, existing = time.monotonic(), None, set[int]()
         period = _PERIOD_SECONDS * max(1.0, (self._launcher.local_size or 1) / _RANKS_PER_PERIOD)
         while not self._has_started.wait(period):
             ranks, now = _ranks_of_host(), time.monotonic()
@@ -91,9 +91,9 @@ class StartWatch:
             if not (self._has_ended(ranks) and self._config.abort_on_exception):
                 ended_since = None
             elif ended_since is None:
-                ended_since = now
+                ended_since, existing = now, ranks.all  # the others end too, after _REPORT_SECONDS
             elif self._reports(now - ended_since):
-                reason = f"{self._ended(ranks.all)}, in which rank {self._launcher.rank} waits. That ends the job."
+                reason = f"{self._ended(existing)}, in which rank {self._launcher.rank} waits. That ends the job."
                 self._end_job(reason)
             elif not self._launcher.has_mpi_interface and now - ended_since > _REPORT_SECONDS:
                 mpi_library.abort(1)  # the end of the lowest rank, which has reported, does not end this one

@@ -1,0 +1,33 @@
+"""The report of a rank that has ended without calling start()."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchmpi.session import start_watch
+
+
+def test_ranks_that_end_after_the_first_one_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: rank 2 ends a second after it has seen the end of rank 1, perhaps before rank 0 reports it."""
+    process = start_watch._Process(1, "S", 0)
+    seen = [([0, 2], {1: process}), ([0, 2], {}), ([0], {})]  # in start(), and not there yet
+
+    def ranks_of_host() -> Any:
+        return start_watch._Ranks(*seen.pop(0))
+
+    messages: list[str] = []
+    watch = start_watch.StartWatch()
+    monkeypatch.setattr(start_watch, "_PERIOD_SECONDS", 0.001)
+    monkeypatch.setattr(start_watch, "_ranks_of_host", ranks_of_host)
+    place = SimpleNamespace(rank=0, num_ranks=3, local_size=3, has_mpi_interface=False)
+    monkeypatch.setattr(watch, "_launcher", place)
+    monkeypatch.setattr(watch, "_lowest", 0)
+    monkeypatch.setattr(watch, "_end_job", lambda message: (messages.append(message), watch._has_started.set()))
+    thread = threading.Thread(target=watch._watch, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert messages == ["rank 1 ended without calling start(), in which rank 0 waits. That ends the job."]
