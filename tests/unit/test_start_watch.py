@@ -25,6 +25,7 @@ def test_ranks_that_end_after_the_first_one_are_not_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(start_watch, "_ranks_of_host", ranks_of_host)
     place = SimpleNamespace(rank=0, num_ranks=3, local_size=3, has_mpi_interface=False)
     monkeypatch.setattr(watch, "_launcher", place)
+    monkeypatch.setattr(watch, "_num_ranks", 3)
     monkeypatch.setattr(watch, "_lowest", 0)
     monkeypatch.setattr(watch, "_end_job", lambda message: (messages.append(message), watch._has_started.set()))
     thread = threading.Thread(target=watch._watch, daemon=True)
