@@ -36,7 +36,7 @@ _HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
 # Vectors are gathered up to this size of all together: with more bytes, further rounds of shorter messages take less
 # time. Two ranks send no more than they would in parts, in fewer messages.
 _MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
-# Vectors are relayed in blocks up to the first size. In steps over hosts, the second one.
+# Longer vectors are relayed in blocks, up to the first size; totals of hosts with several ranks, up to the second one.
 _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
@@ -114,14 +114,14 @@ class NumberExchange:
 
         Vectors of `num_bytes` are gathered in cyclic rank order behind the header, this rank's own first.
         """
-        self._know(number)
+        self._begin_comparison(number)
         for target, count, origin, position in self.rounds:
             if self._swap(target, count * num_bytes, origin) and num_bytes:
                 begin = self._address + _HEADER_BYTES + position * num_bytes
                 ctypes.memmove(begin, self._incoming_address + _HEADER_BYTES, count * num_bytes)
         return bool(self._known[0] == self._known[1])
 
-    def _know(self, number: int | None) -> None:
+    def _begin_comparison(self, number: int | None) -> None:
         self._known[0], self._known[1] = (_LOWEST, _HIGHEST) if number is None else (number, number)
 
     def _swap(self, target: int, num_bytes: int, origin: int) -> bool:
@@ -166,7 +166,7 @@ class NumberExchange:
             block[: part.numel()] = part
         if number is not None:
             number ^= vector.nbytes
-        self._know(number)
+        self._begin_comparison(number)
         for target, origin, positions in schedule.relayed_exchange(rank, size, backward=True):
             moved, length = list(positions), len(positions) * block_bytes
             memory[:length].view(-1, block_bytes).copy_(blocks[moved])

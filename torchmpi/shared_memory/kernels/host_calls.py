@@ -90,8 +90,8 @@ def set_operands(hosts, position, address, count, num_bytes):
 
 
 @inner
-def know(hosts, number):
-    """Begin a comparison."""
+def begin_comparison(hosts, number):
+    """Store a number as the only one that this host knows."""
     store_field(load_field(hosts, SENT), 0, number)
     store_field(load_field(hosts, SENT), 1, number)
     return 0
@@ -125,7 +125,7 @@ def swap(hosts, step, num_bytes):
 def gather(hosts, number, num_bytes):
     """Compare a number and gather vectors (`NumberExchange.gather`): 0, MISMATCH, or the error of MPI."""
     memory, heard = load_field(hosts, SENT) + _HEADER_BYTES, load_field(hosts, RECEIVED) + _HEADER_BYTES
-    status, num_rounds = know(hosts, number), load_field(hosts, NUM_ROUNDS)
+    status, num_rounds = begin_comparison(hosts, number), load_field(hosts, NUM_ROUNDS)
     set_operands(hosts, 0, memory, 1, num_bytes)
     for index in range(num_rounds):
         step = load_field(hosts, ROUNDS) + index * (ROUND_FIELDS * 8)
@@ -162,7 +162,7 @@ def relay(hosts, number, num_bytes, block_bytes):
             memory + block * block_bytes,
             block_length(block, block_bytes, num_bytes),
         )
-    status = know(hosts, number)
+    status = begin_comparison(hosts, number)
     for index in range(load_field(hosts, NUM_ROUNDS)):
         step = load_field(hosts, ROUNDS) + index * (ROUND_FIELDS * 8)
         distance, length = load_field(step, ROUND_POSITION), 0
