@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import queue
-import resource
 import signal
 import socket
 import threading
@@ -57,15 +55,11 @@ class Ranks:
         self.ends: queue.Queue[tuple[int, str, int]] = queue.Queue()
         self.saved: queue.Queue[tuple[int, str]] = queue.Queue()
         self.heartbeats: list[Heartbeat] = []
-        secret = os.urandom(16)
         sockets: list[dict[int, socket.socket]] = [{} for _ in hosts]
         for low, high in connections(hosts):
             with network.listen(network.loopback(), 4) as listener:
-                address = listener.getsockname()[:2]
-                sockets[high][low] = network.connect(address, secret, high, timeout_seconds=5)
-                found = network.accept([listener], secret, {high}, timeout_seconds=5)
-            assert found is not None
-            sockets[low][high] = found[1]
+                sockets[high][low] = socket.create_connection(listener.getsockname()[:2])
+                sockets[low][high] = listener.accept()[0]
         self.sockets = sockets
         for rank, own in enumerate(sockets):
             heartbeat = Heartbeat(
@@ -198,37 +192,3 @@ def test_a_forked_child_does_not_keep_the_connections():
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     ranks.close()
-
-
-def test_a_process_with_many_descriptors_accepts():
-    """Regression: `select()` raised a ValueError for descriptors from 1,024 on."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-    secret = os.urandom(16)
-    try:
-        with (
-            network.listen(network.loopback(), 1) as listener,
-            socket.socket(fileno=fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)) as high,
-            network.connect(listener.getsockname()[:2], secret, 1, timeout_seconds=5),
-        ):
-            found = network.accept([high], secret, {1}, timeout_seconds=5)
-        assert found is not None and found[0] == 1
-        found[1].close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_strangers_are_not_accepted():
-    secret = os.urandom(16)
-    with network.listen(network.loopback(), 4) as listener:
-        address = listener.getsockname()[:2]
-        stranger = network.connect(address, os.urandom(16), 1, timeout_seconds=5)
-        other = network.connect(address, secret, 5, timeout_seconds=5)  # a rank that is not awaited
-        rank = network.connect(address, secret, 1, timeout_seconds=5)
-        found = network.accept([listener], secret, {1}, timeout_seconds=5)
-        assert found is not None
-        assert found[0] == 1
-        assert found[1].getpeername()[:2] == rank.getsockname()[:2]
-        assert network.accept([listener], secret, {2}, timeout_seconds=0.05) is None
-        for sock in (stranger, other, rank, found[1]):
-            sock.close()

@@ -500,9 +500,10 @@ def test_an_unauthenticated_connection_is_dropped():
     )
     first.start()
     store.wait([f"{mesh._KEY} place 0"])
-    place = mesh.Place(*json.loads(store.get(f"{mesh._KEY} place 0"))[0])
+    text, _ = json.loads(store.get(f"{mesh._KEY} place 0"))
+    place = mesh.Place(*json.loads(text)[0])
     with ExitStack() as opened:
-        for said in (network._GREETING.pack(b"x" * 16, 1), b"hello", b""):
+        for said in (b"torchmpi" + bytes(24), b"hello", b""):
             stranger = opened.enter_context(socket.socket(socket.AF_UNIX))
             stranger.connect("\0" + place.unix_name)
             stranger.sendall(said)
@@ -521,12 +522,49 @@ def test_a_missing_rank_is_named():
         launcherless.connect(store, 2, 3, timeout_seconds=0.3)
     absent = mesh.Place("far", network.namespace(), "", "nobody", [], [0])
     store = dist.HashStore()
-    store.set(f"{mesh._KEY} place 1", json.dumps([absent, "00" * 16]))
+    entry = entry_of(1, 2, [absent, "00" * 16])
+    store.set(f"{mesh._KEY} place 1", json.dumps(entry))
     with pytest.raises(LaunchError, match="rank 0: rank 1 has not connected in time"):
         launcherless.connect(store, 0, 2, timeout_seconds=0.5)
-    store.set(f"{mesh._KEY} place", json.dumps([[absent, "00" * 16]] * 2))
+    store.set(f"{mesh._KEY} place", json.dumps([entry_of(0, 2, [absent, "00" * 16]), entry]))
     with pytest.raises(LaunchError, match=r"rank 1: rank 0 on host far cannot be reached on this host: .*refused"):
         launcherless.connect(store, 1, 2, timeout_seconds=5)
+
+
+def entry_of(rank, size, value, key=b""):
+    """An entry of the store that a rank with this key has signed."""
+    signer = mesh.Mesh(None, rank, size, 1.0, key=key, is_one_host=False)
+    text = json.dumps(value)
+    return [text, signer._signature("place", rank, text)]
+
+
+@pytest.mark.parametrize("keys", [(b"k" * 16, b"l" * 16), (b"k" * 16, b"")], ids=("another", "none"))
+def test_ranks_with_different_keys_do_not_meet(keys):
+    store = dist.HashStore()
+
+    def connect(rank):
+        launcherless.connect(store, rank, 2, timeout_seconds=5, key=keys[rank])
+
+    messages = [str(error) for error in on_all(range(2), connect)]
+    assert "rank 0: the entry of rank 1 in the store is not signed with the key of this job. Give" in messages[0]
+    assert "rank 1: the entry of rank 0 in the store is not signed" in messages[1]
+
+
+def test_an_entry_of_somebody_else_is_refused_also_with_the_number_of_another_rank():
+    """Whoever writes to the store cannot name an address, nor repeat what a rank has signed under another number."""
+    key, absent = b"k" * 16, mesh.Place("far", network.namespace(), "", "nobody", [], [0])
+    true = entry_of(1, 2, [absent, "00" * 16], key)
+    for entry in (
+        [true[0], "00" * 32],
+        [true[0].replace("nobody", "thief "), true[1]],
+        entry_of(0, 2, [absent, "00" * 16], key),
+        entry_of(1, 3, [absent, "00" * 16], key),
+        entry_of(1, 2, [absent, "00" * 16]),
+    ):
+        store = dist.HashStore()
+        store.set(f"{mesh._KEY} place 1", json.dumps(entry))
+        with pytest.raises(LaunchError, match="rank 0: the entry of rank 1 in the store is not signed"):
+            launcherless.connect(store, 0, 2, timeout_seconds=5, key=key)
 
 
 def test_a_system_without_namespaces(monkeypatch):

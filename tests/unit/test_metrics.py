@@ -215,19 +215,34 @@ def test_the_server_answers_at_the_port_of_the_local_rank_until_the_end(warnings
     assert warnings() == []
 
 
-def test_a_client_that_sends_nothing_does_not_delay_the_end(monkeypatch):
-    monkeypatch.setattr(prometheus, "_END_SECONDS", 0.05)
-    monkeypatch.setattr(prometheus._Handler, "timeout", 1)
+def test_clients_that_send_nothing_or_slowly_delay_nobody_and_not_the_end():
+    """Regression: a client that sent a byte every few seconds kept all others waiting."""
+    port = free_port()
+    with exporting(port), contextlib.ExitStack() as opened:
+        clients = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(100)]
+        for _ in range(3):
+            for client in clients[-50:]:
+                client.send(b"G")
+            assert get(port)[0] == prometheus.CONTENT_TYPE
+        clients[0].settimeout(30)
+        assert clients[0].recv(1) == b""  # one of too many
+    assert not threads()
+
+
+def test_requests_that_are_too_long_or_of_another_method_are_refused():
     port = free_port()
     with exporting(port):
-        client = socket.create_connection(("127.0.0.1", port))
-    with client:  # the end has come while the server still waits for this client
-        with pytest.raises(ConnectionError):
-            socket.create_connection(("127.0.0.1", port))
-    for thread in threading.enumerate():
-        if thread.name == "torchmpi metrics":
-            thread.join(30)
-    assert not threads()
+        for request, status in (
+            (b"GET /metrics HTTP/1.1\r\nx: " + b"x" * 10000, b"431"),
+            (b"POST /metrics HTTP/1.1\r\n\r\n", b"501"),
+            (b"\r\n\r\n", b"501"),
+            (b"HEAD /metrics HTTP/1.0\r\n\r\n", b"200"),
+        ):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                client.sendall(request)
+                answer = client.recv(100000, socket.MSG_WAITALL)
+                assert answer.split()[1] == status
+                assert answer.endswith(b"\r\n\r\n")  # no body
 
 
 def test_a_forked_process_does_not_keep_the_port():

@@ -1,13 +1,10 @@
-"""The address at which the other hosts of a group reach this host, and connections between processes of a job."""
+"""The address at which the other hosts of a group reach this host, and the age of its connections."""
 
 from __future__ import annotations
 
-import hmac
 import os
-import select
 import socket
 import struct
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
@@ -17,8 +14,6 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable: the network interface for gloo, or several, separated by commas."""
 Interface = IPv4Interface | IPv6Interface
 _LOOPBACK = ("127.0.0.1", "::1")
-_GREETING = struct.Struct("<16sI")
-_GREETING_SECONDS = 2.0
 _INFO_AGES = struct.Struct("=II")
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: the route is looked up, nothing is sent
 
@@ -147,46 +142,6 @@ def address_of(hosts: Sequence[tuple[str, Sequence[str]]], rank: int) -> str:
 def listen(address: str, backlog: int) -> socket.socket:
     """Listen on a free port of an address."""
     return socket.create_server((address, 0), family=family(address), backlog=backlog)
-
-
-def connect(address: str | tuple[str, int], secret: bytes, rank: int, *, timeout_seconds: float) -> socket.socket:
-    """Connect to a rank that calls `accept`, at the name of a Unix socket or at an address with a port.
-
-    Raises:
-        OSError: The rank cannot be reached.
-    """
-    sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else family(address[0]))
-    try:
-        sock.settimeout(timeout_seconds)
-        sock.connect(address)
-        sock.sendall(_GREETING.pack(secret, rank))
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def accept(
-    listeners: Sequence[socket.socket], secret: bytes, awaited: set[int], *, timeout_seconds: float
-) -> tuple[int, socket.socket] | None:
-    """Return the next of the awaited ranks that connects, or None; close connections of other programs."""
-    limit = time.monotonic() + timeout_seconds
-    poll, by_number = select.poll(), {each.fileno(): each for each in listeners}  # select() stops at descriptor 1,023
-    for number in by_number:
-        poll.register(number, select.POLLIN)
-    while True:
-        ready = poll.poll(1000 * max(0.001, limit - time.monotonic()))
-        if not ready:
-            return None
-        sock, _ = by_number[ready[0][0]].accept()
-        sock.settimeout(_GREETING_SECONDS)
-        with suppress(OSError):
-            said = sock.recv(_GREETING.size, socket.MSG_WAITALL)
-            if len(said) == _GREETING.size and hmac.compare_digest(said[:16], secret):
-                rank: int = _GREETING.unpack(said)[1]
-                if rank in awaited:
-                    return rank, sock
-        sock.close()
 
 
 def limit_silence(sock: socket.socket, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import secrets
 import subprocess
 import time
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class SeparateRanks:
     def __init__(self, command: Sequence[str], num_ranks: int) -> None:
         self._command, self._num_ranks = list(command), num_ranks
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._key = secrets.token_hex(32)  # others on this host can read and write the store, but not an environment
 
     def run(self, seconds: float | None = None) -> int:
         """Run all ranks to their end; return 0 if one rank has ended with 0 and no other one has failed.
@@ -94,6 +96,7 @@ class SeparateRanks:
     def _start(self, rank: int, address: str, port: int) -> subprocess.Popen[bytes]:
         numbers = dict(zip(_NUMBERS, (rank, self._num_ranks) * 2, strict=True))
         variables = {**_AS_TORCHRUN, "MASTER_ADDR": address, "MASTER_PORT": port, **numbers}
+        variables[launcher.JOB_KEY_VARIABLE] = self._key
         return subprocess.Popen(self._command, env=os.environ | {name: str(each) for name, each in variables.items()})
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:

@@ -8,14 +8,14 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import timeline
-from ..backends import network
+from ..backends import meeting, network
 from ..communicators.conditions import on_all
 from ..communicators.group import Group
 from ..timeline import events
@@ -162,24 +162,25 @@ def _connect(world: Group) -> list[socket.socket]:
     """Connect rank 0 with the first rank of each other host, and return the connections of this rank. Collective."""
     rank, awaited = world.rank, set(leaders_of(world.context.hosts).values()) - {0}
     places = world.comm.allgather((network.namespace(), network.own_interfaces()))
-    listener, address, secret = None, None, secrets.token_bytes(16)
-    if rank == 0:
-        with suppress(OSError):
-            listener = network.listen(network.address_of(places, 0), len(awaited) + _NUM_STRANGERS)
-            address = listener.getsockname()[:2]
-    address, secret = world.comm.allgather((address, secret))[0]
-    found: dict[int, socket.socket] = {}
-    if rank in awaited and address is not None:
-        with suppress(OSError):
-            found[0] = network.connect(address, secret, rank, timeout_seconds=_CONNECT_SECONDS)
-    if listener is not None:
-        with listener, suppress(OSError):
-            while missing := awaited - found.keys():
-                accepted = network.accept([listener], secret, missing, timeout_seconds=_CONNECT_SECONDS)
-                if accepted is None:
-                    break
-                found[accepted[0]] = accepted[1]
-    for sock in found.values():
+    listeners: list[socket.socket] = []
+    address, key = None, secrets.token_bytes(meeting.NONCE_BYTES)
+    with ExitStack() as opened:
+        if rank == 0:
+            with suppress(OSError):
+                where = network.address_of(places, 0)
+                listeners = [opened.enter_context(network.listen(where, len(awaited) + _NUM_STRANGERS))]
+                address = listeners[0].getsockname()[:2]
+        address, key = world.comm.allgather((address, key))[0]
+        is_leader = address is not None and rank in awaited
+        met = meeting.meet(
+            rank,
+            key,
+            listeners,
+            {0: address} if is_leader else {},
+            awaited if listeners else (),
+            timeout_seconds=_CONNECT_SECONDS,
+        )
+    for sock in met.sockets.values():
         sock.settimeout(1.0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return list(found.values())
+    return list(met.sockets.values())

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..backends import network
+from ..backends import meeting, network
 from ..communicators.conditions import on_all
 
 _CONNECT_SECONDS = 10.0
@@ -70,22 +70,18 @@ def connect(comm: Any, hosts: Sequence[int], host_name: str) -> tuple[dict[int, 
     rank, pairs = comm.rank, connections(hosts)
     lower = [low for low, high in pairs if high == rank]
     higher = {high for low, high in pairs if low == rank}
-    sockets: dict[int, socket.socket] = {}
-    problem = ""
+    near = [peer for peer in lower if hosts[peer] == hosts[rank]]
+    problem, address = "", None
     with ExitStack() as opened:
-        listeners = [opened.enter_context(socket.socket(socket.AF_UNIX))]
-        listeners[0].bind(f"\0torchmpi-{secrets.token_hex(12)}")
-        listeners[0].listen(len(higher) + 1)
+        listeners = [opened.enter_context(meeting.listen_nearby(len(higher)))]
         own = (
             host_name,
             network.namespace(),
             network.own_interfaces(),
             listeners[0].getsockname()[1:].decode(),
-            secrets.token_bytes(16),
+            secrets.token_bytes(meeting.NONCE_BYTES),
         )
         places = comm.allgather(own)
-        secret = places[0][4]
-        address = None
         try:
             if any(hosts[high] != hosts[rank] for high in higher):
                 where = network.address_of([place[1:3] for place in places], rank)
@@ -93,33 +89,24 @@ def connect(comm: Any, hosts: Sequence[int], host_name: str) -> tuple[dict[int, 
                 address = listeners[1].getsockname()[:2]
         except OSError as error:
             problem = f"rank {rank} on host {host_name} cannot listen: {error}"
-        addresses = comm.allgather(address)
-        for peer in lower if not problem else ():
-            is_near = hosts[peer] == hosts[rank]
-            target = "\0" + places[peer][3] if is_near else addresses[peer]
-            if target is None:
-                continue  # that rank has the problem
-            try:
-                sockets[peer] = network.connect(target, secret, rank, timeout_seconds=_CONNECT_SECONDS)
-            except OSError as error:
-                where = "" if is_near else f" at {target[0]} port {target[1]}"
-                problem = f"rank {rank} on host {host_name} cannot reach rank {peer} on host {places[peer][0]}{where}: "
-                problem += str(error)
-        # A rank that could not connect must not keep the others waiting for its connection.
-        is_well = on_all(comm, not problem)
-        missing = set() if is_well else {other for other, text in enumerate(comm.allgather(problem)) if text}
-        while awaited := higher - sockets.keys() - missing:
-            found = network.accept(listeners, secret, awaited, timeout_seconds=_CONNECT_SECONDS)
-            if found is None:
-                problem = f"rank {rank} on host {host_name}: rank {min(awaited)} has not connected"
-                break
-            sockets[found[0]] = found[1]
+        addresses = comm.allgather((address, problem))
+        if reason := next((text for _, text in addresses if text), ""):
+            return {}, [], reason
+        targets = {peer: "\0" + places[peer][3] if peer in near else addresses[peer][0] for peer in lower}
+        met = meeting.meet(rank, places[0][4], listeners, targets, higher, timeout_seconds=_CONNECT_SECONDS)
+    for peer, failure in met.unreachable.items():
+        where = "" if peer in near else f" at {targets[peer][0]} port {targets[peer][1]}"
+        problem = (
+            f"rank {rank} on host {host_name} cannot reach rank {peer} on host {places[peer][0]}{where}: {failure}"
+        )
+    if met.absent and not problem:
+        problem = f"rank {rank} on host {host_name}: rank {min(met.absent)} has not connected"
     if not on_all(comm, not problem):
-        problem = next(text for text in comm.allgather(problem) if text)
-        for sock in sockets.values():
-            sock.close()
-        return {}, [], problem
-    return sockets, [place[0] for place in places], ""
+        problems = comm.allgather((problem, bool(met.unreachable)))
+        met.close()
+        # The rank that could not connect knows the reason, and the one that waited for it does not.
+        return {}, [], next(text for text, _ in sorted(problems, key=lambda each: not each[1]) if text)
+    return met.sockets, [place[0] for place in places], ""
 
 
 class HostLink:

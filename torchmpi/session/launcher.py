@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import LaunchError
+
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Set by torchrun: the file in which a rank describes its failure."""
 
@@ -80,6 +82,10 @@ MPI_INTERFACES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK", "PALS_RANKID", 
 RUN_VARIABLE = "TORCHMPI_RUN_PID"
 """The process id of a rank that ``torchmpi run`` started."""
 _MPIRUN = ("mpirun", "prterun", "orterun", "mpiexec")
+
+JOB_KEY_VARIABLE = "TORCHMPI_JOB_KEY"
+"""What only the ranks of a job know, in the environment of each: other users cannot read that of a process."""
+_LEAST_KEY_LENGTH = 16
 
 WITHOUT_MPI_ID = "torchmpi run"
 """The id of a run of torchrun, by which ``torchmpi run --without-mpi`` starts ranks as torchrun does."""
@@ -173,6 +179,21 @@ def torch_variables(environment: Mapping[str, str] | None = None) -> dict[str, s
         "LOCAL_WORLD_SIZE": found.local_size,
     }
     return {name: str(number) for name, number in numbers.items() if found.name and number is not None}
+
+
+def job_key() -> bytes:
+    """Return the key of the job from the environment; b"" if there is none.
+
+    Raises:
+        LaunchError: The key is too short.
+    """
+    key = os.environ.get(JOB_KEY_VARIABLE, "")
+    if 0 < len(key) < _LEAST_KEY_LENGTH:
+        raise LaunchError(
+            f"{JOB_KEY_VARIABLE} has {len(key)} characters, and needs at least {_LEAST_KEY_LENGTH} random ones. "
+            f"Set it to the same value for all ranks: export {JOB_KEY_VARIABLE}=$(openssl rand -hex 32)"
+        )
+    return key.encode()
 
 
 def announcement() -> str:

@@ -10,17 +10,21 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from ..backends import network
+from ..backends.conversations import Conversation, Conversations
 from ..log import logger
 
 FILE_NAME = "torchmpi_rank{}.prom"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PORT = re.compile(r"(?:(.+):)?(\d+)")
-_CLIENT_SECONDS = 5.0
+_CLIENT_SECONDS = 5.0  # for the whole request and its answer
+_MOST_CLIENTS, _MOST_REQUEST_BYTES = 64, 8 << 10
+_TURN_SECONDS = 60.0
+_END_OF_HEAD = b"\r\n\r\n"
 _END_SECONDS = 2.0
 """How long stop() waits for a file system or client that does not answer."""
 
@@ -170,61 +174,51 @@ class FileExporter(Exporter):
 
 
 class ServerExporter(Exporter):
-    """Serves ``/metrics``, one request after the other."""
+    """Serves ``/metrics`` to many clients at once; one that sends nothing, or slowly, delays no other."""
 
     def __init__(self, rank: int, read: Read, address: str, port: int) -> None:
         super().__init__(rank, read)
-        self._server = _Server((address, port))
-        self._server.text, self._server.warn = lambda: text_of(self._read()), self._warn
+        family = network.family(address)
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server((address, port), family=family, backlog=128, dualstack_ipv6=is_dual)
         self._thread.start()
 
     def _run(self) -> None:
-        with self._server:
+        serving = Conversations[None](
+            {self._listener: lambda sock: self._answer()}, limit_seconds=_CLIENT_SECONDS, most=_MOST_CLIENTS
+        )
+        with self._listener, serving as conversations:
             while not self._stopped.is_set():
-                self._server.handle_request()
+                for ended in conversations.turn(_TURN_SECONDS):
+                    ended.sock.close()
+
+    def _answer(self) -> Conversation[None]:
+        request = b""
+        while b"\n\r\n" not in request and b"\n\n" not in request:
+            if len(request) > _MOST_REQUEST_BYTES:
+                yield _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+                return
+            request += yield _MOST_REQUEST_BYTES
+        method, target, *_ = [*request.split(b"\r\n")[0].split(b" "), b"", b""]
+        if method not in (b"GET", b"HEAD"):
+            yield _response(HTTPStatus.NOT_IMPLEMENTED)
+        elif target.partition(b"?")[0] != b"/metrics":
+            yield _response(HTTPStatus.NOT_FOUND, b"Use /metrics\n")
+        else:
+            try:
+                response = _response(HTTPStatus.OK, text_of(self._read()).encode())
+            except Exception as error:
+                self._warn(error)
+                response = _response(HTTPStatus.INTERNAL_SERVER_ERROR)
+            yield response if method == b"GET" else response.partition(_END_OF_HEAD)[0] + _END_OF_HEAD
 
     def _wake(self) -> None:
         # Also if a forked process still has the socket, nothing listens any more, and the port can be bound again.
         with contextlib.suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)
+            self._listener.shutdown(socket.SHUT_RDWR)
 
 
-class _Server(HTTPServer):
-    text: Callable[[], str]
-    warn: Callable[[BaseException], None]
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.address_family = network.family(address[0])
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without the query of a name server that HTTPServer makes."""
-        super(HTTPServer, self).server_bind()
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log the error instead of a traceback: a client has gone, or sends nothing."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _CLIENT_SECONDS
-    server: _Server
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, "Use /metrics")
-            return
-        try:
-            body = self.server.text().encode()
-        except Exception as error:
-            self.server.warn(error)
-            self.send_error(500)
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        """Write nothing about requests."""
+def _response(status: HTTPStatus, body: bytes = b"") -> bytes:
+    fields = (f"Content-Type: {CONTENT_TYPE}", f"Content-Length: {len(body)}", "Connection: close")
+    head = "\r\n".join((f"HTTP/1.1 {status.value} {status.phrase}", *fields))
+    return head.encode() + _END_OF_HEAD + body

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import os
 import re
+import secrets
 import socket
-import zlib
 from datetime import timedelta
 
 from torch._C import _distributed_c10d as c10d
@@ -17,6 +19,7 @@ from ...log import logger
 from .. import launcher
 from . import connect as connect_through_store
 from .stand_in import StandIn
+from .step_file import MeetingPoint, StepFile
 
 _TIMEOUT = timedelta(minutes=5)
 # Below the ports that systems assign to outgoing connections.
@@ -41,18 +44,32 @@ def connect(found: launcher.Launcher) -> StandIn:
 
             mpi_library.adopt(connect(launcher.detect()))
     """
-    if found.name == launcher.SLURM:
-        store, rank, size = _store_of_step(found)
-    else:
-        store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
-    # The store is closed on return, when all ranks are connected.
-    return connect_through_store(
-        c10d.PrefixStore("torchmpi start", store), rank, size, timeout_seconds=_TIMEOUT.total_seconds()
-    )
+    key = launcher.job_key()
+    with contextlib.ExitStack() as opened:
+        if found.name == launcher.SLURM:
+            store, rank, size, key = _store_of_step(found, key, opened)
+        else:
+            store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
+            if rank == 0 and not key and found.local_size != size:
+                logger.warning(
+                    f"The ranks meet through torchrun's store at {os.environ.get('MASTER_ADDR')}, which has no "
+                    "password: who reaches it can join this job and run code in it. To admit the ranks only, start "
+                    f"them with the same {launcher.JOB_KEY_VARIABLE} on all hosts, from openssl rand -hex 32."
+                )
+        # The store is closed on return, when all ranks are connected.
+        return connect_through_store(
+            c10d.PrefixStore("torchmpi start", store), rank, size, timeout_seconds=_TIMEOUT.total_seconds(), key=key
+        )
 
 
-def _store_of_step(found: launcher.Launcher) -> tuple[c10d.Store, int, int]:
-    """Open a store on rank 0 of a step of Slurm. Its address follows from variables that are equal on all ranks."""
+def _store_of_step(
+    found: launcher.Launcher, key: bytes, opened: contextlib.ExitStack
+) -> tuple[c10d.Store, int, int, bytes]:
+    """Open a store on rank 0 of a step of Slurm; return it with the rank, the number of ranks, and the key of the job.
+
+    The host of rank 0 follows from variables that are equal on all ranks. So does the port on one host, where the
+    kernel tells who connects, and if there is a key. Otherwise rank 0 chooses a port and a key.
+    """
     missing = [name for name in _SLURM_VARIABLES if name not in os.environ]
     if missing or found.rank is None or found.num_ranks is None:
         raise LaunchError(
@@ -63,8 +80,14 @@ def _store_of_step(found: launcher.Launcher) -> tuple[c10d.Store, int, int]:
     step = f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
     is_one_host = variables["SLURM_STEP_NUM_NODES"] == "1"
     own = network.loopback() if is_one_host else first_host(variables["SLURM_STEP_NODELIST"])
-    address = os.environ.get("MASTER_ADDR") or own
-    port = int(os.environ.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS)
+    address, wanted = os.environ.get("MASTER_ADDR") or own, int(os.environ.get("MASTER_PORT") or 0)
+    step_file = None if is_one_host or key else StepFile(step)
+    if step_file is None:
+        digest = int.from_bytes(hmac.digest(key, step.encode(), "sha256")[:8], "big")
+        wanted = wanted or _FIRST_PORT + digest % _NUM_PORTS
+    elif found.rank > 0:
+        wanted, text = step_file.read(found.rank)
+        key = text.encode()
     if found.rank == 0 and not is_one_host:
         logger.info(
             f"srun started {found.num_ranks} processes without an interface for MPI, so that ranks on different hosts "
@@ -72,26 +95,36 @@ def _store_of_step(found: launcher.Launcher) -> tuple[c10d.Store, int, int]:
         )
     try:
         if found.rank == 0:
-            own_end = _listen(address if is_one_host else "", port)
+            listener = _listen(address if is_one_host else "", wanted)
+            if step_file is not None:
+                meeting = MeetingPoint(listener.getsockname()[1], secrets.token_hex(32))
+                key = meeting.key.encode()
+                opened.callback(step_file.remove)
+                step_file.write(meeting)
             store = torch_groups.open_tcp_store(
-                address, port, found.num_ranks, True, _TIMEOUT, master_listen_fd=own_end
+                address,
+                listener.getsockname()[1],
+                found.num_ranks,
+                True,
+                _TIMEOUT,
+                master_listen_fd=listener.detach(),
             )
         else:
-            store = torch_groups.open_tcp_store(address, port, found.num_ranks, False, _TIMEOUT)
+            store = torch_groups.open_tcp_store(address, wanted, found.num_ranks, False, _TIMEOUT)
     except (OSError, RuntimeError) as error:
         raise LaunchError(
-            f"rank {found.rank} of the step {step} of Slurm: the store of rank 0 at {address}, port {port}, failed: "
+            f"rank {found.rank} of the step {step} of Slurm: the store of rank 0 at {address}, port {wanted}, failed: "
             f"{error}. Choose another host or port with MASTER_ADDR and MASTER_PORT, or start with srun --mpi=pmix or "
             "--mpi=pmi2."
         ) from error
-    return c10d.PrefixStore(step, store), found.rank, found.num_ranks
+    return c10d.PrefixStore(step, store), found.rank, found.num_ranks, key
 
 
-def _listen(address: str, port: int) -> int:
+def _listen(address: str, port: int) -> socket.socket:
     """Listen at an address; if '' at all, since the name of a host may be that of its loopback interface (Debian)."""
     is_dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else network.family(address)
-    return socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=is_dual).detach()
+    return socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=is_dual)
 
 
 def first_host(nodes: str) -> str:

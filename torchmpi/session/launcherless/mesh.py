@@ -1,28 +1,34 @@
 """Connections between all pairs of ranks, made through a store of torch.distributed, without a launcher.
 
 Ranks on one host connect through Unix sockets in the abstract namespace, which is closed to other hosts and leaves no
-files. If there are several hosts, each rank also listens at one address until all ranks have connected. A rank that
-connects sends a secret from the store. Each connection is tried once; one time limit, that of the caller, covers all.
-At the end the keys are removed from the store.
+files. If there are several hosts, each rank also listens at one address until all ranks have connected. One time limit,
+that of the caller, covers all. At the end the keys are removed from the store.
+
+Others may read and write the store of torch. So each entry is signed with the key of the job, which is not in the
+store, and each connection is authenticated (:mod:`torchmpi.backends.meeting`). On one host, which the launcher states,
+the kernel names the user at the other end of each connection, and no key is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from ...backends import network
+from ...backends import meeting, network
 from ...errors import LaunchError
+from .. import launcher
 
 _KEY = "torchmpi rendezvous"
-_NUM_STRANGERS = 128  # queued connections of other programs, in addition to those of the ranks
+_NUM_STRANGERS = 128  # queued connections of other programs
 _MAX_SILENCE_SECONDS = 30.0
 _UNIX_BUFFER_BYTES = 4 << 20
 _REMEDY = f"Between hosts, choose the network interface with {network.INTERFACE_VARIABLE} and open the ports"
@@ -45,8 +51,12 @@ class Place(NamedTuple):
 class Mesh:
     """The rendezvous of one rank; `run` connects it. Collective."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_seconds: float, *, key: bytes, is_one_host: bool
+    ) -> None:
+        """Prepare the rendezvous, with the key of the job; `is_one_host` if the launcher has started it on one host."""
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout_seconds
+        self._key, self._is_one_host = key, is_one_host
         self._limit = time.monotonic() + timeout_seconds
         self._keys: list[str] = []
         self.places: list[Place] = []
@@ -55,9 +65,7 @@ class Mesh:
     def run(self) -> dict[int, socket.socket]:
         """Return a connection to each other rank."""
         with ExitStack() as opened:
-            listeners = [opened.enter_context(socket.socket(socket.AF_UNIX))]
-            listeners[0].bind(f"\0torchmpi-{secrets.token_hex(12)}")
-            listeners[0].listen(self._size + _NUM_STRANGERS)  # if the queue is full, connect() fails at once
+            listeners = [opened.enter_context(meeting.listen_nearby(self._size))]
             key, pids = network.namespace(), ""
             with contextlib.suppress(OSError):
                 pids = os.readlink("/proc/self/ns/pid")
@@ -69,32 +77,51 @@ class Mesh:
                 network.own_interfaces(),
                 sorted(os.sched_getaffinity(0)),
             )
-            entries = self._allgather("place", [own, secrets.token_hex(16)])
+            entries = self._allgather("place", [own, secrets.token_hex(meeting.NONCE_BYTES)])
             try:
-                self.places, secret = [Place(*place) for place, _ in entries], bytes.fromhex(entries[0][1])
+                self.places, nonce = [Place(*place) for place, _ in entries], bytes.fromhex(entries[0][1])
+                addresses: dict[int, meeting.Address] = {
+                    rank: "\0" + place.unix_name for rank, place in enumerate(self.places)
+                }
+                networks = {place.network for place in self.places}
             except (IndexError, KeyError, TypeError, ValueError) as error:
                 raise LaunchError(self._is_foreign(error)) from None
-            if len(self.places) != self._size:
-                raise LaunchError(self._is_foreign(f"{len(self.places)} ranks instead of {self._size}"))
-            addresses: list[Any] = ["\0" + place.unix_name for place in self.places]
-            if len({place.network for place in self.places}) > 1:
+            if len(networks) > 1:
+                if self._is_one_host and not self._key:
+                    # Only the kernel tells who is at the other end, so no connection may leave the host.
+                    raise LaunchError(self._is_foreign("ranks of other hosts, but the launcher knows this one only"))
                 address = network.address_of([(place.network, place.interfaces) for place in self.places], self._rank)
-                listeners.append(opened.enter_context(network.listen(address, self._size)))
-                offers = self._allgather("address", listeners[1].getsockname()[:2])
-                for rank, address in enumerate(offers):
+                listeners.append(opened.enter_context(network.listen(address, self._size + _NUM_STRANGERS)))
+                for rank, offer in enumerate(self._allgather("address", listeners[1].getsockname()[:2])):
                     if self.places[rank].network != key:
-                        addresses[rank] = tuple(address)
-            connected = opened.enter_context(ExitStack())
-            sockets = {}
-            for peer in range(self._rank):
-                sockets[peer] = connected.enter_context(self._connect(peer, addresses[peer], secret))
-            while awaited := set(range(self._rank + 1, self._size)) - sockets.keys():
-                rank, sock = self._accept(listeners, secret, awaited)
-                sockets[rank] = connected.enter_context(sock)
-            connected.pop_all()
-        for sock in sockets.values():
+                        addresses[rank] = (str(offer[0]), int(offer[1]))
+            met = meeting.meet(
+                self._rank,
+                hmac.digest(self._key, nonce, "sha256"),
+                listeners,
+                {peer: addresses[peer] for peer in range(self._rank)},
+                range(self._rank + 1, self._size),
+                timeout_seconds=self._time_left(),
+            )
+            if met.unreachable or met.absent:
+                met.close()
+                raise LaunchError(self._is_incomplete(met, addresses))
+        for sock in met.sockets.values():
             _set_options(sock, max(1.0, min(self._timeout / 2, _MAX_SILENCE_SECONDS)))
-        return sockets
+        return met.sockets
+
+    def _is_incomplete(self, met: meeting.Met, addresses: Mapping[int, meeting.Address]) -> str:
+        for peer, error in met.unreachable.items():
+            address = addresses[peer]
+            where = "on this host" if isinstance(address, str) else f"at {address[0]} port {address[1]}"
+            return (
+                f"rank {self._rank}: rank {peer} on host {self.places[peer].host} cannot be reached {where}: {error}. "
+                f"If it still runs: {_REMEDY[0].lower()}{_REMEDY[1:]}."
+            )
+        return (
+            f"rank {self._rank}: rank {', '.join(map(str, sorted(met.absent)))} has not connected in time. "
+            f"{_REMEDY}, or increase timeout=."
+        )
 
     @property
     def is_crowded(self) -> bool:
@@ -108,11 +135,32 @@ class Mesh:
         """Return the values of all ranks; rank 0 collects them, so that the store serves 2 requests per rank."""
         own, table = f"{_KEY} {name} {self._rank}", f"{_KEY} {name}"
         self._keys += [own] + [table] * (self._rank == 0)
-        self._store.set(own, json.dumps(value))
+        text = json.dumps(value)
+        self._store.set(own, json.dumps([text, self._signature(name, self._rank, text)]))
         if self._rank == 0:
-            values = [self._get(f"{_KEY} {name} {rank}", name) for rank in range(self._size)]
-            self._store.set(table, json.dumps(values))
-        return self._get(table, name)  # type: ignore[no-any-return]
+            entries = [self._get(f"{_KEY} {name} {rank}", name) for rank in range(self._size)]
+            self._store.set(table, json.dumps(entries))
+        entries = self._get(table, name)
+        if not isinstance(entries, list) or len(entries) != self._size:
+            raise LaunchError(self._is_foreign(f"not the entries of {self._size} ranks"))
+        return [self._checked(name, rank, entry) for rank, entry in enumerate(entries)]
+
+    def _signature(self, name: str, rank: int, text: str) -> str:
+        return hmac.digest(self._key, f"{name} {rank} {self._size} {text}".encode(), "sha256").hex()
+
+    def _checked(self, name: str, rank: int, entry: Any) -> Any:
+        """Return the value of an entry that has the signature of its rank."""
+        try:
+            text, signature = map(str, entry)
+            if not hmac.compare_digest(signature.encode(), self._signature(name, rank, text).encode()):
+                raise LaunchError(
+                    f"rank {self._rank}: the entry of rank {rank} in the store is not signed with the key of this job. "
+                    f"Give all ranks the same {launcher.JOB_KEY_VARIABLE}. If they have it, somebody else writes to "
+                    "the store: see docs/security.md."
+                )
+            return json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LaunchError(self._is_foreign(error)) from None
 
     def _get(self, key: str, name: str) -> Any:
         try:
@@ -147,28 +195,6 @@ class Mesh:
 
     def _time_left(self) -> float:
         return max(0.001, self._limit - time.monotonic())
-
-    # --- connections
-
-    def _connect(self, peer: int, address: Any, secret: bytes) -> socket.socket:
-        try:
-            return network.connect(address, secret, self._rank, timeout_seconds=self._time_left())
-        except OSError as error:
-            where = "on this host" if isinstance(address, str) else f"at {address[0]} port {address[1]}"
-            raise LaunchError(
-                f"rank {self._rank}: rank {peer} on host {self.places[peer].host} cannot be reached {where}: {error}. "
-                f"If it still runs: {_REMEDY[0].lower()}{_REMEDY[1:]}."
-            ) from error
-
-    def _accept(self, listeners: list[socket.socket], secret: bytes, awaited: set[int]) -> tuple[int, socket.socket]:
-        """Return the next rank that connects."""
-        found = network.accept(listeners, secret, awaited, timeout_seconds=self._time_left())
-        if found is None:
-            raise LaunchError(
-                f"rank {self._rank}: rank {', '.join(map(str, sorted(awaited)))} has not connected in time. "
-                f"{_REMEDY}, or increase timeout=."
-            )
-        return found
 
 
 def _set_options(sock: socket.socket, silence_seconds: float) -> None:
