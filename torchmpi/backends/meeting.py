@@ -124,10 +124,12 @@ def meet(
         dict.fromkeys(listeners, begin), limit_seconds=_GREETING_SECONDS, most=_MOST_GREETINGS + len(awaited)
     )
     with serving as conversations:
-        while (next_try or peers or met.absent) and (now := time.monotonic()) < limit:
+        while (now := time.monotonic()) < limit:
             for peer in [peer for peer, at in next_try.items() if at <= now]:
                 del next_try[peer]
                 dial(peer)
+            if not (next_try or peers or met.absent):
+                break
             until = min([limit, *next_try.values()])
             for sock, result, problem in conversations.turn(until - time.monotonic()):
                 dialed = peers.pop(sock, None)
