@@ -7,18 +7,19 @@ import pickle
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 
-from torchmpi.backends import schedule
+from torchmpi.backends import meeting, network, schedule
 from torchmpi.backends.base import Backend
 from torchmpi.backends.comparison import NumberExchange
 from torchmpi.backends.hierarchical import host_comparison
 from torchmpi.backends.hierarchical.host_comparison import HostComparison, comparison_for
+from torchmpi.backends.meeting import Met
 from torchmpi.backends.plan_cost import HEADER_BYTES, PlanCost, cost_of
 from torchmpi.communicators.group import Group
 from torchmpi.config import Config
@@ -175,6 +176,26 @@ def _comparison(group: Group, shared: Backend, network: Backend) -> HostComparis
     return comparison
 
 
+class _Meeting:
+    """In place of the handshakes over sockets, in which all ranks have to run at the same time."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], socket.socket] = {}
+
+    def meet(
+        self, rank: int, key: bytes, listeners: object, targets: Iterable[int], awaited: Iterable[int], **_: object
+    ) -> Met:
+        """Return the ends of this rank; the first rank of a pair makes both."""
+        met = Met({}, {}, set())
+        for peer in (*targets, *awaited):
+            if (rank, peer) not in self._ends:
+                with network.listen(network.loopback(), 1) as listener:  # not a pair of Unix sockets: they have options
+                    self._ends[rank, peer] = socket.create_connection(listener.getsockname()[:2])
+                    self._ends[peer, rank], _ = listener.accept()
+            met.sockets[peer] = self._ends.pop((rank, peer))
+        return met
+
+
 class Started(NamedTuple):
     """A start of simulated ranks."""
 
@@ -185,12 +206,12 @@ class Started(NamedTuple):
 
 
 @contextmanager
-def started(hosts: Sequence[int], network: Network | None = None) -> Iterator[Started]:
+def started(hosts: Sequence[int], links: Network | None = None) -> Iterator[Started]:
     """Start ranks on these hosts."""
     import mpi4py
 
     mpi4py.rc.initialize = False  # the code imports its constants
-    world = World(hosts, network=network, comm_type=StartComm)
+    world = World(hosts, network=links, comm_type=StartComm)
     module = _StartMPI(world)
 
     def work(comm: Comm) -> tuple[runtime.Runtime, float]:
@@ -205,6 +226,7 @@ def started(hosts: Sequence[int], network: Network | None = None) -> Iterator[St
         with (
             patch.object(socket, "gethostname", lambda: module.own.host),
             patch.object(host_comparison, "comparison_for", _comparison),
+            patch.object(meeting, "meet", _Meeting().meet),
         ):
             found = world.run(work)
         yield Started(world, [each for each, _ in found], max(end for _, end in found))
