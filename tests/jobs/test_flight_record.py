@@ -78,7 +78,7 @@ def assert_torch_reads(alone, folder) -> None:
     assert last.missing_ranks == {1}
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_a_stopped_rank_is_dumped(job, tmp_path):
     code = f"""
 processes = mpi.allgather_object(os.getpid())
@@ -126,7 +126,7 @@ mpi.recv(torch.ones(5), 2)
                      r"sent none\.", text), text  # fmt: skip
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_ranks_of_other_hosts_are_dumped(job, tmp_path):
     code = f"""
 processes = mpi.allgather_object(os.getpid())
@@ -153,7 +153,7 @@ os.environ["TORCHMPI_HOST_NAME"] = f"node{launcher.detect().rank // 2}"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rank0.flight", "rank2.flight"]
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_a_job_that_ends_well_leaves_its_records_and_shows_stacks_on_request(job, analysis, tmp_path):
     """Rank 1 gets SIGUSR1 while it waits in a kernel; rank 0 has its own handler, which it installs after start()."""
     code = f"""

@@ -16,7 +16,7 @@ from conftest import job_environment
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.once,
+    pytest.mark.any_mpi,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False here"),
 ]
 # CUDA cannot be used in a fork of a process that has used it: ranks are new processes, because of this variable.

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 PROGRAM = """
 import argparse
 import sys
@@ -47,7 +47,7 @@ if hvd.rank() == 0:
 """  # hvd.shutdown() is not called: most programs leave it to the end
 
 
-@once
+@any_mpi
 def test_a_program_is_run_unchanged(launch, tmp_path):
     (tmp_path / "beside.py").write_text("NAME = 'found'\n")
     program = tmp_path / "train.py"
@@ -57,7 +57,7 @@ def test_a_program_is_run_unchanged(launch, tmp_path):
     assert result.stdout.splitlines()[-1] == "True 2.0 found __main__ ['--steps', '3'] True", result.output
 
 
-@once
+@any_mpi
 def test_horovod_is_known_only_there(alone):
     result = alone("-c", "import torchmpi.horovod\ntry:\n    import horovod\nexcept ImportError:\n    print('unknown')")
     assert result.stdout == "unknown\n", result.output
@@ -65,7 +65,7 @@ def test_horovod_is_known_only_there(alone):
     assert usage.returncode == 2 and "mpirun -n 4 python -m torchmpi.horovod train.py" in usage.stderr, usage.output
 
 
-@once
+@any_mpi
 def test_ranks_that_end_after_different_numbers_of_calls(job):
     """Regression: the exit handler caught the mismatch, and a second stop() waited for a rank that had ended."""
     code = """
@@ -84,7 +84,7 @@ def test_ranks_that_end_after_different_numbers_of_calls(job):
     assert "stall_abort_seconds" not in result.output, result.output
 
 
-@once
+@any_mpi
 def test_process_sets_and_ranks_that_are_given_at_the_start(job):
     code = """
     import torch

@@ -22,7 +22,7 @@ assert torch.equal(tensor, torch.arange(300_000.0) * size)
 print("right", flush=True)
 """
 NONE = "no shared memory between ranks"
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_mpi
 
 
 # --- compiling

@@ -93,7 +93,7 @@ def in_terminal(command: list[str], *, press: str, after: str, num_times: int) -
 @pytest.mark.parametrize("number, options", (
     (signal.SIGTERM, ()),
     (signal.SIGKILL, ()),
-    pytest.param(signal.SIGKILL, ("--without-mpi",), marks=pytest.mark.once),
+    pytest.param(signal.SIGKILL, ("--without-mpi",), marks=pytest.mark.any_mpi),
 ), ids=("terminated", "killed", "without MPI"))  # fmt: skip
 def test_the_end_of_the_launcher_ends_everything(tmp_path, mpirun, number, options):
     """SIGTERM, as a scheduler sends it to mpirun: neither a rank that sleeps nor one that waits in a call survives.
@@ -149,7 +149,7 @@ print(len(received), "received", flush=True)
 """
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("number, send", (
     (signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGTERM, os.killpg)
 ), ids=("SIGINT", "SIGINT to the group", "SIGTERM to the group"))  # fmt: skip
@@ -243,7 +243,7 @@ def test_an_abort_ends_although_the_launcher_is_stopped(tmp_path, mpirun):
         job.wait()
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_a_handler_installed_before_start_remains(job):
     """Regression: Open MPI replaced that of SIGHUP."""
     setup = "import signal\nsignal.signal(signal.SIGHUP, lambda *_: print('saved', flush=True))\n"
@@ -251,7 +251,7 @@ def test_a_handler_installed_before_start_remains(job):
     assert result.returncode == 0 and result.stdout.count("saved") == 2, result.output
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_a_handler_of_sigterm_installed_after_start_decides(job):
     """Regression: the handler ran, and a second later the job was ended nevertheless."""
     code = """

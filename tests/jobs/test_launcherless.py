@@ -17,7 +17,7 @@ from conftest import job_environment
 
 PROGRAM = Path(__file__).parent / "launcherless_program.py"
 LIMIT_SECONDS = 150
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_mpi
 
 START = """
 import os, signal, sys, threading, time

@@ -16,7 +16,7 @@ for _ in range(20):
 """
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_the_table_is_written_once_and_the_export_leaves_nothing(job, tmp_path):
     code = """
 def wait_for(rank, name, value):
@@ -53,7 +53,7 @@ mpi.stop()
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('on purpose')"])
 def test_without_a_rank_there_is_no_table_and_no_hang(job, end):
     result = job(3, f"{START}if rank == 1:\n    {end}\nmpi.stop()\n", env={"TORCHMPI_SUMMARY": "1"}, timeout=100)
@@ -61,7 +61,7 @@ def test_without_a_rank_there_is_no_table_and_no_hang(job, end):
     assert "calls of 3 ranks" not in result.output
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_the_table_is_wanted_by_all_ranks_or_none(job):
     code = """
 import os

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 
 START = """
 import os, signal, sys, time
@@ -86,7 +86,7 @@ print("all has arrived", bool((ps.receive(server).wait() == 21).all()), flush=Tr
     assert "communicator world.\n" in result.stderr, result.output  # without the place of a rank
 
 
-@once
+@any_mpi
 def test_idle_servers_sleep(job):
     """A wait inside MPI would occupy a core per rank."""
     code = """
@@ -105,7 +105,7 @@ print(f"share {min(shares):.4f}", flush=True)
     assert len(shares) == 2 and max(shares) < 0.05, result.output
 
 
-@once
+@any_mpi
 def test_a_stalled_wait_for_a_lock_names_its_holder(job):
     """The watchdog reports which rank holds the lock."""
     code = """

@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import ROOT, Result, job_environment
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_mpi
 TRAINING = (ROOT / "tests" / "jobs" / "recovery_program.py").read_text()
 
 START = """

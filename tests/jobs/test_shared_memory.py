@@ -25,7 +25,7 @@ assert torch.equal(tensor, torch.arange(300_000.0) * mpi.size())
 print("right", flush=True)
 """
 NONE = "no shared memory between ranks"
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 
 
 def left_over() -> set[str]:
@@ -39,7 +39,7 @@ def left_over() -> set[str]:
     "contents",
     (
         ("raise ImportError('not built for this Python')",) * 2,
-        pytest.param(("raise SystemError('initialization failed')", "config = None"), marks=once),
+        pytest.param(("raise SystemError('initialization failed')", "config = None"), marks=any_mpi),
     ),
     ids=("not installed", "broken on rank 0 and another package on rank 1"),
 )
@@ -53,7 +53,7 @@ def test_without_numba_mpi_moves_everything(job, tmp_path, contents):
     check_done_by_mpi(result, "its kernels cannot be compiled here", 2)
 
 
-@once
+@any_mpi
 def test_one_rank_without_numba_is_named(job, tmp_path):
     code = f"""
 from mpi4py import MPI
@@ -92,7 +92,7 @@ def check_done_by_mpi(result, reason: str, n: int) -> None:
     assert "Traceback" not in result.stderr, result.output
 
 
-@once
+@any_mpi
 @pytest.mark.skipif(
     subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
     reason="containers are made with unshare, which needs root",
@@ -164,7 +164,7 @@ mpi.stop()
 # --- leftovers
 
 
-@pytest.mark.parametrize(("files", "n"), (("anonymous", 2), pytest.param("in /dev/shm", 3, marks=once)))
+@pytest.mark.parametrize(("files", "n"), (("anonymous", 2), pytest.param("in /dev/shm", 3, marks=any_mpi)))
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(job, tmp_path, files, n):
     before = left_over()
     code = "import os\n" + ("del os.memfd_create\n" if files != "anonymous" else "") + START
@@ -192,7 +192,7 @@ while True:
 # --- waiting
 
 
-@once
+@any_mpi
 def test_waiting_for_a_late_rank_takes_little_processor_time(job):
     code = """
 tensors = {"short": torch.ones(3), "long": torch.ones(100_000), "shared": mpi.empty_shared(100_000).fill_(1.0)}
@@ -239,7 +239,7 @@ print(f"held {held if longest < 1 else 0}", flush=True)  # stacks are read in ca
     assert result.returncode == 0 and result.stdout.count("held 0\n") == 2, result.output
 
 
-@once
+@any_mpi
 def test_more_ranks_than_cores_finish(job):
     code = """
 for number in range(200):
@@ -269,7 +269,7 @@ mpi.barrier()
     assert "different transports" in result.stderr, result.output
 
 
-@once
+@any_mpi
 def test_a_job_continues_after_a_caught_mismatch(job):
     code = """
 try:

@@ -12,7 +12,7 @@ from torchmpi.timeline.trace_reader import read_folder
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "slow_training.py"
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("fault", "num_ranks", "words"),
     [

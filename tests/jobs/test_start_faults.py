@@ -19,7 +19,7 @@ COLD = {"PYTHONHASHSEED": "0"}
 STALL = COLD | {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "3"}
 
 
-@pytest.mark.parametrize("end", ("mpi.Config(check='bad')", pytest.param("sys.exit(0)", marks=pytest.mark.once)))
+@pytest.mark.parametrize("end", ("mpi.Config(check='bad')", pytest.param("sys.exit(0)", marks=pytest.mark.any_mpi)))
 def test_a_rank_that_ends_before_start_ends_the_job(job, end):
     """Regression: under MPICH the others stayed in MPI_Init. Open MPI's launcher ends the job itself."""
     result = job(2, RANK + f"if rank == 1: {end}\nmpi.start()", timeout=60, env=COLD)
@@ -50,7 +50,7 @@ finally:
         "if rank != 1: mpi.start()",
         pytest.param(
             "os.environ['TORCHMPI_ABORT_ON_EXCEPTION'] = '0'\nmpi.start(config=patient)\nmpi.stop()",
-            marks=pytest.mark.once,
+            marks=pytest.mark.any_mpi,
         ),
     ),
     ids=("first", "second"),

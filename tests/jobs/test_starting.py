@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import job_environment
 
-once = pytest.mark.once
+any_mpi = pytest.mark.any_mpi
 
 
 def alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -18,7 +18,7 @@ def alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@once
+@any_mpi
 def test_imports():
     """Importing loads neither MPI nor the compiler; `torchmpi` adds only its own files to those of torch."""
     code = """
@@ -40,7 +40,7 @@ print(sorted(new_packages() & {"mpi4py", "numba"}))
     assert result.stdout.splitlines() == ["[]", str(names), "True False", "[]"], result.stdout + result.stderr
 
 
-@once
+@any_mpi
 def test_importing_loads_no_submodule_and_dir_shows_the_public_names():
     """torch imports the package whenever torch is imported, so the package loads only the number of its version."""
     code = """
@@ -64,7 +64,7 @@ except AttributeError as error:
     assert result.stdout.splitlines() == expected, result.stdout + result.stderr
 
 
-@once
+@any_mpi
 def test_the_first_use_of_a_function_loads_only_what_every_start_needs():
     """Regression: `torchmpi.start` took four times as long to import, for addresses and folders of reports."""
     code = """
@@ -140,7 +140,7 @@ print("stopped", MPI.Is_finalized(), flush=True)
     assert result.stderr.count("torchmpi 0.") == 1 and "2 ranks on 1 host" in result.stderr, result.output
 
 
-@once
+@any_mpi
 def test_a_missing_library_is_explained():
     result = alone("import torchmpi as mpi\nmpi.start()", MPI4PY_LIBMPI="/nonexistent/libmpi.so")
     assert result.returncode != 0
@@ -148,7 +148,7 @@ def test_a_missing_library_is_explained():
     assert "apt install" in result.stderr, result.stderr
 
 
-@once
+@any_mpi
 def test_a_process_group_of_one_process_needs_no_library():
     code = """
 import torch, torch.distributed as dist

@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch_distributed
 PROGRAMS = ("point_to_point", "collectives", "ring_allreduce", "distributed_sgd", "resnet")
 MAX_LINES = 120
 TINY = ("--model", "tiny", "--image-size", "32", "--classes", "4", "--cpu")
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_mpi
 
 pytest.importorskip("sklearn", reason="an example trains on the digits of scikit-learn: install the extra examples")
 pytest.importorskip("matplotlib", reason="matplotlib draws the chart: install the extra examples")

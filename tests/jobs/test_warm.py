@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import job_environment
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_mpi
 
 SHOW = """
 import os, sys, threading

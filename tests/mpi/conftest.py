@@ -6,6 +6,8 @@ its calls first and compares afterwards; a failure on one rank is then reported 
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
 import os
 import re
@@ -14,7 +16,6 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 
 import contract
@@ -29,80 +30,37 @@ os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+NUMBERS_OF_RANKS = (1, 2, 3, 4)
 
 
-# Files and single tests that reach MPI only through calls which the others test under every MPI, with the numbers of
-# ranks on which scripts/test_cpu.sh runs them, each under one MPI. An even and an odd number show faults in what ranks
-# exchange; two are enough for what uses such exchanges. One rank: calls return early, or have a fast path. Four:
-# several groups of several ranks, such as grids of 2 x 2. The first entry that has a test counts.
-ONCE = {
-    (2, 4): (
-        "test_comparison.py",
-        *(f"test_selector.py::test_{name}" for name in ("over_several_hosts*", "queued_calls_keep_their_backend")),
-    ),
-    (2,): (
-        *("test_large.py", "test_preparing.py", "test_selector.py"),
-        "test_training_recipes.py",  # combinations of what the files of each interface test
-        "test_groups.py::test_thousands_of_groups_fit",  # the limit of MPICH is that of a process
-        "test_ipc.py::test_a_wait_for_a_missing_rank_ends_with_the_timeout",
-    ),
-    (4,): ("test_two_level.py::test_compressors_are_used_between_hosts_only",),
-    (3,): ("test_shm_tensors.py::test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks",),
-    (1, 2): (
-        *("test_flight_record.py", "test_timeline.py"),
-        *(f"test_engine_{name}.py" for name in ("allreduce", "fit", "meters", "validation")),
-        *(f"test_nn_{name}.py" for name in ("async", "clipping", "closures", "compression", "error_feedback")),
-        *(f"test_nn_{name}.py" for name in ("blocksequential", "gradient_checks", "optimizer")),
-        *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "functional", "hooks")),
-    ),
-    (2, 3): (
-        *("test_direct_reads.py", "test_nccl_over_gloo.py", "test_shm_calls.py", "test_shm_tensors.py"),
-        "test_torch_groups.py",
-        "test_profiler.py",
-        *(f"test_groups.py::test_{name}_on_a_group" for name in ("functions_of_nn", "join_and_the_optimizer")),
-    ),
-    (1, 2, 3): (
-        *("test_alltoall_splits.py", "test_ipc.py", "test_many.py", "test_metrics.py"),
-        *("test_engine_checkpoint.py", "test_fast_path.py", "test_horovod.py", "test_parameterserver*", "test_shm.py"),
-        *("test_nn_sync*", *(f"test_nn_{name}.py" for name in ("functional", "join", "replica_check", "sampler"))),
-        *(f"test_distributed_{name}.py" for name in ("collectives", "ddp", "sharded", "works")),
-    ),
-    (1, 4): ("test_nn_model_parallel.py", *(f"test_distributed_{name}.py" for name in ("fsdp", "pipeline", "stack"))),
-    (1, 3, 4): ("test_distributed_groups.py", "test_nn_sharding.py"),
-}
-
-
-def ranks_of_once(item: pytest.Function) -> tuple[int, ...]:
-    """The numbers of ranks of a test that runs under one MPI; empty for all others."""
-    names = item.path.name, f"{item.path.name}::{item.function.__name__}"
-    for ranks, patterns in ONCE.items():
-        if any(fnmatch(name, pattern) for name in names for pattern in patterns):
-            return ranks
-    return (1, 2, 3, 4) if item.get_closest_marker("once") else ()
+@functools.cache
+def marks_of_file(path: Path) -> str:
+    """The text of the statement ``pytestmark = ...`` in a file; '' without one."""
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark":
+            return ast.unparse(statement.value)
+    return ""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files of which scripts/test_cpu.sh selects no test, which takes seconds on each rank."""
-    selected = re.fullmatch("not once(?: or n([1-4]))?", config.option.markexpr)
-    found = [
-        (ranks, pattern)
-        for ranks, patterns in ONCE.items()
-        for pattern in patterns
-        if fnmatch(collection_path.name, pattern.partition("::")[0])
-    ]
-    is_once = any("::" not in pattern for _, pattern in found)
-    if selected and is_once and not any(int(selected[1] or 0) in ranks for ranks, _ in found):
-        return True
-    return None
+    selected = re.fullmatch(r"(not any_mpi and )?n(\d)", config.option.markexpr)
+    if selected is None or collection_path.suffix != ".py":
+        return None
+    marks = marks_of_file(collection_path)
+    # Single tests may have other numbers than the file.
+    is_wanted = ".ranks(" not in marks or any(
+        selected[2] in ranks for ranks in re.findall(r"\.ranks\(([^)]*)\)", collection_path.read_text())
+    )
+    return None if is_wanted and not (selected[1] and ".any_mpi" in marks) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         item.add_marker(pytest.mark.mpi)
-        if ranks := ranks_of_once(item):
-            item.add_marker("once")
-            for number in ranks:
-                item.add_marker(f"n{number}")
+        ranks = item.get_closest_marker("ranks")
+        for number in NUMBERS_OF_RANKS if ranks is None else ranks.args:
+            item.add_marker(f"n{number}")
 
 
 def pytest_collection_finish() -> None:

@@ -43,7 +43,7 @@ def modes(dtypes):
 def _named(place, dtype, asynchronous, backend):
     name = f"{dtype}-{'async' if asynchronous else 'sync'}-{backend or 'default'}".removeprefix("torch.")
     if place == "cpu":
-        marks = [] if backend == "mpi" else [pytest.mark.once]  # by default, ranks of one host do not use MPI
+        marks = [] if backend == "mpi" else [pytest.mark.any_mpi]  # by default, ranks of one host do not use MPI
         return pytest.param(place, dtype, asynchronous, backend, id=name, marks=marks)
     return pytest.param(place, dtype, asynchronous, backend, id=f"cuda-{name}", marks=pytest.mark.gpu)
 

@@ -24,7 +24,7 @@ from torchmpi.shared_memory.memory_layout import ASKED
 from torchmpi.timeline.trace_reader import read_folder
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-pytestmark = pytest.mark.skipif(SIZE == 1, reason="needs another rank")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 4), pytest.mark.skipif(SIZE == 1, reason="needs another rank")]
 
 # The host of each rank.
 PLACEMENTS = {"each": "abcd", "block": "aabb", "three": "abca"}

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from shm_rig import inputs_of, start, stopped
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
+
 __all__ = ["stopped"]
 SLOTS, DIRECTLY = 0, 1
 

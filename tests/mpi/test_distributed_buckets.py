@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torchmpi.distributed import bucket_memory, torch_names
 from torchmpi.session import runtime
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2)]
+
 WHO_SHARES = {"nobody": lambda rank: False, "not rank 0": lambda rank: rank > 0, "all": lambda rank: True}
 
 

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 4), pytest.mark.usefixtures("default_group")]
 
 CPU = torch.device("cpu")
 WHOLE = StateDictOptions(full_state_dict=True)

@@ -13,6 +13,8 @@ from torchmpi.errors import MismatchError
 
 # Newer versions have other names for some collectives, which older ones do not know.
 pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.ranks(1, 2),
     pytest.mark.usefixtures("default_group"),
     pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
 ]

@@ -23,7 +23,11 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 EVERYBODY = list(range(SIZE))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*will be deprecated")
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.ranks(1, 3, 4),
+    pytest.mark.filterwarnings("ignore:.*will be deprecated"),
+]
 
 
 def destroy() -> None:

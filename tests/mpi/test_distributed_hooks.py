@@ -20,7 +20,7 @@ from distributed_rig import (
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("default_group")]
 
 
 def parallel() -> DDP:

@@ -12,7 +12,7 @@ from distributed_rig import TIGHT, gradients
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 4), pytest.mark.usefixtures("default_group")]
 
 WIDTH, BATCH, MICROBATCHES = 6, 16, 8
 

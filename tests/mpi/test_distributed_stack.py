@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 4), pytest.mark.usefixtures("default_group")]
 
 
 def mesh_1d() -> DeviceMesh:

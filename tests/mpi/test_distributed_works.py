@@ -21,6 +21,8 @@ from torch_rig import CALLS, Setting, wrong
 from torchmpi.session import runtime
 
 pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.ranks(1, 2, 3),
     pytest.mark.usefixtures("default_group"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
 ]

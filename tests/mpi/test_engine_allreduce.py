@@ -15,7 +15,7 @@ from torchmpi.engine.memory_copies import MemoryCopies
 from torchmpi.errors import ArgumentError, DeviceError, GradientError, ReplicaError
 from torchmpi.session import recovery, runtime
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 Batch = tuple[Tensor, Tensor]
 

@@ -21,7 +21,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter, EarlyStop, checkpoint, coordination
 from torchmpi.errors import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 
 MAX_EPOCHS = 2
 

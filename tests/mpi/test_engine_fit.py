@@ -17,7 +17,7 @@ from torchmpi.engine.fit import DividedBatches
 from torchmpi.errors import ArgumentError
 from torchmpi.timeline.trace_reader import MAIN_THREAD, read_folder
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 def test_the_parts_of_a_run_are_ranges_of_a_timeline(agree, tmp_path):

@@ -11,7 +11,7 @@ import torchmpi as mpi
 from torchmpi.engine import AverageValueMeter, ClassErrorMeter
 from torchmpi.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 def test_average_is_not_the_mean_of_means(agree):

@@ -12,7 +12,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine, ClassErrorMeter, EarlyStop, SGDEngine, SummedMetric
 from torchmpi.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 def make_batches(num: int, seed: int) -> list[tuple[Tensor, Tensor]]:

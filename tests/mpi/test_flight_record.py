@@ -16,7 +16,7 @@ from torchmpi.session import runtime
 from torchmpi.shared_memory.memory_layout import RECORD_LENGTH
 from torchmpi.tensors.dtypes import info
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 def own_calls(key):

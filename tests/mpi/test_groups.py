@@ -500,6 +500,8 @@ def test_ranks_that_share_cores_sleep_while_they_wait(agree, monkeypatch, name):
     agree(max(seconds, default=0) < 0.2, f"ranks that waited for 0.5 s used {seconds} s of a core")
 
 
+@pytest.mark.any_mpi
+@pytest.mark.ranks(2)
 def test_thousands_of_groups_fit(agree):
     """More than MPICH has communicators at a time (2048): free() frees them at once."""
     for number in range(1200):
@@ -515,6 +517,8 @@ def net_of_rank() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
+@pytest.mark.any_mpi
+@pytest.mark.ranks(2, 3)
 def test_functions_of_nn_on_a_group(agree):
     for ranks in subsets():
         with mpi.group(ranks) as comm:
@@ -546,6 +550,8 @@ def test_functions_of_nn_on_a_group(agree):
             mpi.nn.unregister_async_backward(net)
 
 
+@pytest.mark.any_mpi
+@pytest.mark.ranks(2, 3)
 def test_join_and_the_optimizer_on_a_group(agree):
     for ranks in subsets():
         with mpi.group(ranks) as comm:

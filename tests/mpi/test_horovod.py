@@ -21,7 +21,7 @@ from torchmpi.session import runtime
 from torchmpi.timeline import events as timeline_events
 from torchmpi.timeline import trace_writer
 
-pytestmark = pytest.mark.usefixtures("initialized")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("initialized")]
 
 
 @pytest.fixture(scope="module")

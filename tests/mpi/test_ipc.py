@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from ipc_rig import COLLECTIVES, Call, Devices, HostDevice, HostDriver, Rig, ops_for
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 # Of each kind of arithmetic one, in all lengths. GPUs have all dtypes, below and in test_collectives.py.
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.uint16, torch.uint64, torch.bool),
@@ -209,6 +209,7 @@ def test_different_calls_raise_on_all_ranks(rig, agree):
     Call(rig, "reduce_scatter", torch.bfloat16, "avg", (300, 7), 1).check(rig, agree)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_first", (False, True))
 def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree, is_first):
     if mpi.size() == 1 or rig.group.log_board is None:

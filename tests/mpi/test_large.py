@@ -8,7 +8,7 @@ import torch
 import torchmpi as mpi
 
 # Through shared memory: the same under every MPI.
-pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.slow]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2), pytest.mark.usefixtures("world"), pytest.mark.slow]
 NUMEL = 2**31 + 5
 
 

@@ -14,7 +14,7 @@ from shm_rig import shared
 
 import torchmpi as mpi
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 
 
 def test_allreduce_many_has_the_bits_of_single_calls(agree):

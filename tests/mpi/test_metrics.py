@@ -21,6 +21,8 @@ from torchmpi.engine import AllReduceSGDEngine, SGDEngine, TensorBoard
 from torchmpi.errors import MismatchError
 from torchmpi.shared_memory.memory_layout import LOG_WAITED
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
+
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 

@@ -32,7 +32,7 @@ from torchmpi.session.lost_ranks import LossWatch
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
 OPS = {dtype: [op for op in ops if lacks(dtype, op) is None] for dtype, ops in contract.OPS_OF.items()}
 
 

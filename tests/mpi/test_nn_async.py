@@ -20,7 +20,7 @@ from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 from torchmpi.nn.channel import close_private
 from torchmpi.nn.sync import ASYNC_BACKWARD
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError, ReplicaError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 def blocks_and_plain(

@@ -13,7 +13,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import GradientError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 ORDERS = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 

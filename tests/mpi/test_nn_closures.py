@@ -10,7 +10,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import GradientError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

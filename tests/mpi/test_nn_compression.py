@@ -13,7 +13,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 WIRES = pytest.mark.parametrize(("compression", "wire"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 HOW = pytest.mark.parametrize("how", ["sync", "async", "optimizer", "optimizer, async"])
 

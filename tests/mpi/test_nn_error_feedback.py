@@ -14,7 +14,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine.checkpoint import digest
 from torchmpi.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 KINDS = {
     "8 bit": lambda: mpinn.EightBit(within_hosts=True),
     "top k": lambda: mpinn.TopK(0.1, within_hosts=True),

@@ -14,7 +14,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError, GradientError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [4, 1 << 20])
 """Several buckets, of which some are launched before the last gradient is computed, and one."""
 

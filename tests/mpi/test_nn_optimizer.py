@@ -15,7 +15,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 MODES = pytest.mark.parametrize("asynchronous", [True, False])
 

@@ -30,6 +30,8 @@ import contract
 from leftovers import in_use
 from shard_rig import Twin
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
+
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES += (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 LARGE = INLINE_BYTES // 4 + 1001  # float32; more than runs in the caller's thread

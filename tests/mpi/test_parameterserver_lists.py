@@ -21,7 +21,7 @@ import updates_rig
 from updates_rig import refusal
 
 no_servers_left = updates_rig.no_servers_left
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 
 
 def test_lists_of_tensors(agree):

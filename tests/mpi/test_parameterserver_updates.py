@@ -28,7 +28,7 @@ from updates_rig import LR, make_net, quadratic_step, refusal, set_gradients, st
 
 levels = updates_rig.levels
 no_servers_left = updates_rig.no_servers_left
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 
 
 # --- schedules

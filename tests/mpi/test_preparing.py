@@ -13,7 +13,7 @@ from torchmpi.backends import shm
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2), pytest.mark.usefixtures("world")]
 
 
 def test_threads_that_prepare_calls_concurrently_share_the_state_of_the_group(agree, monkeypatch):

@@ -19,7 +19,7 @@ import torchmpi as mpi
 from torchmpi import collectives
 from torchmpi.timeline import events
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
 
 
 def profiled(action, config=None):

@@ -21,7 +21,7 @@ from torchmpi.backends.selection_table import keys
 from torchmpi.collectives.tuning import measuring
 from torchmpi.session import runtime
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2), pytest.mark.usefixtures("world")]
 SIZE = MPI.COMM_WORLD.size
 ALLREDUCE = ("allreduce", "cpu", "host", "sync")
 
@@ -206,6 +206,7 @@ def test_each_step_of_a_span_selects_a_backend(agree, on_one_host, ran):
     agree.equal(ran, [], "backend= holds for every step")
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("is_span", (False, True), ids=("one level", "span"))
 def test_queued_calls_keep_their_backend(agree, on_one_host, ran, is_span):
     """Regression: a step of a span selected its backend when it ran, which was after the change on some ranks."""
@@ -387,6 +388,7 @@ def test_a_folder_without_write_access_is_no_error(agree, on_one_host, restart, 
 # --- several hosts, by name
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("placement", sorted({hosts[:SIZE] for hosts in ("aabb", "abab", "aaab")}))
 def test_over_several_hosts_each_group_has_rules_of_its_own(agree, restart, placement):
     rank, size, hosts = mpi.rank(), mpi.size(), placement

@@ -23,6 +23,8 @@ import contract
 from joint import try_together
 from shm_rig import PAGE_SLOTS, any_slots, shared, start
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
+
 # --- calls in any order
 
 COLLECTIVES = (

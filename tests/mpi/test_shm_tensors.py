@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
+
 # --- tensors in shared memory
 
 
@@ -147,6 +149,7 @@ def test_a_long_broadcast_writes_only_its_target(slots, agree):
         agree(bool((around == -1.0).all()), f"beside the tensor, from {root}")
 
 
+@pytest.mark.ranks(3)
 @any_slots
 @pytest.mark.parametrize("collective", ("allreduce", "broadcast", "reduce", "allgather"))
 @pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))

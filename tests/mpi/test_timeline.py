@@ -25,7 +25,7 @@ from torchmpi.timeline.merging import merged_events
 from torchmpi.timeline.step_times import call_sites
 from torchmpi.timeline.trace_reader import read_folder
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
 @pytest.fixture

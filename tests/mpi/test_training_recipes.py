@@ -37,7 +37,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine
 from torchmpi.errors import ArgumentError, GradientError
 
-pytestmark = pytest.mark.usefixtures("world", "default_group")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2), pytest.mark.usefixtures("world", "default_group")]
 
 RECIPES = {
     "SGD": Recipe(),

@@ -189,6 +189,8 @@ def test_starting_and_stopping_leaves_no_groups(agree, hosts):
     agree.equal(len(names), len(set(names)), "groups are left over")
 
 
+@pytest.mark.any_mpi
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("make_compressor", [mpinn.EightBit, lambda: mpinn.TopK(0.5), lambda: mpinn.PowerSGD(3)])
 def test_compressors_are_used_between_hosts_only(agree, hosts, make_compressor):
     """The ranks of a host have different gradients, whose sum is compressed; the first rank of each host sends it."""

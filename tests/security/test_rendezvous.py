@@ -53,7 +53,7 @@ mpi.start()
 os.write(1, f"sum {mpi.allreduce(torch.ones(3)).tolist()}\\n".encode())
 mpi.stop()
 """
-pytestmark = [needs_root, pytest.mark.once]
+pytestmark = [needs_root, pytest.mark.any_mpi]
 
 
 def wait_for(path: Path) -> None:

@@ -30,9 +30,7 @@ class Task:
         """Return batches; those of all ranks together have the size of one for one rank."""
         return DataLoader(self.data, batch_size=BATCH // num_ranks)
 
-    def compare(
-        self, model: nn.Module, *, epochs: int = EPOCHS, accumulate: int = 1, tolerance: float = 1e-12
-    ) -> None:
+    def compare(self, model: nn.Module, *, epochs: int = EPOCHS, accumulate: int = 1, tolerance: float = 1e-12) -> None:
         """Compare the parameters with those that one process gets; print the result, and the time of the training."""
         seconds = time.perf_counter() - self.begin
         alone = train(net(), self.loader(), epochs=epochs, accumulate=accumulate)

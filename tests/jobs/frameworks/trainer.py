@@ -1,6 +1,6 @@
 """Transformers' Trainer: gradient accumulation, evaluation, checkpoints, a resumed run, bfloat16.
 
-    trainer.py [EPOCHS [gloo|none [compile]]]
+trainer.py [EPOCHS [gloo|none [compile]]]
 """
 
 import os
