@@ -6,6 +6,7 @@ import argparse
 from importlib.util import find_spec
 
 from ..errors import ArgumentError
+from ..files import printable
 from ..timeline.bench_times import BenchTimes
 from ..timeline.merging import merge
 from ..timeline.step_report import StepReport
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{merge(traces, path)} events of {len(traces)} ranks: {path}")
         return 0
     report = StepReport.of(traces, None if options.bench is None else _bench_times(options.bench))
-    print(report.text())
+    print("\n".join(map(printable, report.text().split("\n"))))  # names in traces may come from anywhere
     if find_spec("matplotlib") is None:
         print("\nNo picture of the steps: install matplotlib.")
     else:
