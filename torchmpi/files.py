@@ -10,14 +10,14 @@ code         :func:`why_not_trusted`: who else may have written a file
 The folder of an output is opened step by step, and the file is made in the folder that was checked:
 
 * A link is followed if this user or root has made it, or if it leads to a folder of the user who made it.
-* In a folder in which everyone may write, such as /tmp, anyone may have made the next folder of the path. If another user
-  has, the folder of the file must belong to this user or to root.
+* In a folder in which everyone may write, such as /tmp, anyone may have made the next folder of the path. If another
+  user has, the folder of the file must belong to this user or to root.
 * Folders of a group, or of another user who lets this one write, are used as they are. So are folders in which everyone
-  may write, with and without the sticky bit (volumes of Kubernetes have none): others may remove or replace files there,
-  but can redirect none.
+  may write, with and without the sticky bit (volumes of Kubernetes have none): others may remove or replace files
+  there, but can redirect none.
 
-All failures are instances of ``OSError``, whose ``strerror`` has the reason and the remedy. This module imports only the
-standard library: :mod:`torchmpi.cli.rank_start` loads it before torch.
+All failures are instances of ``OSError``, whose ``strerror`` has the reason and the remedy. This module imports only
+the standard library: :mod:`torchmpi.cli.rank_start` loads it before torch.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ def _rename(part: str, place: _Place, path: StrPath) -> None:
     try:
         os.replace(part, place.name, src_dir_fd=place.folder, dst_dir_fd=place.folder)
     except PermissionError as error:  # in a folder with the sticky bit
-        raise _refusal(path, f"what has this name belongs to another user ({error.strerror}). Name another file") from None
+        reason = f"what has this name belongs to another user ({error.strerror}). Name another file"
+        raise _refusal(path, reason) from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 

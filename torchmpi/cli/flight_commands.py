@@ -168,13 +168,13 @@ def _records_of(process: int) -> Iterator[Path]:
         processes = [process, *(child.pid for child in root.children(recursive=True))]
     except psutil.NoSuchProcess:
         raise TorchMPIError(f"There is no process {process} on this host.") from None
-    for files in (Path(f"/proc/{pid}/fd") for pid in processes):
+    for folder in (Path(f"/proc/{pid}/fd") for pid in processes):
         try:
-            names = sorted(os.listdir(files), key=int)
+            names = sorted(os.listdir(folder), key=int)
         except OSError:  # the process of another user, or gone
             continue
         for name in names:
             with contextlib.suppress(OSError):
-                target = os.readlink(files / name)
+                target = os.readlink(folder / name)
                 if target.startswith(f"/memfd:{FILE_NAME}") or target.endswith(SUFFIX):
-                    yield files / name
+                    yield folder / name

@@ -5,17 +5,26 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, TorchMPIError
 from ..files import printable
 from ..timeline.bench_times import BenchTimes
 from ..timeline.merging import merge
 from ..timeline.step_report import StepReport
-from ..timeline.trace_reader import read_folder
+from ..timeline.trace_reader import WRONG_EVENTS, read_folder
 from .bench import bench_report
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    try:
+        return _run(options)
+    except TorchMPIError:
+        raise
+    except WRONG_EVENTS as error:
+        raise ArgumentError(f"{options.folder} has traces with events that no rank has written: {error!r}.") from error
+
+
+def _run(options: argparse.Namespace) -> int:
     traces = read_folder(options.folder)
     if options.action == "merge":
         path = options.out or options.folder / "merged.json.gz"

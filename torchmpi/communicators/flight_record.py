@@ -453,7 +453,8 @@ def parse(record: BinaryIO, name: str) -> RankCalls:
 
 
 def _shown(values: dict[str, Any]) -> dict[str, Any]:
-    return {files.printable(name): files.printable(each) if isinstance(each, str) else each for name, each in values.items()}
+    texts = {name: files.printable(each) for name, each in values.items() if isinstance(each, str)}
+    return {files.printable(name): texts.get(name, each) for name, each in values.items()}
 
 
 def _ranks(text: str, known: dict[str, tuple[int, ...]]) -> tuple[int, ...]:

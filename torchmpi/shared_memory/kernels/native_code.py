@@ -72,8 +72,10 @@ def _is_trusted(path: Path, found: os.stat_result) -> bool:
     """Return whether code in a file or folder may be run; report once if it may not."""
     reason = files.why_not_trusted(found, _PACKAGE.stat())
     if reason:
-        _report(f"compiled code in {path} is not run, since {reason}. Make it writable for user {os.geteuid()} only, or set "
-            "NUMBA_CACHE_DIR to a folder of this user; until then kernels are compiled again")
+        _report(
+            f"compiled code in {path} is not run, since {reason}. Make it writable for user {os.geteuid()} only, or "
+            "set NUMBA_CACHE_DIR to a folder of this user; until then kernels are compiled again"
+        )
     return not reason
 
 
