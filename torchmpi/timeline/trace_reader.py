@@ -32,6 +32,7 @@ MAIN_THREAD = FIRST_ROW
 """The number of the row of the main thread."""
 _COLLECTIVE = "collective"
 _PIECE_BYTES = 1 << 20
+_MOST_OTHER_LINES = 100  # that begin and end the list of events, or are empty
 _MOST_LINE_BYTES = 16 << 20  # that of a group of a million ranks has 8 MB
 _MOST_HELD_BYTES = 64 << 20
 _MOST_EXPANDED_BYTES, _MOST_EXPANSION = 16 << 20, 100
@@ -322,26 +323,29 @@ def read_events(path: Path) -> Iterator[Event]:
         ArgumentError: The file is damaged, or no trace file.
         OSError: The file cannot be read.
     """
-    begun = b""
+    num_others = 0
     try:
-        for piece in _pieces(path):
-            *lines, begun = (begun + piece).split(b"\n")
-            for line in lines:
-                yield from _events_in(line)
-            if len(begun) > _MOST_LINE_BYTES:
-                raise ValueError("a line is too long")
-        yield from _events_in(begun)
+        for line in _lines(path):
+            text = line.strip().rstrip(b",")
+            if text not in (b"[", b"]", b""):
+                event = files.parse_json(text)
+                if not isinstance(event, dict):
+                    raise ValueError("a line is no event")
+                yield event
+            elif (num_others := num_others + 1) > _MOST_OTHER_LINES:
+                raise ValueError("it has lines without events")
     except (ValueError, zlib.error) as error:
         raise ArgumentError(f"{path} is damaged, or no trace file of torchmpi: {error}.") from error
 
 
-def _events_in(line: bytes) -> Iterator[Event]:
-    text = line.strip().rstrip(b",")
-    if text not in (b"[", b"]", b""):
-        event = files.parse_json(text)
-        if not isinstance(event, dict):
-            raise ValueError("a line is no event")
-        yield event
+def _lines(path: Path) -> Iterator[bytes]:
+    begun = b""
+    for piece in _pieces(path):
+        *lines, begun = (begun + piece).split(b"\n")
+        yield from lines
+        if len(begun) > _MOST_LINE_BYTES:
+            raise ValueError("a line is too long")
+    yield begun
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
