@@ -1,4 +1,4 @@
-"""What another user of the host puts into the way of files: links, pipes, folders, machine code, locks, flight records."""
+"""What another user of the host puts in the way of files: links, pipes, folders, code, locks, flight records."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def write_timeline(folder: Path) -> None:
 
 
 def write_metrics(folder: Path) -> None:
-    metrics = dict.fromkeys(("calls", "steps", "messages", "in_flight", "updates"), {})
-    read = {"rank": 0, "host": "h", "stalls": 0, **metrics}
+    read = {"rank": 0, "host": "h", "stalls": 0}
+    read |= {name: {} for name in ("calls", "steps", "messages", "in_flight", "updates")}
     exporter = prometheus.FileExporter(0, lambda: read, folder / prometheus.FILE_NAME.format(0), 0.01)
     limit = time.monotonic() + 20
     while (folder / "torchmpi_rank0.prom").is_symlink() and time.monotonic() < limit:
@@ -278,7 +278,7 @@ def test_a_checkpoint_does_not_replace_what_a_link_of_another_user_names(public)
     before = (precious / ".metadata").stat().st_ino
     (public / "run.ckpt").symlink_to(precious)
     owned(public / "run.ckpt", STRANGER)
-    with pytest.raises(CheckpointError, match="user 54321 has made|a link of user 54321"):
+    with pytest.raises(CheckpointError, match=r"user 54321 has made|a link of user 54321"):
         save(public / "run.ckpt")
     assert (precious / ".metadata").stat().st_ino == before
 

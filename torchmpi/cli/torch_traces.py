@@ -49,7 +49,10 @@ def write(records: Sequence[RankCalls], folder: Path) -> None:
 
 
 def _entry(number: int, call: LoggedCall, group: GroupCalls, wall_ns: int) -> dict[str, Any]:
-    collective, _, dtype, _ = call_names(call.code)
+    try:
+        collective, _, dtype, _ = call_names(call.code)
+    except (IndexError, ValueError):  # a damaged file, or a later version
+        collective = dtype = ""
     sizes, dtypes = [list(call.shape)], [dtype]
     has_ended = bool(call.end) and not call.has_failed
     ended = int(call.end) + wall_ns if has_ended else None

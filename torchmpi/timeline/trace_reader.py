@@ -368,7 +368,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
                 rest = member.unconsumed_tail
                 num_held += len(held[-1])
                 num_expanded += len(held[-1])
-                if num_expanded > _MOST_EXPANDED_BYTES + _MOST_EXPANSION * file.tell():
+                if num_expanded > _MOST_EXPANDED_BYTES + _MOST_EXPANSION * (file.tell() - len(rest)):
                     raise ValueError(f"it expands more than {_MOST_EXPANSION} times")
                 if num_held > _MOST_HELD_BYTES:
                     yield from held
