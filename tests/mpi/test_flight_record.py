@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 
@@ -23,7 +24,7 @@ def own_calls(key):
     """Return the record of a group from the flight record of this rank, read as another process reads it."""
     record = runtime.current().flight_record
     record.note_ticks()
-    groups = parse(os.pread(record._file, 1 << 30, 0), "own record").groups
+    groups = parse(io.BytesIO(os.pread(record._file, 1 << 30, 0)), "own record").groups
     (found,) = [group for group in groups if group.key == key and not group.is_freed]
     return found
 
@@ -79,7 +80,7 @@ def test_messages_are_recorded(agree, default_group):
     group = mpi.communicator(0).intra
 
     def own_messages(key):
-        found = parse(os.pread(runtime.current().flight_record._file, 1 << 30, 0), "own record").messages
+        found = parse(io.BytesIO(os.pread(runtime.current().flight_record._file, 1 << 30, 0)), "own record").messages
         return {(each.is_receive, each.peer, each.tag): each for each in found if each.key == key}
 
     def numbers(channel):
@@ -114,5 +115,5 @@ def test_freed_groups_keep_their_calls(agree):
     group.call_action("barrier", group.comm.Barrier)
     group.free()
     record = runtime.current().flight_record
-    found = [each for each in parse(os.pread(record._file, 1 << 30, 0), "own").groups if each.key == key]
+    found = [each for each in parse(io.BytesIO(os.pread(record._file, 1 << 30, 0)), "own").groups if each.key == key]
     agree.equal([(each.is_freed, len(each.calls)) for each in found[-1:]], [(True, 1)])

@@ -140,7 +140,7 @@ def test_damaged_files(path):
         whole = file.read_bytes()
         for length in (0, 10, 1000, len(whole) - 1):
             file.write_bytes(whole[:length])
-            with pytest.raises(CheckpointError, match=r"a\.ckpt is not a checkpoint or is truncated"):
+            with pytest.raises(CheckpointError, match=r"a\.ckpt.* is not a checkpoint or is truncated"):
                 read(path, SingleProcess())
         file.unlink()
         with pytest.raises(CheckpointError, match="is not a checkpoint or is truncated"):
@@ -149,7 +149,7 @@ def test_damaged_files(path):
     place = data.read_bytes().find(WEIGHTS["weight"].numpy().tobytes()) + 4003
     assert place > 4003
     change(data, place)
-    with pytest.raises(CheckpointError, match=r"damaged: 'network\.weight' differs"):
+    with pytest.raises(CheckpointError, match=r"'network\.weight' in .* is damaged: the checksum"):
         read(path, SingleProcess())
     change(data, place)
     change(data, data.read_bytes().find(b"torchmpi_checkpoint") + 3)

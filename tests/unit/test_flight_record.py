@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import mmap
 import os
@@ -187,7 +188,7 @@ def test_any_bytes_are_a_record_or_refused(data, at, cuts):
     record.close()
     whole[at : at + len(data)] = data
     try:
-        found = parse(bytes(whole[: len(whole) - (at if cuts else 0)]), "name")
+        found = parse(io.BytesIO(whole[: len(whole) - (at if cuts else 0)]), "name")
     except TorchMPIError as error:
         assert "name is no flight record" in str(error)
     else:
@@ -402,22 +403,27 @@ def test_a_copy_never_replaces_the_record_and_leaves_no_other_file(tmp_path):
 
 def test_a_record_is_closed_while_it_is_saved(tmp_path):
     class Folder(PosixPath):
-        def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        def exists(self, **how: bool) -> bool:
             record.close()  # as the thread of stop() may do
-            super().mkdir(mode, parents, exist_ok)
+            return super().exists(**how)
 
     record = record_of(tmp_path)
     record.save(Folder(tmp_path / "out"))
     assert read(tmp_path / "out" / "rank0.flight").about == read(tmp_path / "rank0.flight").about
 
 
+def ask(path: Path, folder: Path, request: int) -> None:
+    with path.open("r+b") as record:
+        ask_for_records(record, folder, request)
+
+
 def test_requests_that_are_damaged_are_left_out(tmp_path):
     record, path = record_of(tmp_path), tmp_path / "rank0.flight"
-    ask_for_records(path, tmp_path / "out", 5)
+    ask(path, tmp_path / "out", 5)
     assert record.take_request() == {"folder": str(tmp_path / "out"), "number": 5}
     assert record.take_request() == {}
     for number, values in enumerate(({"number": 6}, {"folder": 1, "number": 6}, {"folder": "out", "number": "6"}), 6):
-        ask_for_records(path, tmp_path / "out", number)
+        ask(path, tmp_path / "out", number)
         text = json.dumps({**values, "kind": "ending"}).encode()
         with path.open("r+b") as file:
             file.seek(4096 + 128)
@@ -430,7 +436,7 @@ def test_long_texts_keep_what_others_rely_on(tmp_path):
     record = FlightRecord(str(tmp_path), about)
     assert read(tmp_path / "rank0.flight").about == {**about, "program": "p" * 500}
     with pytest.raises(TorchMPIError, match="its name is too long"):
-        ask_for_records(tmp_path / "rank0.flight", tmp_path / ("n" * 4000), 1)
+        ask(tmp_path / "rank0.flight", tmp_path / ("n" * 4000), 1)
     assert record.take_request() == {}
 
 

@@ -22,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torchmpi import files
 from torchmpi.backends import meeting, saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli.doctor import diagnosis
@@ -36,7 +37,7 @@ from torchmpi.session.launcherless.requests import CommunicationError
 from torchmpi.tensors import archive
 
 JOB = saved_tables.describe_job([0, 0], 2, 2, "Some MPI 1.0")
-MARK = ("torchmpi_shards", 1)
+MARK = ("torchmpi_shards", 2)
 FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MANY = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -129,6 +130,8 @@ def shard_bytes() -> bytes:
     torch.save(
         {
             MARK[0]: MARK[1],
+            "token": "abcd",
+            "rank": 0,
             "0": {
                 "values": torch.arange(40.0),
                 "versions": torch.zeros(1, dtype=torch.int64),
@@ -184,7 +187,7 @@ def test_files_of_killed_writers_are_removed(tmp_path, monkeypatch):
     seen = []
 
     def save(*_: object) -> None:
-        archive.remove_unfinished(tmp_path, "shards-")
+        files.remove_unfinished(tmp_path, "shards-")
         seen.extend(path.name[:14] for path in tmp_path.iterdir())
 
     monkeypatch.setattr(torch, "save", save)
@@ -228,7 +231,7 @@ def one_rank(shape: tuple[int, ...] = (40,)) -> Any:
 
 
 INDEX = {
-    "torchmpi_shards": 1,
+    "torchmpi_shards": 2,
     "token": "abcd",
     "size": 1,
     "servers": [{"name": "s", "shape": [40], "dtype": "float32"}],

@@ -7,9 +7,7 @@ the software. A file that cannot be used is not an error: the run uses the defau
 from __future__ import annotations
 
 import json
-import os
 import platform
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import files
 from .._version import __version__
 from ..config import cache_folder
 from .selection_table import Key, Table, checked, keys
@@ -104,22 +103,12 @@ def save(path: Path, job: JobDescription, table: Table) -> None:
     rows = [{**key._asdict(), "rule": rule} for key, rule in table.items()]
     saved = time.strftime("%Y-%m-%d %H:%M:%S")
     entries.append({"shape": job.shape, "versions": job.versions, "saved": saved, "table": rows})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"format": _FORMAT, "entries": entries}, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    text = json.dumps({"format": _FORMAT, "entries": entries}, indent=1)
+    files.write(path, text, mode=0o600, make_folder=True)
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(path.read_text())
-    except RecursionError:
-        raise ValueError("too deeply nested") from None
+    content = files.parse_json(files.read(path, files.MOST_JSON_BYTES))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError("not a file of this version")
     entries = content.get("entries")

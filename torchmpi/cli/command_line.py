@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import _version
 from ..errors import TorchMPIError
+from ..files import printable
 from ..log import log_fatal
 from .bench import options as bench_options
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
     try:
         return run(options)
     except TorchMPIError as error:
-        log_fatal(f"{program} {options.command}: {error}")
+        log_fatal(f"{program} {options.command}: {_shown(error, options.command)}")
         return 1
     except BrokenPipeError:  # as in `torchmpi info | head`: avoid a second error when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -59,8 +60,14 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
     except OSError as error:
         if options.command not in _OF_FILES:
             raise
-        log_fatal(f"{program} {options.command}: {error}")
+        log_fatal(f"{program} {options.command}: {_shown(error, options.command)}")
         return 1
+
+
+def _shown(error: Exception, command: str) -> str:
+    """Return the text of an error; names of files and texts in them cannot control the terminal."""
+    lines = str(error).split("\n")
+    return "\n".join(map(printable, lines) if command in _OF_FILES else lines)
 
 
 class _ShowVersion(argparse.Action):

@@ -233,7 +233,7 @@ def report(records: Sequence[RankCalls]) -> str:
     Returns:
         The text that ``torchmpi analyze`` prints.
     """
-    size = max((int(record.about.get("size", 0)) for record in records), default=0)
+    size = max((record.about["size"] for record in records), default=0)
     missing = sorted(set(range(size)) - {record.rank for record in records})
     ended = sum(record.has_ended for record in records)
     lines = [f"{len(records)} of {size} ranks; {ended} of them reached the end of stop()."]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
+from .. import files
 from ..communicators.flight_record import (
     FILE_NAME,
+    MOST_BYTES,
     SUFFIX,
     RankCalls,
     ask_for_records,
@@ -73,18 +76,19 @@ def dump(process: int, folder: Path) -> list[RankCalls]:
     paths = list(_records_of(process))
     records = {}
     for path in paths:  # one per rank: its children may have inherited the file, and those of earlier starts
-        data = path.read_bytes()
-        record = parse(data, "the record")
-        if not record.has_ended:
-            records[record.rank] = record, data
+        with contextlib.suppress(OSError, TorchMPIError), _opened(path) as file:
+            record = parse(file, "the record")
+            if not record.has_ended:
+                records[record.rank] = record, path
     if not records:
         raise TorchMPIError(
             f"Neither process {process} nor a process that it has started is a rank between mpi.start() and mpi.stop() "
             "that this user may read. Name the process of a rank or of its launcher, as its user or as root."
         )
     if not _are_in(folder, paths):
-        for rank, (_, data) in records.items():
-            write_copy(folder / f"rank{rank}{SUFFIX}", data)
+        for rank, (_, path) in records.items():
+            with _opened(path) as file:
+                write_copy(folder / f"rank{rank}{SUFFIX}", file)
     return [record for record, _ in records.values()]
 
 
@@ -97,14 +101,14 @@ def gather_other_hosts(process: int, folder: Path, about: dict[str, Any]) -> str
         about: The description of a rank of this host, as its record has it.
     """
     paths = list(_records_of(process))
-    elsewhere = set(range(int(about["size"]))) - set(from_ranges(str(about["on_host"])))
+    elsewhere = set(range(about["size"])) - set(from_ranges(str(about.get("on_host", ""))))
     if not elsewhere or _are_in(folder, paths):
         return ""
     before = {rank: _file_number(folder, rank) for rank in elsewhere}
     request = time.time_ns()
     for path in paths:
-        with contextlib.suppress(OSError):
-            ask_for_records(path, folder.resolve(), request)
+        with contextlib.suppress(OSError), _opened(path, is_changed=True) as file:
+            ask_for_records(file, folder.resolve(), request)
     limit = time.monotonic() + _GATHER_SECONDS
     while elsewhere and time.monotonic() < limit:
         time.sleep(_POLL_SECONDS)
@@ -118,6 +122,22 @@ def gather_other_hosts(process: int, folder: Path, about: dict[str, Any]) -> str
         f"{folder.resolve()} there. `torchmpi dump PROCESS --out {folder}` on their hosts reads the records of all "
         "ranks that have not ended. Copy the files here, and call `torchmpi analyze`.\n"
     )
+
+
+def _opened(path: Path, *, is_changed: bool = False) -> BinaryIO:
+    """Open a file that a process has open; raise OSError if the process could lead this one to a file of others.
+
+    Its user may be another one who wants to stop this command, or to have it read or write what he may not.
+    """
+    file = files.open_input(path, MOST_BYTES, is_changed=is_changed)
+    try:
+        users = psutil.Process(int(path.parts[2])).uids()
+    except psutil.Error:
+        users = ()
+    if not {os.fstat(file.fileno()).st_uid, os.geteuid()} & set(users):
+        file.close()
+        raise PermissionError(errno.EPERM, "not a file of the user of the process", str(path))
+    return file
 
 
 def _are_in(folder: Path, records: Iterable[Path]) -> bool:
@@ -148,13 +168,13 @@ def _records_of(process: int) -> Iterator[Path]:
         processes = [process, *(child.pid for child in root.children(recursive=True))]
     except psutil.NoSuchProcess:
         raise TorchMPIError(f"There is no process {process} on this host.") from None
-    for files in (Path(f"/proc/{pid}/fd") for pid in processes):
+    for folder in (Path(f"/proc/{pid}/fd") for pid in processes):
         try:
-            names = sorted(os.listdir(files), key=int)
+            names = sorted(os.listdir(folder), key=int)
         except OSError:  # the process of another user, or gone
             continue
         for name in names:
             with contextlib.suppress(OSError):
-                target = os.readlink(files / name)
+                target = os.readlink(folder / name)
                 if target.startswith(f"/memfd:{FILE_NAME}") or target.endswith(SUFFIX):
-                    yield files / name
+                    yield folder / name

@@ -1,7 +1,7 @@
 """Start the program of one rank: set the variables of torch.distributed, choose cores and a GPU, redirect the output.
 
 ``torchmpi run`` and ``scripts/wrap.sh`` start this file between mpirun and the program, which then replaces it. It
-imports the standard library and one module without imports of torchmpi, since it delays the start of each rank.
+imports the standard library and two modules without imports of torchmpi, since it delays the start of each rank.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         parser.error("no command to run")
-    launcher = _launcher()
+    launcher = _module("session/launcher.py")
     found = launcher.detect()
     if options.master is not None:
         if found.rank is None:
@@ -55,10 +55,10 @@ def execute(program: list[str]) -> NoReturn:
     os.execvp(program[0], program)
 
 
-def _launcher() -> Any:
-    """Return the module ``torchmpi.session.launcher``; importing the package would import torch."""
-    path = Path(__file__).parents[1] / "session" / "launcher.py"
-    spec = importlib.util.spec_from_file_location("launcher", path)
+def _module(name: str) -> Any:
+    """Return a module of torchmpi, given its file; importing the package would import torch."""
+    path = Path(__file__).parents[1] / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -113,14 +113,14 @@ def _redirect(folder: str, name: str, is_shown: bool) -> None:
     """Append the output to a file, and show it in the terminal too if `is_shown`."""
     path = os.path.join(folder, name)
     try:
-        os.makedirs(folder, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        file = _module("files.py").append(path, mode=0o644)
     except OSError as error:
         sys.exit(f"torchmpi run: --log-dir: {path} cannot be written: {error.strerror}")
     for stream in (1, 2):
         if is_shown:  # a process of its own for each stream, since both keep their target in the terminal
-            command = ["tee", "-a", path]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stream, start_new_session=True)
+            command = ["tee", "-a", f"/proc/self/fd/{file}"]  # the file that was checked, not what has its name now
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stream, "pass_fds": (file,)}
+            process = subprocess.Popen(command, **pipes, start_new_session=True)
             assert process.stdin is not None
             os.dup2(process.stdin.fileno(), stream)
             process.stdin.close()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..communicators.call_log import call_names
 from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
 from .flight_analysis import is_step
@@ -32,7 +33,6 @@ def write(records: Sequence[RankCalls], folder: Path) -> None:
         for group in record.groups:
             if group.calls:
                 first[group.key] = max(first.get(group.key, 0), group.calls[0].seq)
-    folder.mkdir(parents=True, exist_ok=True)
     for record in records:
         groups = [group for group in record.groups if not is_step(group.name)]
         calls = [(call, group) for group in groups for call in group.calls if call.seq >= first[group.key]]
@@ -45,11 +45,14 @@ def write(records: Sequence[RankCalls], folder: Path) -> None:
                 for group in groups
             },
         }
-        (folder / f"rank_{record.rank}").write_bytes(pickle.dumps(content))
+        files.write(folder / f"rank_{record.rank}", pickle.dumps(content), make_folder=True)
 
 
 def _entry(number: int, call: LoggedCall, group: GroupCalls, wall_ns: int) -> dict[str, Any]:
-    collective, _, dtype, _ = call_names(call.code)
+    try:
+        collective, _, dtype, _ = call_names(call.code)
+    except (IndexError, ValueError):  # a damaged file, or a later version
+        collective = dtype = ""
     sizes, dtypes = [list(call.shape)], [dtype]
     has_ended = bool(call.end) and not call.has_failed
     ended = int(call.end) + wall_ns if has_ended else None

@@ -19,19 +19,21 @@ docs/design/flight-record.md has the reasons.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import mmap
 import os
+import shutil
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from .. import files
 from ..errors import TorchMPIError
 from ..log import logger
 from ..shared_memory.memory_layout import (
@@ -63,7 +65,10 @@ _ENTRY_BYTES = RECORD_FIELDS * FIELD_BYTES
 _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
-_MOST_RANKS = 1 << 20  # of a damaged file
+_MOST_RANKS = 1 << 20
+"""Of a job, and of all groups in a file, where each set of ranks counts once."""
+MOST_BYTES = 256 << 20
+"""The largest record that is read: that of about 2,000 groups that exist at the same time."""
 _CUT = ("program", "name", "ranks")  # in a text that is too long; the other values are short
 _HAS_FAILED = 1 << 33
 """Added to RECORD_NUM_DIMS of a call that has ended with an error."""
@@ -227,10 +232,10 @@ class FlightRecord:
                 return None
             return file
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self.path.parent)
             with contextlib.suppress(FileNotFoundError):
                 self.path.rename(self.path.with_suffix(f"{SUFFIX}.previous"))  # of the job that this one repeats
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return files.create(self.path, mode=0o600)
         except OSError as error:
             raise TorchMPIError(self._problem(error)) from error
 
@@ -338,7 +343,7 @@ class FlightRecord:
             data = os.pread(self._file, about.st_size, 0)
         path = folder / f"rank{self._rank}{SUFFIX}"
         if not (path.exists() and os.path.samestat(about, path.stat())):
-            write_copy(path, data)
+            write_copy(path, io.BytesIO(data))
 
     def seconds_per_tick(self) -> float:
         """Return the length of a tick; 0 if there is no fast path, or if the clock has not advanced."""
@@ -371,34 +376,27 @@ def read(path: Path) -> RankCalls:
         TorchMPIError: The file is none.
     """
     try:
-        data = path.read_bytes()
+        with files.open_input(path, MOST_BYTES) as file:
+            return parse(file, str(path))
     except OSError as error:
         raise TorchMPIError(f"{path} cannot be read: {error.strerror}.") from error
-    return parse(data, str(path))
 
 
-def write_copy(path: Path, data: bytes) -> None:
+def write_copy(path: Path, record: BinaryIO) -> None:
     """Write a copy of a flight record; readers find a complete file, or none, also if several processes write one.
 
     Raises:
         OSError: That is not possible.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-        try:
-            part.write(data)
-            part.flush()
-            os.replace(part.name, path)
-        except OSError:
-            os.unlink(part.name)
-            raise
+    with files.replacing(path, mode=0o600, make_folder=True) as copy:
+        shutil.copyfileobj(record, copy)
 
 
-def ask_for_records(path: Path, folder: Path, request: int) -> None:
+def ask_for_records(record: BinaryIO, folder: Path, request: int) -> None:
     """Ask the rank with this flight record for those of the other hosts, which their ranks write to a folder.
 
     Args:
-        path: The flight record.
+        record: The flight record, opened to write.
         folder: The folder.
         request: A number that no earlier request has had; equal ones are answered once.
 
@@ -409,36 +407,61 @@ def ask_for_records(path: Path, folder: Path, request: int) -> None:
     values = {"folder": str(folder), "number": request}
     if len(json.dumps(values)) > _PAGE_BYTES - _TEXT_BYTES:
         raise TorchMPIError(f"The ranks of other hosts cannot be told the folder {folder}: its name is too long.")
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), _HEAD_BYTES) as head:
-        memory = memoryview(head)
-        _write_text(memory[_PAGE_BYTES:], values)
-        with memory.cast("q") as fields:
-            fields[_REQUEST] = request
-        memory.release()
+    page = memoryview(bytearray(_PAGE_BYTES))
+    _write_text(page, values)
+    # Not by a mapping: the process of the record may shorten the file meanwhile.
+    os.pwrite(record.fileno(), page, _PAGE_BYTES)
+    os.pwrite(record.fileno(), request.to_bytes(FIELD_BYTES, "little"), _REQUEST * FIELD_BYTES)
 
 
-def parse(data: bytes, name: str) -> RankCalls:
-    """Return the calls in the bytes of a flight record, which may be cut off; `name` is for the error."""
+def parse(record: BinaryIO, name: str) -> RankCalls:
+    """Return the calls in a flight record, which may be cut off; `name` is for the error.
+
+    Texts are returned with escapes for characters that would control a terminal.
+
+    Raises:
+        TorchMPIError: The file is no flight record.
+    """
     problem = TorchMPIError(f"{name} is no flight record of this version of torchmpi.")
-    if len(data) < _HEAD_BYTES or len(data) % FIELD_BYTES:
+    record.seek(0)
+    data = record.read(_HEAD_BYTES)
+    if len(data) < _HEAD_BYTES:
         raise problem
     head = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist()
-    about = _read_text(data, 0)
-    if head[_MAGIC] != MAGIC or not isinstance(about.get("rank"), int):
+    about = _shown(_read_text(data, 0))
+    rank, size = about.get("rank"), about.setdefault("size", 0)
+    if head[_MAGIC] != MAGIC or not all(type(each) is int and 0 <= each <= _MOST_RANKS for each in (rank, size)):
         raise problem
     groups: list[GroupCalls] = []
     messages: list[LoggedMessages] = []
-    for number in range(min(max(head[_NUM_RINGS], 0), (len(data) - _HEAD_BYTES) // _RING_BYTES)):
-        start = _HEAD_BYTES + number * _RING_BYTES
-        fields = np.frombuffer(data, "<i8", _RING_BYTES // FIELD_BYTES, start).tolist()
-        text = _read_text(data, start)
-        if "name" in text and fields[_KIND] == OF_MESSAGES:
-            messages += messages_in(fields[_KEY], str(text["name"]), fields) if fields[_STATE] == _IN_USE else []
-        elif fields[_STATE] and "name" in text:
-            calls = _calls_in(fields, _clock(head))
-            ranks = from_ranges(str(text.get("ranks", "")))
-            groups.append(GroupCalls(fields[_KEY], str(text["name"]), ranks, fields[_STATE] == _FREED, calls))
+    known: dict[str, tuple[int, ...]] = {}
+    for _ in range(min(max(head[_NUM_RINGS], 0), MOST_BYTES // _RING_BYTES)):
+        data = record.read(_RING_BYTES)
+        if len(data) < _RING_BYTES:
+            break
+        state, key, kind = np.frombuffer(data, "<i8", 3).tolist()
+        text = _shown(_read_text(data, 0)) if state else {}
+        if "name" not in text:
+            continue
+        fields = np.frombuffer(data, "<i8").tolist()
+        if kind == OF_MESSAGES:
+            messages += messages_in(key, str(text["name"]), fields) if state == _IN_USE else []
+        else:
+            ranks = _ranks(str(text.get("ranks", "")), known)
+            groups.append(GroupCalls(key, str(text["name"]), ranks, state == _FREED, _calls_in(fields, _clock(head))))
     return RankCalls(about["rank"], about, bool(head[_ENDED]), head[_WALL_NS], groups, head[LAST_NS], messages)
+
+
+def _shown(values: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: files.printable(each) for name, each in values.items() if isinstance(each, str)}
+    return {files.printable(name): texts.get(name, each) for name, each in values.items()}
+
+
+def _ranks(text: str, known: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return ranks written by `as_ranges`; none if a damaged file has ever more of them."""
+    if text not in known and sum(map(len, known.values())) <= _MOST_RANKS:
+        known[text] = from_ranges(text)
+    return known.get(text, ())
 
 
 def _clock(head: Sequence[int]) -> Callable[[int], float]:
@@ -481,7 +504,7 @@ def _write_text(memory: memoryview, values: dict[str, Any]) -> None:
 
 def _read_text(data: bytes, start: int) -> dict[str, Any]:
     try:
-        values = json.loads(data[start + _TEXT_BYTES : start + _PAGE_BYTES].rstrip(b"\0"))
+        values = files.parse_json(data[start + _TEXT_BYTES : start + _PAGE_BYTES].rstrip(b"\0"))
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
@@ -511,6 +534,6 @@ def from_ranges(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if first.isdecimal() and (last or first).isdecimal():
+        if first.isdecimal() and (last or first).isdecimal() and int(first) < _MOST_RANKS:
             ranks += range(int(first), min(int(last or first), int(first) + _MOST_RANKS - len(ranks)) + 1)
     return tuple(ranks)

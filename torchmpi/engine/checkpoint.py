@@ -14,6 +14,7 @@ import io
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .. import files
 from ..errors import CheckpointError
 from ..tensors import archive, buffers
 from .coordination import Coordinator
 from .data_loading import map_tensors
 
-_MARK = ("torchmpi_checkpoint", 2)
+_MARK = ("torchmpi_checkpoint", 3)
+_MOST_METADATA_BYTES = 64 << 20  # some 300 bytes for a tensor
 _PLAIN, _DIGESTS = "engine.rank", "engine.digests"
 T = TypeVar("T")
 
@@ -123,12 +126,15 @@ def read(path: Path, coordinator: Coordinator) -> Saved:
     saved = read(Path("run.ckpt"), SingleProcess())
     """
     tensors, ranks = _on_rank_0(coordinator, lambda: _load(path))
-    mine = ranks[0]
-    if len(ranks) == coordinator.size:
-        mine = ranks[coordinator.rank]
-        tensors.update(mine["differing"])
-    trees = map_tensors(lambda _, name: tensors[name], mine["trees"])
-    return Saved(mine["common"], [rank["own"] for rank in ranks], trees)
+    try:
+        mine = ranks[0]
+        if len(ranks) == coordinator.size:
+            mine = ranks[coordinator.rank]
+            tensors.update(mine["differing"])
+        trees = map_tensors(lambda _, name: tensors[name], mine["trees"])
+        return Saved(mine["common"], [rank["own"] for rank in ranks], trees)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint of an engine: it lacks {error}") from error
 
 
 def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
@@ -243,9 +249,11 @@ def _feed(hasher: Any, value: Any) -> None:
 
 def _replace(path: Path, tensors: dict[str, Tensor], digests: dict[str, bytes], ranks: list[Tensor]) -> None:
     """Write a checkpoint under another name and rename it; at each moment a complete one exists."""
+    files.check_folder(path if path.is_dir() else path.parent)
     path = path.resolve()
     digests = digests or {name: digest(tensor) for name, tensor in tensors.items()}
     plain = {f"{_PLAIN}{rank}": part for rank, part in enumerate(ranks)}
+    digests = digests | {name: digest(part) for name, part in plain.items()}
     tensors = {**tensors, **plain, _DIGESTS: _as_bytes({"digests": digests})}
     if path.is_file():
         raise CheckpointError(_is_a_file(path))
@@ -313,46 +321,56 @@ def _load(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
         tensors = _read(folder)
-    except Exception as error:  # of the storage, of pickle or of torch
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the storage, or of pickle
         raise CheckpointError(f"{path} is not a checkpoint or is truncated: {type(error).__name__}: {error}") from error
-    if _DIGESTS not in tensors:
-        raise CheckpointError(f"{path} is a checkpoint of torch.distributed.checkpoint, but not of an engine")
 
     def plain(name: str) -> dict[str, Any]:
         raw = tensors.pop(name).numpy().tobytes()
         return archive.parse(path, raw, mark=_MARK, what="checkpoint of an engine")
 
-    digests = plain(_DIGESTS)["digests"]
-    ranks = [plain(f"{_PLAIN}{rank}") for rank in range(sum(name.startswith(_PLAIN) for name in tensors))]
+    digests = plain(_DIGESTS).get("digests")
+    if not isinstance(digests, dict) or digests.keys() != tensors.keys():
+        raise CheckpointError(f"{path} is damaged: it does not have the tensors that were saved")
     for name, expected in digests.items():
         if digest(tensors[name]) != expected:
             raise CheckpointError(f"{path} is damaged: {name!r} differs from the saved value")
-    return tensors, ranks
+    return tensors, [plain(f"{_PLAIN}{rank}") for rank in range(sum(name.startswith(_PLAIN) for name in tensors))]
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    """Return the tensors in a folder. Only `_write` has made the files: each tensor is one part of one of them.
+
+    The reader of torch.distributed.checkpoint would open any file that the metadata name, and allocate any size.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
-    with (folder / ".metadata").open("rb") as file:
+    with files.open_input(folder / ".metadata", _MOST_METADATA_BYTES) as file:
         metadata = _Metadata(file).load()
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    planner.set_up_planner(tensors, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    entries, parts = metadata.state_dict_metadata, metadata.storage_data
+    if _DIGESTS not in entries or len(parts) != len(entries):
+        raise CheckpointError(f"{folder} is a checkpoint of torch.distributed.checkpoint, but not of an engine")
+    tensors: dict[str, Tensor] = {}
+    for index, part in parts.items():
+        path, entry = folder / part.relative_path, entries[index.fqn]
+        if path.parent != folder:
+            raise CheckpointError(f"{folder} is damaged: its metadata name {path}, a file outside the folder")
+        with files.open_input(path, sys.maxsize) as file:
+            file.seek(part.offset)
+            raw = file.read(min(part.length, os.fstat(file.fileno()).st_size))
+        tensor = archive.load(f"{index.fqn!r} in {path}", raw)
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(tensor, Tensor) or tensor.shape != entry.size:
+            raise CheckpointError(f"{folder} is damaged: {index.fqn} is not the tensor of its metadata")
+        tensors[index.fqn] = tensor
     return tensors
 
 
-class _Metadata(pickle.Unpickler):
-    """Reads metadata of torch.distributed.checkpoint, whose own reader would call any function that the file names."""
+class _Metadata(pickle._Unpickler):
+    """Reads metadata of torch.distributed.checkpoint, whose own reader would call any function that the file names.
+
+    In Python: the one in C allocates as much memory as numbers in a damaged file say.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the metadata; refuse everything else."""

@@ -1,7 +1,8 @@
 """Checkpoints of parameter servers: saved by each rank, loaded by the same or another number of ranks.
 
 A checkpoint consists of a file per rank and, written last, `servers.json` with their description; until then the
-previous checkpoint remains valid. The files are those of ``torch.save`` and contain only tensors and numbers.
+previous checkpoint remains valid. The files are those of ``torch.save`` and contain only tensors, numbers, and the
+token of the save and the rank, by which a file that was exchanged for another one of the same length is recognized.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .. import files
 from ..communicators.levels import Comm
 from ..errors import CheckpointError
 from ..session import runtime
@@ -28,9 +30,13 @@ from ..tensors.dtypes import short_name
 from ..tensors.partition import even_partition
 from .servers import Server, ServerContext, call_collectively
 
-_FORMAT = ("torchmpi_shards", 1)
+_FORMAT = ("torchmpi_shards", 2)
 _INDEX = "servers.json"
 _MOST_RANKS = 1 << 24
+_LOCK_SECONDS = 60
+_MOST_MORE_BYTES = 1 << 20
+"""Of a file of shards beside its values: names and headers."""
+_MOST_BYTES_OF_VALUE = 16
 _ARRAYS = ("values", *(f"state {number}" for number in range(1, MOST_STATES + 1)))
 _Saved = tuple[int, dict[str, Any]]
 """First element of a saved shard, and the content of its file for one server."""
@@ -139,9 +145,9 @@ def _check_owner(folder: Path, context: ServerContext) -> None:
     if context.group.rank != 0:
         return
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        index = files.parse_json(files.read(folder / _INDEX, files.MOST_JSON_BYTES))
         job, ranks = index["job"], index["ranks"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # none, a damaged one, or of another version
+    except (OSError, ValueError, LookupError, TypeError):  # none, a damaged one, or of another version
         return
     own = list(context.group.world_ranks)
     if job == context.group.context.job and ranks != own:
@@ -152,9 +158,9 @@ def _check_owner(folder: Path, context: ServerContext) -> None:
 
 
 def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     index = context.local_ranks.index(context.group.rank)
-    content: dict[str, Any] = dict([_FORMAT])
+    content: dict[str, Any] = dict([_FORMAT]) | {"token": token, "rank": context.group.rank}
     for number, server in enumerate(_servers(context)):
         headers = server.shards.headers(index)
         # Reading states that no rule has written to would allocate their memory.
@@ -170,19 +176,19 @@ def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
 def _write_index(folder: Path, token: str, context: ServerContext) -> None:
     if context.group.rank != 0:
         return
-    group, temporary = context.group, folder / f".{_INDEX}.tmp"
+    group = context.group
     index = dict([_FORMAT]) | {"token": token, "size": group.size, "servers": _describe(context)}
     index |= {"job": group.context.job, "ranks": list(group.world_ranks)}
-    with open(folder / f".{_INDEX}.lock", "w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks, or a file of another user
+            lock = stack.enter_context(files.open_lock(folder / f".{_INDEX}.lock"))
+            files.lock(lock, fcntl.LOCK_EX, _LOCK_SECONDS)
         _check_owner(folder, context)  # again: the groups of a level may save at the same time
-        temporary.write_text(json.dumps(index, indent=1))
-        os.replace(temporary, folder / _INDEX)
+        files.write(folder / _INDEX, json.dumps(index, indent=1))
         for old in folder.glob("shards-*.pt"):
             if not old.name.startswith(f"shards-{token}-"):
                 old.unlink(missing_ok=True)
-        archive.remove_unfinished(folder, "shards-")
+        files.remove_unfinished(folder, "shards-")
 
 
 # ---- loading
@@ -198,10 +204,12 @@ def _load(folder: Path, context: ServerContext) -> None:
 
 def _read_index(folder: Path, context: ServerContext) -> dict[str, Any]:
     try:
-        index: dict[str, Any] = json.loads((folder / _INDEX).read_text())
+        index: dict[str, Any] = files.parse_json(files.read(folder / _INDEX, files.MOST_JSON_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"there is no {folder / _INDEX}: no save to this folder was completed") from None
-    except (ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{folder / _INDEX} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise CheckpointError(f"{folder / _INDEX} is damaged: {error}") from None
     if not isinstance(index, dict) or index.get(_FORMAT[0]) != _FORMAT[1]:
         raise CheckpointError(f"{folder / _INDEX} does not have format {_FORMAT[1]}, that of this version of torchmpi")
@@ -263,15 +271,22 @@ def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) ->
         if wanted:
             path = folder / _file_name(index["token"], rank)
             try:
-                packed = path.read_bytes()
+                packed = files.read(path, _most_bytes([parts[rank][1] for parts in old_parts]))
             except OSError as error:
                 raise CheckpointError(f"{path}, which the index names, cannot be read: {error.strerror}") from error
             content = archive.parse(path, packed, mark=_FORMAT, what="file of shards")
+            if (content.get("token"), content.get("rank")) != (index["token"], rank):
+                raise CheckpointError(f"{path} is the file of another save or rank, under a name that is not its own")
             for number in wanted:
                 part = old_parts[number][rank]
                 _check_shard(path, content.get(str(number)), part[1], servers[number])
                 found[number].append((part[0], content[str(number)]))
     return found
+
+
+def _most_bytes(lengths: list[int]) -> int:
+    """Return the most bytes of a file with shards of these lengths: versions and steps take less than the values."""
+    return sum(_MOST_MORE_BYTES + numel * (len(_ARRAYS) + 2) * _MOST_BYTES_OF_VALUE for numel in lengths)
 
 
 def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:

@@ -264,9 +264,11 @@ def write_error_file(report: str) -> None:
     """Tell torchrun the reason why this rank ends the job, which torchrun then prints as root cause."""
     path = os.environ.get(ERROR_FILE_VARIABLE, "")
     if path and not os.path.exists(path):  # torch's decorator `record` has written it
+        from .. import files  # here, since torchmpi.cli.rank_start loads this module alone
+
         extra = {"py_callstack": report, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": report, "extraInfo": extra}}))
+            files.write(path, json.dumps({"message": {"message": report, "extraInfo": extra}}))
 
 
 def written_reason() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import socket
 import threading
@@ -14,6 +13,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..backends import network
 from ..backends.conversations import Conversation, Conversations
 from ..log import logger
@@ -153,21 +153,19 @@ class FileExporter(Exporter):
     def __init__(self, rank: int, read: Read, path: Path, seconds: float) -> None:
         super().__init__(rank, read)
         self._path, self._seconds = path, seconds
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path.parent)
+        files.remove_unfinished(path.parent, path.name)
         self._thread.start()
 
     def _run(self) -> None:
-        part = self._path.with_suffix(".part")
         while not self._stopped.is_set():
             try:
-                part.write_text(text_of(self._read()), encoding="utf-8")
-                os.replace(part, self._path)
+                files.write(self._path, text_of(self._read()))
             except Exception as error:
                 self._warn(error)
             self._stopped.wait(self._seconds)
-        for path in (part, self._path):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
     def _wake(self) -> None:
         pass  # waits for `_stopped`

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from .. import files
 
 _MOST_REASON_LINES, _FIRST_REASON_LINES = 24, 8
 _MOST_GROUPS = 12
@@ -90,6 +91,10 @@ def _as_range(ranks: list[int]) -> list[str]:
 
 
 def write(path: str, first: Mapping[str, Any], activities: Mapping[int, Activity]) -> None:
-    """Write the report as JSON."""
+    """Write the report as JSON.
+
+    Raises:
+        OSError: That is not possible.
+    """
     others = [{"ranks": ranks, **activity._asdict()} for ranks, activity in by_activity(activities)]
-    Path(path).write_text(json.dumps({**first, "others": others}, indent=1) + "\n")
+    files.write(path, json.dumps({**first, "others": others}, indent=1) + "\n")

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from .aligned_calls import AlignedCall, align
 from .events import BACKGROUND_MESSAGE, PART
 from .trace_reader import Event, RankTrace
@@ -21,7 +22,7 @@ _AT_ONCE = 10_000
 def merge(traces: Sequence[RankTrace], path: Path) -> int:
     """Write the traces of all ranks to one file; return the number of events."""
     number = 0
-    with gzip.open(path, "wt", encoding="utf-8", compresslevel=_COMPRESSION) as file:
+    with files.replacing(path) as raw, gzip.open(raw, "wt", _COMPRESSION, encoding="utf-8") as file:
         for number, event in enumerate(merged_events(traces), 1):
             file.write(("[\n" if number == 1 else ",\n") + json.dumps(event))
         file.write("\n]\n")

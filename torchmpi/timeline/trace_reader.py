@@ -6,9 +6,7 @@ them fit into memory.
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import json
+import sys
 import zlib
 from array import array
 from collections import defaultdict
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from .. import files
 from ..errors import ArgumentError
 from .clocks import AlignedClock, ClockSample, IntArray
 from .events import PART
@@ -32,6 +31,14 @@ Spans = Floats
 MAIN_THREAD = FIRST_ROW
 """The number of the row of the main thread."""
 _COLLECTIVE = "collective"
+_PIECE_BYTES = 1 << 20
+_MOST_OTHER_LINES = 100  # that begin and end the list of events, or are empty
+_MOST_LINE_BYTES = 16 << 20  # that of a group of a million ranks has 8 MB
+_MOST_HELD_BYTES = 64 << 20
+_MOST_EXPANDED_BYTES, _MOST_EXPANSION = 16 << 20, 100
+"""The expanded size that is always read, and by how much more compressed bytes may expand: traces expand ten times."""
+WRONG_EVENTS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""What the use of events raises that no rank has written, in a file whose checksums are right."""
 
 
 class TracedCall(NamedTuple):
@@ -210,14 +217,15 @@ class RankTrace:
         self._call_kinds: list[CallKind] = []
         self._calls: _CallColumns | None = _CallColumns()
         self._intervals: dict[str, _IntervalColumns] = defaultdict(_IntervalColumns)
-        for event in self.events:
-            if event["ph"] == "M":
-                self._read_metadata(event["name"], event.get("args", {}))
-            elif event["ph"] == "X" and event["cat"] == _COLLECTIVE:
-                self._read_call(event, self._calls)
-            elif event["ph"] == "X" and event["cat"] != PART:
-                self._read_interval(event)
-        if self.job.get("format") != FORMAT:
+        try:
+            for event in self.events:
+                self._read(event)
+            is_right = self.job.get("format") == FORMAT and {type(self.job[each]) for each in ("rank", "size")} == {int}
+        except ArgumentError:
+            raise
+        except WRONG_EVENTS as error:
+            raise _problem(path, error) from error
+        if not is_right:
             raise ArgumentError(f"{path} is no trace file of torchmpi, or one of another version.")
         self.rank: int = self.job["rank"]
 
@@ -225,6 +233,15 @@ class RankTrace:
     def events(self) -> Iterator[Event]:
         """The events of the file, with local times in microseconds."""
         return read_events(self.path)
+
+    def _read(self, event: Event) -> None:
+        if event["ph"] == "M":
+            self._read_metadata(event["name"], event.get("args", {}))
+        elif event["ph"] == "X" and event["cat"] == _COLLECTIVE:
+            assert self._calls is not None
+            self._read_call(event, self._calls)
+        elif event["ph"] == "X" and event["cat"] != PART:
+            self._read_interval(event)
 
     def _read_metadata(self, kind: str, details: Event) -> None:
         if kind == "torchmpi_job":
@@ -300,22 +317,79 @@ def _are_inside(begin: IntArray, end: IntArray, thread: IntArray) -> Flags:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Return the events of a trace file, up to the place at which a killed rank ended it."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines, contextlib.suppress(EOFError, zlib.error, gzip.BadGzipFile):
-        for line in lines:
-            text = line.strip().rstrip(",")
-            if text not in ("[", "]", ""):
-                try:
-                    yield json.loads(text)
-                except ValueError:  # the line at which the file was cut
+    """Return the events of a trace file, up to the place at which a killed rank ended it.
+
+    Raises:
+        ArgumentError: The file is damaged, or no trace file.
+        OSError: The file cannot be read.
+    """
+    num_others = 0
+    try:
+        for line in _lines(path):
+            text = line.strip().rstrip(b",")
+            if text not in (b"[", b"]", b""):
+                event = files.parse_json(text)
+                if not isinstance(event, dict):
+                    raise ValueError("a line is no event")
+                yield event
+            elif (num_others := num_others + 1) > _MOST_OTHER_LINES:
+                raise ValueError("it has lines without events")
+    except (ValueError, zlib.error) as error:
+        raise ArgumentError(f"{path} is damaged, or no trace file of torchmpi: {error}.") from error
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    begun = b""
+    for piece in _pieces(path):
+        *lines, begun = (begun + piece).split(b"\n")
+        yield from lines
+        if len(begun) > _MOST_LINE_BYTES:
+            raise ValueError("a line is too long")
+    yield begun
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """Return the content of the gzip members of a file, each after its checksum was compared.
+
+    A killed rank has written whole members, but a file may have been copied while one was written: it is left out.
+    A member that is very long, as when a file was compressed anew, is returned before its end and must have one.
+    """
+    with files.open_input(path, sys.maxsize) as file:
+        rest, num_expanded = b"", 0
+        while True:
+            member, held, num_held = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), list[bytes](), 0
+            while not member.eof:
+                rest = rest or file.read(_PIECE_BYTES)
+                if not rest:
+                    if num_held > _MOST_HELD_BYTES:
+                        raise ValueError("its end is missing")
                     return
+                held.append(member.decompress(rest, _PIECE_BYTES))
+                rest = member.unconsumed_tail
+                num_held += len(held[-1])
+                num_expanded += len(held[-1])
+                if num_expanded > _MOST_EXPANDED_BYTES + _MOST_EXPANSION * (file.tell() - len(rest)):
+                    raise ValueError(f"it expands more than {_MOST_EXPANSION} times")
+                if num_held > _MOST_HELD_BYTES:
+                    yield from held
+                    held.clear()
+            yield from held
+            rest = member.unused_data
+
+
+def _problem(path: Path, error: Exception) -> ArgumentError:
+    return ArgumentError(f"{path} has an event that no rank has written: {error!r}.")
 
 
 def read_folder(folder: Path) -> list[RankTrace]:
-    """Return the traces of all ranks, in their order; raise if there are none.
+    """Return the traces of all ranks, in their order.
 
     Files of an earlier, larger job in the same folder are ignored, and those of ranks that were killed before they had
     written an event.
+
+    Raises:
+        ArgumentError: There are none, or one is damaged.
+        OSError: A file cannot be read.
     """
     paths = sorted(folder.glob("rank*.json.gz"), key=lambda path: path.stat().st_mtime, reverse=True)
     paths = [path for path in paths if next(read_events(path), None) is not None]
@@ -327,6 +401,9 @@ def read_folder(folder: Path) -> list[RankTrace]:
     traces = [RankTrace(path) for path in paths]
     found = {each.rank: each for each in traces if each.rank < traces[0].job["size"]}
     for trace in found.values():
-        leader = found.get(trace.job.get("leader", trace.rank), trace)  # which measures the clock of the host
-        trace.align([*trace.samples, *(leader.samples if leader is not trace else ())])
+        try:
+            leader = found.get(trace.job.get("leader", trace.rank), trace)  # which measures the clock of the host
+            trace.align([*trace.samples, *(leader.samples if leader is not trace else ())])
+        except WRONG_EVENTS as error:
+            raise _problem(trace.path, error) from error
     return [found[rank] for rank in sorted(found)]

@@ -19,6 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from .clocks import ClockSample
 from .events import PART, CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, collect, now
 
@@ -43,7 +44,6 @@ class TraceWriter:
         self, path: Path, job: dict[str, Any], samples: list[ClockSample], flush_seconds: float | None = None
     ) -> None:
         """Create the file, compressed if its name ends in ``.gz``; `job` describes this rank, `samples` its clock."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.rank: int = job["rank"]
         self.path, self._is_compressed = path, path.suffix == ".gz"
         self._events = EventQueue()
@@ -55,7 +55,7 @@ class TraceWriter:
         self._parts: dict[int, list[SliceRecord]] = {}
         """Of each thread, the parts of a call that has not been written."""
         self._main_thread = threading.main_thread().ident or 0
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._file = files.create(self.path)
         self._begin = "[\n"
         epoch = (time.time_ns() - now()) // 1000
         name = f"rank {self.rank} on {job['host']}"
@@ -146,7 +146,9 @@ class TraceWriter:
         text = self._begin + ",\n".join(self._lines) + ("\n]\n" if last else ",\n")
         self._begin, self._lines = "", []
         data = text.encode()
-        os.write(self._file, gzip.compress(data, _COMPRESSION, mtime=0) if self._is_compressed else data)
+        rest = memoryview(gzip.compress(data, _COMPRESSION, mtime=0) if self._is_compressed else data)
+        while rest:  # a disk that is almost full takes a part, and then raises an error
+            rest = rest[os.write(self._file, rest) :]
 
     def _metadata(self, kind: str, tid: int = FIRST_ROW, **details: Any) -> str:
         return json.dumps({"ph": "M", "name": kind, "pid": self.rank, "tid": tid, "ts": 0, "args": details})

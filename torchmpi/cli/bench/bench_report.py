@@ -6,9 +6,9 @@ import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from ... import files
 from ...errors import ArgumentError, JobError
 from ..formatting import counted, section, table
 from .contestants import COPY
@@ -43,7 +43,7 @@ def new_report(kind: str, jobs: Sequence[Mapping[str, Any]], options: Mapping[st
 def save(report: Mapping[str, Any], path: str) -> None:
     """Write a report as JSON."""
     try:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+        files.write(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror}.") from error
 
@@ -51,7 +51,7 @@ def save(report: Mapping[str, Any], path: str) -> None:
 def load(path: str) -> dict[str, Any]:
     """Read a report; raise if the file is not a report."""
     try:
-        report: dict[str, Any] = json.loads(Path(path).read_text())
+        report: dict[str, Any] = files.parse_json(files.read(path, files.MOST_JSON_BYTES))
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:

@@ -34,6 +34,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import files
+from ...log import logger
 from .kernel_sets import DELAYS, ENABLE_CHECKS, SETS
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 _PREFIX = "torchmpi_kernel_"
 _METH_FASTCALL = 0x80
 _REPORT_SECONDS = 5
+_LOCK_SECONDS = 120
+"""How long a rank waits for another one that compiles: several times the duration on a busy machine."""
 _kernels: dict[str, dict[str, Callable[..., int]]] = {}
 
 
@@ -88,13 +92,12 @@ def _load_or_build(compiler: Compiler, which: str, announce: Callable[[str], obj
 def _lock(path: Path, stack: contextlib.ExitStack, *, waits: bool) -> bool:
     """Return whether this rank may compile: it has the lock or has waited for the holder, or there are no locks."""
     with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
-        lock = stack.enter_context(path.open("a+"))  # NFS gives a shared lock to readers only
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        file = stack.enter_context(files.open_lock(path))
+        if not files.lock(file, fcntl.LOCK_EX, seconds=0):
             if not waits:
                 return False
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not files.lock(file, fcntl.LOCK_SH, seconds=_LOCK_SECONDS):
+                logger.warning(f"another process has locked {path} for {_LOCK_SECONDS} s: this rank compiles too")
     return True
 
 

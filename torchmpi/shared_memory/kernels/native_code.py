@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import llvmlite  # only its version: the library is loaded by the module llvm
 
-from ... import config
+from ... import config, files
+from ...log import logger
 from . import object_file
 
 if TYPE_CHECKING:
     from .llvm import Llvm
 
+_PACKAGE = Path(__file__).parent
+_MOST_BYTES = 64 << 20  # of a file; those of kernels have one or two
 _DAY = 24 * 60 * 60
 _UNUSED_DAYS = 30  # a compiled file is removed after this time without use
 # Lines of /proc/cpuinfo, of x86 and of aarch64, that tell processors apart for which LLVM generates different code.
@@ -51,13 +54,34 @@ def cache_folders() -> list[Path]:
 
 
 def cache_folder() -> Path | None:
-    """Return the first writable folder of them, or None."""
+    """Return the first of them in which this user may write, and nobody else; None if there is none."""
     for folder in cache_folders():
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
+            folder.mkdir(mode=0o700 if _is_private(folder) else 0o777, parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and _is_trusted(folder, folder.stat()):
                 return folder
     return None
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether a folder is for this user only; the compiled code beside the sources is for all who run them."""
+    return folder != Path(__file__).parent / "__pycache__"
+
+
+def _is_trusted(path: Path, found: os.stat_result) -> bool:
+    """Return whether code in a file or folder may be run; report once if it may not."""
+    reason = files.why_not_trusted(found, _PACKAGE.stat())
+    if reason:
+        _report(
+            f"compiled code in {path} is not run, since {reason}. Make it writable for user {os.geteuid()} only, or "
+            "set NUMBA_CACHE_DIR to a folder of this user; until then kernels are compiled again"
+        )
+    return not reason
+
+
+@lru_cache(maxsize=100)
+def _report(message: str) -> None:
+    logger.warning(message)
 
 
 def _processor() -> str:
@@ -155,8 +179,10 @@ class Compiler:
         file_name = self._file_name(name, recipe)
         for folder in self._folders:  # also one that only its owner can write to: compiled when an image was built
             path = folder / file_name
-            with contextlib.suppress(OSError):
-                content = path.read_bytes()
+            with contextlib.suppress(OSError), files.open_input(path, _MOST_BYTES) as file:
+                if not _is_trusted(folder, folder.stat()) or not _is_trusted(path, os.fstat(file.fileno())):
+                    continue
+                content = file.read()
                 digest, image = content[:32], content[32:]
                 if digest != hashlib.sha256(image).digest():
                     continue
@@ -170,24 +196,20 @@ class Compiler:
         if self.folder is None:
             return
         path = self.folder / self._file_name(name, recipe)
-        part = path.with_name(f"{path.stem}.{os.getpid()}.part")
+        mode = 0o600 if _is_private(self.folder) else 0o644
         try:
-            part.write_bytes(hashlib.sha256(image).digest() + image)
-            part.replace(path)  # atomic, also with other writers
-            self._remove_old(path.parent)
+            files.write(path, hashlib.sha256(image).digest() + image, mode=mode)  # atomic, also with other writers
+            self._remove_old(self.folder)
         except OSError:
             self.folder = None  # full, or not writable: do not try again
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
 
     @staticmethod
     def _remove_old(folder: Path) -> None:
         """Remove files that no process has loaded for a long time: those of other versions or processors."""
-        for path in (*folder.glob("torchmpi_*.native"), *folder.glob("torchmpi_*.part")):
-            days = _UNUSED_DAYS if path.suffix == ".native" else 1  # the others are those of killed processes
+        files.remove_unfinished(folder, "torchmpi_")
+        for path in folder.glob("torchmpi_*.native"):
             with contextlib.suppress(OSError):  # another user's file, or removed by another process
-                if path.stat().st_mtime < time.time() - days * _DAY:
+                if path.stat().st_mtime < time.time() - _UNUSED_DAYS * _DAY:
                     path.unlink()
 
 

@@ -1,0 +1,112 @@
+"""Some thousand damaged inputs for all readers of files; ``tests/fuzz_inputs.py`` runs any number of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "fuzz_inputs.py"
+sys.path.insert(0, str(PROGRAM.parent))
+import fuzz_inputs  # noqa: E402
+from fuzz_inputs import Fuzzer, Target, is_equal  # noqa: E402
+
+
+@pytest.mark.slow
+def test_damaged_inputs_are_read_as_written_or_refused():
+    done = subprocess.run([sys.executable, PROGRAM, "--cases", "2000"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def prepare(folder: Path) -> None:
+    (folder / "file").write_bytes(b"content")
+
+
+def read(folder: Path) -> bytes:
+    with (folder / "file").open("rb") as file:
+        return file.read(7)
+
+
+def reads_no_pipes(folder: Path) -> bytes:
+    if not (folder / "file").is_file() or (folder / "file").is_symlink():
+        raise OSError("no file")
+    return read(folder)
+
+
+def raise_key_error(folder: Path) -> None:
+    if reads_no_pipes(folder) != b"content":
+        raise KeyError("content")
+
+
+def raise_nothing_said(folder: Path) -> None:
+    if reads_no_pipes(folder) != b"content":
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("reader", "is_right", "problem"),
+    [
+        (reads_no_pipes, is_equal, "altered data were read: b'"),
+        (raise_key_error, is_equal, "KeyError: 'content'"),
+        (raise_nothing_said, is_equal, "says nothing"),
+        (reads_no_pipes, lambda found, true: True, None),
+    ],
+)
+def test_problems_of_readers_are_found(tmp_path, reader, is_right, problem):
+    fuzzer = Fuzzer(tmp_path, [Target("target", prepare, reader, (OSError, ValueError), is_right)])
+    found = [text for number in range(50) if (text := fuzzer.run(1, number))]
+    assert any(problem in text for text in found) if problem else not found
+
+
+PART = """
+import sys
+sys.path.insert(0, {folder!r})
+import fuzz_inputs
+from pathlib import Path
+
+def read(folder):
+    {statement}
+
+fuzz_inputs.CASE_SECONDS = {seconds}
+fuzz_inputs.MOST_MORE_BYTES = 16 << 20
+target = fuzz_inputs.Target("target", lambda folder: (folder / "file").write_bytes(b"a" * 99), read, (OSError,))
+fuzz_inputs.TARGETS = (target,)
+fuzz_inputs.Fuzzer.__init__.__defaults__ = (fuzz_inputs.TARGETS,)
+sys.exit(1 if fuzz_inputs.run_cases(1, 0, 40) else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "status", "text"),
+    [
+        ("(folder / 'file').open('rb').read(1)", 1, r"Timeout.*in read"),
+        ("b'x' * (32 << 20) if not (folder / 'file').is_file() else b''", 1, r"it took \d+ MB"),
+        ("pass", 0, ""),
+    ],
+    ids=["hang", "memory", "none"],
+)
+def test_hangs_and_memory_are_found(statement, status, text):
+    seconds = 1.0 if "Timeout" in text else 60.0
+    code = PART.format(folder=str(PROGRAM.parent), statement=statement, seconds=seconds)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    output = done.stdout + done.stderr
+    assert done.returncode == status and re.search(text, output, re.DOTALL), output
+
+
+def test_every_reader_of_the_package_is_a_target():
+    """Readers of files are those that use `files.open_input` or `files.read`."""
+    package = PROGRAM.parents[1] / "torchmpi"
+    readers = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"files\.(open_input|read)\(", path.read_text())
+    }
+    assert readers == {
+        "backends/saved_tables.py", "cli/bench/bench_report.py", "cli/flight_commands.py",
+        "communicators/flight_record.py", "engine/checkpoint.py", "files.py", "parameterserver/shard_checkpoint.py",
+        "shared_memory/kernels/native_code.py", "timeline/trace_reader.py",
+    }  # fmt: skip
+    assert len(fuzz_inputs.TARGETS) >= 9
