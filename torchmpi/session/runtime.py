@@ -33,13 +33,13 @@ from ..communicators.group import Comparison, Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
-from ..errors import AlreadyStartedError, ConfigError, NotStartedError, RankLostError, TorchMPIError
+from ..errors import AlreadyStartedError, ConfigError, LaunchError, NotStartedError, RankLostError, TorchMPIError
 from ..log import HOST, logger, set_place
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
 from ..timeline import torch_profiler
-from . import affinity, clock_samples, host_ring, job_metrics, launcher, mpi_library, mpi_progress
+from . import affinity, children, clock_samples, host_ring, job_metrics, launcher, mpi_library, mpi_progress
 from .devices import about_gpu_backends, check_cuda, choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
@@ -410,7 +410,8 @@ def start(
     Raises:
         AlreadyStartedError: torchmpi runs already.
         MissingMPIError: No MPI library can be loaded.
-        LaunchError: The launcher belongs to another MPI library, or MPI has been finalized.
+        LaunchError: The launcher belongs to another MPI library, MPI has been finalized, or this process is a child of
+            a rank, such as a DataLoader worker.
         ConfigError: A setting is invalid, or differs between ranks.
         DeviceError: `with_cuda` is True and a rank has no CUDA device.
 
@@ -424,6 +425,8 @@ def start(
             mpi.stop()
     """
     global running
+    if problem := children.why_no_rank():
+        raise LaunchError(problem)
     if running is not None:
         raise AlreadyStartedError(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
@@ -431,6 +434,7 @@ def start(
         )
     with no_garbage_collection():  # a collection would look at all objects of torch
         running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
+    children.note_rank(running.world.rank)
     running.arguments = {
         "with_cuda": with_cuda,
         "ipc_groups": ipc_groups,
@@ -475,6 +479,7 @@ def stop() -> None:
     finally:
         if closed.is_closing:
             running = None
+            children.forget_rank()
             _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
     if unseen := [each for handle in closed.context.failed if (each := handle.unseen_error) is not None]:
         message = f"{closed.world.where}: an asynchronous call failed, and wait() was not called: {unseen[0]}"
@@ -488,13 +493,14 @@ def abandon() -> None:
     global running
     if running is not None:
         closed, running = running, None
+        children.forget_rank()
         closed.resources.close()
 
 
 def current() -> Runtime:
     """Return the running runtime; raise :class:`NotStartedError` if there is none."""
     if running is None:
-        raise NotStartedError(_not_running_reason)
+        raise NotStartedError(children.why_no_rank() or _not_running_reason)
     return running
 
 
@@ -511,14 +517,9 @@ def is_running() -> bool:
 
 
 def _reset_in_forked_child() -> None:
-    global running, _not_running_reason
+    global running
     fast_path.invalidate_in_child()
-    if running is not None:
-        running = None
-        _not_running_reason = (
-            "This process was forked from a rank and is not a rank itself (a DataLoader worker?). Communicate in the "
-            "main process only, or start workers with multiprocessing_context='spawn'."
-        )
+    running = None
 
 
 os.register_at_fork(after_in_child=_reset_in_forked_child)
