@@ -65,7 +65,8 @@ def clip_grad_norm_(
         norm = _same_norm(norm, communicator)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {norm.item()}. "
+            f"{runtime.prefix()}clip_grad_norm_: the total norm of order {norm_type} of the gradients is "
+            f"{norm.item()}. "
             "Pass error_if_nonfinite=False to scale the gradients by it."
         )
     nn.utils.clip_grads_with_norm_([each for each in parameters if not _is_sparse(each)], max_norm, norm)

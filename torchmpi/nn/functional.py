@@ -245,4 +245,6 @@ def _copy(values: Tensor) -> Tensor:
 
 def _check_op(op: str) -> None:
     if op not in ("sum", "avg"):
-        raise ArgumentError(f"op={op!r} is not differentiable here. Use 'sum' or 'avg'; mpi.allreduce has the others.")
+        raise ArgumentError(
+            f"{runtime.prefix()}op={op!r} is not differentiable here. Use 'sum' or 'avg'; mpi.allreduce has the others."
+        )

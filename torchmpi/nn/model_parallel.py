@@ -75,7 +75,7 @@ class MPLinear(nn.Module):
         """Apply the layer to the complete input."""
         if input.shape[-1] != self.in_features:
             raise ArgumentError(
-                f"MPLinear({self.in_features}, {self.out_features}) got an input of shape "
+                f"{runtime.prefix()}MPLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{list(input.shape)}. Pass the complete input, with {self.in_features} features in the "
                 "last dimension."
             )

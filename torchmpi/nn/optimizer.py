@@ -69,7 +69,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         comm: Comm = None,
     ) -> None:
         if backward_passes_per_step < 1:
-            raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1.")
+            raise ArgumentError(
+                f"{runtime.prefix()}backward_passes_per_step={backward_passes_per_step} must be at least 1."
+            )
         # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
         _check_parameters(opt, model)
         self.optimizer = opt
@@ -208,7 +210,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ArgumentError(
-            "a DistributedOptimizer cannot be copied or pickled, as it belongs to the communicators of a job. Save its "
+            f"{runtime.prefix()}a DistributedOptimizer cannot be copied or pickled, as it belongs to the "
+            "communicators of a job. Save its "
             "state_dict(), or copy model and optimizer before the optimizer is wrapped."
         )
 
@@ -225,7 +228,7 @@ def _check_parameters(opt: torch.optim.Optimizer, model: nn.Module) -> None:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise ArgumentError(
-                    f"DistributedOptimizer: parameter {position} of group {index}, of shape "
+                    f"{runtime.prefix()}DistributedOptimizer: parameter {position} of group {index}, of shape "
                     f"{list(parameter.shape)}, is not a parameter of the model, so it would not be synchronized. "
                     "Pass the model that contains all parameters."
                 )

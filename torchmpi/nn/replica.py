@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
+from ..session import runtime
 from ..timeline import events
 from .sharding import SHARDED, Sharding
 
@@ -65,7 +66,8 @@ class Replica:
                         continue
                     if is_lazy(tensor):
                         raise ArgumentError(
-                            "The net has lazy parameters without a shape. Run one batch through it first."
+                            f"{runtime.prefix()}The net has lazy parameters without a shape. Run one batch through "
+                            "it first."
                         )
                     seen.add(id(tensor))
                     found.append(tensor)
@@ -79,7 +81,8 @@ class Replica:
         assert self._root is not None
         name = next(name for name, module in self._root.named_modules() if module is layer)
         raise ArgumentError(
-            f"{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed only, but "
+            f"{runtime.prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed "
+            "only, but "
             "torch.distributed is not initialized: each rank would normalize with the statistics of its own batch. "
             "Convert the net with mpinn.SyncBatchNorm.convert_sync_batchnorm(net)."
         )
@@ -104,7 +107,8 @@ class Replica:
                 continue
             if not average:
                 raise ArgumentError(
-                    "average=False: ranks that share a layer have the same batch, so a sum over all ranks would count "
+                    f"{runtime.prefix()}average=False: ranks that share a layer have the same batch, so a sum over "
+                    "all ranks would count "
                     "it several times for replicated parameters, but once for shards. Use average=True."
                 )
             holders = sharding.holders_in(comm)
@@ -141,11 +145,15 @@ class Replica:
 
 def _checked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     if not isinstance(tensors, Iterable):
-        raise ArgumentError(f"Expected a module or an iterable of tensors, not a {type(tensors).__name__}.")
+        raise ArgumentError(
+            f"{runtime.prefix()}Expected a module or an iterable of tensors, not a {type(tensors).__name__}."
+        )
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise ArgumentError(f"Expected a module or an iterable of tensors, found a {kind} in the iterable.")
+            raise ArgumentError(
+                f"{runtime.prefix()}Expected a module or an iterable of tensors, found a {kind} in the iterable."
+            )
         yield tensor
 
 

@@ -49,7 +49,7 @@ class Sharding:
         """
         if self.comm is None:
             raise ArgumentError(
-                "A sharded parameter comes from a pickle, which contains no communicators. Call "
+                f"{runtime.prefix()}A sharded parameter comes from a pickle, which contains no communicators. Call "
                 "set_sharded(parameter, comm=..., data_comm=...) again, or make the layer anew and load its state_dict."
             )
         holders = {comm.intra.world_ranks[comm.rank]} if self.data_comm is None else _ranks(self.data_comm)

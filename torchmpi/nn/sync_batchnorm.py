@@ -70,7 +70,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize `input`, of shape (N, C) or (N, C, ...)."""
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ArgumentError(
-                f"SyncBatchNorm({self.num_features}) got an input of shape {list(input.shape)}; it needs "
+                f"{runtime.prefix()}SyncBatchNorm({self.num_features}) got an input of shape {list(input.shape)}; it "
+                "needs "
                 f"{self.num_features} channels in dimension 1."
             )
         if not self.training:
@@ -130,7 +131,8 @@ class SyncBatchNorm(_BatchNorm):
         for name, layer in found.items():
             if type(layer) not in _CONVERTIBLE:
                 raise ArgumentError(
-                    f"convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm with a forward pass of "
+                    f"{runtime.prefix()}convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm "
+                    "with a forward pass of "
                     "its own. Replace the layer before; a lazy one needs a batch first."
                 )
         for layer in found.values():
