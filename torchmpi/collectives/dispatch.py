@@ -58,7 +58,7 @@ def is_simple(tensor: Any) -> bool:
         and not tensor.is_nested
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.requires_grad)
-        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+        and buffers.has_memory(tensor)
     )
 
 
@@ -76,6 +76,7 @@ def check_call(
     """Check the arguments of a collective and find its plan."""
     communicator = runtime.communicator(comm)
     group = communicator.intra
+    buffers.refuse_tracing(f"{group.where}: {collective}")
     op = other_names.operation(op)
     if out is None and type(root) is int and 0 <= root < group.size and buffers.is_simple_on_gpu(tensor):
         known = group.plans.get((collective, op, tensor.dtype, "cuda", True, backend, asynchronous))

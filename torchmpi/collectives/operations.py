@@ -29,6 +29,7 @@ from .prepared import IN_PLACE
 
 _T = TypeVar("_T")
 _Tensor = torch.Tensor
+_get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
 _NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
@@ -459,15 +460,19 @@ def _call(
         op = operation(op)
     # 1. A repeated call on contiguous host tensors: its plan exists and needs no further checks.
     # is_simple(tensor) inlined, on the path of every call that the fast path does not run.
-    is_tensor = (
-        type(tensor) is _Tensor
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.requires_grad)
-        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
-    )
+    try:
+        is_tensor = (
+            type(tensor) is _Tensor
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.requires_grad)
+            and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+            and _get_tracing_state() is None
+        )
+    except RuntimeError:  # of data_ptr(), for the tensors of torch.func
+        is_tensor = False
     if is_tensor or (
         tensor is None and collective == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex))
     ):

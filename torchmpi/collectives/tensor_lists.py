@@ -123,7 +123,10 @@ def tensor_lists(
             and tensor.is_contiguous()
             and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
         ) or buffers.is_simple_on_gpu(tensor)
-        address = tensor.data_ptr() if is_direct else 0
+        try:
+            address = tensor.data_ptr() if is_direct else 0
+        except RuntimeError:  # a tensor of torch.func
+            address = 0
         if not address:
             buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
             is_direct = buffers.is_direct(tensor)
@@ -237,6 +240,7 @@ def _start(
     group = communicator.intra
     # All plans before the first call: a list that is rejected leaves the tensors unchanged.
     op = operation(op)
+    buffers.refuse_tracing(f"{group.where}: allreduce_many")
     lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(

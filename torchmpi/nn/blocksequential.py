@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..session import runtime
+from ..log import rank_prefix
 from .buckets import ViewBucket, allocate_flat, dense_view, partition_by_size
 from .replica import Attachment, Replica, sparse_by_declaration
 
@@ -37,13 +37,13 @@ class BlockSequential(nn.Sequential):
     def __init__(self, partitions: int, *modules: Any) -> None:
         if not isinstance(partitions, int) or partitions < 1:
             raise ArgumentError(
-                f"{runtime.prefix()}BlockSequential(partitions={partitions!r}, ...): partitions must be an integer, "
+                f"{rank_prefix()}BlockSequential(partitions={partitions!r}, ...): partitions must be an integer, "
                 "1 or more."
             )
         super().__init__(*modules)
         if any(isinstance(module, BlockSequential) for module in list(self.modules())[1:]):
             raise ArgumentError(
-                f"{runtime.prefix()}A BlockSequential cannot contain another one: a parameter can be stored in only "
+                f"{rank_prefix()}A BlockSequential cannot contain another one: a parameter can be stored in only "
                 "one block."
             )
         self.partitions = partitions
@@ -178,7 +178,7 @@ def _block_sequentials(modules: Iterable[nn.Module]) -> list[BlockSequential]:
         own = {id(parameter) for parameter in Replica(module).parameters}
         if stored & own:
             raise ArgumentError(
-                f"{runtime.prefix()}Two BlockSequential modules share a parameter, which can be stored in only one "
+                f"{rank_prefix()}Two BlockSequential modules share a parameter, which can be stored in only one "
                 "block. Make one "
                 "BlockSequential of both, or use nn.Sequential for one of them."
             )

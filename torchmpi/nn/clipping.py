@@ -12,6 +12,7 @@ from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import GradientError
+from ..log import rank_prefix
 from ..session import runtime
 from .join_state import JOIN_STATE
 from .registrations import Registration, registered_for
@@ -65,7 +66,7 @@ def clip_grad_norm_(
         norm = _same_norm(norm, communicator)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"{runtime.prefix()}clip_grad_norm_: the total norm of order {norm_type} of the gradients is "
+            f"{rank_prefix()}clip_grad_norm_: the total norm of order {norm_type} of the gradients is "
             f"{norm.item()}. "
             "Pass error_if_nonfinite=False to scale the gradients by it."
         )

@@ -22,7 +22,7 @@ from .. import collectives
 from ..communicators.communicator import Communicator, NullCommunicator
 from ..communicators.group_of_ranks import make
 from ..errors import ArgumentError
-from ..session import runtime
+from ..log import rank_prefix
 from ..tensors import streams
 
 _BLOCK = 256
@@ -93,7 +93,7 @@ class GradientCompressor(ABC):
         """
         if self._states:
             raise ArgumentError(
-                f"{runtime.prefix()}load_state_dict(): the compressor was used already. Load the state before training."
+                f"{rank_prefix()}load_state_dict(): the compressor was used already. Load the state before training."
             )
         self._loaded = [dict(state) for state in state_dict["parameters"]]
 
@@ -265,8 +265,7 @@ class TopK(GradientCompressor):
         super().__init__(within_hosts=within_hosts)
         if not isinstance(fraction, float | int) or not 0 < fraction <= 1:
             raise ArgumentError(
-                f"{runtime.prefix()}TopK(fraction={fraction!r}): the part of the values that is sent, above 0 and up "
-                "to 1."
+                f"{rank_prefix()}TopK(fraction={fraction!r}): the part of the values that is sent, above 0 and up to 1."
             )
         self.fraction = fraction
 
@@ -309,8 +308,7 @@ class PowerSGD(GradientCompressor):
         super().__init__(within_hosts=within_hosts)
         if not isinstance(rank, int) or rank < 1:
             raise ArgumentError(
-                f"{runtime.prefix()}PowerSGD(rank={rank!r}): the width of the narrow matrices is an integer, at "
-                "least 1."
+                f"{rank_prefix()}PowerSGD(rank={rank!r}): the width of the narrow matrices is an integer, at least 1."
             )
         self.rank = rank
 

@@ -18,6 +18,7 @@ from .. import collectives
 from ..collectives import exchange
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
+from ..log import rank_prefix
 from ..session import runtime
 from ..tensors import partition
 
@@ -246,5 +247,5 @@ def _copy(values: Tensor) -> Tensor:
 def _check_op(op: str) -> None:
     if op not in ("sum", "avg"):
         raise ArgumentError(
-            f"{runtime.prefix()}op={op!r} is not differentiable here. Use 'sum' or 'avg'; mpi.allreduce has the others."
+            f"{rank_prefix()}op={op!r} is not differentiable here. Use 'sum' or 'avg'; mpi.allreduce has the others."
         )

@@ -14,7 +14,7 @@ from ..collectives import tensor_lists
 from ..communicators.communicator import Communicator
 from ..config import Operation
 from ..errors import ArgumentError
-from ..session import runtime
+from ..log import rank_prefix
 from ..tensors import sparse, streams
 from .error_feedback import GradientCompressor, GradientView
 
@@ -141,7 +141,7 @@ def transport(compression: Compression | None) -> GradientTransport:
         return GradientTransport(None, compression)
     if compression not in _WIRES:
         raise ArgumentError(
-            f"{runtime.prefix()}compression={compression!r} is not one of None, 'fp16', 'bf16', EightBit(), TopK() "
+            f"{rank_prefix()}compression={compression!r} is not one of None, 'fp16', 'bf16', EightBit(), TopK() "
             "and PowerSGD()."
         )
     return GradientTransport(_WIRES[compression])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
+from ..log import rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
 from .gradient_reduction import Compression, transport
@@ -70,7 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if backward_passes_per_step < 1:
             raise ArgumentError(
-                f"{runtime.prefix()}backward_passes_per_step={backward_passes_per_step} must be at least 1."
+                f"{rank_prefix()}backward_passes_per_step={backward_passes_per_step} must be at least 1."
             )
         # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
         _check_parameters(opt, model)
@@ -210,7 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ArgumentError(
-            f"{runtime.prefix()}a DistributedOptimizer cannot be copied or pickled, as it belongs to the "
+            f"{rank_prefix()}a DistributedOptimizer cannot be copied or pickled, as it belongs to the "
             "communicators of a job. Save its "
             "state_dict(), or copy model and optimizer before the optimizer is wrapped."
         )
@@ -228,7 +229,7 @@ def _check_parameters(opt: torch.optim.Optimizer, model: nn.Module) -> None:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise ArgumentError(
-                    f"{runtime.prefix()}DistributedOptimizer: parameter {position} of group {index}, of shape "
+                    f"{rank_prefix()}DistributedOptimizer: parameter {position} of group {index}, of shape "
                     f"{list(parameter.shape)}, is not a parameter of the model, so it would not be synchronized. "
                     "Pass the model that contains all parameters."
                 )

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
-from ..session import runtime
+from ..log import rank_prefix
 from ..timeline import events
 from .sharding import SHARDED, Sharding
 
@@ -66,7 +66,7 @@ class Replica:
                         continue
                     if is_lazy(tensor):
                         raise ArgumentError(
-                            f"{runtime.prefix()}The net has lazy parameters without a shape. Run one batch through "
+                            f"{rank_prefix()}The net has lazy parameters without a shape. Run one batch through "
                             "it first."
                         )
                     seen.add(id(tensor))
@@ -81,7 +81,7 @@ class Replica:
         assert self._root is not None
         name = next(name for name, module in self._root.named_modules() if module is layer)
         raise ArgumentError(
-            f"{runtime.prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed "
+            f"{rank_prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed "
             "only, but "
             "torch.distributed is not initialized: each rank would normalize with the statistics of its own batch. "
             "Convert the net with mpinn.SyncBatchNorm.convert_sync_batchnorm(net)."
@@ -107,7 +107,7 @@ class Replica:
                 continue
             if not average:
                 raise ArgumentError(
-                    f"{runtime.prefix()}average=False: ranks that share a layer have the same batch, so a sum over "
+                    f"{rank_prefix()}average=False: ranks that share a layer have the same batch, so a sum over "
                     "all ranks would count "
                     "it several times for replicated parameters, but once for shards. Use average=True."
                 )
@@ -146,13 +146,13 @@ class Replica:
 def _checked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     if not isinstance(tensors, Iterable):
         raise ArgumentError(
-            f"{runtime.prefix()}Expected a module or an iterable of tensors, not a {type(tensors).__name__}."
+            f"{rank_prefix()}Expected a module or an iterable of tensors, not a {type(tensors).__name__}."
         )
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise ArgumentError(
-                f"{runtime.prefix()}Expected a module or an iterable of tensors, found a {kind} in the iterable."
+                f"{rank_prefix()}Expected a module or an iterable of tensors, found a {kind} in the iterable."
             )
         yield tensor
 

@@ -16,6 +16,7 @@ from ..collectives.tensor_lists import enqueues, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError
+from ..log import rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from .agreement import check_same_layout
@@ -143,7 +144,7 @@ def synchronize_gradients(
     """
     if attached(net, ASYNC_BACKWARD) is not None:
         raise ArgumentError(
-            f"{runtime.prefix()}synchronize_gradients(): the net is registered for asynchronous backward, so its "
+            f"{rank_prefix()}synchronize_gradients(): the net is registered for asynchronous backward, so its "
             "gradients are "
             "being reduced. Call synchronize_gradients_async(net), or unregister_async_backward(net) first."
         )
@@ -156,7 +157,7 @@ def synchronize_gradients(
     if join_state is not None:
         if join_state.comm is not communicator:
             raise ArgumentError(
-                f"{runtime.prefix()}synchronize_gradients(comm={communicator!r}): the net was joined on "
+                f"{rank_prefix()}synchronize_gradients(comm={communicator!r}): the net was joined on "
                 f"{join_state.comm!r}. "
                 "Give join() and the calls inside it the same comm."
             )

@@ -12,6 +12,7 @@ from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
+from ..log import rank_prefix
 from ..session import runtime
 from .replica import Attachment
 
@@ -70,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize `input`, of shape (N, C) or (N, C, ...)."""
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ArgumentError(
-                f"{runtime.prefix()}SyncBatchNorm({self.num_features}) got an input of shape {list(input.shape)}; it "
+                f"{rank_prefix()}SyncBatchNorm({self.num_features}) got an input of shape {list(input.shape)}; it "
                 "needs "
                 f"{self.num_features} channels in dimension 1."
             )
@@ -131,7 +132,7 @@ class SyncBatchNorm(_BatchNorm):
         for name, layer in found.items():
             if type(layer) not in _CONVERTIBLE:
                 raise ArgumentError(
-                    f"{runtime.prefix()}convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm "
+                    f"{rank_prefix()}convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm "
                     "with a forward pass of "
                     "its own. Replace the layer before; a lazy one needs a batch first."
                 )

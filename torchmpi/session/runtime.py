@@ -511,15 +511,6 @@ def communicator(comm: Comm) -> Communicator:
     return current().communicators.find(comm)
 
 
-def prefix() -> str:
-    """Return the beginning of messages of this rank; '' before ``start()``.
-
-    >>> prefix()
-    ''
-    """
-    return "" if running is None else f"{running.world.where}: "
-
-
 def is_running() -> bool:
     """Return whether ``start()`` has been called and ``stop()`` has not."""
     return running is not None
