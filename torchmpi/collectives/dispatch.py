@@ -18,7 +18,7 @@ from ..communicators.plan import Plan
 from ..errors import ArgumentError, DeviceError, DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors import bucket_plan, buffers
+from ..tensors import bucket_plan, buffers, writable
 from ..tensors.dtypes import OPS
 from ..tensors.numbers import as_tensor, is_number, restore
 from .prepared import IN_PLACE, PlanKey, PreparedPlan, no_cached_call, prepare
@@ -96,7 +96,16 @@ def check_call(
     plan = plan_of(
         communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous, receives=receives
     )
+    if out is None:
+        refuse_read_only(group, collective, tensor, root)
     return CheckedCall(group, plan, tensor, root, finish)
+
+
+def refuse_read_only(group: Group, collective: str, tensor: _Tensor | None, root: int) -> None:
+    """Raise if a collective writes to the tensor of this rank, which is in memory that cannot be written."""
+    is_written = collective == "allreduce" or (collective == "reduce" and root == group.rank)
+    if tensor is not None and (is_written or (collective == "broadcast" and root != group.rank)):
+        writable.refuse_read_only(tensor, group.where, collective)
 
 
 def submit(
@@ -213,6 +222,7 @@ def check_root(group: Group, root: Any, collective: str) -> int:
 def check_out(collective: str, tensor: Any, out: Any, what: str) -> None:
     """Raise if the result of a collective cannot be written to `out`."""
     buffers.check(out, f"{what}: out", written=True)
+    writable.refuse_read_only(out, what, "out")
     if tensor is None:
         return
     if out.dtype is not tensor.dtype:

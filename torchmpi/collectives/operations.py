@@ -21,9 +21,9 @@ from ..config import BackendName, Operation
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors import buffers, pickling
+from ..tensors import buffers, pickling, writable
 from ..tensors.numbers import Number, Value
-from .dispatch import cache_barrier, cache_call, check_call, check_root, is_simple, plan_for
+from .dispatch import cache_barrier, cache_call, check_call, check_root, is_simple, plan_for, refuse_read_only
 from .exchange import rows_task
 from .prepared import IN_PLACE
 
@@ -489,11 +489,14 @@ def _call(
                     plan_for(runtime.communicator(comm), (collective, op, tensor.dtype, "cpu", True, backend, False))
                     plan = group.plans.get((collective, op, tensor.dtype, backend))
                 if plan is not None:
+                    writable.refuse_read_only(out, group.where, f"{collective}: out")
                     if collective != "reduce" and backend is None and (comm is None or type(comm) in _LASTING):
                         cache_call(group, collective, (tensor, out, root), op, comm)
                     return group.call_queue.run(group.perform_into, plan, tensor, out, root)
             plan = None
         if plan is not None and has_root and (is_tensor or root != group.rank):
+            if out is None:
+                refuse_read_only(group, collective, tensor, root)
             if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) in _LASTING):
                 cache_call(group, collective, (tensor, out, root), op, comm)
             if out is None:
@@ -505,6 +508,7 @@ def _call(
                         buffers.touch(tensor)
                 return result
             if tensor is None or _is_separate(tensor, out):
+                writable.refuse_read_only(out, group.where, f"{collective}: out")
                 result = group.call_queue.run(group.perform, plan, tensor, out, root, 4)
                 if result is None:  # gathered by another rank
                     return None

@@ -242,6 +242,8 @@ def _start(
     op = operation(op)
     buffers.refuse_tracing(f"{group.where}: allreduce_many")
     lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
+    for tensor in tensors:
+        dispatch.refuse_read_only(group, "allreduce", tensor, 0)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(
             f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each "

@@ -23,7 +23,7 @@ from ..communicators.levels import Comm, communicator_of_block
 from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
 from ..session import runtime
 from ..shared_memory.kernels.server_rules import state_dtype
-from ..tensors import buffers, streams
+from ..tensors import buffers, streams, writable
 from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
 from ..timeline import events
@@ -466,6 +466,7 @@ def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle[torch.
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
     elif not is_simple(tensor):
         buffers.check(tensor, what, written=True)
+    writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
     _check_fits(server, tensor, what)
     if tensor.is_cpu and buffers.is_direct(tensor):
         return server.context.call(server, partial(_receive_directly, server, tensor), what, tensor.nbytes)
