@@ -75,8 +75,9 @@ def test_calls_that_read_are_not(agree, mapped, backend):
         mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False, slot_bytes=0))
     name = "mpi" if backend == "mpi" else None
     for _ in range(2):
-        given = mapped if is_root else torch.zeros(mapped.shape)
-        agree.equal(mpi.broadcast(given, backend=name), ones, "broadcast")
+        for root in range(mpi.size()):
+            given = mapped if mpi.rank() == root else torch.zeros(mapped.shape)
+            agree.equal(mpi.broadcast(given, root, backend=name), ones, f"broadcast of rank {root}")
         given = torch.zeros(mapped.shape) if is_root else mapped
         result = mpi.reduce(given, backend=name)
         agree.equal(result, (mpi.size() - 1.0) * ones if is_root else ones, "reduce")
