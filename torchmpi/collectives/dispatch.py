@@ -87,7 +87,7 @@ def check_call(
         raise DtypeError(f"{group.where}: {collective}: {_not_out(out)}")
     if is_number(tensor):
         refuse_number(collective, out, f"{group.where}: {collective}")
-        tensor, finish = as_tensor(tensor, op), _number_result
+        tensor, finish = _checked_number(tensor, op, collective, group), _number_result
     if collective in _ROOTED:
         root = check_root(group, root, collective)
     if tensor is None and not (collective == "scatter" and group.rank != root):
@@ -99,6 +99,21 @@ def check_call(
     if out is None:
         refuse_read_only(group, collective, tensor, root)
     return CheckedCall(group, plan, tensor, root, finish)
+
+
+def _checked_number(value: Any, op: str | None, collective: str, group: Group) -> _Tensor:
+    """Return a number as a tensor; raise if it does not fit, or if as many such integers as there are ranks do not."""
+    what = f"{group.where}: {collective}"
+    try:
+        tensor = as_tensor(value, op)
+    except DtypeError as error:
+        raise DtypeError(f"{what}: {error}") from None
+    if op == "sum" and tensor.dtype is torch.int64 and not -(1 << 63) <= int(value) * group.size < 1 << 63:
+        raise DtypeError(
+            f"{what}: the sum of {group.size} integers like {value} does not fit into 64 bits. Add them in Python, "
+            "which is exact: sum(mpi.allgather_object(number)); or pass a float."
+        )
+    return tensor
 
 
 def refuse_read_only(group: Group, collective: str, tensor: _Tensor | None, root: int) -> None:

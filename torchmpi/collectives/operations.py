@@ -18,6 +18,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.levels import Comm, used
 from ..config import BackendName, Operation
+from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
@@ -540,6 +541,9 @@ def _is_separate(tensor: _Tensor, out: Any) -> bool:
 
 # --- objects ----------------------------------------------------------------------
 
+_FAILED = -1
+"""Sent in place of a length by a rank whose object has no pickle."""
+
 
 @refuses_keywords
 def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_unknown: NoReturn) -> _T:
@@ -554,7 +558,7 @@ def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_u
         The root's object.
 
     Raises:
-        ArgumentError: `root` is not a rank of the communicator.
+        ArgumentError: `root` is not a rank of the communicator; or the object has no pickle, raised on all ranks.
         MismatchError: The ranks made different calls; raised on all ranks.
 
     Example:
@@ -564,8 +568,11 @@ def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_u
         raise unknown_keyword(broadcast_object, _unknown)
     group = runtime.communicator(comm).intra
     root = check_root(group, root, "broadcast_object")
-    data = _pickled(value) if group.rank == root else None
-    length = broadcast(0 if data is None else data.numel(), root, comm=comm)
+    data, problem = _pickled(value) if group.rank == root else (None, "")
+    length = broadcast(_FAILED if problem else 0 if data is None else data.numel(), root, comm=comm)
+    if length == _FAILED:
+        reason = problem or f"see the error of rank {group.world_ranks[root]}, the root"
+        raise ArgumentError(f"{group.where}: broadcast_object: the object cannot be sent: {reason}.")
     data = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
     received: _T = _unpickled(broadcast(data, root, comm=comm))
     return received
@@ -583,6 +590,7 @@ def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> l
         One object per rank.
 
     Raises:
+        ArgumentError: The object of a rank has no pickle; raised on all ranks.
         MismatchError: The ranks made different calls; raised on all ranks.
 
     Example:
@@ -590,14 +598,22 @@ def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> l
     """
     if _unknown:
         raise unknown_keyword(allgather_object, _unknown)
-    data = _pickled(value)
-    lengths = allgather(data.numel(), comm=comm)
+    data, problem = _pickled(value)
+    lengths = allgather(_FAILED if data is None else data.numel(), comm=comm)
+    if _FAILED in lengths:
+        group = runtime.communicator(comm).intra
+        reason = problem or f"see the error of rank {group.world_ranks[lengths.index(_FAILED)]}"
+        raise ArgumentError(f"{group.where}: allgather_object: the object cannot be sent: {reason}.")
     everything = allgather(data, comm=comm)
     return [_unpickled(part) for part in torch.split(everything, lengths)]
 
 
-def _pickled(value: Any) -> _Tensor:
-    return torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8)
+def _pickled(value: Any) -> tuple[_Tensor | None, str]:
+    """Return the pickle of an object; None and the reason if it has none, such as a lambda."""
+    try:
+        return torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8), ""
+    except Exception as error:
+        return None, f"pickle raises {type(error).__name__}: {error}"
 
 
 def _unpickled(data: _Tensor) -> Any:

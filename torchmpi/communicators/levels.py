@@ -111,7 +111,9 @@ class CommunicatorStack:
         `keys` are the keys of all ranks of the world, if they are known; otherwise those of the group are gathered.
         """
         if not isinstance(key, (str, int)):
-            raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
+            raise ArgumentError(
+                f"rank {self.levels[0].rank}: push_communicator(key={key!r}): the key must be a string or an integer."
+            )
         parent = self.current
         if parent.level == NO_LEVEL:
             raise CommunicatorError(

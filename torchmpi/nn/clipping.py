@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import GradientError
+from ..errors import ArgumentError, GradientError
 from ..log import rank_prefix
 from ..session import runtime
 from .join_state import JOIN_STATE
@@ -49,6 +50,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks.
 
     Raises:
+        ArgumentError: `max_norm` is negative or not a number.
         GradientError: The norms of the ranks differ: the gradients are not synchronized; or as
             ``synchronize_gradients_async``. Raised on all ranks.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set; raised on all ranks.
@@ -59,6 +61,7 @@ def clip_grad_norm_(
         mpinn.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
+    _check_limit("clip_grad_norm_: max_norm", max_norm)
     parameters = _parameters(net)
     communicator, is_inside_join = _finish_pending(net, parameters, comm)
     norm = _total_norm(parameters, norm_type)
@@ -90,11 +93,13 @@ def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None)
         comm: As for :func:`clip_grad_norm_`.
 
     Raises:
+        ArgumentError: `clip_value` is negative or not a number.
         GradientError: As ``synchronize_gradients_async``; raised on all ranks.
 
     Example:
         mpinn.clip_grad_value_(model, 0.5)
     """
+    _check_limit("clip_grad_value_: clip_value", clip_value)
     parameters = _parameters(net)
     _finish_pending(net, parameters, comm)
     clamp_gradients(parameters, clip_value)
@@ -106,6 +111,11 @@ def clamp_gradients(parameters: Sequence[Tensor], clip_value: float) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             _values(parameter).clamp_(-clip_value, clip_value)
+
+
+def _check_limit(name: str, value: object) -> None:
+    if not isinstance(value, (numbers.Real, Tensor)) or not value >= 0:  # also of nan
+        raise ArgumentError(f"{rank_prefix()}{name}={value!r}: expected a number from 0.")
 
 
 def _parameters(net: Net | Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from .async_backward import AsyncBackward, register_async_backward, synchronize_
 from .gradient_reduction import Compression, transport
 from .replica import attached
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward, synchronize_gradients
+
+_HOW_TO_WRAP = "Pass the optimizer and the model of its parameters: mpinn.DistributedOptimizer(optimizer, model)."
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -57,6 +60,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = False  # also if `opt` is fused: GradScaler would pass its scale to the wrapper
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """Raise if the arguments do not fit the constructor, or optimizer and model are missing or exchanged."""
+        try:
+            given = inspect.signature(DistributedOptimizer.__init__).bind(None, *arguments, **options).arguments
+        except TypeError as error:
+            raise ArgumentError(f"{rank_prefix()}DistributedOptimizer: {error}. {_HOW_TO_WRAP}") from None
+        for name, attribute in (("opt", "param_groups"), ("model", "parameters")):
+            if not hasattr(given.get(name), attribute):
+                raise ArgumentError(
+                    f"{rank_prefix()}DistributedOptimizer: {name} is a {type(given[name]).__name__}. {_HOW_TO_WRAP}"
+                )
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,8 +34,17 @@ from ..communicators.group import Comparison, Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
-from ..errors import AlreadyStartedError, ConfigError, LaunchError, NotStartedError, RankLostError, TorchMPIError
+from ..errors import (
+    AlreadyStartedError,
+    ConfigError,
+    KeywordError,
+    LaunchError,
+    NotStartedError,
+    RankLostError,
+    TorchMPIError,
+)
 from ..log import HOST, logger, set_place
+from ..other_names import refuses_keywords, unknown_keyword
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
@@ -388,6 +398,7 @@ class Runtime:
             job_metrics.show_table(self.world.comm, self.metrics())
 
 
+@refuses_keywords
 def start(
     with_cuda: bool | None = None,
     *,
@@ -396,6 +407,7 @@ def start(
     cartesian: bool = False,
     collective_communicator: Initializer | None = None,
     config: Config | None = None,
+    **_unknown: NoReturn,
 ) -> None:
     """Start torchmpi on all ranks: MPI, cores, device, communicators. Collective.
 
@@ -412,7 +424,7 @@ def start(
         MissingMPIError: No MPI library can be loaded.
         LaunchError: The launcher belongs to another MPI library, MPI has been finalized, or this process is a child of
             a rank, such as a DataLoader worker.
-        ConfigError: A setting is invalid, or differs between ranks.
+        ConfigError: A setting is invalid, or differs between ranks; or `config` is no Config.
         DeviceError: `with_cuda` is True and a rank has no CUDA device.
 
     Example:
@@ -427,6 +439,16 @@ def start(
     global running
     if problem := children.why_no_rank():
         raise LaunchError(problem)
+    if settings := sorted(_unknown.keys() & {field.name for field in dataclasses.fields(Config)}):
+        text = ", ".join(f"{name}={_unknown[name]!r}" for name in settings)
+        raise KeywordError(f"{_of_launcher()}mpi.start(): {settings[0]!r} is a setting: config=mpi.Config({text}).")
+    if _unknown:
+        raise unknown_keyword(start, _unknown)
+    if not isinstance(config, Config | None):
+        hint = "mpi.Config(**config)" if isinstance(config, Mapping) else "mpi.Config(...)"
+        raise ConfigError(
+            f"{_of_launcher()}mpi.start(config=...): a {type(config).__name__} is no Config. Pass {hint}."
+        )
     if running is not None:
         raise AlreadyStartedError(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
@@ -449,6 +471,12 @@ def start(
     logger.debug("process %d on cores %s, %s", os.getpid(), sorted(affinity.current()), running.config)
     if running.config.timeline:
         timeline.start(running.config.timeline)
+
+
+def _of_launcher() -> str:
+    """Return the beginning of messages before MPI is initialized: the rank that the launcher gives, if it does."""
+    rank = launcher.detect().rank
+    return "" if rank is None else f"rank {rank}: "
 
 
 def stop() -> None:

@@ -5,6 +5,7 @@ A *plain* tensor is contiguous, not part of an autograd graph, and on a device t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,6 +153,36 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not (first and second) or a.device != b.device:  # nothing is at address 0
         return False
     return first <= _last_byte(b) and second <= _last_byte(a)
+
+
+def overlap_of_any(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether two tensors have an element in common.
+
+    >>> matrix = torch.zeros(4, 4)
+    >>> overlap_of_any([matrix[:, :2], matrix[:, 2:]]), overlap_of_any([matrix[0], matrix[:, 0]])
+    (False, True)
+    """
+    spans = sorted(((each.data_ptr(), _last_byte(each), index) for index, each in enumerate(tensors) if each.numel()))
+    cluster: list[torch.Tensor] = []
+    begin = end = -1
+    for first, last, index in [*spans, (math.inf, 0, 0)]:
+        if first > end:
+            if len(cluster) > 1 and _share_bytes(cluster, begin, end):
+                return True
+            cluster, begin = [], first
+        cluster.append(tensors[index])
+        end = max(end, last)
+    return False
+
+
+def _share_bytes(tensors: Sequence[torch.Tensor], begin: int, end: int) -> bool:
+    """Return whether tensors in memory from `begin` to `end` have bytes in common: count the tensors of each byte."""
+    counts = torch.zeros(end - begin + 1, dtype=torch.uint8)
+    for tensor in tensors:
+        item_bytes = tensor.element_size()
+        strides = [item_bytes * stride for stride in tensor.stride()]
+        counts.as_strided((*tensor.shape, item_bytes), (*strides, 1), tensor.data_ptr() - begin).add_(1)
+    return bool(counts.max() > 1)
 
 
 def _last_byte(tensor: torch.Tensor) -> int:
