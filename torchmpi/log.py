@@ -67,15 +67,6 @@ def set_place(rank: int | None, host: str) -> None:
     _place.rank, _place.host = rank, host
 
 
-def rank_prefix() -> str:
-    """Return the beginning of error messages of this rank; '' before ``start()``.
-
-    >>> rank_prefix()
-    ''
-    """
-    return "" if _place.rank is None else f"rank {_place.rank}: "
-
-
 class _Place(logging.Filter):
     """Adds rank and host of this process to each record."""
 

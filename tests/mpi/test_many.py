@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from functools import partial
 
 import contract
 import pytest
@@ -136,9 +137,8 @@ def test_overlapping_tensors_are_refused(slots, agree, backend):
     }
     for name, tensors in overlapping.items():
         for call in (mpi.allreduce_many, lambda *args, **options: mpi.allreduce_many_async(*args, **options).wait()):
-            agree.raises(
-                errors.ArgumentError, lambda c=call, t=tensors: c(t, backend=backend), "two tensors share memory"
-            )
+            run = partial(call, tensors, backend=backend)
+            agree.raises(errors.ArgumentError, run, "two tensors share memory")
         agree(bool((matrix == 1).all()), f"{name}: unchanged")
     mpi.allreduce_many([matrix[:, :50], matrix[:, 50:]], backend=backend)
     agree(bool((matrix == mpi.size()).all()), "columns have no element in common")

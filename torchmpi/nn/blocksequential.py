@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from .buckets import ViewBucket, allocate_flat, dense_view, partition_by_size
 from .replica import Attachment, Replica, sparse_by_declaration
 

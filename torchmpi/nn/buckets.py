@@ -7,8 +7,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, GradientError
-from ..log import rank_prefix
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..communicators.communicator import NO_LEVEL, Communicator
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, GradientError
-from ..log import rank_prefix
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from .join_state import JOIN_STATE
 from .registrations import Registration, registered_for
@@ -114,7 +112,7 @@ def clamp_gradients(parameters: Sequence[Tensor], clip_value: float) -> None:
 
 
 def _check_limit(name: str, value: object) -> None:
-    if not isinstance(value, (numbers.Real, Tensor)) or not value >= 0:  # also of nan
+    if not isinstance(value, (int, float, Tensor)) or not value >= 0:  # also of nan
         raise ArgumentError(f"{rank_prefix()}{name}={value!r}: expected a number from 0.")
 
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from .. import collectives
 from ..communicators.communicator import Communicator, NullCommunicator
 from ..communicators.group_of_ranks import make
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..tensors import streams
 
 _BLOCK = 256

@@ -17,8 +17,7 @@ from torch import Tensor
 from .. import collectives
 from ..collectives import exchange
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from ..tensors import partition
 

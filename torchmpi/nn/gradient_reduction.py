@@ -13,8 +13,7 @@ from .. import collectives
 from ..collectives import tensor_lists
 from ..communicators.communicator import Communicator
 from ..config import Operation
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..tensors import sparse, streams
 from .error_feedback import GradientCompressor, GradientView
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from .. import collectives
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, GradientError
-from ..log import rank_prefix
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward
 from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join

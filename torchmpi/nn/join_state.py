@@ -9,8 +9,7 @@ import torch
 
 from .. import collectives
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError, MismatchError
-from ..log import rank_prefix
+from ..errors import ArgumentError, MismatchError, rank_prefix
 from .error_feedback import GradientCompressor
 from .gradient_reduction import Compression, GradientReduction, transport
 from .replica import Attachment, Net, attached

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +12,14 @@ from torch import Tensor, nn
 
 from .. import collectives
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
 from .gradient_reduction import Compression, transport
 from .replica import attached
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward, synchronize_gradients
 
-_HOW_TO_WRAP = "Pass the optimizer and the model of its parameters: mpinn.DistributedOptimizer(optimizer, model)."
+_MISSING: Any = None
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -61,23 +59,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = False  # also if `opt` is fused: GradScaler would pass its scale to the wrapper
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        """Raise if the arguments do not fit the constructor, or optimizer and model are missing or exchanged."""
-        try:
-            given = inspect.signature(DistributedOptimizer.__init__).bind(None, *arguments, **options).arguments
-        except TypeError as error:
-            raise ArgumentError(f"{rank_prefix()}DistributedOptimizer: {error}. {_HOW_TO_WRAP}") from None
-        for name, attribute in (("opt", "param_groups"), ("model", "parameters")):
-            if not hasattr(given.get(name), attribute):
-                raise ArgumentError(
-                    f"{rank_prefix()}DistributedOptimizer: {name} is a {type(given[name]).__name__}. {_HOW_TO_WRAP}"
-                )
-        return super().__new__(cls)
-
     def __init__(
         self,
         opt: torch.optim.Optimizer,
-        model: nn.Module,
+        model: nn.Module = _MISSING,
         *,
         average: bool = True,
         asynchronous: bool = True,
@@ -85,6 +70,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: Compression | None = None,
         comm: Comm = None,
     ) -> None:
+        for name, value, attribute in (("opt", opt, "param_groups"), ("model", model, "parameters")):
+            if not hasattr(value, attribute):
+                found = "missing" if value is _MISSING else f"a {type(value).__name__}"
+                raise ArgumentError(
+                    f"{rank_prefix()}DistributedOptimizer: {name} is {found}. Pass the optimizer and the model of its "
+                    "parameters: mpinn.DistributedOptimizer(optimizer, model)."
+                )
         if backward_passes_per_step < 1:
             raise ArgumentError(
                 f"{rank_prefix()}backward_passes_per_step={backward_passes_per_step} must be at least 1."

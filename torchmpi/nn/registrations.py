@@ -22,8 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError, GradientError
-from ..log import rank_prefix
+from ..errors import ArgumentError, GradientError, rank_prefix
 from .gradients import note_use
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..timeline import events
 from .sharding import SHARDED, Sharding
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 
 SHARDED = "torchmpi_sharded"

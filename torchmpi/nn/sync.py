@@ -15,8 +15,7 @@ from .. import collectives
 from ..collectives.tensor_lists import enqueues, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, GradientError
-from ..log import rank_prefix
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from .agreement import check_same_layout

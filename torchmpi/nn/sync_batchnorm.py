@@ -11,8 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
-from ..log import rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .replica import Attachment
 

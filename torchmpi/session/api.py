@@ -17,8 +17,7 @@ from ..communicators import group_of_ranks
 from ..communicators.communicator import Communicator, NullCommunicator
 from ..communicators.levels import Comm
 from ..config import BackendName, CollectiveName, DeviceType, Mode, Span
-from ..errors import ArgumentError, DtypeError
-from ..log import rank_prefix
+from ..errors import ArgumentError, DtypeError, rank_prefix
 from . import runtime
 from .runtime import start as start
 from .runtime import stop as stop

@@ -42,6 +42,7 @@ from ..errors import (
     NotStartedError,
     RankLostError,
     TorchMPIError,
+    set_rank,
 )
 from ..log import HOST, logger, set_place
 from ..other_names import refuses_keywords, unknown_keyword
@@ -165,7 +166,9 @@ class Runtime:
 
     def _open_world(self, hosts: Sequence[int]) -> None:
         set_place(self.MPI.COMM_WORLD.rank, self.host_name)
+        set_rank(self.MPI.COMM_WORLD.rank)
         self.resources.callback(set_place, None, HOST)
+        self.resources.callback(set_rank, None)
         check, slot_bytes = self.config.check, self.config.slot_bytes
         self.context = GroupContext(self.MPI, hosts, check=check, threaded=self.threads_allowed, slot_bytes=slot_bytes)
         self.flight_record = self.context.flight_record = self._open_flight_record()

@@ -5,15 +5,14 @@ A *plain* tensor is contiguous, not part of an autograd graph, and on a device t
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import ArgumentError, DeviceError, DtypeError
-from ..log import rank_prefix
+from ..errors import ArgumentError, DeviceError, DtypeError, rank_prefix
 from . import streams
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -164,8 +163,8 @@ def overlap_of_any(tensors: Sequence[torch.Tensor]) -> bool:
     """
     spans = sorted(((each.data_ptr(), _last_byte(each), index) for index, each in enumerate(tensors) if each.numel()))
     cluster: list[torch.Tensor] = []
-    begin = end = -1
-    for first, last, index in [*spans, (math.inf, 0, 0)]:
+    begin, end = -1, -1
+    for first, last, index in [*spans, (sys.maxsize, 0, 0)]:
         if first > end:
             if len(cluster) > 1 and _share_bytes(cluster, begin, end):
                 return True
