@@ -52,9 +52,11 @@ _POSITIVE = (
     "metrics_seconds",
 )
 # Variables with the same prefix that are not settings of a run.
+SET_BY_RUN = ("TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS")
+"""Variables that ``torchmpi run`` sets for its ranks."""
 _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",
-    "TORCHMPI_KERNEL_DELAYS", "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", log.VARIABLE,
+    "TORCHMPI_KERNEL_DELAYS", *SET_BY_RUN, log.VARIABLE,
 )  # fmt: skip
 
 

@@ -98,8 +98,7 @@ class Runtime:
             self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
             ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host([rank.place for rank in ranks])
-        self._open_world(hosts)
-        self.context.job = ranks[0].process.value
+        self._open_world(hosts, job=ranks[0].process.value)
         self.context.sends_whole = all(rank.has_rdma for rank in ranks)
         self._handle_failures()
         self._choose_devices(hosts, with_cuda, has_cuda=any(rank.has_cuda for rank in ranks))
@@ -164,13 +163,14 @@ class Runtime:
             self._log_info("ranks under one host name are in containers that share no memory: each counts as a host")
         return hosts
 
-    def _open_world(self, hosts: Sequence[int]) -> None:
+    def _open_world(self, hosts: Sequence[int], *, job: int) -> None:
         set_place(self.MPI.COMM_WORLD.rank, self.host_name)
         set_rank(self.MPI.COMM_WORLD.rank)
         self.resources.callback(set_place, None, HOST)
         self.resources.callback(set_rank, None)
         check, slot_bytes = self.config.check, self.config.slot_bytes
         self.context = GroupContext(self.MPI, hosts, check=check, threaded=self.threads_allowed, slot_bytes=slot_bytes)
+        self.context.job = job
         self.flight_record = self.context.flight_record = self._open_flight_record()
         self.losses = LossWatch(self.context) if self.config.on_lost_rank == "raise" else None
         if self.losses is not None:
@@ -186,6 +186,7 @@ class Runtime:
         about = {
             "rank": comm.rank, "size": comm.size, "host": self.host_name, "process": os.getpid(),
             "program": " ".join(sys.argv), "version": __version__, "mpi": mpi_library.short_version(self.MPI),
+            "job": self.context.job,
             "on_host": as_ranges([rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]),
         }  # fmt: skip
         record = FlightRecord(self.config.flight_record, about)
