@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,9 +52,11 @@ _POSITIVE = (
     "metrics_seconds",
 )
 # Variables with the same prefix that are not settings of a run.
+SET_BY_RUN = ("TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS")
+"""Variables that ``torchmpi run`` sets for its ranks."""
 _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",
-    "TORCHMPI_KERNEL_DELAYS", "TORCHMPI_JOB_KEY", "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", log.VARIABLE,
+    "TORCHMPI_KERNEL_DELAYS", "TORCHMPI_JOB_KEY", *SET_BY_RUN, log.VARIABLE,
 )  # fmt: skip
 
 
@@ -141,6 +144,8 @@ class Config:
     """File to which the report of a job that fails is also written, as JSON; empty: none."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check_type(field.name, type(field.default))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
@@ -155,6 +160,20 @@ class Config:
         for name in ("threads", "slot_bytes", "staging_bytes", *seconds):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be finite and not negative.")
+
+    def _check_type(self, name: str, kind: type) -> None:
+        """Raise a ConfigError unless a setting has the type of its default, or one that stands for it."""
+        value = getattr(self, name)
+        accepted, expected = {
+            bool: (bool, "True or False"),
+            int: (numbers.Integral, "a whole number"),
+            float: (numbers.Real, "a number"),
+            str: ((str, os.PathLike), "a string"),
+        }[kind]
+        is_number_for_flag = kind is bool and isinstance(value, int) and value in (0, 1)
+        is_flag_for_number = kind in (int, float) and isinstance(value, bool)
+        if is_flag_for_number or not (isinstance(value, accepted) or is_number_for_flag):  # type: ignore[arg-type]
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; expected {expected}.")
 
     def bucket_bytes_on(self, device_type: str) -> int:
         """Return the largest size of a bucket of tensors on a type of device.

@@ -9,6 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_rank: int | None = None
+
+
+def set_rank(rank: int | None) -> None:
+    """Set the rank that :func:`rank_prefix` names; None if this process is no rank."""
+    global _rank
+    _rank = rank
+
+
+def rank_prefix() -> str:
+    """Return the beginning of messages of code that knows no communicator; '' before ``start()``.
+
+    >>> rank_prefix()
+    ''
+    """
+    return "" if _rank is None else f"rank {_rank}: "
+
 
 class TorchMPIError(RuntimeError):
     """Base of all exceptions of torchmpi."""

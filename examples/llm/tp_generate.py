@@ -12,6 +12,7 @@ matrices themselves. The logits are compared with those of the undivided model.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 import torch
@@ -44,9 +45,17 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group(options.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
-    num_key_heads = options.width // HEAD // 2
-    if num_key_heads % size:
-        raise SystemExit(f"{size} ranks cannot divide {num_key_heads} heads evenly: choose another --width")
+    step = 2 * HEAD * size  # two heads have one key
+    if options.width % step:
+        if rank == 0:
+            nearest = max(1, round(options.width / step)) * step
+            print(
+                f"{size} rank{'s' * (size > 1)} cannot divide the heads of --width {options.width} evenly. Choose a "
+                f"multiple of {step}, such as --width {nearest}.",
+                file=sys.stderr,
+            )
+        dist.destroy_process_group()
+        sys.exit(2)
 
     torch.manual_seed(0)
     model = Llama(options.width, options.depth).eval()

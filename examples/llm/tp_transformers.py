@@ -1,6 +1,6 @@
 """Generate with Transformers from a Llama that ``tp_plan="auto"`` divides over the ranks. The weights are random.
 
-The program is one for gloo, and unchanged. Transformers makes the process group itself:
+The program is one for gloo, and unchanged. Transformers (``pip install 'transformers>=5.0'``) makes the process group:
 
     torchmpi run -n 2 --as gloo examples/llm/tp_transformers.py
     torchrun --nproc-per-node 2 examples/llm/tp_transformers.py
@@ -16,7 +16,11 @@ import time
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    raise SystemExit(f"This example needs Transformers ({error}): pip install 'transformers>=5.0'") from None
 
 NUM_TOKENS = 4096
 

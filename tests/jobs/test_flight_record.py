@@ -99,6 +99,30 @@ mpi.stop()
     assert {len(group.calls) for group in record.groups if group.name == "world"} == {1024}
 
 
+@pytest.mark.once
+def test_a_common_parent_of_two_jobs_is_refused(alone, tmp_path):
+    """Regression: the records of both jobs were mixed, as if they were of one."""
+    script, out = tmp_path / "parent.py", str(tmp_path / "out")
+    script.write_text(f"""
+import os, subprocess, sys
+program = "import torchmpi as mpi; mpi.start(); print(flush=True); input()"
+jobs = [subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1) for _ in range(2)]
+for job in jobs:
+    job.stdout.readline()
+for process in (os.getpid(), jobs[1].pid):
+    command = [sys.executable, "-m", "torchmpi", "dump", str(process), "--out", {out!r}]
+    print(subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, text=True).stdout, flush=True)
+print("jobs", *(job.pid for job in jobs))
+for job in jobs:
+    job.communicate(b"end")
+""")
+    done = alone(script)
+    assert done.returncode == 0, done.output
+    first, second = done.stdout.split("\njobs ")[1].split()
+    assert f"has started 2 jobs, whose ranks are the processes {first}; {second}. Name one" in done.stdout, done.output
+    assert "The last calls of 1 rank of this host" in done.stdout, done.output
+
+
 def test_a_missing_message_is_named(job, analysis, tmp_path):
     code = f"""
 from pathlib import Path

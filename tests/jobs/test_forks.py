@@ -59,5 +59,49 @@ def test_dataloader_workers_by_fork(after_forks):
     assert after_forks.stdout.count(f"total {2 * 2 * sum(range(64)):.1f}") == 2, after_forks.output
 
 
+@pytest.mark.once
+def test_workers_of_every_start_method_get_one_message(job):
+    """A call in the dataset, and start() in worker_init_fn, which made a second job; on rank 0 only, it waited."""
+    code = """
+import torch
+import torchmpi as mpi
+
+class Squares(torch.utils.data.Dataset):
+    def __init__(self, call):
+        self.call = call
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        if self.call:
+            mpi.rank()
+        return index * index
+
+def begin(worker):
+    mpi.start()
+
+if __name__ == "__main__":
+    mpi.start()
+    for method in ("fork", "spawn", "forkserver") if mpi.rank() == 0 else ():
+        for call, worker_init_fn in ((True, None), (False, begin)):
+            loader = torch.utils.data.DataLoader(
+                Squares(call), num_workers=1, multiprocessing_context=method, worker_init_fn=worker_init_fn
+            )
+            try:
+                print(method, "loaded", list(loader), flush=True)
+            except Exception as error:
+                text = str(error)
+                is_meant = "forked or spawned by rank 0, as a DataLoader worker" in text and "main process only" in text
+                print("refused" if is_meant else text, method, flush=True)
+    mpi.barrier()
+    print("total", sum(torch.utils.data.DataLoader(Squares(False), num_workers=1)).item(), mpi.allreduce(1), flush=True)
+    mpi.stop()
+"""
+    result = job(2, code, timeout=120)
+    assert result.returncode == 0, result.output
+    refused = [f"refused {method}" for method in ("fork", "spawn", "forkserver") for _ in range(2)]
+    assert [line for line in result.stdout.splitlines() if "fork" in line or "spawn" in line] == refused, result.output
+    assert result.stdout.count("total 14 2") == 2, result.output
+
+
 def test_a_program_without_stop_succeeds(after_forks):
     assert after_forks.returncode == 0, after_forks.output

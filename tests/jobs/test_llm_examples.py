@@ -103,6 +103,18 @@ def test_tensor_parallel_generation(launch):
     assert "2 ranks on torchmpi: the logits of one process" in result.stdout, result.output
 
 
+def test_ranks_that_cannot_divide_the_heads_get_a_width_that_works(launch):
+    """Once, from rank 0; the message of every rank named no width."""
+    result = launch(3, [EXAMPLES / "tp_generate.py"], env=ONE_THREAD)
+    assert result.returncode != 0, result.output
+    assert result.output.count("cannot divide the heads") == 1, result.output
+    assert "multiple of 384, such as --width 384" in result.output, result.output
+    assert "Traceback" not in result.output, result.output
+    small = ["--width", "384", "--depth", "1", "--tokens", "2", "--rounds", "1"]
+    result = launch(3, [EXAMPLES / "tp_generate.py", *small], env=ONE_THREAD)
+    assert result.returncode == 0, result.output
+
+
 def test_data_parallel_sharded_and_tensor_parallel_training_are_the_same(launch):
     """The same losses but for roundings, and the same text."""
     outputs = []

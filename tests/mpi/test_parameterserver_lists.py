@@ -135,7 +135,8 @@ def test_sends_after_a_failed_send(agree):
     failing = ps.send_tensors(tensors, [torch.full((4,), math.nan)], "refuse_nans")
     freed = refusal(lambda: ps.free_tensors(tensors))
     last = refusal(lambda: ps.sync_handles(failing))
-    agree.equal([seen, found, told, freed, last], [*["ValueError: nans", "nothing was raised"] * 2, "ValueError: nans"])
+    agree.equal([found, freed], ["nothing was raised"] * 2)
+    agree(all("ValueError: nans" in text for text in (seen, told, last)), f"{seen}, {told}, {last}")
     agree.equal(tensors[0], torch.full((4,), float(mpi.size())))
 
 

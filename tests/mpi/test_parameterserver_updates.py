@@ -189,11 +189,63 @@ def test_staleness_counts_sends_of_other_ranks(agree):
         set_gradients(net, step)
         step_in_turn(update)
         seen.append(update.staleness.last)
-    # At even steps a rank has just fetched; at odd ones every other rank has sent once since.
-    agree(all(math.isnan(age) for age in seen[:2]), f"nothing was integrated before step 2: {seen}")
-    agree.equal(seen[2:], [0.0, mpi.size() - 1.0] * 3 + [0.0])
-    agree.equal((update.staleness.count, update.staleness.max), (7, mpi.size() - 1.0))
-    agree.equal(update.metrics()["staleness_mean"], 3 * (mpi.size() - 1) / 7)
+    # A step that integrates sends the gradient of the values before: every other rank has sent twice since their fetch.
+    others = mpi.size() - 1.0
+    agree(all(math.isnan(age) for age in seen[:3]), f"the first gradient of fetched values is that of step 3: {seen}")
+    agree.equal(seen[3:], [others, 2 * others] * 3)
+    agree.equal((update.staleness.count, update.staleness.max), (6, 2 * others))
+    agree.equal(update.metrics()["staleness_mean"], 1.5 * others)
+
+
+def test_staleness_of_accumulated_gradients(agree):
+    """The mean over the gradients of a send, each counted from the fetch of its own weights."""
+    net, others = make_net(), mpi.size() - 1.0
+    update = ps.DownpourUpdate(net, lr=LR, update_frequency=1, send_frequency=2, init_delay=0)
+    update.start()
+    seen = []
+    for step in range(8):
+        set_gradients(net, step)
+        step_in_turn(update)
+        seen.append(update.staleness.last)
+    # Odd steps send. Since the fetch two steps before, every other rank has sent; since the last, those before this.
+    agree.equal(seen[3::2], [(others + mpi.rank()) / 2] * 3, str(seen))
+
+
+def test_bounded_staleness_counts_accumulated_gradients(agree):
+    """Values fetched in a round contain all gradients of the finished rounds of all ranks."""
+    point, missing = Point(), []
+    update = ps.DownpourUpdate(point, lr=1.0, update_frequency=2, send_frequency=5, init_delay=0, max_staleness=0)
+    with update:
+        for _ in range(19):
+            point.at.grad = torch.ones(7)
+            if update.update():
+                # 3 gradients of the first round, 2 of each later one; the current round has only begun.
+                finished = 2 * update.clock.value - 1 if update.clock.value > 1 else 0
+                applied = -point.at.detach()[0].item()
+                missing.append(max(0.0, mpi.size() * finished - applied))
+    agree.equal(missing, [0.0] * 9)
+
+
+def test_options_changed_during_training_are_applied(agree):
+    update = ps.EASGDUpdate(make_net(), update_frequency=2, init_delay=0, max_staleness=5)
+    changed = [step for step in range(5) if update.update()]
+    update.update_frequency = 5
+    changed += [step for step in range(5, 16) if update.update()]
+    agree.equal(changed, [2, 4, 5, 10, 15])
+    update.max_staleness = 3
+    agree.equal((update.max_staleness, update.clock.max_staleness), (3, 3))
+    update.prefetch = 7
+    agree("prefetch=7 is more than update_frequency=5" in refusal(update.update))
+    update.prefetch, update.update_frequency = 0, 0
+    agree("update_frequency=0: expected a whole number from 1" in refusal(update.update))
+    unbounded = ps.EASGDUpdate(make_net(), init_delay=0)
+    unbounded.start()
+    agree("counts no rounds" in refusal(lambda: setattr(unbounded, "max_staleness", 2)))
+    local = ps.DiLoCoUpdate(make_net(), update_frequency=4, overlap_steps=3)
+    local.update_frequency = 2
+    agree("overlap_steps=3 is more than update_frequency=2" in refusal(local.update))
+    local.update_frequency = 0
+    agree("update_frequency=0" in refusal(local.update))
 
 
 # --- elastic averaging
@@ -350,8 +402,8 @@ def test_sends_in_the_timeline_have_the_staleness_of_the_update(agree, tmp_path)
     own = read_folder(Path(folder))[mpi.rank()]
     calls = [each for each in own.events if each.get("cat") == SERVER_CALL]
     sent = [each["args"].get("staleness") for each in calls if each["name"] == "send"]
-    agree.equal(sent[2:], ages[2:], f"{sent}, {ages}")
-    agree(max(sent[2:]) > 0 or mpi.size() == 1, str(sent))
+    agree.equal(sent[3:], ages[3:], f"{sent}, {ages}")
+    agree(max(sent[3:]) > 0 or mpi.size() == 1, str(sent))
     agree({each["args"].get("label") for each in calls if each["name"] == "receive"} == {"prefetch"}, str(calls))
 
 

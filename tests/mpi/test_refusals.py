@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
@@ -17,6 +19,13 @@ from torchmpi.engine import AllReduceSGDEngine
 pytestmark = pytest.mark.usefixtures("world")
 
 ONES = torch.ones(3)
+NET = torch.nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(NET.parameters(), lr=0.1)
+
+
+def _fake():
+    with FakeTensorMode():
+        return torch.ones(3)
 
 
 def _mpi4py():
@@ -74,6 +83,22 @@ CASES = {
     "span backwards": (lambda: mpi.set_collective_span(1, 0), errors.CommunicatorError, "begin <= end"),
     "key of another kind": (lambda: mpi.push_communicator(1.5), errors.ArgumentError, "string or an integer"),
     "integer too long": (lambda: mpi.allreduce(1 << 64), errors.DtypeError, "64 bits"),
+    "vmap": (lambda: torch.vmap(mpi.allreduce)(torch.ones(2, 3)), errors.ArgumentError, "vmap, grad, jvp"),
+    "grad": (lambda: torch.func.grad(lambda x: mpi.allreduce(x).sum())(ONES), errors.ArgumentError, "vmap, grad, jvp"),
+    "jit.trace": (
+        lambda: torch.jit.trace(lambda x: mpi.allreduce(x, comm=0), torch.ones(7)),
+        errors.ArgumentError,
+        "torch.jit.trace cannot record",
+    ),
+    "fake": (lambda: mpi.allreduce(_fake()), errors.DtypeError, "FakeTensor"),
+    "dtype as string": (lambda: mpi.empty_shared(3, dtype="float32"), errors.DtypeError, "torch.float32"),
+    "shape as string": (lambda: mpi.empty_shared("three"), errors.ArgumentError, "whole numbers"),
+    "optimizer alone": (lambda: mpinn.DistributedOptimizer(OPTIMIZER), errors.ArgumentError, "(optimizer, model)"),
+    "model for optimizer": (lambda: mpinn.DistributedOptimizer(NET), errors.ArgumentError, "(optimizer, model)"),
+    "model first": (lambda: mpinn.DistributedOptimizer(NET, OPTIMIZER), errors.ArgumentError, "opt is a Linear"),
+    "negative norm": (lambda: mpinn.clip_grad_norm_(NET, -1.0), errors.ArgumentError, "max_norm=-1.0"),
+    "norm nan": (lambda: mpinn.clip_grad_norm_(NET, math.nan), errors.ArgumentError, "from 0"),
+    "negative value": (lambda: mpinn.clip_grad_value_(NET, -1.0), errors.ArgumentError, "clip_value=-1.0"),
     "number with out": (lambda: mpi.allreduce(1, ONES), errors.ArgumentError, "out"),
     "number to split": (lambda: mpi.alltoall(1), errors.DtypeError, "row per rank"),
     "send to nobody": (lambda: mpi.send(ONES, 99), errors.ArgumentError, "99"),
@@ -88,8 +113,7 @@ CASES = {
 def test_refused_with_rank_and_remedy(agree, name):
     call, kind, remedy = CASES[name]
     before = mpi.communicator(0).intra.call_log.seq
-    names_rank = () if name in ("key of another kind", "integer too long") else (f"rank {mpi.rank()}",)
-    agree.raises(kind, call, remedy, *names_rank)
+    agree.raises(kind, call, remedy, f"rank {mpi.rank()}")
     agree.equal(mpi.communicator(0).intra.call_log.seq, before, "it communicated")
     agree.equal(mpi.allreduce(1), mpi.size(), "the next call")
 
@@ -133,7 +157,30 @@ def test_layouts_are_refused_for_prepared_calls(agree):
     agree.equal(mpi.allreduce(1), mpi.size())
 
 
-NET = torch.nn.Linear(2, 2)
+def test_sums_of_integers_that_do_not_fit(agree):
+    """Regression: they wrapped around. The result of the call is that of the largest integers."""
+    most = ((1 << 63) - 1) // mpi.size()
+    agree.equal(mpi.allreduce(most), most * mpi.size())
+    agree.equal(mpi.allreduce(-most, op="sum"), -most * mpi.size())
+    agree.equal(mpi.allreduce((1 << 63) - 1, op="max"), (1 << 63) - 1)
+    for call in (mpi.allreduce, mpi.reduce, lambda value: mpi.allreduce_async(value).wait()):
+        agree.raises(errors.DtypeError, lambda c=call: c(most + 1), "does not fit into 64 bits", f"rank {mpi.rank()}")
+
+
+def test_objects_without_a_pickle_are_refused_on_all_ranks(agree):
+    root = mpi.size() - 1
+    text = "pickle raises" if mpi.rank() == root else f"see the error of rank {root}"
+    for call in (
+        lambda: mpi.broadcast_object(lambda: 0, root),
+        lambda: mpi.allgather_object((lambda: 0) if mpi.rank() == root else 0),
+    ):
+        agree.raises(errors.ArgumentError, call, text, "cannot be sent", f"rank {mpi.rank()}")
+    agree.equal(mpi.broadcast_object("next", root), "next")
+
+
+def test_shape_of_a_result_that_does_not_fit(agree):
+    long = torch.empty(3 * mpi.size() + 1)
+    agree.raises(errors.ArgumentError, lambda: mpi.allgather(torch.ones(3), long), f"rank {mpi.rank()}: out has shape")
 
 
 def train(**wrong: object) -> object:

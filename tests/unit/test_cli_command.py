@@ -163,13 +163,20 @@ def test_wrong_settings_are_a_fact(monkeypatch):
 
 
 def test_leftovers_are_old_ours_and_not_in_use(tmp_path):
-    old, new, other = (tmp_path / name for name in ("torchmpi-group-old", "torchmpi-group-new", "something"))
-    for path in (old, new, other):
+    names = "torchmpi-group-old", "sem.mp-worker", "torchmpi-group-new", "something"
+    old, semaphore, new, other = (tmp_path / name for name in names)
+    for path in (old, semaphore, new, other):
         path.write_bytes(b"x")
     hour_ago = time.time() - 3600
-    for path in (old, other):
+    for path in (old, semaphore, other):
         os.utime(path, (hour_ago, hour_ago))
-    assert torchmpi.cli.facts.leftovers(tmp_path) == [str(old)]
+    assert torchmpi.cli.facts.leftovers(tmp_path) == [str(semaphore), str(old)]
+
+
+def test_variables_that_run_sets_are_no_settings(monkeypatch):
+    monkeypatch.setenv("TORCHMPI_RUN_PID", "1")
+    monkeypatch.setenv("TORCHMPI_BIND", "none")
+    assert torchmpi.cli.facts.process_facts().settings_from_environment == ["TORCHMPI_BIND"]
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")

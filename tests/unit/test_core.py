@@ -30,7 +30,7 @@ from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
-from torchmpi.session import affinity
+from torchmpi.session import affinity, runtime
 from torchmpi.shared_memory import kernels, memory_layout
 from torchmpi.shared_memory.kernels import native_code
 from torchmpi.shared_memory.segments import Segment
@@ -68,6 +68,39 @@ def test_every_setting_is_read_from_the_environment(field):
 def test_wrong_settings_are_refused_with_a_hint(variable, text, hint):
     with pytest.raises(errors.ConfigError, match=hint):
         Config.from_environment({variable: text})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"slot_bytes": "big"}, "slot_bytes='big' is a str; expected a whole number"),
+        ({"threads": 1.5}, "threads=1.5 is a float; expected a whole number"),
+        ({"stall_abort_seconds": "long"}, "expected a number"),
+        ({"verbose": "no"}, "verbose='no' is a str; expected True or False"),
+        ({"bucket_bytes": True}, "expected a whole number"),
+        ({"timeline": 3}, "timeline=3 is a int; expected a string"),
+    ],
+)
+def test_settings_of_wrong_types_are_refused(settings, expected):
+    """Regression: a TypeError of a comparison, or nothing."""
+    with pytest.raises(errors.ConfigError, match=expected):
+        Config(**settings)
+    assert Config(timeline=Path("folder"), stall_abort_seconds=3, verbose=0).stall_abort_seconds == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"config": {"verbose": False}}, r"a dict is no Config. Pass mpi.Config\(\*\*config\)"),
+        ({"config": "quiet"}, "a str is no Config"),
+        ({"verbose": False, "threads": 2}, r"config=mpi.Config\(threads=2, verbose=False\)"),
+        ({"with_gpu": True}, "with_cuda="),
+    ],
+)
+def test_wrong_arguments_of_start_are_refused_before_mpi_is_loaded(arguments, expected):
+    """Regression: an AttributeError of a dict, and a TypeError that names no setting."""
+    with pytest.raises(errors.ArgumentError, match=expected):
+        runtime.start(**arguments)
 
 
 def test_variables_of_the_compiled_kernels_are_no_settings():

@@ -102,5 +102,11 @@ def test_a_collective_says_what_it_overwrites(name):
     assert re.search(r"[Ii]n place|is not changed", _sections(getattr(mpi, name))[""]), name
 
 
+@pytest.mark.parametrize("name", ("", ".nn", ".engine", ".parameterserver", ".distributed"))
+def test_dir_has_the_public_names_only(name):
+    module = importlib.import_module(f"torchmpi{name}")
+    assert dir(module) == sorted(module.__all__)
+
+
 def test_there_are_functions_to_test():
     assert len(FUNCTIONS) > 70 and len(CLASSES) > 10 and len(MOVING) > 20

@@ -22,7 +22,7 @@ from shard_rig import Rig, Twin, fork
 
 from torchmpi import errors
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
-from torchmpi.parameterserver.shards import CLIENT, SERVER, Actor, has_ended
+from torchmpi.parameterserver.shards import CLIENT, SERVER, Actor, RuleFailure, has_ended
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.kernels.server_rules import state_dtype
 
@@ -231,8 +231,9 @@ def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
     rig = Rig((20,), chunk=5)
     actor, sent = rig.actor(0), torch.ones(20)
     sent[12] = -1
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(RuleFailure, match="ValueError: negative"):
         rig.apply(actor, "picky", sent)
+    assert actor.applied(rig.shards) == [(0, 10)]
     assert rig.read(rig.actor(1)).tolist() == [1.0] * 10 + [0.0] * 10
     assert rig.headers().tolist() == [[0, 1, 0]] * 2 + [[0, 0, 0]] * 2
     rig.apply(actor, "picky", torch.ones(20))

@@ -20,6 +20,7 @@ from ..communicators.group import Group
 from ..config import Config
 from ..shared_memory.memory_layout import LOG_ALGORITHM
 from ..tensors import buffers, dtypes, partition, streams
+from ..tensors.writable import is_writable
 from . import ordered_reduction
 from .base import Operation
 from .mpi_messages import (
@@ -266,7 +267,9 @@ class MPIMovement:
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Copy the root's values to all ranks, in place."""
-        for message in self._messages(buffer):
+        # In shared memory, MPICH writes to the buffer of the root too.
+        source = buffer.clone() if self.rank == root and not is_writable(buffer) else buffer
+        for message in self._messages(source):
             self.comm.Bcast((message, self.MPI.BYTE), root)
         return buffer
 

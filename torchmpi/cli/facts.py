@@ -26,7 +26,7 @@ import torch
 from .._version import __version__
 from ..backends import gpus
 from ..backends.nccl import nccl_backend
-from ..config import PREFIX, Config
+from ..config import PREFIX, SET_BY_RUN, Config
 from ..distributed import registration
 from ..errors import ConfigError, LaunchError
 from ..session import affinity, launcher, mpi_library
@@ -224,7 +224,8 @@ _VARIABLES = (
     "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_JOB_ID", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", *THREAD_VARIABLES,
 )  # fmt: skip
 # Files of jobs in /dev/shm: those of torchmpi, MPICH and Open MPI.
-_SHARED_FILES = ("torchmpi-*", "mpich_shm_*", "vader_segment.*", "sm_segment.*")
+_SHARED_FILES = ("torchmpi-*", "mpich_shm_*", "vader_segment.*", "sm_segment.*", "sem.mp-*")
+"""Of torchmpi, of MPI libraries, and semaphores of workers that multiprocessing has spawned."""
 _STALE_SECONDS = 60.0
 
 
@@ -308,7 +309,7 @@ def nccl() -> dict[str, str | None]:
 
 
 def _settings() -> dict[str, Any]:
-    given = sorted(name for name in os.environ if name.startswith(PREFIX))
+    given = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in SET_BY_RUN)
     errors: dict[str, None] = {}
     for variables in (*({name: os.environ[name]} for name in given), os.environ):  # one by one, to find all errors
         try:

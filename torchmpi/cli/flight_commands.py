@@ -71,15 +71,24 @@ def dump(process: int, folder: Path) -> list[RankCalls]:
         The records.
 
     Raises:
-        TorchMPIError: The process does not exist, or none of them is a rank that this user may read.
+        TorchMPIError: The process does not exist, none of them is a rank that this user may read, or they are ranks of
+            several jobs.
     """
     paths = list(_records_of(process))
     records = {}
+    processes: dict[str, set[str]] = {}
     for path in paths:  # one per rank: its children may have inherited the file, and those of earlier starts
         with contextlib.suppress(OSError, TorchMPIError), _opened(path) as file:
             record = parse(file, "the record")
             if not record.has_ended:
                 records[record.rank] = record, path
+                processes.setdefault(str(record.about.get("job")), set()).add(str(record.about.get("process", 0)))
+    if len(processes) > 1:
+        jobs = "; ".join(", ".join(sorted(each)) for each in processes.values())
+        raise TorchMPIError(
+            f"Process {process} has started {len(processes)} jobs, whose ranks are the processes {jobs}. Name one of "
+            "them, or the launcher of one job."
+        )
     if not records:
         raise TorchMPIError(
             f"Neither process {process} nor a process that it has started is a rank between mpi.start() and mpi.stop() "

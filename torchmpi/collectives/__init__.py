@@ -1,13 +1,12 @@
 """The public collectives and messages, and their dispatch to a backend."""
 
+from .objects import allgather_object, broadcast_object
 from .operations import (
     allgather,
-    allgather_object,
     allreduce,
     alltoall,
     barrier,
     broadcast,
-    broadcast_object,
     gather,
     reduce,
     reduce_scatter,

@@ -18,7 +18,7 @@ from ..communicators.plan import Plan
 from ..errors import ArgumentError, DeviceError, DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors import bucket_plan, buffers
+from ..tensors import bucket_plan, buffers, writable
 from ..tensors.dtypes import OPS
 from ..tensors.numbers import as_tensor, is_number, restore
 from .prepared import IN_PLACE, PlanKey, PreparedPlan, no_cached_call, prepare
@@ -58,7 +58,7 @@ def is_simple(tensor: Any) -> bool:
         and not tensor.is_nested
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.requires_grad)
-        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+        and buffers.has_memory(tensor)
     )
 
 
@@ -76,6 +76,7 @@ def check_call(
     """Check the arguments of a collective and find its plan."""
     communicator = runtime.communicator(comm)
     group = communicator.intra
+    buffers.refuse_tracing(f"{group.where}: {collective}")
     op = other_names.operation(op)
     if out is None and type(root) is int and 0 <= root < group.size and buffers.is_simple_on_gpu(tensor):
         known = group.plans.get((collective, op, tensor.dtype, "cuda", True, backend, asynchronous))
@@ -86,7 +87,7 @@ def check_call(
         raise DtypeError(f"{group.where}: {collective}: {_not_out(out)}")
     if is_number(tensor):
         refuse_number(collective, out, f"{group.where}: {collective}")
-        tensor, finish = as_tensor(tensor, op), _number_result
+        tensor, finish = _checked_number(tensor, op, collective, group), _number_result
     if collective in _ROOTED:
         root = check_root(group, root, collective)
     if tensor is None and not (collective == "scatter" and group.rank != root):
@@ -95,7 +96,31 @@ def check_call(
     plan = plan_of(
         communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous, receives=receives
     )
+    if out is None:
+        refuse_read_only(group, collective, tensor, root)
     return CheckedCall(group, plan, tensor, root, finish)
+
+
+def _checked_number(value: Any, op: str | None, collective: str, group: Group) -> _Tensor:
+    """Return a number as a tensor; raise if it does not fit, or if as many such integers as there are ranks do not."""
+    what = f"{group.where}: {collective}"
+    try:
+        tensor = as_tensor(value, op)
+    except DtypeError as error:
+        raise DtypeError(f"{what}: {error}") from None
+    if op == "sum" and tensor.dtype is torch.int64 and not -(1 << 63) <= int(value) * group.size < 1 << 63:
+        raise DtypeError(
+            f"{what}: the sum of {group.size} integers like {value} does not fit into 64 bits. Add them in Python, "
+            "which is exact: sum(mpi.allgather_object(number)); or pass a float."
+        )
+    return tensor
+
+
+def refuse_read_only(group: Group, collective: str, tensor: _Tensor | None, root: int) -> None:
+    """Raise if a collective writes to the tensor of this rank, which is in memory that cannot be written."""
+    is_written = collective == "allreduce" or (collective == "reduce" and root == group.rank)
+    if tensor is not None and (is_written or (collective == "broadcast" and root != group.rank)):
+        writable.refuse_read_only(tensor, group.where, collective)
 
 
 def submit(
@@ -212,6 +237,7 @@ def check_root(group: Group, root: Any, collective: str) -> int:
 def check_out(collective: str, tensor: Any, out: Any, what: str) -> None:
     """Raise if the result of a collective cannot be written to `out`."""
     buffers.check(out, f"{what}: out", written=True)
+    writable.refuse_read_only(out, what, "out")
     if tensor is None:
         return
     if out.dtype is not tensor.dtype:

@@ -7,7 +7,6 @@ which they were made, synchronous and asynchronous calls alike.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -21,14 +20,15 @@ from ..config import BackendName, Operation
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors import buffers, pickling
+from ..tensors import buffers, writable
 from ..tensors.numbers import Number, Value
-from .dispatch import cache_barrier, cache_call, check_call, check_root, is_simple, plan_for
+from .dispatch import cache_barrier, cache_call, check_call, is_simple, plan_for, refuse_read_only
 from .exchange import rows_task
 from .prepared import IN_PLACE
 
 _T = TypeVar("_T")
 _Tensor = torch.Tensor
+_get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
 _NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
@@ -459,15 +459,19 @@ def _call(
         op = operation(op)
     # 1. A repeated call on contiguous host tensors: its plan exists and needs no further checks.
     # is_simple(tensor) inlined, on the path of every call that the fast path does not run.
-    is_tensor = (
-        type(tensor) is _Tensor
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.requires_grad)
-        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
-    )
+    try:
+        is_tensor = (
+            type(tensor) is _Tensor
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.requires_grad)
+            and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+            and _get_tracing_state() is None
+        )
+    except RuntimeError:  # of data_ptr(), for the tensors of torch.func
+        is_tensor = False
     if is_tensor or (
         tensor is None and collective == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex))
     ):
@@ -484,11 +488,14 @@ def _call(
                     plan_for(runtime.communicator(comm), (collective, op, tensor.dtype, "cpu", True, backend, False))
                     plan = group.plans.get((collective, op, tensor.dtype, backend))
                 if plan is not None:
+                    writable.refuse_read_only(out, group.where, f"{collective}: out")
                     if collective != "reduce" and backend is None and (comm is None or type(comm) in _LASTING):
                         cache_call(group, collective, (tensor, out, root), op, comm)
                     return group.call_queue.run(group.perform_into, plan, tensor, out, root)
             plan = None
         if plan is not None and has_root and (is_tensor or root != group.rank):
+            if out is None:
+                refuse_read_only(group, collective, tensor, root)
             if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) in _LASTING):
                 cache_call(group, collective, (tensor, out, root), op, comm)
             if out is None:
@@ -500,6 +507,7 @@ def _call(
                         buffers.touch(tensor)
                 return result
             if tensor is None or _is_separate(tensor, out):
+                writable.refuse_read_only(out, group.where, f"{collective}: out")
                 result = group.call_queue.run(group.perform, plan, tensor, out, root, 4)
                 if result is None:  # gathered by another rank
                     return None
@@ -527,69 +535,3 @@ def _call(
 def _is_separate(tensor: _Tensor, out: Any) -> bool:
     """Return whether `out` is simple too, of the same dtype, and shares no memory with the tensor."""
     return is_simple(out) and out.dtype is tensor.dtype and not buffers.overlap(out, tensor)
-
-
-# --- objects ----------------------------------------------------------------------
-
-
-@refuses_keywords
-def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_unknown: NoReturn) -> _T:
-    """Copy the root's object to every rank, by pickle.
-
-    Args:
-        value: The object to send; ignored on ranks other than the root.
-        root: The rank whose object is sent.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-
-    Returns:
-        The root's object.
-
-    Raises:
-        ArgumentError: `root` is not a rank of the communicator.
-        MismatchError: The ranks made different calls; raised on all ranks.
-
-    Example:
-        settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
-    """
-    if _unknown:
-        raise unknown_keyword(broadcast_object, _unknown)
-    group = runtime.communicator(comm).intra
-    root = check_root(group, root, "broadcast_object")
-    data = _pickled(value) if group.rank == root else None
-    length = broadcast(0 if data is None else data.numel(), root, comm=comm)
-    data = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
-    received: _T = _unpickled(broadcast(data, root, comm=comm))
-    return received
-
-
-@refuses_keywords
-def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> list[_T]:
-    """Return the objects of all ranks in rank order, by pickle.
-
-    Args:
-        value: This rank's object.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-
-    Returns:
-        One object per rank.
-
-    Raises:
-        MismatchError: The ranks made different calls; raised on all ranks.
-
-    Example:
-        hosts = mpi.allgather_object(mpi.host_name())
-    """
-    if _unknown:
-        raise unknown_keyword(allgather_object, _unknown)
-    data = _pickled(value)
-    lengths = allgather(data.numel(), comm=comm)
-    everything = allgather(data, comm=comm)
-    return [_unpickled(part) for part in torch.split(everything, lengths)]
-
-
-def _pickled(value: Any) -> _Tensor:
-    return torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8)
-
-
-def _unpickled(data: _Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())

@@ -32,7 +32,7 @@ from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import MISMATCH
-from ..tensors import buffers, dtypes, partition, streams
+from ..tensors import buffers, dtypes, partition, streams, writable
 from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
 from .prepared import checked_dtype
@@ -259,6 +259,8 @@ class _Message:
         self.collective, self.peer, self.is_number = collective, self.checked_peer(peer), is_number(tensor)
         given = as_tensor(tensor) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=collective != "send", or_number=True)
+        if collective != "send":
+            writable.refuse_read_only(self.tensor, self.group.where, collective)
         self.code = checked_dtype(collective, self.tensor.dtype, None, self.what).code
         self.backend = running.selector.choose(collective, self.tensor.device.type, "mpi", self.group)
         self.message_bytes = running.config.message_bytes

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
@@ -46,7 +47,18 @@ class TensorList:
         signature: The numbers that the ranks compare: elements in all, number of tensors, checksum of the shapes.
     """
 
-    __slots__ = ("_is_direct", "_rows", "_shapes", "num_bytes", "plan", "signature", "table", "tensors", "work")
+    __slots__ = (
+        "_is_direct",
+        "_known_addresses",
+        "_rows",
+        "_shapes",
+        "num_bytes",
+        "plan",
+        "signature",
+        "table",
+        "tensors",
+        "work",
+    )
 
     def __init__(self, plan: PreparedPlan) -> None:
         self.plan = plan
@@ -54,28 +66,41 @@ class TensorList:
         self._shapes: list[torch.Size] = []
         self._rows: list[tuple[int, int, int]] = []
         self._is_direct = True
+        self._known_addresses: NDArray[np.int64] | None = None
 
     def begin(self) -> None:
         """Determine the memory to reduce."""
         tensors = self.work = self.tensors
         if not self._is_direct:
             self._work_on([each if buffers.is_direct(each) else buffers.plain(each, to_host=False) for each in tensors])
-        while True:
-            table = np.array(self._rows, np.int64).reshape(-1, 3)
-            table = table[table[:, _LENGTH] > 0]
-            by_address = table[table[:, _ADDRESS].argsort()]
-            if not (by_address[:-1, _ADDRESS] + by_address[:-1, _LENGTH] > by_address[1:, _ADDRESS]).any():
-                break
+        if self._have_overlaps():
             # Memory that belongs to two tensors would be reduced twice.
             self._work_on([each.detach().clone(memory_format=torch.contiguous_format) for each in self.work])
+        table = self._addresses()
         ends = np.cumsum(-(-table[:, _LENGTH] // _LINE_BYTES) * _LINE_BYTES)
         table[1:, _OFFSET] = ends[:-1]
         self.table, self.num_bytes = table, int(table[-1, _OFFSET] + table[-1, _LENGTH]) if len(table) else 0
         numel = int(table[:, _LENGTH].sum()) // tensors[0].element_size()
         self.signature = (numel, len(tensors), hash(tuple(self._shapes)) % CHECKSUM_MODULUS)
 
+    def may_overlap(self) -> bool:
+        """Return whether two tensors may share memory."""
+        return self._have_overlaps() if self._is_direct else len(self.tensors) > 1
+
+    def _have_overlaps(self) -> bool:
+        table = self._addresses()
+        by_address = table[table[:, _ADDRESS].argsort()]
+        return bool((by_address[:-1, _ADDRESS] + by_address[:-1, _LENGTH] > by_address[1:, _ADDRESS]).any())
+
+    def _addresses(self) -> NDArray[np.int64]:
+        """Return the rows of the tensors that are not empty, made once."""
+        if self._known_addresses is None:
+            table = np.array(self._rows, np.int64).reshape(-1, 3)
+            self._known_addresses = table[table[:, _LENGTH] > 0]
+        return self._known_addresses
+
     def _work_on(self, work: list[_Tensor]) -> None:
-        self.work = work
+        self.work, self._known_addresses = work, None
         self._rows = [(0, each.data_ptr(), each.nbytes) for each in work]
 
     @property
@@ -123,7 +148,10 @@ def tensor_lists(
             and tensor.is_contiguous()
             and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
         ) or buffers.is_simple_on_gpu(tensor)
-        address = tensor.data_ptr() if is_direct else 0
+        try:
+            address = tensor.data_ptr() if is_direct else 0
+        except RuntimeError:  # a tensor of torch.func
+            address = 0
         if not address:
             buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
             is_direct = buffers.is_direct(tensor)
@@ -237,12 +265,21 @@ def _start(
     group = communicator.intra
     # All plans before the first call: a list that is rejected leaves the tensors unchanged.
     op = operation(op)
+    buffers.refuse_tracing(f"{group.where}: allreduce_many")
     lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
+    for tensor in tensors:
+        dispatch.refuse_read_only(group, "allreduce", tensor, 0)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(
             f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each "
             "tensor once."
         )
+    for members in lists:
+        if members.may_overlap() and buffers.overlap_of_any(members.tensors):
+            raise ArgumentError(
+                f"{group.where}: allreduce_many: two tensors share memory, which could be reduced twice. Pass views "
+                "that do not overlap, or copies."
+            )
     started: list[Handle[Any]] = []
     for members in lists:
         if len(members.tensors) == 1 or members.plan.many is None:

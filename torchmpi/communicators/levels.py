@@ -16,7 +16,30 @@ from . import splits
 from .communicator import NO_LEVEL, Communicator, NullCommunicator
 from .group import Group, GroupContext
 
-used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
+
+class CallsForbidden:
+    """Takes the place of the communicator of `use()` while a function runs that must not communicate."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __enter__(self) -> None:
+        self._token = used.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        used.reset(self._token)
+
+
+used: contextvars.ContextVar[Communicator | CallsForbidden | None]
+used = contextvars.ContextVar("torchmpi communicator", default=None)
+
+
+def communicator_of_block() -> Communicator | None:
+    """Return the communicator of the innermost ``use()``, if any; raise in a function that must not communicate."""
+    chosen = used.get()
+    if isinstance(chosen, CallsForbidden):
+        raise CommunicatorError(chosen.reason)
+    return chosen
 
 
 Comm = int | Communicator | Group | NullCommunicator | None
@@ -49,7 +72,7 @@ class CommunicatorStack:
         return self._open(self._chosen())
 
     def _chosen(self) -> Communicator:
-        chosen = used.get()
+        chosen = communicator_of_block()
         # The block of a `use()` may last longer than the runtime in which it began.
         return self.default if chosen is None or chosen.intra.context is not self.context else chosen
 
@@ -66,6 +89,7 @@ class CommunicatorStack:
 
     def find(self, communicator: Comm) -> Communicator:
         """Return the communicator of a ``comm=`` argument."""
+        communicator_of_block()
         if communicator is None:
             return self.current
         if isinstance(communicator, Communicator):
@@ -87,7 +111,9 @@ class CommunicatorStack:
         `keys` are the keys of all ranks of the world, if they are known; otherwise those of the group are gathered.
         """
         if not isinstance(key, (str, int)):
-            raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
+            raise ArgumentError(
+                f"rank {self.levels[0].rank}: push_communicator(key={key!r}): the key must be a string or an integer."
+            )
         parent = self.current
         if parent.level == NO_LEVEL:
             raise CommunicatorError(

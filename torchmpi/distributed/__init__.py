@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["monitored_barrier", "register"]
 
 
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 def monitored_barrier(
     group: dist.ProcessGroup | int | None = None,
     timeout: timedelta | float | None = None,

@@ -13,7 +13,7 @@ from ..collectives import dispatch
 from ..collectives.prepared import PreparedPlan
 from ..communicators.handle import Handle
 from ..session import runtime
-from ..tensors import buffers, dtypes
+from ..tensors import buffers, dtypes, writable
 from ..timeline import events
 from . import membership
 from .properties import GroupProperties
@@ -57,6 +57,8 @@ class GroupExecution(GroupProperties):
         root: int = -1,
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
+        for each in outputs:
+            dispatch.refuse_read_only(self._group, _NAMES.get(collective, collective), each, root)
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         limit = options.timeout.total_seconds()
         if limit > 0:
@@ -123,6 +125,7 @@ class GroupExecution(GroupProperties):
             buffers.check(tensor, what)
         for tensor in outputs:
             buffers.check(tensor, what, written=True)
+            writable.refuse_read_only(tensor, self._where, collective)
 
 
 def _on_device(tensors: Tensors) -> torch.Tensor | None:

@@ -32,5 +32,10 @@ __all__ = [
     "fit",
 ]
 
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
     __getattr__ = missing_attribute(__name__, __all__)

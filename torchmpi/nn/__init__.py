@@ -48,5 +48,10 @@ __all__ = [
     "unregister_async_backward",
 ]
 
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
     __getattr__ = missing_attribute(__name__, __all__)

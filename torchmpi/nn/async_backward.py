@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, streams
 from ..timeline import events
@@ -75,11 +75,13 @@ def register_async_backward(
             optimizer.step()
     """
     if not isinstance(net, nn.Module):
-        raise ArgumentError(f"register_async_backward() needs a module, not a {type(net).__name__}.")
+        raise ArgumentError(f"{rank_prefix()}register_async_backward() needs a module, not a {type(net).__name__}.")
     if not isinstance(sync_gradient_frequency, Integral) or sync_gradient_frequency < 1:
-        raise ArgumentError(f"sync_gradient_frequency={sync_gradient_frequency!r} must be an integer, at least 1.")
+        raise ArgumentError(
+            f"{rank_prefix()}sync_gradient_frequency={sync_gradient_frequency!r} must be an integer, at least 1."
+        )
     if attached(net, ASYNC_BACKWARD) is not None:
-        raise ArgumentError("The net is registered already. Call unregister_async_backward(net) first.")
+        raise ArgumentError(f"{rank_prefix()}The net is registered already. Call unregister_async_backward(net) first.")
     refuse_inside_join(net, "register_async_backward")
     deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
     refuse_shared(net, deferred)
@@ -180,7 +182,9 @@ def no_sync(net: nn.Module) -> Iterator[None]:
 def _registered(net: nn.Module, call: str) -> AsyncBackward:
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is None:
-        raise ArgumentError(f"{call}(net): the net is not registered. Call register_async_backward(net) first.")
+        raise ArgumentError(
+            f"{rank_prefix()}{call}(net): the net is not registered. Call register_async_backward(net) first."
+        )
     return backward
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from .buckets import ViewBucket, allocate_flat, dense_view, partition_by_size
 from .replica import Attachment, Replica, sparse_by_declaration
 
@@ -36,12 +36,14 @@ class BlockSequential(nn.Sequential):
     def __init__(self, partitions: int, *modules: Any) -> None:
         if not isinstance(partitions, int) or partitions < 1:
             raise ArgumentError(
-                f"BlockSequential(partitions={partitions!r}, ...): partitions must be an integer, 1 or more."
+                f"{rank_prefix()}BlockSequential(partitions={partitions!r}, ...): partitions must be an integer, "
+                "1 or more."
             )
         super().__init__(*modules)
         if any(isinstance(module, BlockSequential) for module in list(self.modules())[1:]):
             raise ArgumentError(
-                "A BlockSequential cannot contain another one: a parameter can be stored in only one block."
+                f"{rank_prefix()}A BlockSequential cannot contain another one: a parameter can be stored in only "
+                "one block."
             )
         self.partitions = partitions
         self._blocks: _Blocks | None = None
@@ -175,7 +177,8 @@ def _block_sequentials(modules: Iterable[nn.Module]) -> list[BlockSequential]:
         own = {id(parameter) for parameter in Replica(module).parameters}
         if stored & own:
             raise ArgumentError(
-                "Two BlockSequential modules share a parameter, which can be stored in only one block. Make one "
+                f"{rank_prefix()}Two BlockSequential modules share a parameter, which can be stored in only one "
+                "block. Make one "
                 "BlockSequential of both, or use nn.Sequential for one of them."
             )
         stored |= own

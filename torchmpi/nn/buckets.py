@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan
 
@@ -25,7 +25,7 @@ def partition_by_size(sizes: Sequence[int], partitions: int) -> list[range]:
     [range(0, 2), range(2, 5)]
     """
     if partitions < 1:
-        raise ArgumentError(f"partitions={partitions} must be at least 1.")
+        raise ArgumentError(f"{rank_prefix()}partitions={partitions} must be at least 1.")
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -170,7 +170,7 @@ class ViewBucket:
             return view.zero_()
         if gradient.layout is not torch.strided:
             raise GradientError(
-                f"A gradient of shape {list(gradient.shape)} is sparse, but only those of "
+                f"{rank_prefix()}A gradient of shape {list(gradient.shape)} is sparse, but only those of "
                 "nn.Embedding(sparse=True) are expected to be. Use synchronize_gradients() after backward, and no "
                 "BlockSequential for this layer."
             )

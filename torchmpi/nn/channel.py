@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..communicators.communicator import NO_LEVEL, Communicator
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 
 
@@ -15,7 +15,7 @@ def default_bucket_bytes(bucket_bytes: int | None, tensors: Sequence[Tensor]) ->
     """Return `bucket_bytes`, or the setting for the device of `tensors` if it is None."""
     if bucket_bytes is not None:
         if bucket_bytes < 1:
-            raise ArgumentError(f"bucket_bytes={bucket_bytes} must be at least 1.")
+            raise ArgumentError(f"{rank_prefix()}bucket_bytes={bucket_bytes} must be at least 1.")
         return bucket_bytes
     return runtime.current().config.bucket_bytes_on(tensors[0].device.type if tensors else "cpu")
 

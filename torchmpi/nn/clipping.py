@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import GradientError
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from .join_state import JOIN_STATE
 from .registrations import Registration, registered_for
@@ -48,6 +48,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks.
 
     Raises:
+        ArgumentError: `max_norm` is negative or not a number.
         GradientError: The norms of the ranks differ: the gradients are not synchronized; or as
             ``synchronize_gradients_async``. Raised on all ranks.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set; raised on all ranks.
@@ -58,6 +59,7 @@ def clip_grad_norm_(
         mpinn.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
+    _check_limit("clip_grad_norm_: max_norm", max_norm)
     parameters = _parameters(net)
     communicator, is_inside_join = _finish_pending(net, parameters, comm)
     norm = _total_norm(parameters, norm_type)
@@ -65,7 +67,8 @@ def clip_grad_norm_(
         norm = _same_norm(norm, communicator)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {norm.item()}. "
+            f"{rank_prefix()}clip_grad_norm_: the total norm of order {norm_type} of the gradients is "
+            f"{norm.item()}. "
             "Pass error_if_nonfinite=False to scale the gradients by it."
         )
     nn.utils.clip_grads_with_norm_([each for each in parameters if not _is_sparse(each)], max_norm, norm)
@@ -88,11 +91,13 @@ def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None)
         comm: As for :func:`clip_grad_norm_`.
 
     Raises:
+        ArgumentError: `clip_value` is negative or not a number.
         GradientError: As ``synchronize_gradients_async``; raised on all ranks.
 
     Example:
         mpinn.clip_grad_value_(model, 0.5)
     """
+    _check_limit("clip_grad_value_: clip_value", clip_value)
     parameters = _parameters(net)
     _finish_pending(net, parameters, comm)
     clamp_gradients(parameters, clip_value)
@@ -104,6 +109,11 @@ def clamp_gradients(parameters: Sequence[Tensor], clip_value: float) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             _values(parameter).clamp_(-clip_value, clip_value)
+
+
+def _check_limit(name: str, value: object) -> None:
+    if not isinstance(value, (int, float, Tensor)) or not value >= 0:  # also of nan
+        raise ArgumentError(f"{rank_prefix()}{name}={value!r}: expected a number from 0.")
 
 
 def _parameters(net: Net | Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import collectives
 from ..communicators.communicator import Communicator, NullCommunicator
 from ..communicators.group_of_ranks import make
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..tensors import streams
 
 _BLOCK = 256
@@ -91,7 +91,9 @@ class GradientCompressor(ABC):
             compressor.load_state_dict(torch.load(f"compressor-{mpi.rank()}.pt"))
         """
         if self._states:
-            raise ArgumentError("load_state_dict(): the compressor was used already. Load the state before training.")
+            raise ArgumentError(
+                f"{rank_prefix()}load_state_dict(): the compressor was used already. Load the state before training."
+            )
         self._loaded = [dict(state) for state in state_dict["parameters"]]
 
     def prepare(self, comm: Communicator) -> None:
@@ -262,7 +264,7 @@ class TopK(GradientCompressor):
         super().__init__(within_hosts=within_hosts)
         if not isinstance(fraction, float | int) or not 0 < fraction <= 1:
             raise ArgumentError(
-                f"TopK(fraction={fraction!r}): the part of the values that is sent, above 0 and up to 1."
+                f"{rank_prefix()}TopK(fraction={fraction!r}): the part of the values that is sent, above 0 and up to 1."
             )
         self.fraction = fraction
 
@@ -304,7 +306,9 @@ class PowerSGD(GradientCompressor):
     def __init__(self, rank: int = 2, *, within_hosts: bool = False) -> None:
         super().__init__(within_hosts=within_hosts)
         if not isinstance(rank, int) or rank < 1:
-            raise ArgumentError(f"PowerSGD(rank={rank!r}): the width of the narrow matrices is an integer, at least 1.")
+            raise ArgumentError(
+                f"{rank_prefix()}PowerSGD(rank={rank!r}): the width of the narrow matrices is an integer, at least 1."
+            )
         self.rank = rank
 
     def _exchange(self, work: Tensor, members: Sequence[GradientView], comm: Communicator) -> Callable[[], object]:

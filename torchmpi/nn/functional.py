@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import collectives
 from ..collectives import exchange
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from ..tensors import partition
 
@@ -245,4 +245,6 @@ def _copy(values: Tensor) -> Tensor:
 
 def _check_op(op: str) -> None:
     if op not in ("sum", "avg"):
-        raise ArgumentError(f"op={op!r} is not differentiable here. Use 'sum' or 'avg'; mpi.allreduce has the others.")
+        raise ArgumentError(
+            f"{rank_prefix()}op={op!r} is not differentiable here. Use 'sum' or 'avg'; mpi.allreduce has the others."
+        )

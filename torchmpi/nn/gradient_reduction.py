@@ -13,7 +13,7 @@ from .. import collectives
 from ..collectives import tensor_lists
 from ..communicators.communicator import Communicator
 from ..config import Operation
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..tensors import sparse, streams
 from .error_feedback import GradientCompressor, GradientView
 
@@ -140,7 +140,8 @@ def transport(compression: Compression | None) -> GradientTransport:
         return GradientTransport(None, compression)
     if compression not in _WIRES:
         raise ArgumentError(
-            f"compression={compression!r} is not one of None, 'fp16', 'bf16', EightBit(), TopK() and PowerSGD()."
+            f"{rank_prefix()}compression={compression!r} is not one of None, 'fp16', 'bf16', EightBit(), TopK() "
+            "and PowerSGD()."
         )
     return GradientTransport(_WIRES[compression])
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import collectives
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward
 from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join
@@ -63,12 +63,14 @@ def join(
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is not None and comm is not None:
         raise ArgumentError(
-            "join(comm=...): the net was registered for asynchronous backward with a communicator already."
+            f"{rank_prefix()}join(comm=...): the net was registered for asynchronous backward with a communicator "
+            "already."
         )
     refuse_inside_join(net, "join")
     if Replica(net).shards:
         raise ArgumentError(
-            "join: a net with sharded parameters communicates in its forward pass, which ranks without data do not run."
+            f"{rank_prefix()}join: a net with sharded parameters communicates in its forward pass, which ranks "
+            "without data do not run."
         )
     state = JoinState(runtime.communicator(comm) if backward is None else backward.comm, divide_by)
     attach(net, JOIN_STATE, state)
@@ -76,7 +78,7 @@ def join(
         yield
         if backward is not None and backward.is_pending:
             raise GradientError(
-                "join: the block ended between a backward and its synchronization. Call "
+                f"{rank_prefix()}join: the block ended between a backward and its synchronization. Call "
                 "synchronize_gradients_async(net), and after fewer passes than sync_gradient_frequency "
                 "synchronize_gradients_async(net, flush=True), before the end of the block."
             )

@@ -9,7 +9,7 @@ import torch
 
 from .. import collectives
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError, MismatchError
+from ..errors import ArgumentError, MismatchError, rank_prefix
 from .error_feedback import GradientCompressor
 from .gradient_reduction import Compression, GradientReduction, transport
 from .replica import Attachment, Net, attached
@@ -36,7 +36,7 @@ class JoinState(Attachment):
 
     def __init__(self, comm: Communicator, divide_by: str) -> None:
         if divide_by not in _DIVISORS:
-            raise ArgumentError(f"join: divide_by={divide_by!r} is not one of {', '.join(_DIVISORS)}.")
+            raise ArgumentError(f"{rank_prefix()}join: divide_by={divide_by!r} is not one of {', '.join(_DIVISORS)}.")
         self.comm = comm
         self.divide_by = divide_by
         self.num_rounds = 0
@@ -48,7 +48,8 @@ class JoinState(Attachment):
         """Announce a synchronization of this rank, which has data."""
         if isinstance(compression, GradientCompressor):
             raise ArgumentError(
-                f"compression={type(compression).__name__} inside join(): ranks without data would have no gradients "
+                f"{rank_prefix()}compression={type(compression).__name__} inside join(): ranks without data would "
+                "have no gradients "
                 "to which its error feedback belongs. Use 'fp16', 'bf16' or None."
             )
         self.num_rounds += 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from ..tensors.partition import part_of
 from .functional import linear_map
@@ -75,7 +75,7 @@ class MPLinear(nn.Module):
         """Apply the layer to the complete input."""
         if input.shape[-1] != self.in_features:
             raise ArgumentError(
-                f"MPLinear({self.in_features}, {self.out_features}) got an input of shape "
+                f"{rank_prefix()}MPLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{list(input.shape)}. Pass the complete input, with {self.in_features} features in the "
                 "last dimension."
             )

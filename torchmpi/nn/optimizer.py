@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from .. import collectives
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
 from .gradient_reduction import Compression, transport
 from .replica import attached
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward, synchronize_gradients
+
+_MISSING: Any = None
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -60,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         opt: torch.optim.Optimizer,
-        model: nn.Module,
+        model: nn.Module = _MISSING,
         *,
         average: bool = True,
         asynchronous: bool = True,
@@ -68,8 +70,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: Compression | None = None,
         comm: Comm = None,
     ) -> None:
+        for name, value, attribute in (("opt", opt, "param_groups"), ("model", model, "parameters")):
+            if not hasattr(value, attribute):
+                found = "missing" if value is _MISSING else f"a {type(value).__name__}"
+                raise ArgumentError(
+                    f"{rank_prefix()}DistributedOptimizer: {name} is {found}. Pass the optimizer and the model of its "
+                    "parameters: mpinn.DistributedOptimizer(optimizer, model)."
+                )
         if backward_passes_per_step < 1:
-            raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1.")
+            raise ArgumentError(
+                f"{rank_prefix()}backward_passes_per_step={backward_passes_per_step} must be at least 1."
+            )
         # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
         _check_parameters(opt, model)
         self.optimizer = opt
@@ -208,7 +219,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ArgumentError(
-            "a DistributedOptimizer cannot be copied or pickled, as it belongs to the communicators of a job. Save its "
+            f"{rank_prefix()}a DistributedOptimizer cannot be copied or pickled, as it belongs to the "
+            "communicators of a job. Save its "
             "state_dict(), or copy model and optimizer before the optimizer is wrapped."
         )
 
@@ -225,7 +237,7 @@ def _check_parameters(opt: torch.optim.Optimizer, model: nn.Module) -> None:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise ArgumentError(
-                    f"DistributedOptimizer: parameter {position} of group {index}, of shape "
+                    f"{rank_prefix()}DistributedOptimizer: parameter {position} of group {index}, of shape "
                     f"{list(parameter.shape)}, is not a parameter of the model, so it would not be synchronized. "
                     "Pass the model that contains all parameters."
                 )

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError, GradientError, rank_prefix
 from .gradients import note_use
 
 
@@ -80,7 +80,8 @@ def refuse_shared(net: nn.Module, own: Registration | None) -> None:
         if other is not own:
             shared = [name for name, parameter in net.named_parameters() if id(parameter) in other.known]
             raise ArgumentError(
-                f"The parameters {', '.join(map(repr, shared))} belong to another net too, which is registered or has "
+                f"{rank_prefix()}The parameters {', '.join(map(repr, shared))} belong to another net too, which "
+                "is registered or has "
                 "a DistributedOptimizer. Pass one module that contains both nets, such as nn.ModuleList([a, b]), or "
                 "unregister the other net, or delete its optimizer, before."
             )

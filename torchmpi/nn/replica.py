@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..timeline import events
 from .sharding import SHARDED, Sharding
 
@@ -65,7 +65,8 @@ class Replica:
                         continue
                     if is_lazy(tensor):
                         raise ArgumentError(
-                            "The net has lazy parameters without a shape. Run one batch through it first."
+                            f"{rank_prefix()}The net has lazy parameters without a shape. Run one batch through "
+                            "it first."
                         )
                     seen.add(id(tensor))
                     found.append(tensor)
@@ -79,7 +80,8 @@ class Replica:
         assert self._root is not None
         name = next(name for name, module in self._root.named_modules() if module is layer)
         raise ArgumentError(
-            f"{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed only, but "
+            f"{rank_prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed "
+            "only, but "
             "torch.distributed is not initialized: each rank would normalize with the statistics of its own batch. "
             "Convert the net with mpinn.SyncBatchNorm.convert_sync_batchnorm(net)."
         )
@@ -104,7 +106,8 @@ class Replica:
                 continue
             if not average:
                 raise ArgumentError(
-                    "average=False: ranks that share a layer have the same batch, so a sum over all ranks would count "
+                    f"{rank_prefix()}average=False: ranks that share a layer have the same batch, so a sum over "
+                    "all ranks would count "
                     "it several times for replicated parameters, but once for shards. Use average=True."
                 )
             holders = sharding.holders_in(comm)
@@ -141,11 +144,15 @@ class Replica:
 
 def _checked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     if not isinstance(tensors, Iterable):
-        raise ArgumentError(f"Expected a module or an iterable of tensors, not a {type(tensors).__name__}.")
+        raise ArgumentError(
+            f"{rank_prefix()}Expected a module or an iterable of tensors, not a {type(tensors).__name__}."
+        )
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise ArgumentError(f"Expected a module or an iterable of tensors, found a {kind} in the iterable.")
+            raise ArgumentError(
+                f"{rank_prefix()}Expected a module or an iterable of tensors, found a {kind} in the iterable."
+            )
         yield tensor
 
 

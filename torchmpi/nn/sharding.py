@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 
 SHARDED = "torchmpi_sharded"
@@ -49,7 +49,7 @@ class Sharding:
         """
         if self.comm is None:
             raise ArgumentError(
-                "A sharded parameter comes from a pickle, which contains no communicators. Call "
+                f"{rank_prefix()}A sharded parameter comes from a pickle, which contains no communicators. Call "
                 "set_sharded(parameter, comm=..., data_comm=...) again, or make the layer anew and load its state_dict."
             )
         holders = {comm.intra.world_ranks[comm.rank]} if self.data_comm is None else _ranks(self.data_comm)

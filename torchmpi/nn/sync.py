@@ -15,7 +15,7 @@ from .. import collectives
 from ..collectives.tensor_lists import enqueues, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from .agreement import check_same_layout
@@ -143,7 +143,8 @@ def synchronize_gradients(
     """
     if attached(net, ASYNC_BACKWARD) is not None:
         raise ArgumentError(
-            "synchronize_gradients(): the net is registered for asynchronous backward, so its gradients are "
+            f"{rank_prefix()}synchronize_gradients(): the net is registered for asynchronous backward, so its "
+            "gradients are "
             "being reduced. Call synchronize_gradients_async(net), or unregister_async_backward(net) first."
         )
     if bucket_bytes is not None:
@@ -155,7 +156,8 @@ def synchronize_gradients(
     if join_state is not None:
         if join_state.comm is not communicator:
             raise ArgumentError(
-                f"synchronize_gradients(comm={communicator!r}): the net was joined on {join_state.comm!r}. "
+                f"{rank_prefix()}synchronize_gradients(comm={communicator!r}): the net was joined on "
+                f"{join_state.comm!r}. "
                 "Give join() and the calls inside it the same comm."
             )
         reduction = join_state.reduction(

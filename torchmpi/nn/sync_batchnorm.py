@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .replica import Attachment
 
@@ -70,7 +70,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize `input`, of shape (N, C) or (N, C, ...)."""
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ArgumentError(
-                f"SyncBatchNorm({self.num_features}) got an input of shape {list(input.shape)}; it needs "
+                f"{rank_prefix()}SyncBatchNorm({self.num_features}) got an input of shape {list(input.shape)}; it "
+                "needs "
                 f"{self.num_features} channels in dimension 1."
             )
         if not self.training:
@@ -130,7 +131,8 @@ class SyncBatchNorm(_BatchNorm):
         for name, layer in found.items():
             if type(layer) not in _CONVERTIBLE:
                 raise ArgumentError(
-                    f"convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm with a forward pass of "
+                    f"{rank_prefix()}convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm "
+                    "with a forward pass of "
                     "its own. Replace the layer before; a lazy one needs a batch first."
                 )
         for layer in found.values():

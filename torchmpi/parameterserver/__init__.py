@@ -50,5 +50,10 @@ __all__ = [
     "sync_handles",
 ]
 
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
     __getattr__ = missing_attribute(__name__, __all__)

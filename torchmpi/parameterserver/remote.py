@@ -25,14 +25,14 @@ from ..shared_memory.kernels.shard_layout import NUM_COEFFICIENTS
 from ..tensors.buffers import as_bytes
 from ..timeline import events
 from .rules import MAX_NAME_BYTES, PreparedRule, Rule
-from .shards import MESSAGE_BYTES, Actor, Shards, message_ranges
+from .shards import MESSAGE_BYTES, Actor, RuleFailure, Shards, applied_part, message_ranges
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
 
 # A rank is a client and a server, so data for its client and data for its server need different tags.
 _REQUEST, _DATA_TO_SERVER, _DATA_TO_CLIENT, _REPLY = range(1, 5)
-_APPLY, _READ = 1, 2
+_APPLY, _READ, _LOOK_UP = 1, 2, 3
 _DONE, _FAILED, _REFUSED = range(3)
 _HEADER = struct.Struct(f"<5q{NUM_COEFFICIENTS}d{MAX_NAME_BYTES}s")
 _REPLY_FORMAT = struct.Struct("<3q1000s")
@@ -108,27 +108,50 @@ class RemoteClient:
         else:
             call, header = "send", _Header(_APPLY, server.number, Rule(rule.name, rule.coefficients), 0)
         ranks, world_ranks = [rank for rank in self._ranks if server.parts[rank][1]], self._group.world_ranks
+        requests = self._perform(call, header, server, data.view(-1), ranks)
+        failed = next((request for request in requests if request.status != _DONE), None)
+        if failed is not None:
+            kind = ArgumentError if failed.status == _REFUSED else TorchMPIError
+            chunk, applied = server.shards.chunk_numel, list(map(_whole, server.shards.parts))
+            for request in requests:
+                begin, numel = server.parts[request.rank]
+                applied.append((begin, begin + min(request.num_chunks * chunk, numel)))
+            part = f"\n{applied_part(applied, server.parts, chunk)}" if rule is not None else ""
+            raise kind(
+                f"{self._group.where}: parameterserver.{call}: failed on rank {world_ranks[failed.rank]}: "
+                f"{failed.problem}{part}"
+            )
+        return sum(request.versions for request in requests), sum(request.num_chunks for request in requests)
+
+    def lacking(self, server: RemoteServer, rule: PreparedRule) -> list[int]:
+        """Return the world ranks, of those that this rank shares no memory with, that do not know a rule."""
+        header = _Header(_LOOK_UP, server.number, Rule(rule.name, rule.coefficients), 0)
+        nothing = torch.empty(0, dtype=server.dtype, device="cpu")
+        requests = self._perform("send", header, server, nothing, list(self._ranks))
+        return [self._group.world_ranks[request.rank] for request in requests if request.status != _DONE]
+
+    def _perform(
+        self, call: str, header: _Header, server: RemoteServer, flat: torch.Tensor, ranks: list[int]
+    ) -> list[_Request]:
+        """Send a request to each of the ranks, and wait for the replies."""
+        world_ranks = self._group.world_ranks
         names = ", ".join(str(world_ranks[rank]) for rank in ranks)
         self._queue.doing = f"parameterserver.{call} ({server.name}, waiting for the reply of rank {names})"
-        flat = data.view(-1)
         requests = [_Request(self._MPI, self._comm, rank, server, flat, header=header) for rank in ranks]
         pending, backoff = list(requests), _Backoff()
         while pending:
             progressed = [request.advance() for request in pending]
             for request in pending:
-                if request.is_complete:
+                if request.is_complete and header.operation != _LOOK_UP:
                     request.record(call, server.name, world_ranks[request.rank])
             pending = [request for request in pending if not request.is_complete]
             if pending:
                 backoff.sleep(_MAX_BUSY_SLEEP, progressed=any(progressed))
-        for request in requests:
-            if request.status != _DONE:
-                kind = ArgumentError if request.status == _REFUSED else TorchMPIError
-                raise kind(
-                    f"{self._group.where}: parameterserver.{call}: failed on rank {world_ranks[request.rank]}: "
-                    f"{request.problem}"
-                )
-        return sum(request.versions for request in requests), sum(request.num_chunks for request in requests)
+        return requests
+
+
+def _whole(part: tuple[int, int]) -> tuple[int, int]:
+    return part[0], part[0] + part[1]
 
 
 class _Request:
@@ -145,7 +168,7 @@ class _Request:
         self._reply_data = bytearray(_REPLY_FORMAT.size)
         self._reply: Request | None = comm.Irecv(self._reply_data, rank, _REPLY)
         ranges = message_ranges(numel, server.shards.chunk_numel, server.dtype.itemsize)
-        ranges = [] if header.rule.name == "zero" else ranges
+        ranges = [] if header.rule.name == "zero" or header.operation == _LOOK_UP else ranges
         self._header = comm.Isend(header._replace(num_messages=len(ranges)).pack(), rank, _REQUEST)
         self._in_flight: deque[Request] = deque()
         self._ranges = iter(ranges)
@@ -254,6 +277,7 @@ class _Session:
     def __init__(self, thread: ServerThread, client: int, header: _Header) -> None:
         self._comm, self._actor, self._byte, self._client = thread.comm, thread.actor, thread.MPI.BYTE, client
         self.is_complete, self._is_reading = False, header.operation == _READ
+        self._is_look_up = header.operation == _LOOK_UP
         self._begin = 0 if events.recorder is None else events.now()
         self._rule_name, self._world_rank, self._num_bytes = header.rule.name, thread.world_ranks[client], 0
         self._in_flight: deque[tuple[Request, NDArray[np.uint8], tuple[int, int]]] = deque()
@@ -271,6 +295,7 @@ class _Session:
         self._item_bytes = server.dtype.itemsize
         begin, numel = server.parts[thread.comm.rank]
         ranges = message_ranges(numel, server.shards.chunk_numel, self._item_bytes)
+        ranges = [] if self._is_look_up else ranges
         self._ranges = iter([(begin + first, begin + last) for first, last in ranges])
         if not self._is_reading:
             try:
@@ -321,8 +346,10 @@ class _Session:
                 self._actor.read(self._server.shards, int(memory.ctypes.data), span)
             else:
                 self._actor.apply(self._server.shards, int(memory.ctypes.data), span, self._rule)
-        except BaseException as error:  # also a SystemExit of a rule, which would end the job
-            self._fail(_FAILED, "".join(traceback.format_exception_only(type(error), error)).strip())
+        except BaseException as error:  # otherwise the thread would end, and the job with it
+            self._num_chunks += self._actor.num_chunks
+            described = "".join(traceback.format_exception_only(type(error), error)).strip()
+            self._fail(_FAILED, str(error) if isinstance(error, RuleFailure) else described)
         else:
             self._versions += self._actor.versions
             self._num_chunks += self._actor.num_chunks
@@ -339,7 +366,7 @@ class _Session:
     def _record(self) -> None:
         """Report the request to the recorder, if there is one."""
         recorder = events.recorder
-        if recorder is None or not self._begin or self._server is None:
+        if recorder is None or not self._begin or self._server is None or self._is_look_up:
             return
         details = {"server": self._server.name, "rank": self._world_rank, "bytes": self._num_bytes}
         details |= {"version": self._versions / max(self._num_chunks, 1)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import ArgumentError
 from ..shared_memory.kernels import server_rules as native
@@ -177,6 +180,46 @@ class PreparedRule(NamedTuple):
 _registered: dict[str, tuple[Function, int]] = {}
 """Functions and numbers of states of registered rules."""
 _changing = threading.Lock()
+_boards: set[RuleBoard] = set()
+
+
+class RuleBoard:
+    """Shows the ranks that share memory which rules each of them has registered.
+
+    A rank applies a rule to the shards of its host itself, so that no other one would find that it lacks the rule. Of
+    each name a byte of its digest is set, so that one of many thousand missing rules is not noticed.
+
+    >>> memory = np.zeros(2 * RuleBoard.BYTES, np.uint8)
+    >>> board = RuleBoard(memory, 1); board.add("clipped"); board.lacking("clipped")
+    [0]
+    >>> board.close()
+    """
+
+    BYTES = 32768
+    """Of the memory of each rank."""
+
+    def __init__(self, memory: NDArray[np.uint8], index: int) -> None:
+        self._flags, self._index = memory.reshape(-1, self.BYTES), index
+        with _changing:
+            _boards.add(self)
+            for name in _registered:
+                self.add(name)
+
+    def add(self, name: str) -> None:
+        """Show that this rank has registered a rule."""
+        self._flags[self._index, self._place(name)] = 1
+
+    def lacking(self, name: str) -> list[int]:
+        """Return the numbers of the ranks that have not registered a rule."""
+        return [int(index) for index in np.flatnonzero(self._flags[:, self._place(name)] == 0)]
+
+    def close(self) -> None:
+        """Let the memory be released."""
+        with _changing:
+            _boards.discard(self)
+
+    def _place(self, name: str) -> int:
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") % self.BYTES
 
 
 def register_rule(name: str, function: Function, *, num_states: int = 0) -> None:
@@ -184,8 +227,12 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
 
     ``function(values, sent, *states, *coefficients)`` is called for each chunk, with flat tensors of at most 64 KB. It
     changes `values` and `states` in place; `sent` is a copy. The function runs in any thread of the sender, or of a
-    rank on another host, and must depend on its arguments only. If it raises, the chunk stays unchanged and ``wait()``
-    of the sender raises.
+    rank on another host, under the lock of the chunk, and must depend on its arguments only: calls of torchmpi in it
+    raise. If it raises, the chunk stays unchanged, later ones are left out, and ``wait()`` of the sender raises an
+    error that names the chunks to which the rule has been applied.
+
+    Register a rule on all ranks before one of them sends with it; otherwise ``wait()`` of the sender raises, and
+    nothing is applied.
 
     Args:
         name: Name of the rule: an identifier, the same on all ranks. A registered rule may be replaced.
@@ -217,6 +264,8 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
         if name in native.BUILT_IN:
             raise ArgumentError(f"register_rule: {name!r} is built in. Use another name.")
         _registered[name] = function, num_states
+        for board in _boards:
+            board.add(name)
 
 
 def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:

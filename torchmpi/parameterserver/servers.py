@@ -12,23 +12,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from ..collectives.dispatch import is_simple
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, share
 from ..communicators.handle import Handle
-from ..communicators.levels import Comm
+from ..communicators.levels import Comm, communicator_of_block
 from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
 from ..session import runtime
 from ..shared_memory.kernels.server_rules import state_dtype
-from ..tensors import buffers, streams
+from ..tensors import buffers, streams, writable
 from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
 from ..timeline import events
 from .remote import RemoteClient, ServerThread
-from .rules import PreparedRule, Rule, prepare
-from .shards import CLIENT, SERVER, Actor, Shards, layout, private_segment
+from .rules import PreparedRule, Rule, RuleBoard, prepare
+from .shards import CLIENT, SERVER, Actor, RuleFailure, Shards, applied_part, layout, private_segment
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm as MPIComm
@@ -102,7 +103,16 @@ class Server:
     def apply(self, data: torch.Tensor, rule: PreparedRule) -> None:
         """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
-        self.context.client.apply(self.shards, data.data_ptr(), (0, self.numel), rule)
+        if rule.function is not None:
+            self.context.require_registered(self, rule)
+        try:
+            self.context.client.apply(self.shards, data.data_ptr(), (0, self.numel), rule)
+        except RuleFailure as error:
+            applied = self.context.client.applied(self.shards)
+            raise TorchMPIError(
+                f"{self.group.where}: parameterserver.send: failed on {self.group.where}: {error}\n"
+                f"{applied_part(applied, self.parts, self.shards.chunk_numel)}"
+            ) from error.__cause__
         self.sent_version = self._finish_remotely(data, rule)
         staleness = self._staleness()
         self.num_sent += 1
@@ -179,6 +189,11 @@ class ServerContext:
         self.servers: dict[int, Server] = {}
         """Servers that have not been freed, by number."""
         self.num_made = 0
+        size = self.local_comm.size * RuleBoard.BYTES
+        # Without shared memory for it, the first server of the group cannot be allocated either.
+        self._board_memory = (share(self.local_comm, "rules", size) if shares_memory else None) or private_segment(size)
+        self._board = RuleBoard(np.frombuffer(self._board_memory.memory, np.uint8), self.local_comm.rank)
+        self._registered_everywhere: set[str] = set()
         self.remote: RemoteClient | None = None
         self._thread: ServerThread | None = None
         if self.remote_ranks:
@@ -210,6 +225,21 @@ class ServerContext:
             )
         assert segment is not None
         return Shards(segment, plan, local_parts, dtypes=(dtype, states))
+
+    def require_registered(self, server: Server, rule: PreparedRule) -> None:
+        """Raise unless all ranks have registered a rule; the caller holds the run lock."""
+        if rule.name in self._registered_everywhere:
+            return
+        lacking = [self.local_world_ranks[index] for index in self._board.lacking(rule.name)]
+        if self.remote is not None:
+            lacking = sorted(lacking + self.remote.lacking(server, rule))
+        if lacking:
+            ranks = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+            raise ArgumentError(
+                f"{self.group.where}: parameterserver.send: unknown rule {rule.name!r} on {ranks}; nothing has been "
+                "applied. Call register_rule on all ranks before one of them sends with the rule."
+            )
+        self._registered_everywhere.add(rule.name)
 
     def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle[T]:
         """Run a small task on a local server in the calling thread if nothing is queued, others in the call queue."""
@@ -258,6 +288,9 @@ class ServerContext:
         for server in list(self.servers.values()):
             server.close()
         self.servers.clear()
+        self._board.close()
+        del self._board
+        self._board_memory.close()
         self.local_comm.Free()
         self.comm.Free()
 
@@ -365,7 +398,8 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
             :func:`sgd`, :func:`adagrad` or :func:`adam`, or a rule of :func:`register_rule`.
 
     Returns:
-        A handle; ``wait()`` returns None when the rule has been applied to all chunks, or raises its exception.
+        A handle; ``wait()`` returns None when the rule has been applied to all chunks. If a registered rule raises,
+        ``wait()`` raises a TorchMPIError that names the chunks to which the rule has been applied.
 
     Raises:
         ArgumentError: The rule is unknown, or the tensor has another number of elements or another layout.
@@ -432,6 +466,7 @@ def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle[torch.
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
     elif not is_simple(tensor):
         buffers.check(tensor, what, written=True)
+    writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
     _check_fits(server, tensor, what)
     if tensor.is_cpu and buffers.is_direct(tensor):
         return server.context.call(server, partial(_receive_directly, server, tensor), what, tensor.nbytes)
@@ -464,6 +499,7 @@ def _check_server(server: object, call: str) -> str:
     what = f"{server.group.where}: parameterserver.{call}"
     _check_open(server, what)
     runtime.current()  # raises in a forked child, whose locks would be attributed to its parent
+    communicator_of_block()  # raises in a rule
     return what
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..errors import TransportError
+from ..communicators.levels import CallsForbidden
+from ..errors import TorchMPIError, TransportError
 from ..shared_memory import kernels
 from ..shared_memory.kernels import shard_layout as fields
 from ..shared_memory.segments import Segment, Ticket
@@ -138,6 +140,34 @@ def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 # ---- actors
 
 
+class RuleFailure(TorchMPIError):
+    """A registered rule has raised an exception, which is the cause of this one."""
+
+
+def applied_part(ranges: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int]], chunk: int) -> str:
+    """Describe to which chunks a rule has been applied that has failed. `parts`: first element and length of shards.
+
+    >>> applied_part([(0, 8), (8, 8), (20, 24)], [(0, 20), (20, 10)], 4)
+    'The rule has been applied to 3 of 8 chunks (elements 0 to 7 and 20 to 23), and the others are unchanged.'
+    >>> applied_part([], [(0, 20)], 4)
+    'The rule has been applied to none of 5 chunks: the values are unchanged.'
+    """
+    joined: list[tuple[int, int]] = []
+    num_applied, num_chunks = 0, sum(-(-numel // chunk) for _, numel in parts)
+    for begin, end in sorted(span for span in ranges if span[0] < span[1]):
+        num_applied += -(-(end - begin) // chunk)
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    if not joined:
+        return f"The rule has been applied to none of {num_chunks} chunks: the values are unchanged."
+    elements = " and ".join(f"{begin} to {end - 1}" for begin, end in joined)
+    return (
+        f"The rule has been applied to {num_applied} of {num_chunks} chunks (elements {elements}), and the others are "
+        "unchanged."
+    )
+
+
 class Actor:
     """Applies rules to shards and reads them, one call at a time.
 
@@ -176,10 +206,21 @@ class Actor:
         """Number of chunks of the last call."""
         return int(self._plan[fields.POSITION])
 
+    def applied(self, shards: Shards) -> list[tuple[int, int]]:
+        """Return the ranges of elements that the last call has processed, which is all unless it has failed."""
+        ranges, left = [], self.num_chunks
+        for shift in range(len(shards.parts)):
+            begin, numel = shards.parts[(self._index + shift) % len(shards.parts)]
+            chunks = min(left, -(-numel // shards.chunk_numel))
+            ranges.append((begin, begin + min(chunks * shards.chunk_numel, numel)))
+            left -= chunks
+        return ranges
+
     def apply(self, shards: Shards, data: int, span: tuple[int, int], rule: PreparedRule) -> None:
         """Apply a rule to the elements of `span` that are in `shards`, with the sent values at address `data`.
 
         Raises:
+            RuleFailure: A registered rule has raised; it has been applied to the first `num_chunks` chunks.
             TransportError: A process was killed while it changed one of the chunks.
         """
         if rule.coefficients:
@@ -240,8 +281,16 @@ class Actor:
             _tensor_at(scratch + array * fields.CHUNK_BYTES, end - begin, shards.state_dtype if array else shards.dtype)
             for array in range(1 + rule.num_states)
         ]
-        with torch.no_grad():
-            rule.function(arrays[0], sent, *arrays[1:], *rule.coefficients)
+        forbidden = CallsForbidden(
+            f"rule {rule.name!r} of the parameter server has called torchmpi. A rule runs under the lock of a chunk, "
+            "on any rank and in any thread, where a call that waits for other ranks would never end. Compute with the "
+            "arguments only, and make the call before send() or after wait()."
+        )
+        try:
+            with torch.no_grad(), forbidden:
+                rule.function(arrays[0], sent, *arrays[1:], *rule.coefficients)
+        except (Exception, SystemExit) as error:  # a SystemExit would end a server thread
+            raise RuleFailure("".join(traceback.format_exception_only(type(error), error)).strip()) from error
 
 
 def has_ended(process: int) -> bool:

@@ -17,7 +17,7 @@ from ..communicators import group_of_ranks
 from ..communicators.communicator import Communicator, NullCommunicator
 from ..communicators.levels import Comm
 from ..config import BackendName, CollectiveName, DeviceType, Mode, Span
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DtypeError, rank_prefix
 from . import runtime
 from .runtime import start as start
 from .runtime import stop as stop
@@ -235,7 +235,7 @@ def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
         A contiguous tensor on the CPU.
 
     Raises:
-        ArgumentError: A size is negative.
+        ArgumentError: A size is negative or no whole number; the subclass DtypeError if `dtype` is no dtype.
         NotStartedError: torchmpi is not started.
 
     Example:
@@ -245,9 +245,16 @@ def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
             mpi.allreduce(gradients.fill_(1.0))
     """
     sizes = cast(Sequence[int], shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-    dims = tuple(map(operator.index, sizes))
+    try:
+        dims = tuple(map(operator.index, sizes))
+    except TypeError:
+        raise ArgumentError(
+            f"{rank_prefix()}empty_shared: {sizes!r} is no shape. Pass whole numbers, or one sequence of them."
+        ) from None
     if any(dim < 0 for dim in dims):
-        raise ArgumentError(f"rank {rank()}: empty_shared: the shape {list(dims)} has a negative size.")
+        raise ArgumentError(f"{rank_prefix()}empty_shared: the shape {list(dims)} has a negative size.")
+    if not isinstance(dtype, torch.dtype | None):
+        raise DtypeError(f"{rank_prefix()}empty_shared: dtype={dtype!r} is no dtype. Pass one of torch: torch.float32.")
     return runtime.current().empty_shared(dims, dtype or torch.get_default_dtype())
 
 

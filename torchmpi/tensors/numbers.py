@@ -38,7 +38,7 @@ def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
     if isinstance(value, (numbers.Integral, np.bool_)):
         if not -(1 << 63) <= int(value) < 1 << 63:
             raise DtypeError(
-                f"The integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."
+                f"the integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."
             )
         if op == "avg":
             return _cpu(float(value), torch.float64)

@@ -91,14 +91,9 @@ class DiLoCoUpdate(LocalSGDUpdate):
             raise ArgumentError(
                 f"outer_lr={outer_lr!r} must be greater than zero, outer_momentum={outer_momentum!r} from 0 to below 1."
             )
-        check_whole("overlap_steps", overlap_steps, 0)
-        if overlap_steps > update_frequency:
-            raise ArgumentError(
-                f"overlap_steps={overlap_steps} is more than update_frequency={update_frequency}: an exchange must end "
-                "before the next one."
-            )
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
         self.overlap_steps = overlap_steps
+        self._check_overlap()
         size = self.communicator.size
         self._reduction = GradientReduction(size, size, *transport(compression))
         self._gradient = FlatBuffers(self._parameters, allocate=self._allocate)
@@ -122,6 +117,14 @@ class DiLoCoUpdate(LocalSGDUpdate):
         self._has_anchor = False
         if init_delay == 0:
             self._set_anchor()
+
+    def _check_overlap(self) -> None:
+        check_whole("overlap_steps", self.overlap_steps, 0)
+        if self.overlap_steps > self.update_frequency:
+            raise ArgumentError(
+                f"overlap_steps={self.overlap_steps} is more than update_frequency={self.update_frequency}: an "
+                "exchange must end before the next one."
+            )
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate_flat(numel, self._parameters[0].detach().new_empty(0, dtype=dtype))
@@ -149,6 +152,7 @@ class DiLoCoUpdate(LocalSGDUpdate):
         self._has_anchor = True
 
     def _take_step(self) -> bool:
+        self._check_overlap()  # the period may have been changed
         if not self._has_anchor:
             if self.step + 1 >= self.init_delay:  # greater if update(step) skips steps
                 self._set_anchor()

@@ -25,7 +25,8 @@ class DownpourUpdate(Update):
 
     Args:
         network: The network.
-        send_frequency: Steps for which gradients are accumulated before they are sent.
+        send_frequency: Steps for which gradients are accumulated before they are sent. With a finite `max_staleness`
+            they are also sent at each integration, so that no gradient of a finished round is missing.
         lr: The servers subtract ``lr * gradient``. The attribute ``lr`` may be changed during training.
         local_update: The servers add ``local_update(gradient)``, which may change its argument in place.
         rule: The servers apply this rule to the gradient, for example ``ps.adam(1e-3)``. A parameter without a gradient
@@ -64,7 +65,8 @@ class DownpourUpdate(Update):
                 "local_update=, or the rule= of an optimizer such as adam(1e-3)."
             )
         self.send_frequency, self.lr, self.local_update, self.rule = send_frequency, lr, local_update, rule
-        self._num_accumulated = 0
+        self._bases: list[list[float] | None] = []
+        """For each accumulated gradient: the version of its weights on each server; None if unknown."""
         self._restored: list[Tensor] = []
         """Accumulated gradients of a loaded state, until there are servers."""
 
@@ -77,21 +79,23 @@ class DownpourUpdate(Update):
     def _send(self, integrated: bool) -> None:
         self._settle_send()  # gradients are accumulated in the buffers that are sent
         gradients = [parameter.grad for parameter in self._parameters]
-        self.servers.outgoing.gather(gradients, add=self._num_accumulated > 0)
-        self._num_accumulated += 1
-        if self._num_accumulated >= self.send_frequency:
+        self.servers.outgoing.gather(gradients, add=bool(self._bases))
+        self._bases.append(self._gradient_base)
+        if len(self._bases) >= self.send_frequency or (integrated and self.clock is not None):
             self._send_accumulated()
 
     def _send_accumulated(self) -> None:
-        self._num_accumulated = 0
+        bases, self._bases = self._bases, []
+        known = [base for base in bases if base is not None]
+        base = [sum(each) / len(bases) for each in zip(*known, strict=True)] if len(known) == len(bases) else None
         flat = self.servers.outgoing
         apply_local_update(self.local_update, flat)
-        self._begin_send(self.rule if self.lr is None else scaled_add(-self.lr), flat)
+        self._begin_send(self.rule if self.lr is None else scaled_add(-self.lr), flat, base=base)
 
     def finish(self) -> None:
         """Send the accumulated gradients, wait for the sends of this rank, and leave the clock."""
         try:
-            if self._num_accumulated and not self.is_finished:
+            if self._bases and not self.is_finished:
                 with torch.no_grad():
                     self._send_accumulated()
         finally:
@@ -100,20 +104,20 @@ class DownpourUpdate(Update):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, including accumulated gradients, without the network and the shards."""
         state = super().state_dict()
-        has_own = self._num_accumulated and self._servers is not None
+        has_own = self._bases and self._servers is not None
         accumulated = self.servers.outgoing.clones() if has_own else self._restored
-        return {**state, "num_accumulated": self._num_accumulated, "accumulated": accumulated}
+        return {**state, "num_accumulated": len(self._bases), "accumulated": accumulated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict``; call it before ``start()`` and the first step."""
         super().load_state_dict(state)
-        self._num_accumulated, self._restored = state["num_accumulated"], state["accumulated"]
+        self._bases, self._restored = [None] * state["num_accumulated"], state["accumulated"]
 
     def start(self) -> None:
         """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator."""
         super().start()
         for server in self.servers.servers:
             prepared_for(server, self.rule, f"{server.group.where}: DownpourUpdate")  # not as late as a send
-        if self._num_accumulated:
+        if self._bases:
             self.servers.outgoing.restore(self._restored)
             self._restored = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,15 +47,26 @@ class FetchSchedule(NamedTuple):
         """Return whether this step fetches the values for the next integration."""
         return self.integrates(step + self.prefetch)
 
+    def check(self) -> None:
+        """Raise an ArgumentError unless the numbers can be used."""
+        check_whole("update_frequency", self.update_frequency, 1)
+        check_whole("init_delay", self.init_delay, 0)
+        check_whole("prefetch", self.prefetch, 0)
+        if self.prefetch > self.update_frequency:
+            raise ArgumentError(
+                f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values cannot be "
+                "fetched before the previous integration."
+            )
+
 
 class PeriodicUpdate:
     """Base of all updates: counts steps and keeps metrics. The end of a ``with`` block calls :meth:`finish`."""
 
     def __init__(self, network: nn.Module, *, update_frequency: int, init_delay: int) -> None:
-        check_whole("update_frequency", update_frequency, 1)
-        check_whole("init_delay", init_delay, 0)
         self.network = network
         self.update_frequency, self.init_delay = update_frequency, init_delay
+        """May be changed during training; by all ranks at the same step if the update is collective."""
+        self.schedule.check()
         self.step = 0
         """The number of the next step."""
         self.staleness = StalenessMeter()
@@ -64,6 +75,11 @@ class PeriodicUpdate:
         self.is_finished = False
         self._bytes_sent = self._bytes_received = 0
         self._parameters: list[Tensor] = []
+
+    @property
+    def schedule(self) -> FetchSchedule:
+        """The steps that communicate, by the current values of the options."""
+        return FetchSchedule(self.update_frequency, self.init_delay)
 
     def update(self, step: int | None = None) -> bool:
         """Communicate if this step requires it.
@@ -79,6 +95,7 @@ class PeriodicUpdate:
         if step is not None:
             check_whole("step", step, 0)
             self.step = step
+        self.schedule.check()  # the options may have been changed
         with torch.no_grad():
             changed = self._take_step()
         self.step += 1
@@ -229,17 +246,11 @@ class Update(PeriodicUpdate):
         max_staleness: float = math.inf,
         name: str = "parameters",
     ) -> None:
+        self.prefetch = prefetch
         super().__init__(network, update_frequency=update_frequency, init_delay=init_delay)
-        check_whole("prefetch", prefetch, 0)
-        if prefetch > update_frequency:
-            raise ArgumentError(
-                f"prefetch={prefetch} is more than update_frequency={update_frequency}: values cannot be fetched "
-                "before the previous integration."
-            )
         check_max_staleness(max_staleness)
-        self.schedule = FetchSchedule(update_frequency, init_delay, prefetch)
         self.sharding_communicator, self.dataparallel_communicator = sharding_communicator, dataparallel_communicator
-        self.max_staleness, self.name = max_staleness, name
+        self._max_staleness, self.name = max_staleness, name
         self.num_clients = 0
         self.clock: Clock | None = None
         self._servers: TensorServers | None = None
@@ -249,10 +260,34 @@ class Update(PeriodicUpdate):
         self._num_sends_at_fetch = 0
         self._base: list[float] | None = None
         """For each server: version of the values that were integrated last, without the sends of this rank."""
+        self._gradient_base: list[float] | None = None
+        """The same of the values with which the current gradient was computed, before an integration in this step."""
         self._expected: list[float] | None = None
         """For each server: version that the current send finds if no other rank has sent anything."""
         self._is_sending = False
         self._rounds = 0
+
+    @property
+    def schedule(self) -> FetchSchedule:
+        """The steps that fetch and integrate, by the current values of the options."""
+        return FetchSchedule(self.update_frequency, self.init_delay, self.prefetch)
+
+    @property
+    def max_staleness(self) -> float:
+        """How many integrations a rank may be ahead of the slowest one without waiting."""
+        return self._max_staleness
+
+    @max_staleness.setter
+    def max_staleness(self, value: float) -> None:
+        check_max_staleness(value)
+        if self.clock is not None:
+            self.clock.max_staleness = value
+        elif self._servers is not None and not math.isinf(value):
+            raise ArgumentError(
+                f"{where()}: max_staleness={value!r}: this {type(self).__name__} has started without a limit, and "
+                "counts no rounds. Pass max_staleness= to its constructor."
+            )
+        self._max_staleness = value
 
     def start(self) -> None:
         """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator.
@@ -313,7 +348,9 @@ class Update(PeriodicUpdate):
             if self.step < self.init_delay:
                 return False
             self.start()
-        integrates = self.schedule.integrates(self.step)
+        schedule = self.schedule
+        integrates = schedule.integrates(self.step)
+        self._gradient_base = self._base
         if integrates:
             self._check_parameters()
         if self._is_client:
@@ -325,7 +362,7 @@ class Update(PeriodicUpdate):
             if integrates and self.clock is not None:
                 self._settle_send()  # before other ranks see the end of this round
                 self.clock.advance()
-            if self.schedule.prefetch and self.schedule.fetches(self.step):
+            if schedule.prefetch and schedule.fetches(self.step):
                 self._begin_fetch()
         self.num_integrations += integrates
         if integrates and self._data_parallel is not None:
@@ -343,7 +380,7 @@ class Update(PeriodicUpdate):
 
     def _fetch(self) -> None:
         """Start to receive the values of the servers."""
-        self.servers.fetch("prefetch" if self.schedule.prefetch else "")
+        self.servers.fetch("prefetch" if self.prefetch else "")
 
     def _integrate(self) -> None:
         """Combine the network with the fetched values (:meth:`_fetched`)."""
@@ -364,10 +401,15 @@ class Update(PeriodicUpdate):
         self._base = [server.received_version - own for server in servers.servers]
         return servers.incoming
 
-    def _begin_send(self, rule: str | Rule, flat: FlatBuffers) -> None:
-        """Start to send buffers, which must not be changed before :meth:`_settle_send`."""
+    def _begin_send(self, rule: str | Rule, flat: FlatBuffers, *, base: Sequence[float] | None = ()) -> None:
+        """Start to send buffers, which must not be changed before :meth:`_settle_send`.
+
+        `base` is, for each server, the version of the values from which the buffers were computed, without the sends of
+        this rank; None if unknown. Default: of the values that were integrated last.
+        """
         self._settle_send()
-        self._expected = None if self._base is None else [version + self.num_sends for version in self._base]
+        base = self._base if base == () else base
+        self._expected = None if base is None else [version + self.num_sends for version in base]
         for server, expected in zip(self.servers.servers, self._expected or (), strict=False):
             server.expected_version = expected
         self.servers.send(rule, flat)
@@ -422,10 +464,10 @@ class Update(PeriodicUpdate):
         """
         servers = self.servers
         self._settle_send()
-        servers.fetching = sync_handles(servers.fetching)
-        self._is_fetching = False  # prefetched values are overwritten
-        sync_handles(servers.fetch())
-        servers.incoming.scatter(self._parameters)
+        servers.fetching = sync_handles(servers.fetching)  # prefetched values are overwritten
+        self._num_sends_at_fetch = self.num_sends
+        servers.fetch()
+        self._fetched().scatter(self._parameters)
 
     @property
     def bytes_sent(self) -> int:
