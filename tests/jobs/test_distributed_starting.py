@@ -131,8 +131,8 @@ handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_h
 try:
     dist.init_process_group("gloo")
 except ValueError as error:
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    print("env:// fails:", "RANK expected" in str(error), any("torchmpi" in name for name in frames), flush=True)
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    print("env:// fails:", "RANK expected" in str(error), any("torchmpi" in name for name in modules), flush=True)
 print("handler", handlers["env"].__name__, "mpi4py" in sys.modules, flush=True)
 dist.init_process_group("gloo", init_method="mpi://")
 print("ranks", dist.get_world_size(), "handler", handlers["env"].__name__, flush=True)

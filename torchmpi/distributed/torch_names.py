@@ -47,6 +47,9 @@ ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
 ScatterOptions = c10d.ScatterOptions
 FP16_COMPRESS = c10d.BuiltinCommHookType.FP16_COMPRESS
+has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a ``TorchFunctionMode`` of the program sees the calls of this thread."""
+WithoutFunctionModes = torch._C.DisableTorchFunction
 
 Options = TypeVar("Options")
 
