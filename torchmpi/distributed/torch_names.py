@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import DisableTorchFunction, _is_torch_function_mode_enabled
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, LaunchError
@@ -30,7 +31,7 @@ _NAME_AS_GLOO = f"{NAME}_as_gloo"
 OLDEST = (2, 7)
 """Oldest version of torch of which C++ keeps the Python half of a work."""
 TESTED = ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-"""Minor versions of torch that were run: all tests with 2.13, those of docs/places.md with the others."""
+"""Minor versions of torch that were run: all tests with 2.13, PyTorch's suite with 2.14, docs/places.md with the others."""
 
 Store = c10d.Store
 HashStore = c10d.HashStore
@@ -47,9 +48,9 @@ ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
 ScatterOptions = c10d.ScatterOptions
 FP16_COMPRESS = c10d.BuiltinCommHookType.FP16_COMPRESS
-has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+has_function_mode: Callable[[], bool] = _is_torch_function_mode_enabled
 """Whether a ``TorchFunctionMode`` of the program sees the calls of this thread."""
-WithoutFunctionModes = torch._C.DisableTorchFunction
+WithoutFunctionModes = DisableTorchFunction
 
 Options = TypeVar("Options")
 
