@@ -321,6 +321,37 @@ print("numbers", "right" if numbers == [rank, 2, rank, 2] else numbers, flush=Tr
     said(job(2, code, env={"TORCHMPI_AS_TORCHRUN": "1"}), "numbers right", 2)
 
 
+EXAMPLE = """
+import os
+import torch
+import torch.distributed as dist
+
+names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")  # as ddp/example.py of PyTorch reads them
+found = {name: os.environ[name] for name in names}
+dist.init_process_group("gloo")
+total = torch.tensor(float(found["RANK"]))
+dist.all_reduce(total)
+ports = [None] * 2
+dist.all_gather_object(ports, found["MASTER_PORT"])
+print("sum", total.item(), "ports", len(set(ports)), type(dist.group.WORLD).__module__, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("variable", "module"), [("GLOO", "torchmpi.distributed"), ("TORCHRUN", "torch.distributed")])
+def test_programs_that_read_all_variables_of_torchrun(job, variable, module):
+    """Under an mpirun on one host; with TORCHMPI_AS_TORCHRUN alone, gloo itself finds its ranks by them."""
+    result = job(2, EXAMPLE, env={f"TORCHMPI_AS_{variable}": "1"})
+    assert result.returncode == 0 and result.stdout.count(f"sum 1.0 ports 1 {module}.") == 2, result.output
+
+
+def test_a_missing_variable_of_torchrun_is_explained(job):
+    result = job(2, EXAMPLE, env={"TORCHMPI_AS_TORCHRUN": "0"})  # a variable that is read at import
+    assert result.returncode != 0 and "KeyError: 'MASTER_ADDR'" in result.stderr, result.output
+    assert "does not set MASTER_ADDR, as torchrun does. `torchmpi run -n 2 PROGRAM` sets it" in result.stderr
+
+
 @once
 def test_importing_torch_loads_only_the_registration():
     code = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import zlib
 from datetime import timedelta
 
 from torch._C import _distributed_c10d as c10d
@@ -19,8 +18,6 @@ from . import connect as connect_through_store
 from .stand_in import StandIn
 
 _TIMEOUT = timedelta(minutes=5)
-# Below the ports that systems assign to outgoing connections.
-_FIRST_PORT, _NUM_PORTS = 20000, 12000
 _SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_PROCID")
 
 
@@ -64,7 +61,7 @@ def _store_of_step(found: launcher.Launcher) -> tuple[c10d.Store, int, int]:
     is_one_host = variables["SLURM_STEP_NUM_NODES"] == "1"
     own = network.loopback() if is_one_host else first_host(variables["SLURM_STEP_NODELIST"])
     address = os.environ.get("MASTER_ADDR") or own
-    port = int(os.environ.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS)
+    port = int(os.environ.get("MASTER_PORT") or launcher.port_of(step))
     if found.rank == 0 and not is_one_host:
         logger.info(
             f"srun started {found.num_ranks} processes without an interface for MPI, so that ranks on different hosts "
