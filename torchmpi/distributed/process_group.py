@@ -76,6 +76,8 @@ class ProcessGroup(GroupExecution):
         """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
+        self.for_checkpoints: Any = None
+        """The group on which torch saves checkpoints in the background, if this is the default group."""
         self._num_monitored = 0
         self._buckets: list[int] = []
         """The addresses of the buckets of DDP that this backward pass has reduced, while calls are recorded."""
