@@ -122,19 +122,45 @@ pip_install() {
     return 1
 }
 
-# Of what pip prints: the packages of 10 MB and more, those from local files, and the start of unpacking.
+# Of what pip prints: the packages of 10 MB and more, those from local files, and the start of unpacking; line by line,
+# where awk would read more first.
 show_pip_progress() {
-    awk -v name="$1" '
-        function show(text) { print "  [" name "] " text; fflush() }
-        function package(path) { sub(/.*\//, "", path); split(path, part, "-"); return part[1] " " part[2] }
-        /^ *(Downloading|Using cached) .*\([0-9.]+ [MG]B\)/ {
-            size = $(NF - 1) " " $NF
-            gsub(/[()]/, "", size)
-            if (size ~ /GB/ || size + 0 >= 10) show(package($(NF - 2)) " (" size ")")
-        }
-        /^Processing .*\.whl/ { show(package($2)) }
-        /^Installing collected packages/ && NF > 4 { show("unpacking " NF - 3 " packages") }
-    '
+    local line commas pattern='^ *(Downloading|Using cached) (.*/)?([^-]+)-([^-]+)[^ ]* \(([0-9]{2,}(\.[0-9]+)? MB|[0-9.]+ GB)\)'
+    while IFS= read -r line; do
+        if [[ $line =~ $pattern ]]; then
+            say "  [$1] ${BASH_REMATCH[3]} ${BASH_REMATCH[4]} (${BASH_REMATCH[5]})"
+        elif [[ $line =~ ^Processing\ (.*/)?([^-]+)-([^-]+).*\.whl ]]; then
+            say "  [$1] ${BASH_REMATCH[2]} ${BASH_REMATCH[3]}"
+        elif [[ $line == "Installing collected packages:"*,* ]]; then
+            commas=${line//[^,]/}
+            say "  [$1] unpacking $((${#commas} + 1)) packages"
+        fi
+    done
+}
+
+# ---- PyTorch for machines without a GPU --------------------------------------------------------------------------
+
+has_nvidia_driver() {
+    [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || type -P nvidia-smi >/dev/null
+}
+
+# choose_torch_index: sets `torch_index`, an index beside pip's own, and says how much PyTorch is. The package index has it
+# with the libraries of CUDA only, of which a machine without a driver can use nothing.
+choose_torch_index() {
+    local cpu_index=https://download.pytorch.org/whl/cpu
+    [ -z "${torch_index+set}" ] || return 0
+    torch_index=${TORCH_INDEX-}
+    if [ -n "${TORCH_INDEX+set}" ] || has_nvidia_driver; then
+        say "PyTorch with CUDA is 3 GB to download, and 5 GB on the disk in each environment; without, 0.2 and 1 GB."
+    elif timeout -k 1 8 "$python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' \
+        "$cpu_index/torch/" >/dev/null 2>&1; then
+        torch_index=$cpu_index
+        say "There is no NVIDIA driver here: PyTorch comes from $cpu_index (0.2 GB), unless TORCH_INDEX is set."
+    else
+        say "There is no NVIDIA driver here, but $cpu_index, which has PyTorch without CUDA (0.2 GB), does not answer."
+        say "That of the package index may have CUDA: 3 GB to download, and 5 GB on the disk in each environment."
+        say "To avoid that, interrupt this and name another index that has it without: TORCH_INDEX=URL $0"
+    fi
 }
 
 # install_requirements NAME EXTRA...: everything but torchmpi itself. May run for several environments at once.
@@ -144,9 +170,11 @@ install_requirements() {
     make_venv "$home"
     rm -f "$home/installed" "$home/pip.log"
     requirements "$@" >"$home/requirements.txt"
-    say "Installing into $home (the first time takes a minute or two):"
+    choose_torch_index
+    [ -z "$torch_index" ] || options=(--extra-index-url "$torch_index")
+    say "Installing into $home, which takes minutes the first time, by the network and the disk:"
     # Most modules are never imported; Python compiles the others when they are imported first, unless it may not.
-    [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || options=(--no-compile)
+    [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || options+=(--no-compile)
     pip_install "$name" ${options[@]+"${options[@]}"} -r "$home/requirements.txt" -c "$checkout/constraints.txt"
 }
 

@@ -12,6 +12,10 @@ Makes one private environment per MPI under .venv/ (the first time only) and run
 tests that launch jobs, and the tests that run on 1, 2, 3 and 4 ranks. Ends with a table and one line of sums; the
 status is 0 only if nothing failed. Full logs: build/test/.
 
+The limit for everything is 75 minutes, with --complete four hours; two free cores need about half of it, with --quick
+some minutes. A slow suite may use what is left of the limit; a test that hangs fails, and so does a suite that prints
+nothing for a quarter of an hour.
+
   --quick        one MPI, 1 and 2 ranks, no job tests
   --complete     every test under every MPI and on 1, 2, 3 and 4 ranks, before a release; otherwise a test runs on the numbers of
                  ranks of its marker, and one that is the same under every MPI under one of them
@@ -22,18 +26,21 @@ status is 0 only if nothing failed. Full logs: build/test/.
 
 Environment: PYTHON, the interpreter to use; VENV_DIR, where the private environments go (default .venv); HOSTFILE, a
 file with hosts that have this checkout at the same path: tests/mpi then runs on their ranks, the other tests here;
-OMPI_OPTIONS, words for the mpirun of Open MPI, such as "--map-by node" (with --mpi openmpi).
+OMPI_OPTIONS, words for the mpirun of Open MPI, such as "--map-by node" (with --mpi openmpi); TORCH_INDEX, an index that
+has PyTorch for this machine (docs/install.md).
 As root, kernel.sched_autogroup_enabled is set to 0 until the tests have ended.
 HELP
 }
 
-time_limit=4500 # seconds for everything; what is left of it limits each suite
-mpis="openmpi mpich" sizes="1 2 3 4" quick=no complete=no mpi_limit=600 pytest_options=()
+time_limit=4500   # seconds for everything; what is left of it limits each suite
+silence_limit=900 # seconds without output after which a suite hangs; longer than the limits of tests, which print stacks
+slow_seconds=600  # of a suite that takes longer, the slowest tests are listed
+mpis="openmpi mpich" sizes="1 2 3 4" quick=no complete=no pytest_options=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --quick) quick=yes mpis=openmpi sizes="1 2" ;;
-        --complete) complete=yes time_limit=14400 mpi_limit=2400 ;;
+        --complete) complete=yes time_limit=14400 ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
         --system) mpis+=" system" ;;
         -k) pytest_options=(-k "${2:?-k wants an expression}"); shift ;;
@@ -45,6 +52,7 @@ done
 logs=$checkout/build/test
 table=()
 failed_logs=()
+slow_suites=()
 num_passed=0 num_failed=0 num_skipped=0
 
 # Whatever takes long runs in the background in a process group of its own and is waited for, so that Ctrl-C and SIGTERM
@@ -117,6 +125,7 @@ begin_installing() {
         esac
     done
     rmdir "$turn" 2>/dev/null # of a run that was interrupted
+    [ ${#missing[@]} = 0 ] || choose_torch_index
     for name in ${missing[@]+"${missing[@]}"}; do
         extras_of "$name"
         start install_environment "$name" "${extras[@]}"
@@ -154,25 +163,25 @@ outcome() {
 
 # record NAME STATUS SECONDS PASSED FAILED SKIPPED [NOTE]
 record() {
+    [ "$4" = 0 ] || [ ${#pytest_options[@]} -gt 0 ] || printf '%s %s\n' "$1" "$3" >>"$durations"
     table+=("$(printf '%-22s %-7s %6s %6s %7s %8s  %s' "$1" "$([ "$5" = 0 ] && echo ok || echo FAILED)" "$4" "$5" "$6" "$3" "${7:-}")")
     num_passed=$((num_passed + $4)) num_failed=$((num_failed + $5)) num_skipped=$((num_skipped + $6))
     [ "$5" = 0 ] || failed_logs+=("$logs/$1.log")
+    [ "$3" -le $slow_seconds ] || slow_suites+=("$1 $3")
 }
 
-# begin NAME SECONDS COMMAND...: start a suite, with its output in a log; several may run at once. A check without counts is
-# one test.
+# begin NAME COMMAND...: start a suite, with its output in a log; several may run at once. A check without counts is one
+# test. $durations has the seconds of each suite in the last run.
 begin() {
-    local name=$1 limit=$2 kind=check
-    shift 2
-    if [ $((time_limit - SECONDS)) -lt "$limit" ]; then
-        limit=$((time_limit - SECONDS))
-    fi
+    local name=$1 limit=$((time_limit - SECONDS)) kind=check before
+    shift
+    : >"$logs/$name.log"
     if [ "$limit" -lt 5 ]; then
-        : >"$logs/$name.log"
         record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
         return
     fi
-    printf '\n== %s: %s\n' "$name" "$*"
+    before=$(awk -v name="$name" '$1 == name { seconds = $2 } END { print seconds }' "$durations" 2>/dev/null)
+    printf '\n== %s%s: %s\n' "$name" "${before:+ ($before s in the last run)}" "$*"
     case " $* " in *" pytest "*) kind=pytest ;; esac
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
@@ -180,6 +189,20 @@ begin() {
     start timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
     running+=("$started")
     begun+=("$name $started $limit $(date +%s) $kind")
+    end_when_silent "$started" "$logs/$name.log" &
+}
+
+# end_when_silent PROCESS LOG: ends a suite that prints nothing; a file beside the log tells judge().
+end_when_silent() {
+    rm -f "$2.silent"
+    while sleep 1 && kill -0 "$1" 2>/dev/null; do
+        if [ $(($(date +%s) - $(date -r "$2" +%s))) -gt $silence_limit ]; then
+            : >"$2.silent"
+            kill -INT "$1"
+            sleep 20
+            kill -KILL -- "-$1" 2>/dev/null
+        fi
+    done
 }
 
 # finish [NAME]: show the suites that were begun, one after the other, and judge them; that of this name continues.
@@ -219,9 +242,10 @@ judge() {
     fi
     case $status in
         0) ;;
-        124 | 137) note="stopped after $limit seconds" ;;
+        124 | 137) note="stopped after $limit seconds, the end of the $time_limit for all suites" ;;
         *) note="status $status" ;;
     esac
+    [ ! -f "$log.silent" ] || note="stopped: nothing printed for $silence_limit seconds"
     # A crash, a hang or a failure on another rank than 0 leaves no count behind.
     if [ "$status" != 0 ] && [ "$failed" = 0 ]; then
         failed=1
@@ -240,7 +264,7 @@ how_it_ended() {
 pytest_suite() {
     local name=$1
     shift
-    begin "$name" 2700 python -m pytest --color=no -q --durations=25 -o faulthandler_timeout=600 "$@" \
+    begin "$name" python -m pytest --color=no -q --durations=25 -o faulthandler_timeout=600 "$@" \
         ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
@@ -278,8 +302,8 @@ mpi_suites() {
         use_environment "$name"
         share_of_ranks "$name" "$ranks"
         launch_command "$ranks"
-        begin "$name-n$ranks" "$mpi_limit" "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
-            python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q tests/mpi \
+        begin "$name-n$ranks" "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
+            python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q --durations=10 tests/mpi \
             ${only[@]+"${only[@]}"} ${pytest_options[@]+"${pytest_options[@]}"}
     done
     finish unit
@@ -296,14 +320,18 @@ cd "$checkout" || exit 1
 export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
+durations=$logs/durations
+say "The tests may take $((time_limit / 60)) minutes; two free cores need about half of it$(
+    [ $quick = no ] || printf ', and --quick some minutes'
+)."
 begin_installing
 turn_autogroups_off
 # The last environment has the fewest packages, and is there while others are still being installed.
 wait_for_environments "${mpis##* }"
 use_environment "${mpis##* }"
 # One process each: these run side by side, with the tests on one rank.
-begin types 240 python -m mypy
-begin lint 120 python -m ruff check --output-format concise .
+begin types python -m mypy
+begin lint python -m ruff check --output-format concise .
 # Beside all others, in the time that these sleep or wait. In the end it uses the cache of mypy.
 pytest_suite unit tests/unit tests/test_architecture.py
 renice -n 10 -g "$started" >/dev/null 2>&1
@@ -342,6 +370,11 @@ if [ ${#failed_logs[@]} -gt 0 ]; then
         sed "s|^|$(basename "$log" .log): |; \$a\\" < <(grep -aE '^(FAILED|ERROR) ' "$log" || how_it_ended "$log")
     done
 fi
+for entry in ${slow_suites[@]+"${slow_suites[@]}"}; do
+    read -r name seconds <<<"$entry"
+    printf '\n== %s took %s seconds; its slowest tests:\n' "$name" "$seconds"
+    grep -aE '^[0-9.]+s (call|setup|teardown) ' "$logs/$name.log" | sort -rn | head -n 10
+done
 say ""
 printf '%-22s %-7s %6s %6s %7s %8s\n' suite result passed failed skipped seconds
 printf '%s\n' "${table[@]}"

@@ -57,6 +57,25 @@ def failing(job, tmp_path):
     return run
 
 
+@any_mpi
+def test_a_mismatch_of_two_threads_names_them(failing):
+    """Regression: the hint was a call under `if rank == ...`."""
+    code = """
+def log():
+    for _ in range(200):
+        if rank:
+            time.sleep(0.002)
+        dist.all_reduce(torch.ones(7))
+
+threading.Thread(target=log, name="logger").start()
+for _ in range(10000):
+    dist.all_reduce(ones)
+"""
+    result = failing(code, n=2)
+    assert "Several threads of this rank are in calls (MainThread, logger)" in result.stderr, result.output
+    assert "a group of its own: dist.new_group()" in result.stderr
+
+
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 

@@ -131,8 +131,8 @@ handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_h
 try:
     dist.init_process_group("gloo")
 except ValueError as error:
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    print("env:// fails:", "RANK expected" in str(error), any("torchmpi" in name for name in frames), flush=True)
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    print("env:// fails:", "RANK expected" in str(error), any("torchmpi" in name for name in modules), flush=True)
 print("handler", handlers["env"].__name__, "mpi4py" in sys.modules, flush=True)
 dist.init_process_group("gloo", init_method="mpi://")
 print("ranks", dist.get_world_size(), "handler", handlers["env"].__name__, flush=True)
@@ -319,6 +319,37 @@ rank = dist.get_rank()
 print("numbers", "right" if numbers == [rank, 2, rank, 2] else numbers, flush=True)
 """
     said(job(2, code, env={"TORCHMPI_AS_TORCHRUN": "1"}), "numbers right", 2)
+
+
+EXAMPLE = """
+import os
+import torch
+import torch.distributed as dist
+
+names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")  # as ddp/example.py of PyTorch reads them
+found = {name: os.environ[name] for name in names}
+dist.init_process_group("gloo")
+total = torch.tensor(float(found["RANK"]))
+dist.all_reduce(total)
+ports = [None] * 2
+dist.all_gather_object(ports, found["MASTER_PORT"])
+print("sum", total.item(), "ports", len(set(ports)), type(dist.group.WORLD).__module__, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("variable", "module"), [("GLOO", "torchmpi.distributed"), ("TORCHRUN", "torch.distributed")])
+def test_programs_that_read_all_variables_of_torchrun(job, variable, module):
+    """Under an mpirun on one host; with TORCHMPI_AS_TORCHRUN alone, gloo itself finds its ranks by them."""
+    result = job(2, EXAMPLE, env={f"TORCHMPI_AS_{variable}": "1"})
+    assert result.returncode == 0 and result.stdout.count(f"sum 1.0 ports 1 {module}.") == 2, result.output
+
+
+def test_a_missing_variable_of_torchrun_is_explained(job):
+    result = job(2, EXAMPLE, env={"TORCHMPI_AS_TORCHRUN": "0"})  # a variable that is read at import
+    assert result.returncode != 0 and "KeyError: 'MASTER_ADDR'" in result.stderr, result.output
+    assert "does not set MASTER_ADDR, as torchrun does. `torchmpi run -n 2 PROGRAM` sets it" in result.stderr
 
 
 @any_mpi

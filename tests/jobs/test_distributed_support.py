@@ -33,6 +33,9 @@ NO_FEATURES = {
     "is_torchelastic_launched", "get_debug_level", "init_process_group", "reduce_op", "group",
 }  # fmt: skip
 
+NEEDS_NCCL = ("Communication hooks", "`bf16_compress_hook`")
+"""Works if PyTorch has been built with NCCL; the page has what its builds for CPUs do."""
+
 Key = tuple[str, str]
 Cells = dict[Key, str]
 """By section and name of a feature."""
@@ -129,6 +132,9 @@ def test_the_tables_are_current(column, launch, tmp_path):
     fresh = cells_from(rows)
     fatal = [name for (_, name), cell in fresh.items() if "ends the process" in cell]
     assert len(fatal) == (result.returncode != 0), f"{fatal}\n{result.output}"
+    if dist.is_nccl_available():
+        assert fresh[NEEDS_NCCL] == "yes"
+        fresh[NEEDS_NCCL] = cells_of(shown(), column)[NEEDS_NCCL]
     if os.environ.get("REWRITE_TABLES"):
         rewrite(column, fresh)
     assert cells_of(shown(), column) == fresh, how_it_differs(column, fresh)

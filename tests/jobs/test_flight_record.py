@@ -99,7 +99,7 @@ mpi.stop()
     assert {len(group.calls) for group in record.groups if group.name == "world"} == {1024}
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_a_common_parent_of_two_jobs_is_refused(alone, tmp_path):
     """Regression: the records of both jobs were mixed, as if they were of one."""
     script, out = tmp_path / "parent.py", str(tmp_path / "out")

@@ -59,7 +59,7 @@ def test_dataloader_workers_by_fork(after_forks):
     assert after_forks.stdout.count(f"total {2 * 2 * sum(range(64)):.1f}") == 2, after_forks.output
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_workers_of_every_start_method_get_one_message(job):
     """A call in the dataset, and start() in worker_init_fn, which made a second job; on rank 0 only, it waited."""
     code = """

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import job_environment, search_path
+from conftest import is_open_mpi, job_environment, search_path
 
 LIMIT_SECONDS = 60
 PROGRAM = """
@@ -93,12 +93,14 @@ def in_terminal(command: list[str], *, press: str, after: str, num_times: int) -
 @pytest.mark.parametrize("number, options", (
     (signal.SIGTERM, ()),
     (signal.SIGKILL, ()),
+    (signal.SIGKILL, ("--verbose",)),
+    (signal.SIGKILL, ("--timeout", "200")),
     pytest.param(signal.SIGKILL, ("--without-mpi",), marks=pytest.mark.any_mpi),
-), ids=("terminated", "killed", "without MPI"))  # fmt: skip
+), ids=("terminated", "killed", "torchmpi run killed", "supervisor killed", "without MPI"))  # fmt: skip
 def test_the_end_of_the_launcher_ends_everything(tmp_path, mpirun, number, options):
     """SIGTERM, as a scheduler sends it to mpirun: neither a rank that sleeps nor one that waits in a call survives.
 
-    Regression: after SIGKILL the ranks went on for ever, except those of MPICH.
+    Regression: after SIGKILL the ranks went on for ever, except those of MPICH; all of them with a time limit.
     """
     script = tmp_path / "job.py"
     line = f"""
@@ -129,13 +131,48 @@ mpi.allreduce(torch.ones(3))
     finally:
         process.kill()
     assert process.returncode != 0
-    assert ("received SIGTERM, which ends the job. It was at " in stderr) == (number == signal.SIGTERM), stderr
+    is_terminated = number == signal.SIGTERM or "--timeout" in options  # mpirun gets SIGTERM when its parent is killed
+    assert ("received SIGTERM, which ends the job. It was at " in stderr) == is_terminated, stderr
     for file in files:
         for _ in range(100):
             if not _alive(int(file.read_text())):
                 break
             time.sleep(0.1)
         assert not _alive(int(file.read_text())), stderr
+
+
+SESSION = """
+import os, time
+own = [name for name, number in (("session", os.getsid(0)), ("group", os.getpgid(0))) if number == os.getpid()]
+print("leads", *own, os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks that share cores share a session")
+def test_each_rank_has_a_session_and_job_control(tmp_path, mpirun):
+    """Regression: the ranks of Open MPI got the share of one program of the cores. Ctrl-Z stops them as before."""
+    (tmp_path / "job.py").write_text(SESSION)
+    command = [sys.executable, "-m", "torchmpi", "run", "-n", "2", str(tmp_path / "job.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=job_environment(search_path()))
+    assert process.stdout is not None
+    try:
+        lines = [process.stdout.readline().split() for _ in range(2)]
+        assert [words[:3] for words in lines] == [["leads", "session", "group"]] * 2
+        if is_open_mpi(mpirun[0]):  # MPICH's stops itself only
+            ranks = [int(words[3]) for words in lines]
+            for number, state in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "S")):
+                process.send_signal(number)
+                limit = time.monotonic() + LIMIT_SECONDS
+                while [_state(rank) for rank in ranks] != [state] * 2 and time.monotonic() < limit:
+                    time.sleep(0.05)
+                assert [_state(rank) for rank in ranks] == [state] * 2
+        process.terminate()
+        process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    assert not any(_alive(int(words[3])) for words in lines)
 
 
 COUNTING = """
@@ -193,11 +230,15 @@ def signaled(
 
 
 def _alive(pid: int) -> bool:
+    return _state(pid) not in ("", "Z")
+
+
+def _state(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+            return stat.read().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return ""
 
 
 STOPPING = """

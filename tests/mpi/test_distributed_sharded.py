@@ -83,6 +83,22 @@ def test_checkpoint_round_trip(agree, folder, asynchronous):
     agree.equal(num_files, dist.get_world_size())
 
 
+def test_training_continues_during_an_async_save(agree, folder):
+    """Regression: both used the default group, and the order of their calls differed between the ranks."""
+    model = DDP(net())
+    optimizer = adam(model.parameters())
+    saves = []
+    for number in range(3):
+        saves.append(dcp.async_save({"model": model.module.state_dict()}, checkpoint_id=folder / str(number)))
+        train(model, optimizer, share())
+        saves[-1].result()
+    restored = {"model": net(seed=8).state_dict()}
+    dcp.load(restored, checkpoint_id=folder / "0")
+    agree(same_everywhere(values(model)), "ranks differ")
+    for name, saved in net().state_dict().items():
+        agree.equal(restored["model"][name], saved)
+
+
 def test_checkpoint_of_shards_becomes_an_ordinary_file(agree, folder):
     """Saved on all ranks, and read by one rank without a group into a model without shards."""
     training = Training(3)

@@ -115,6 +115,8 @@ def _module_to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_devices(original: Callable[..., None]) -> Callable[..., None]:
     def init(*args: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
-        original(*args, **kwargs)
+        # For mixed precision it makes a stream, which is one of a GPU where PyTorch has been built with CUDA.
+        with mock.patch.object(torch, "Stream", functools.partial(torch.Stream, device="cpu")):
+            original(*args, **kwargs)
 
     return init

@@ -34,6 +34,7 @@ PROCESS = ProcessFacts(
     cores=list(range(8)),
     num_cpus=8,
     num_physical_cores=8,
+    session=None,
     cpu_quota=None,
     start_method="fork",
     has_infiniband=False,

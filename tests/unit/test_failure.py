@@ -24,7 +24,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import torchmpi
-from torchmpi.errors import MismatchError
+from torchmpi.errors import ArgumentError, MismatchError
 from torchmpi.session import deadlock, failure, launcher, mpi_library, program_lines, report, signals, stacks
 
 
@@ -238,6 +238,35 @@ def test_a_report_of_many_ranks_has_at_most_40_lines():
     odd = {rank: report.Activity("barrier()", 0.0, "") for rank in range(1, 2000, 2)}
     (line,) = report.about_others(odd)
     assert line.startswith("  ranks 1, 3, 5") and len(line) < 120, line
+
+
+def _deep(number):
+    return report_of_torchmpi() if number == 0 else _deep_too(number)
+
+
+def _deep_too(number):
+    return _deep(number - 1)
+
+
+def report_of_torchmpi():
+    from torchmpi.tensors import buffers
+
+    buffers.check(torch.ones(2, 2).to_sparse(), "allreduce")
+
+
+def test_a_long_traceback_keeps_the_frames_of_the_program():
+    """Regression: "... 20 lines ..." stood in the place of the program's own functions."""
+    for depth in (30, 1):
+        try:
+            _deep(depth)
+        except ArgumentError:
+            text = traceback.format_exc()
+        own = [line for line in text.splitlines() if "test_failure.py" in line]
+        lines = report.shortened(text).splitlines()
+        assert [line for line in lines if "test_failure.py" in line] == own
+        assert lines[-1] == text.splitlines()[-1] and "the tensor is sparse" in lines[-1]
+        assert any("buffers.py" in line for line in lines) == (depth == 1)
+        assert any("lines of torchmpi ..." in line for line in lines) == (depth == 30)
 
 
 def test_stacks_are_read_without_garbage_collection(monkeypatch):

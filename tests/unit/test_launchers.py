@@ -98,6 +98,35 @@ def test_variables_of_torch():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("text", [f"PMIX_NAMESPACE=prterun-a-7@1 {_OPEN_MPI}", _HYDRA], ids=["Open MPI", "MPICH"])
+def test_address_for_programs_that_read_one(text):
+    """Of several hosts, ranks do not know the first one."""
+    assert launcher.torch_address(_environment(text)) == {}
+    one_host = text.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4").replace("LOCALNRANKS=2", "LOCALNRANKS=4")
+    address = launcher.torch_address(_environment(one_host))
+    assert address["MASTER_ADDR"] == "127.0.0.1" and 20000 <= int(address["MASTER_PORT"]) < 32000
+    other_rank = one_host.replace("RANK=3", "RANK=2").replace("LOCALRANKID=1", "LOCALRANKID=0")
+    assert launcher.torch_address(_environment(other_rank)) == address
+
+
+def test_without_a_launcher_there_is_no_address():
+    assert launcher.torch_address({}) == launcher.torch_address(_environment(_TORCHRUN)) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "variable", "remedy"),
+    [
+        (_OPEN_MPI, "LOCAL_RANK", "TORCHMPI_AS_TORCHRUN=1: then the line `import torch` sets it"),
+        (_OPEN_MPI, "MASTER_ADDR", "mpirun -x MASTER_ADDR=HOST"),
+        (_HYDRA, "RANK", "`torchmpi run -n 4 PROGRAM`"),
+    ],
+)
+def test_what_to_do_about_a_missing_variable(monkeypatch, text, variable, remedy):
+    for name, value in _environment(text).items():
+        monkeypatch.setenv(name, value)
+    assert remedy in launcher.about_missing(variable) and f"does not set {variable}" in launcher.about_missing(variable)
+
+
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [("a1", "a1"), ("a1,b2", "a1"), ("h[0-1]", "h0"), ("n[008-011,20],x7", "n008"), ("r[2-3]n[0-7],z", "r2n0")],

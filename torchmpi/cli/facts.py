@@ -53,6 +53,8 @@ class ProcessFacts:
     """CPUs of the machine, allowed to this process or not."""
     num_physical_cores: int
     """Physical cores behind `cores`."""
+    session: int | None
+    """The session of the process; None: Linux does not divide the cores between sessions."""
     cpu_quota: float | None
     """CPU limit of this container, in CPUs; None: no limit."""
     start_method: str
@@ -246,6 +248,7 @@ def process_facts() -> ProcessFacts:
         cores=cores,
         num_cpus=os.cpu_count() or 1,
         num_physical_cores=len(set(physical.values())) if physical else len(cores),
+        session=os.getsid(0) if affinity.has_autogroups() else None,
         cpu_quota=None if math.isinf(quota) else quota,
         # get_start_method() alone would fix the method
         start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],

@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> None:
         if found.rank is None:
             sys.exit("torchmpi run: mpirun has not set the variables that tell a rank its number. Start mpirun itself.")
         _set_variables(launcher.torch_variables(), options.master)
+    if found.local_size and found.local_size <= len(os.sched_getaffinity(os.getppid())):
+        _begin_session()  # ranks that share cores yield them to each other, which works within a session only
     if options.bind:
         _bind(found.local_rank, found.local_size)
     if options.gpu:
@@ -73,6 +75,18 @@ def _set_variables(variables: dict[str, str], master: str) -> None:
     os.environ.setdefault("MASTER_PORT", port)
     # It distinguishes the rank from its child processes, which inherit the other variables.
     os.environ["TORCHMPI_RUN_PID"] = str(os.getpid())
+
+
+def _begin_session() -> None:
+    """Make this process the leader of a session, as MPICH and torchrun do: Linux may divide the cores between sessions.
+
+    The ranks of Open MPI then together get the share of one (`sched_autogroup_enabled`). The process group keeps its
+    number, which is that of this process, and to which Open MPI sends signals.
+    """
+    with suppress(OSError):  # it is the leader already; its group has other processes
+        if os.getpgid(0) == os.getpid():
+            os.setpgid(0, os.getpgid(os.getppid()))  # the leader of a group cannot begin a session
+        os.setsid()
 
 
 def _bind(local_rank: int | None, local_size: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import signal
 import subprocess
@@ -28,6 +29,8 @@ _RETURN_SECONDS = 60.0
 _TERMINATION_SECONDS = 10.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _USER = (signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_LIBC = ctypes.CDLL(None)
 OnSignal = Callable[[int, FrameType | None], None]
 
 
@@ -80,6 +83,11 @@ class Limits(NamedTuple):
     """Smallest number of ranks with which the job is restarted after hosts are lost."""
     seconds: float | None
     """Time limit of all starts together; None: no limit."""
+
+
+def _end_with_parent() -> None:
+    """Let the system end mpirun, and with it the ranks, when this process is killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Supervisor:
@@ -136,7 +144,7 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _run_once(self, lost: Sequence[str], variables: Mapping[str, str]) -> int:
-        self._process = subprocess.Popen(self._job.command(lost, variables))
+        self._process = subprocess.Popen(self._job.command(lost, variables), preexec_fn=_end_with_parent)
         if self._received is not None:  # it came before there was a process
             self._process.send_signal(self._received)
         try:

@@ -15,10 +15,9 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from time import monotonic_ns
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import MismatchError, StallError
@@ -60,6 +59,7 @@ from ..tensors.dtypes import OPS, from_code, short_name
 from ..timeline import events
 from .conditions import sleep_until
 from .flight_record import STARTS, WRITERS, Ring
+from .mismatches import mismatch_error, mismatch_message
 from .status_board import StatusBoard, request_status
 
 COLLECTIVES = (
@@ -541,43 +541,3 @@ def how_it_left(field: int) -> str:
     ('left by sys.exit(3)', 'reached the end of its program')
     """
     return f"left by sys.exit({field - EXIT_STATUS})" if field >= EXIT_STATUS else "reached the end of its program"
-
-
-def mismatch_error(message: str, calls: Mapping[int, str]) -> MismatchError:
-    """Return the error for ranks that made different calls."""
-    error = MismatchError(message)
-    error.calls = calls
-    return error
-
-
-def mismatch_message(name: str, calls: Mapping[int, str], left: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return the message for ranks that made different calls; `left` describes the ranks at the end of their programs.
-
-    >>> mismatch_message("world", {0: "barrier()", 1: "stop()"}, {1: "left by sys.exit(3)"})[54:106]
-    'rank 0 called barrier(); rank 1 left by sys.exit(3).'
-    """
-    listing = "; ".join(f"rank {rank} {left.get(rank) or f'called {call}'}" for rank, call in sorted(calls.items()))
-    return (
-        f"The ranks of communicator {name} made different calls: {listing}. All ranks must make the same calls in the "
-        "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
-        f"rank that ran out of data (torchmpi.nn.join).{_closure_hint()}"
-    )
-
-
-def _closure_hint() -> str:
-    """Return the usual reason for differing calls if the current call is made by a closure of an optimizer.
-
-    >>> _closure_hint()
-    ''
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "step" and callable(frame.f_locals.get("closure")):
-            name = type(frame.f_locals.get("self")).__name__
-            return (
-                f" The call of this rank was made by the closure of {name}.step(): an optimizer that calls its closure "
-                "several times decides by the loss how often, which must return the loss averaged over the "
-                "ranks, as the step() of a torchmpi.nn.DistributedOptimizer does."
-            )
-    return ""

@@ -29,12 +29,13 @@ from ..timeline.clocks import tick_clock
 from . import splits
 from .algorithms import algorithm_name
 from .call_counts import CallCounts
-from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
+from .call_log import Call, CallLog, call_code, call_names, how_it_left
 from .call_queue import CallQueue
 from .conditions import broadcast_short, on_all
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
 from .message_record import Channels
+from .mismatches import mismatch_error, mismatch_message
 from .plan import Plan
 from .release import Key, MessageCounter, register, retire
 from .shown_calls import ShownTask, message_sizes
@@ -354,8 +355,7 @@ class Group:
         """Exchange the signatures of the current call on `comm`, and raise on all ranks if they differ."""
         MPI = self.context.MPI
         header = np.zeros(4 + _HEADER_DIMS, np.int64)
-        header[:4] = self.context.exit_field, self.call_log.seq, code, len(shape)
-        header[4 : 4 + len(shape)] = shape[:_HEADER_DIMS]
+        header[: 4 + len(shape)] = self.context.exit_field, self.call_log.seq, code, len(shape), *shape[:_HEADER_DIMS]
         headers = np.empty((self.size, header.size), np.int64)
         comm.Allgather((header, MPI.INT64_T), (headers, MPI.INT64_T))
         if (headers[:, 1:] == header[1:]).all():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 
@@ -13,7 +13,7 @@ from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
 from ..tensors.dtypes import DIVISIBLE_INTEGERS
-from .torch_names import Options, ReduceOp, factor_of, new_options
+from .torch_names import Options, ReduceOp, WithoutFunctionModes, factor_of, has_function_mode, new_options
 
 Entry = TypeVar("Entry")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -84,6 +84,22 @@ def options_of(kind: type[Options], **fields: Any) -> Options:
     return options
 
 
+def apart_from_modes(method: Method) -> Method:
+    """Hide the tensors of a call from a ``TorchFunctionMode`` of the program, as calls of a backend in C++ do.
+
+    Where torch.compile is active, torch 2.14 compiles the mode, and answers with one attribute of a tensor for another.
+    """
+
+    @functools.wraps(method)
+    def call(group: Any, *arguments: Any, **named: Any) -> Any:
+        if not has_function_mode():
+            return method(group, *arguments, **named)
+        with WithoutFunctionModes():
+            return method(group, *arguments, **named)
+
+    return cast(Method, call)
+
+
 def overloaded(kind: type[Any], num_tensors: int, *fields: str) -> Callable[[Method], Method]:
     """Let a method accept both of torch's overloads.
 
@@ -93,6 +109,7 @@ def overloaded(kind: type[Any], num_tensors: int, *fields: str) -> Callable[[Met
 
     def decorate(method: Any) -> Any:
         @functools.wraps(method)
+        @apart_from_modes
         def call(group: Any, *arguments: Any, **named: Any) -> Any:
             if named or len(arguments) != num_tensors + 1 or type(arguments[-1]) is not kind:
                 tensors, given = arguments[:num_tensors], arguments[num_tensors:]

@@ -28,7 +28,19 @@ from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
 from ..timeline import events
 from . import bucket_memory, monitored, torch_names, transfers
-from .arguments import alike, divide, is_composed, op_name, options_of, overloaded, run_on_all, scale, scaled, single
+from .arguments import (
+    alike,
+    apart_from_modes,
+    divide,
+    is_composed,
+    op_name,
+    options_of,
+    overloaded,
+    run_on_all,
+    scale,
+    scaled,
+    single,
+)
 from .execution import GroupExecution, Tensors
 from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
 from .torch_names import (
@@ -64,6 +76,8 @@ class ProcessGroup(GroupExecution):
         """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
+        self.for_checkpoints: Any = None
+        """The group on which torch saves checkpoints in the background, if this is the default group."""
         self._num_monitored = 0
         self._buckets: list[int] = []
         """The addresses of the buckets of DDP that this backward pass has reduced, while calls are recorded."""
@@ -74,6 +88,9 @@ class ProcessGroup(GroupExecution):
         self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> dist.Work:
         """Reduce one tensor or several of all ranks, in place; torch also accepts an operation in place of options."""
+        if torch_names.has_function_mode():
+            with torch_names.WithoutFunctionModes():
+                return self.allreduce(tensors, opts, timeout, op=op)
         others: Sequence[torch.Tensor] = ()
         if type(tensors) is list and len(tensors) == 1 and type(opts) is AllreduceOptions:
             tensor = tensors[0]  # the usual arguments, without function calls: a short call takes 2 us in all
@@ -152,6 +169,7 @@ class ProcessGroup(GroupExecution):
 
         return self._launch(task, tensors, tensors, opts, "all_reduce", op)
 
+    @apart_from_modes
     def allreduce_coalesced(
         self, tensors: Tensors, opts: AllreduceCoalescedOptions = torch_names.ALLREDUCE_COALESCED
     ) -> dist.Work:
@@ -237,6 +255,7 @@ class ProcessGroup(GroupExecution):
 
         return self._launch(task, parts, [output], opts, "reduce_scatter", op)
 
+    @apart_from_modes
     def _reduce_scatter_base(  # type: ignore[override]
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
     ) -> dist.Work:
@@ -269,6 +288,7 @@ class ProcessGroup(GroupExecution):
 
         return self._launch(task, inputs, [output], opts, "reduce_scatter", op)
 
+    @apart_from_modes
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
     ) -> dist.Work:
@@ -341,6 +361,7 @@ class ProcessGroup(GroupExecution):
             work.value = outputs
         return work
 
+    @apart_from_modes
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions = torch_names.ALLGATHER
     ) -> dist.Work:
@@ -357,6 +378,7 @@ class ProcessGroup(GroupExecution):
 
     all_gather_single = _allgather_base
 
+    @apart_from_modes
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions = torch_names.ALLGATHER
     ) -> dist.Work:
@@ -364,6 +386,7 @@ class ProcessGroup(GroupExecution):
         arguments = (([[row[index] for row in outputs]], [tensor]) for index, tensor in enumerate(inputs))
         return self._coalesced(self.allgather, arguments, [part for row in outputs for part in row], opts)
 
+    @apart_from_modes
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions = torch_names.ALLGATHER
     ) -> dist.Work:
@@ -432,6 +455,7 @@ class ProcessGroup(GroupExecution):
         task = partial(exchange.exchange, self._group, inputs, outputs)
         return self._launch(task, inputs, outputs, opts, "all_to_all")
 
+    @apart_from_modes
     def alltoall_base(  # type: ignore[override]
         self,
         output: torch.Tensor,
@@ -456,16 +480,19 @@ class ProcessGroup(GroupExecution):
 
     # --- Point-to-point ---------------------------------------------------------------------------------------------
 
+    @apart_from_modes
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to one rank."""
         tensor = single(tensors)
         message = transfers.send(self._group, tensor, dst, tag)
         return self._noted(MessageWork(message, [tensor], self._group.timeout_seconds))
 
+    @apart_from_modes
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from one rank."""
         return self._receive(single(tensors), src, tag)
 
+    @apart_from_modes
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive one tensor from any rank."""
         return self._receive(single(tensors), None, tag)

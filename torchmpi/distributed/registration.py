@@ -7,13 +7,19 @@ import MPI and must not raise, otherwise ``import torch`` would fail.
 from __future__ import annotations
 
 import os
+import re
+import sys
 import warnings
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 SCHEME = "mpi"
 DEVICES = ["cpu", "cuda"]
 _AS_MPI, _AS_GLOO, _AS_TORCHRUN = "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN"
+_OF_MPI_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_MISSING = re.compile(r"(?:^'|environment variable )((?:LOCAL_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT))('$| )")
+"""Text of a KeyError, and of torch's error, for a variable that torchrun sets."""
 # False if a program that is run by another name has no address when torch is imported: one that it sets later is made
 # by a library, which needs it for another backend.
 _has_address = True
@@ -39,11 +45,14 @@ def register() -> None:
 
 def _register() -> None:
     global _has_address
-    if _is_set(_AS_TORCHRUN) or _is_set(_AS_GLOO):  # programs for gloo are written for torchrun
+    has_address, is_like_torchrun = "MASTER_ADDR" in os.environ, _is_set(_AS_TORCHRUN) or _is_set(_AS_GLOO)
+    if is_like_torchrun:  # programs for gloo are written for torchrun
         from ..session import launcher
 
-        for name, number in launcher.torch_variables().items():
-            os.environ.setdefault(name, number)
+        for name, value in (launcher.torch_variables() | launcher.torch_address()).items():
+            os.environ.setdefault(name, value)
+    if any(name in os.environ for name in _OF_MPI_LAUNCHERS):
+        _explain_missing_variables()
 
     import torch.distributed as dist
 
@@ -63,7 +72,21 @@ def _register() -> None:
     if _is_set(_AS_GLOO):
         torch_names.take_name_of_gloo(_create_for_gloo, DEVICES)
         torch_names.wrap_rendezvous("env", _environment_or_mpi)
-    _has_address = "MASTER_ADDR" in os.environ or not (_is_set(_AS_MPI) or _is_set(_AS_GLOO))
+    _has_address = has_address or not (_is_set(_AS_MPI) or is_like_torchrun)
+
+
+def _explain_missing_variables() -> None:
+    """Say after an uncaught exception that a launcher of MPI does not set the variables that torchrun sets."""
+    original = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        original(kind, error, trace)
+        if found := _MISSING.search(str(error)):
+            from ..session import launcher
+
+            sys.stderr.write(f"torchmpi: {launcher.about_missing(found[1])}\n")
+
+    sys.excepthook = show
 
 
 def _is_set(variable: str) -> bool:

@@ -24,6 +24,7 @@ def extend() -> None:
     torch_names.extend_function("split_group", _split_group)
     torch_names.extend_function("_set_pg_timeout", _set_timeout)
     torch_names.extend_function("_register_builtin_comm_hook", _register_builtin_hook, DistributedDataParallel)
+    torch_names.extend_checkpointing(_save_on_own_group)
     torch_names.implement_out_variants()
 
 
@@ -61,6 +62,21 @@ def _register_builtin_hook(original: Callable[..., None], model: DistributedData
             model.logger._set_comm_hook_name(str(comm_hook_type))  # what the program has registered
     else:
         original(model, comm_hook_type)
+
+
+def _save_on_own_group(
+    original: Callable[..., Any], executor: Any, *arguments: Any, process_group: Any = None, **options: Any
+) -> Any:
+    """Save an asynchronous checkpoint on a group of its own, where the default group would be used.
+
+    A thread saves it while the main thread trains: on one group, the order of their calls may differ between ranks.
+    """
+    world = dist.group.WORLD
+    if process_group in (None, world) and isinstance(world, ProcessGroup) and not options.get("no_dist"):
+        if world.for_checkpoints is None:
+            world.for_checkpoints = dist.new_group(group_desc="checkpoints")
+        process_group = world.for_checkpoints
+    return original(executor, *arguments, process_group=process_group, **options)
 
 
 def _split_group(

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import DisableTorchFunction, _is_torch_function_mode_enabled
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, LaunchError
@@ -30,7 +31,7 @@ _NAME_AS_GLOO = f"{NAME}_as_gloo"
 OLDEST = (2, 7)
 """Oldest version of torch of which C++ keeps the Python half of a work."""
 TESTED = ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-"""Minor versions of torch that were run: all tests with 2.13, those of docs/places.md with the others."""
+"""Minor versions of torch that were run: all tests with 2.13, PyTorch's suite with 2.14, docs/places.md otherwise."""
 
 Store = c10d.Store
 HashStore = c10d.HashStore
@@ -47,6 +48,9 @@ ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
 ScatterOptions = c10d.ScatterOptions
 FP16_COMPRESS = c10d.BuiltinCommHookType.FP16_COMPRESS
+has_function_mode: Callable[[], bool] = _is_torch_function_mode_enabled
+"""Whether a ``TorchFunctionMode`` of the program sees the calls of this thread."""
+WithoutFunctionModes = DisableTorchFunction
 
 Options = TypeVar("Options")
 
@@ -345,29 +349,44 @@ def keep_works_of_join() -> None:
 
 def keep_dynamo_out(package: str) -> None:
     """Exclude a package from torch.compile's tracing, once its rules are loaded: loading them takes a second."""
-    if "torch._dynamo.trace_rules" in sys.modules:
-        sys.modules["torch._dynamo.trace_rules"].add(package)
+    _call_with_module("torch._dynamo.trace_rules", lambda rules: rules.add(package))
+
+
+def extend_checkpointing(extension: Callable[..., Any]) -> None:
+    """Extend the method that begins an asynchronous checkpoint, once the modules that have it are loaded."""
+    for kind in ("thread", "process"):
+        holder = f"_{kind.title()}BasedAsyncCheckpointExecutor"
+        _call_with_module(
+            f"torch.distributed.checkpoint._async_{kind}_executor",
+            lambda module, holder=holder: extend_function("execute_save", extension, getattr(module, holder)),
+        )
+
+
+def _call_with_module(name: str, use: Callable[[Any], object]) -> None:
+    """Call a function with a module, now if it is loaded, otherwise when it is, as loading it may take a second."""
+    if name in sys.modules:
+        use(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _WhenTraceRulesLoad(package))
+        sys.meta_path.insert(0, _WhenLoaded(name, use))
 
 
-class _WhenTraceRulesLoad(importlib.abc.MetaPathFinder):
-    """Finds no module itself; adds the package to the rules when they are loaded."""
+class _WhenLoaded(importlib.abc.MetaPathFinder):
+    """Finds no module itself; calls a function with a module when it is loaded."""
 
-    def __init__(self, package: str) -> None:
-        self._package = package
+    def __init__(self, name: str, use: Callable[[Any], object]) -> None:
+        self._name, self._use = name, use
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != "torch._dynamo.trace_rules":
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_add(module: ModuleType) -> None:
+            def load_and_use(module: ModuleType) -> None:
                 load(module)
-                module.add(self._package)
+                self._use(module)
 
-            spec.loader.exec_module = load_and_add  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_use  # type: ignore[method-assign]
         return spec

@@ -31,8 +31,15 @@ def in_several_autogroups(processes: Iterable[int]) -> bool:
     rank in a session of its own.
     """
     try:
-        is_enabled = Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1"
-        return is_enabled and len({os.getsid(process) for process in processes}) > 1
+        return has_autogroups() and len({os.getsid(process) for process in processes}) > 1
+    except OSError:
+        return False
+
+
+def has_autogroups() -> bool:
+    """Return whether Linux divides the cores between sessions, as on most desktops and servers."""
+    try:
+        return Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1"
     except OSError:
         return False
 

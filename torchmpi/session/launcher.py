@@ -10,6 +10,7 @@ import re
 import stat
 import termios
 import time
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -86,6 +87,9 @@ _MPIRUN = ("mpirun", "prterun", "orterun", "mpiexec")
 JOB_KEY_VARIABLE = "TORCHMPI_JOB_KEY"
 """What only the ranks of a job know, in the environment of each: other users cannot read that of a process."""
 _LEAST_KEY_LENGTH = 16
+
+# Below the ports that systems assign to outgoing connections.
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
 
 WITHOUT_MPI_ID = "torchmpi run"
 """The id of a run of torchrun, by which ``torchmpi run --without-mpi`` starts ranks as torchrun does."""
@@ -196,6 +200,53 @@ def job_key() -> bytes:
     return key.encode()
 
 
+def torch_address(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT for programs that read them, if all ranks of an MPI launcher are on this host.
+
+    Without communication, ranks of several hosts do not know the address of the first one.
+    """
+    environment = os.environ if environment is None else environment
+    found = detect(environment)
+    if not found.has_mpi_interface or found.num_ranks is None or found.local_size != found.num_ranks:
+        return {}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(_job_on_this_host(environment)))}
+
+
+def about_missing(variable: str) -> str:
+    """Return why a variable that torchrun sets is missing under another launcher, and what to do."""
+    found = detect()
+    text = (
+        f"{found.name or 'the launcher'} does not set {variable}, as torchrun does. "
+        f"`torchmpi run -n {found.least_num_ranks} PROGRAM` sets it before the program starts."
+    )
+    if variable.startswith("MASTER_") and found.local_size != found.num_ranks:
+        return f"{text} Or set it, as ranks are on several hosts: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..."
+    return f"{text} Or set TORCHMPI_AS_TORCHRUN=1: then the line `import torch` sets it, which has to come first."
+
+
+def port_of(job: str) -> int:
+    """Return a port for a job, the same on all of its ranks.
+
+    >>> port_of("4711.0")
+    28535
+    """
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+
+
+def _job_on_this_host(environment: Mapping[str, str]) -> str:
+    """Return what only the ranks of this job have in common: its name or, for MPICH, the process that started them."""
+    if "PMIX_NAMESPACE" in environment:
+        return environment["PMIX_NAMESPACE"]
+    session = os.getsid(0)
+    with contextlib.suppress(OSError):
+        session = _parent(session)  # each rank has a session of its own
+    return str(session)
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+
+
 def announcement() -> str:
     """Return the line that precedes the messages of the launcher when the job is aborted; '' without a launcher."""
     name = None if os.environ.get("TORCHELASTIC_RUN_ID") == WITHOUT_MPI_ID else detect().name
@@ -218,8 +269,7 @@ def stderr_of_mpirun() -> int | None:
                 if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
                     return os.open(stream, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
                 break
-            stat_of_process = Path(f"/proc/{process}/stat").read_text(errors="replace")
-            process = int(stat_of_process.rpartition(")")[2].split()[1])
+            process = _parent(process)
     return None
 
 

@@ -1,14 +1,21 @@
-"""The report of a job that fails: the reason, and what the other ranks were doing, in at most 40 lines."""
+"""The report of a job that fails: the reason, and what the other ranks were doing.
+
+It has at most 40 lines besides the traceback of the program.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .. import files
+from .program_lines import PACKAGE
 
 _MOST_REASON_LINES, _FIRST_REASON_LINES = 24, 8
+# In a traceback; those of exception groups begin with bars.
+_FRAME, _IN_FRAME = re.compile(r'[ |]*File "(.*)", line \d+'), re.compile(r"[ |]* {4}|[ |]*\[Previous line repeated")
 _MOST_GROUPS = 12
 _MOST_RANGES = 10
 
@@ -32,17 +39,39 @@ NO_ANSWER = Activity("no answer: it is stopped, has ended, or is busy outside Py
 
 
 def shortened(reason: str) -> str:
-    r"""Leave out lines in the middle of a long reason.
+    r"""Leave out the frames of torchmpi of a long reason, and lines in the middle of long text outside of tracebacks.
 
     >>> shortened("\n".join(map(str, range(100)))).splitlines()[7:10]
     ['7', '  ... 76 lines ...', '84']
     """
-    lines = reason.splitlines()
-    if len(lines) <= _MOST_REASON_LINES + 1:
+    if len(reason.splitlines()) <= _MOST_REASON_LINES + 1:
         return reason
+    return "\n".join(line for is_own, lines in _blocks(reason) for line in _shown(lines, is_own))
+
+
+def _blocks(reason: str) -> Iterator[tuple[bool | None, list[str]]]:
+    """Divide text into frames of torchmpi (True), frames of the program (False), and other text (None)."""
+    blocks: list[tuple[bool | None, list[str]]] = []
+    is_own: bool | None = None
+    for line in reason.splitlines():
+        if found := _FRAME.match(line):
+            is_own = found[1].startswith(PACKAGE)
+        elif not _IN_FRAME.match(line):
+            is_own = None
+        if not blocks or blocks[-1][0] != is_own:
+            blocks.append((is_own, []))
+        blocks[-1][1].append(line)
+    yield from blocks
+
+
+def _shown(lines: list[str], is_own: bool | None) -> list[str]:
+    if is_own:
+        return [f"  ... {len(lines)} lines of torchmpi ..."]
+    if is_own is False or len(lines) <= _MOST_REASON_LINES + 1:
+        return lines
     left_out = len(lines) - _MOST_REASON_LINES
     last = lines[_FIRST_REASON_LINES + left_out :]
-    return "\n".join([*lines[:_FIRST_REASON_LINES], f"  ... {left_out} lines ...", *last])
+    return [*lines[:_FIRST_REASON_LINES], f"  ... {left_out} lines ...", *last]
 
 
 def by_activity(activities: Mapping[int, Activity]) -> list[tuple[list[int], Activity]]:

@@ -49,6 +49,7 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     software_checks.check_agreement,
     host_checks.check_cores,
     host_checks.check_binding,
+    host_checks.check_sessions,
     host_checks.check_threads,
     host_checks.check_quota,
     host_checks.check_shared_memory,

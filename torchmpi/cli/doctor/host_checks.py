@@ -95,6 +95,27 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
     return Finding(name, "ok", f"bound by torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
 
 
+def check_sessions(facts: Facts) -> Findings:
+    """Check that the ranks of a host do not get the share of one program of its cores."""
+    if not facts.in_job:
+        return None
+    sharing = []
+    for ranks in facts.by_machine().values():
+        sessions = {rank.session for rank in ranks}
+        # Ranks that share cores have to yield them to each other, which works within a session only.
+        if len(sessions) < len(ranks) <= ranks[0].num_cpus and None not in sessions:
+            found = (
+                f"the {len(ranks)} ranks on {ranks[0].host} are in {counted(len(sessions), 'session')}, and Linux "
+                "divides the cores between sessions: while other programs run, the ranks get the share of one"
+            )
+            remedy = (
+                "Start with torchmpi run, which gives each rank a session of its own, or as root: "
+                "sysctl kernel.sched_autogroup_enabled=0."
+            )
+            sharing.append(Finding("sessions", "warning", found, remedy))
+    return sharing or None
+
+
 def check_threads(facts: Facts) -> Findings:
     """Check that variables for the number of threads are numbers, and no more than the CPUs of the machine."""
     findings, given = [], False

@@ -22,8 +22,6 @@ from .stand_in import StandIn
 from .step_file import MeetingPoint, StepFile
 
 _TIMEOUT = timedelta(minutes=5)
-# Below the ports that systems assign to outgoing connections.
-_FIRST_PORT, _NUM_PORTS = 20000, 12000
 _SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_PROCID")
 
 
@@ -83,8 +81,8 @@ def _store_of_step(
     address, wanted = os.environ.get("MASTER_ADDR") or own, int(os.environ.get("MASTER_PORT") or 0)
     step_file = None if is_one_host or key else StepFile(step)
     if step_file is None:
-        digest = int.from_bytes(hmac.digest(key, step.encode(), "sha256")[:8], "big")
-        wanted = wanted or _FIRST_PORT + digest % _NUM_PORTS
+        secret = hmac.new(key, step.encode(), "sha256").hexdigest() if key else ""
+        wanted = wanted or launcher.port_of(secret or step)
     elif found.rank > 0:
         wanted, text = step_file.read(found.rank)
         key = text.encode()
