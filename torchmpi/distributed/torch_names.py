@@ -355,11 +355,14 @@ def keep_dynamo_out(package: str) -> None:
 def extend_checkpointing(extension: Callable[..., Any]) -> None:
     """Extend the method that begins an asynchronous checkpoint, once the modules that have it are loaded."""
     for kind in ("thread", "process"):
-        holder = f"_{kind.title()}BasedAsyncCheckpointExecutor"
         _call_with_module(
             f"torch.distributed.checkpoint._async_{kind}_executor",
-            lambda module, holder=holder: extend_function("execute_save", extension, getattr(module, holder)),
+            functools.partial(_extend_method, f"_{kind.title()}BasedAsyncCheckpointExecutor", "execute_save", extension),
         )
+
+
+def _extend_method(holder: str, name: str, extension: Callable[..., Any], module: Any) -> None:
+    extend_function(name, extension, getattr(module, holder))
 
 
 def _call_with_module(name: str, use: Callable[[Any], object]) -> None:
