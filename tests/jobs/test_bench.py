@@ -50,6 +50,45 @@ def test_every_collective_and_contestant(launch, tmp_path):
         assert all("median_us" in here[name] for name in measured), (cell, here)
 
 
+def test_results_until_the_time_limit_are_kept(alone, tmp_path):
+    """Regression: everything that the job had measured was thrown away. The last task never ends here."""
+    file = tmp_path / "a.json"
+    program = tmp_path / "limited.py"
+    program.write_text(f"""
+import sys
+from pathlib import Path
+from torchmpi.cli import main
+from torchmpi.cli.bench import command
+from torchmpi.cli.launching import ProcessResult
+
+class LimitReached(Exception):
+    pass
+
+def run_until_first_results(arguments, *, seconds, tick, run=command.run_limited):
+    def check():
+        tick()
+        if Path(arguments[-1]).with_name(command.RESULT_SO_FAR).exists():
+            raise LimitReached
+    try:
+        return run(arguments, seconds=seconds, tick=check)
+    except LimitReached:
+        return ProcessResult(None, "", "", 25.0)
+
+command.run_limited = run_until_first_results
+command._BOOTSTRAP = (
+    "import sys, time; sys.path.append(sys.argv[1]); from torchmpi.cli.bench import bench_job, training; "
+    "training.make_task, given = (lambda model, **o: time.sleep(600) if model == 'cnn' else given(model, **o)), "
+    "training.make_task; bench_job.run_task(sys.argv[2])"
+)
+sys.exit(main(["bench", "train", "--quick", "--seconds", "0.1", "-n", "2", "--json", {str(file)!r}]))
+""")
+    result = alone(program)
+    assert result.returncode == 1, result.output
+    assert "mlp: training step, 2 ranks" in result.stdout, result.output
+    assert "did not end in 25 s. Not measured: cnn steps. Allow more time" in result.stderr, result.output
+    assert {row["model"] for row in json.loads(file.read_text())["rows"]} == {"mlp"}
+
+
 def test_jobs_of_its_own_and_all_results(alone, tmp_path):
     pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
     file, plot = tmp_path / "a.json", tmp_path / "a.png"

@@ -240,9 +240,11 @@ def test_a_batch_lasts_from_the_first_rank_to_the_last(monkeypatch):
 
 def test_shares_of_time():
     job = SimpleNamespace(rank=1, comm=SimpleNamespace(bcast=lambda left: 12.0))
-    job.show = partial(BenchJob.show, job)
+    job.show, kept = partial(BenchJob.show, job), []
+    job.keep = lambda rows, unfinished: kept.append((len(rows), unfinished))
     tasks = [(f"task {weight}", weight, lambda seconds: [seconds]) for weight in (1.0, 2.0, 3.0)]
     assert BenchJob.run_in_turn(job, tasks, 12.0) == [2.0, 12.0 * 2 / 5, 12.0]
+    assert kept == [(1, ["task 2.0", "task 3.0"]), (2, ["task 3.0"]), (3, [])]
 
 
 # --- training

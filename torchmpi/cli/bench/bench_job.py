@@ -22,6 +22,7 @@ from ...session import affinity, mpi_library, runtime
 from ..facts import read_text, version_of, versions
 from ..formatting import core_list, counted
 
+RESULT_SO_FAR = "result_so_far.json"
 _QUIET = f"{PREFIX}VERBOSE"
 Show = Callable[[str], None]
 
@@ -29,8 +30,9 @@ Show = Callable[[str], None]
 class BenchJob:
     """The ranks of a job that run measurements."""
 
-    def __init__(self, resources: ExitStack, show: Show, device_type: str = "cpu") -> None:
-        self.resources, self._show = resources, show
+    def __init__(self, resources: ExitStack, show: Show, device_type: str = "cpu", folder: Path | None = None) -> None:
+        """Start torchmpi; results so far are written to `folder`, for a command whose time limit ends the job."""
+        self.resources, self._show, self._folder = resources, show, folder
         os.environ[_QUIET] = "0"  # start() compares settings between ranks, and raises on all ranks
         runtime.start(with_cuda=device_type == "cuda")
         self.device = runtime.current().device
@@ -61,7 +63,16 @@ class BenchJob:
             self.show(f"{index + 1}/{len(tasks)} {title}")
             left = self.comm.bcast(max(0.0, end - time.monotonic()))
             rows += task(left * weight / sum(weight for _, weight, _ in tasks[index:]))
+            self.keep(rows, unfinished=[other for other, _, _ in tasks[index + 1 :]])
         return rows
+
+    def keep(self, rows: list[dict[str, Any]], *, unfinished: Sequence[str]) -> None:
+        """Write the rows so far, on rank 0 of a job that a command has started. Collective."""
+        facts = job_facts(self.comm)
+        if self.rank == 0 and self._folder is not None:
+            part = self._folder / "part.json"
+            part.write_text(json.dumps({"facts": facts, "rows": rows, "unfinished": list(unfinished)}))
+            part.replace(self._folder / RESULT_SO_FAR)
 
 
 def job_facts(comm: Any) -> dict[str, Any]:
@@ -119,7 +130,9 @@ def measure_job(options: argparse.Namespace, show: Show) -> dict[str, Any]:
     os.environ.update(getattr(options, "settings", {}))
     module = _measurement(options)
     resources = ExitStack()
-    result: dict[str, Any] = module.measure(BenchJob(resources, show, getattr(options, "device", "cpu")), options)
+    folder = Path(options.folder) if getattr(options, "folder", None) else None
+    job = BenchJob(resources, show, getattr(options, "device", "cpu"), folder)
+    result: dict[str, Any] = module.measure(job, options)
     resources.close()
     return result
 

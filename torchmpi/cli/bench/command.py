@@ -23,7 +23,7 @@ from ...session import affinity, launcher, mpi_library, runtime
 from ..launching import PACKAGE_PARENT, find_programs, launch_command, run_limited
 from ..supervision import handle_signals
 from . import collective_bench, options, training
-from .bench_job import Show, StatusLine, measure_job
+from .bench_job import RESULT_SO_FAR, Show, StatusLine, measure_job
 from .bench_report import check_can_plot, compare_files, draw, new_report, save
 
 RunJobs = Callable[[argparse.Namespace, Show], list[dict[str, Any]]]
@@ -57,7 +57,8 @@ def _collectives(given: argparse.Namespace) -> int:
 
 
 def _train(given: argparse.Namespace) -> int:
-    given.seconds = given.seconds or options.DEFAULT_SECONDS
+    given.models = given.models or (options.QUICK_MODELS if given.quick else options.COMPUTING_HERE)
+    given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
     return measure_and_print(given, training.as_text)
 
 
@@ -116,7 +117,13 @@ def measure_and_print(
     if not jobs:
         return 0
     report = print_report(given, jobs, as_text, title=title)
-    return int(any(row.get("is_exact") is False for row in report["rows"]))
+    ended = [job for job in jobs if "limit_seconds" in job]
+    for job in ended:
+        log_fatal(
+            f"torchmpi bench: `{job['command']}` did not end in {job['limit_seconds']:.0f} s. Not measured: "
+            f"{', '.join(job['unfinished'])}. Allow more time (--seconds), or measure less."
+        )
+    return int(bool(ended) or any(row.get("is_exact") is False for row in report["rows"]))
 
 
 def print_report(
@@ -200,6 +207,9 @@ def run_job(
         text = shlex.join([*launch, "python", "..."])
         if done.status == 0 and result.exists():
             return dict(json.loads(result.read_text()), command=text)
+        part = Path(name, RESULT_SO_FAR)
+        if done.status is None and part.exists():
+            return dict(json.loads(part.read_text()), command=text, limit_seconds=done.seconds)
     printed = [line for text in (done.stdout, done.stderr) for line in text.splitlines() if line.strip("-=* ")]
     how = f"did not end in {done.seconds:.0f} s" if done.status is None else f"ended with status {done.status}"
     output = "\n".join(["", *printed[-_TAIL_LINES:]]) if printed else " It printed nothing."

@@ -26,6 +26,7 @@ DIST = "dist"
 NONE = "none"
 MEMORIES = ("plain", "shared")
 COMPUTING_HERE = ("mlp", "cnn", "resnet", "transformer")
+QUICK_MODELS = ("mlp", "cnn")
 MODELS = (*COMPUTING_HERE, "offloaded")
 DEFAULT_SECONDS, QUICK_SECONDS = 60.0, 10.0
 DEFAULT_SIZES, QUICK_SIZES = "4:256M", "4,4K,64K,1M,16M"
@@ -193,12 +194,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "training steps, with and without overlap, against DistributedDataParallel",
         _TRAIN,
         "train",
+        "train --quick",
         "train --model mlp,resnet -n 2,4 --json",
     )
-    _add_list(option, "--model", MODELS, "model", default=COMPUTING_HERE, dest="models", note="all but offloaded")
+    _add_list(option, "--model", MODELS, "model", default=None, dest="models", note="all but offloaded")
     option("--layer-ms", type=seconds, default=10.0, metavar="N",
            help="milliseconds of each of the 21 layers of offloaded in forward; twice as many in backward "
                 "(default: 10)")  # fmt: skip
+    option("--quick", action="store_true",
+           help=f"steps of {' and '.join(QUICK_MODELS)} only, {QUICK_SECONDS:g} seconds")  # fmt: skip
     _add_device(option, "and mpi4py, which does not support GPUs, is omitted")
     _add_job(option, "train")
     option = add("compare", "two files written with --json, line by line", _COMPARE, "compare before.json after.json")

@@ -50,7 +50,8 @@ def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
     tasks = [
         (f"{name} steps", _WEIGHTS[name], partial(_steps, job, name, ours, reason, options)) for name in options.models
     ]
-    tasks.append(("gradients of ResNet-50", 1.5, partial(_communication, job, reason)))
+    if not options.quick:
+        tasks.append(("gradients of ResNet-50", 1.5, partial(_communication, job, reason)))
     return {"facts": job_facts(job.comm), "rows": job.run_in_turn(tasks, options.seconds)}
 
 
