@@ -82,14 +82,38 @@ def test_run_accepts_a_network_in_place_of_an_interface(alone, family):
     options = ["run", "--dry-run", "--hosts", "localhost:50,other:49", "--interface"]
     result = alone(*COMMAND, *options, "127.0.0.0/8", "hostname")
     words = result.stdout.split()
-    used = ["-iface lo", "UCX_NET_DEVICES=lo"] if family == "mpich" else ["--mca btl_tcp_if_include 127.0.0.0/8"]
+    used = ["-iface lo", "--network 127.0.0.0/8"] if family == "mpich" else ["--mca btl_tcp_if_include 127.0.0.0/8"]
     assert result.returncode == 0 and all(each in " ".join(words) for each in used), result.output
     assert not any(word.startswith("GLOO_SOCKET_IFNAME") for word in words), "its name may differ between hosts"
     if family == "mpich":
+        # The launcher need not be in the network of the hosts, each of which looks for the name of its interface.
         result = alone(*COMMAND, *options, "198.51.100.0/24", "hostname")
-        assert result.returncode == 1 and "no interface of this host has an address in this network" in result.output
+        assert result.returncode == 0 and "-iface" not in result.stdout and "--network 198.51.100.0/24" in result.stdout
         result = alone(*COMMAND, *options, "10.0.0/eth0", "hostname")
         assert result.returncode == 1 and "--interface 10.0.0/eth0: " in result.output
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("network", ["127.0.0.0/8", "198.51.100.0/24"])
+def test_a_rank_of_mpich_finds_the_interface_of_its_host(network):
+    """Regression: all hosts got the name of the interface of the launcher."""
+    command = [sys.executable, "-I", "-S", str(ROOT / "torchmpi" / "cli" / "rank_start.py"), "--network", network]
+    done = subprocess.run(
+        [*command, "--", "printenv", "UCX_NET_DEVICES", "FI_TCP_IFACE"], capture_output=True, text=True, timeout=60
+    )
+    if network.startswith("127"):
+        assert done.stdout.split() == ["lo", "lo"], done.stderr
+    else:
+        assert done.returncode == 1 and f"no interface of {os.uname().nodename} has an address in this" in done.stderr
+
+
+@pytest.mark.once
+def test_the_interface_of_other_hosts_is_not_that_of_the_launcher(alone):
+    """Regression: Hydra, and Open MPI's mpirun, used an interface of this name for the connections to the launcher."""
+    result = alone(*COMMAND, "run", "--dry-run", "--hosts", "192.0.2.7,192.0.2.8", "--interface", "eth7", "hostname")
+    words = result.stdout.split()
+    assert result.returncode == 0 and "UCX_NET_DEVICES=eth7" in words, result.output
+    assert "-iface" not in words and "prte_if_include" not in words
 
 
 def test_run_sets_the_variables_of_torchrun_and_writes_logs(alone, warm_python, tmp_path):

@@ -56,11 +56,14 @@ class Job:
         """Return the command that starts the job on the hosts that are not lost, with additional variables."""
         options, num_ranks = self._options, self.ranks_without(lost)
         placed = hosts.place([host for host in self.hosts if host.name not in lost], num_ranks) if self.hosts else []
-        variables = _interface_variables(options.interface, self._is_open_mpi) | dict(variables or {})
+        variables = _interface_variables(options.interface) | dict(variables or {})
         launch = self._open_mpi(placed, num_ranks, variables) if self._is_open_mpi else self._hydra(placed, num_ranks)
         words = [word for text in options.option for word in shlex.split(text)]
         log_dir = [] if options.log_dir is None else ["--log-dir", os.path.abspath(options.log_dir)]
-        start = [sys.executable, "-I", "-S", rank_start.__file__, "--master", _master(placed), *log_dir, "--"]
+        is_network = not self._is_open_mpi and "/" in (options.interface or "")
+        network_of_mpi = ["--network", options.interface] if is_network else []
+        start = [sys.executable, "-I", "-S", rank_start.__file__, "--master", _master(placed), *network_of_mpi]
+        start += [*log_dir, "--"]
         prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
         return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *program_of(options), *options.arguments]
 
@@ -75,7 +78,9 @@ class Job:
         if rsh is not None:
             command += ["--prtemca", "plm_ssh_agent", rsh]
         if interface is not None:
-            command += ["--mca", "btl_tcp_if_include", interface, "--prtemca", "prte_if_include", interface]
+            command += ["--mca", "btl_tcp_if_include", interface]
+            if "/" in interface or _is_on_this_host(placed):
+                command += ["--prtemca", "prte_if_include", interface]
         passed = {name for name in os.environ if name in _PASSED or name.startswith(_PASSED_PREFIXES)} | {*variables}
         return [*command, *(word for name in sorted(passed) for word in ("-x", name))]
 
@@ -86,31 +91,36 @@ class Job:
         command = [self._program.path, "-hosts", ",".join(f"{name}:{count}" for name, count in placed)]
         if rsh is not None:
             command += ["-launcher", "ssh", "-launcher-exec", rsh]
-        return command if interface is None else [*command, "-iface", _name_of(interface)]
+        # The interface of this host, to which the other ones connect.
+        if interface is not None and "/" in interface:
+            interface = _name_in(interface)
+        elif not _is_on_this_host(placed):
+            interface = None
+        return command if interface is None else [*command, "-iface", interface]
 
 
-def _interface_variables(interface: str | None, is_open_mpi: bool) -> dict[str, str]:
+def _interface_variables(interface: str | None) -> dict[str, str]:
     """Return the variables by which MPICH, gloo and NCCL choose a network interface; they accept no networks.
 
-    Given a network, gloo and NCCL choose by themselves, since the name of the interface may differ between hosts.
+    Given a network, the name of the interface may differ between hosts: gloo and NCCL choose by themselves, and each
+    rank of MPICH finds the name on its host when it starts.
     """
-    mpich, others = ("UCX_NET_DEVICES", "FI_TCP_IFACE"), ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    if interface is None or (is_open_mpi and "/" in interface):
+    if interface is None or "/" in interface:
         return {}
-    return dict.fromkeys(mpich if "/" in interface else mpich + others, _name_of(interface))
+    return dict.fromkeys((*rank_start.OF_MPICH, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
 
 
-def _name_of(interface: str) -> str:
-    """Return the name of an interface; given a network, that of the interface of this host in it."""
-    if "/" not in interface:
-        return interface
+def _is_on_this_host(placed: Sequence[tuple[str, int]]) -> bool:
+    """Return whether this host has ranks; otherwise its network interfaces may have other names than those of hosts."""
+    return any(network.is_own(name) for name, _ in placed)
+
+
+def _name_in(wanted: str) -> str | None:
+    """Return the name of the interface of this host in a network, if it has one."""
     try:
-        name = network.interface_in(interface)
+        return network.interface_in(wanted)
     except ValueError as error:
-        raise ArgumentError(f"--interface {interface}: {error}.") from error
-    if name is None:
-        raise ArgumentError(f"--interface {interface}: no interface of this host has an address in this network.")
-    return name
+        raise ArgumentError(f"--interface {wanted}: {error}.") from error
 
 
 def _master(placed: Sequence[tuple[str, int]]) -> str:

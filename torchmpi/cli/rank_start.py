@@ -5,22 +5,29 @@ imports the standard library and two modules without imports of torchmpi, since 
 """
 
 import argparse
+import fcntl
 import importlib.util
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, NoReturn
 
-_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_MPICH = ("UCX_NET_DEVICES", "FI_TCP_IFACE")
+"""The variables by which libraries of MPICH choose a network interface."""
+_SIOCGIFADDR = 0x8915  # of netdevice(7)
 
 
 def main(arguments: list[str]) -> None:
     """Replace this process by the program, with the variables of its rank."""
     parser = argparse.ArgumentParser(prog="torchmpi run", usage="[OPTION...] PROGRAM [ARGUMENT...]", allow_abbrev=False)
     parser.add_argument("--master")
+    parser.add_argument("--network")
     parser.add_argument("--log-dir")
     parser.add_argument("--bind", action=argparse.BooleanOptionalAction)
     parser.add_argument("--gpu", action="store_true")
@@ -35,6 +42,8 @@ def main(arguments: list[str]) -> None:
         if found.rank is None:
             sys.exit("torchmpi run: mpirun has not set the variables that tell a rank its number. Start mpirun itself.")
         _set_variables(launcher.torch_variables(), options.master)
+    if options.network is not None:
+        os.environ.update(dict.fromkeys(OF_MPICH, _interface_in(options.network)))
     if found.local_size and found.local_size <= len(os.sched_getaffinity(os.getppid())):
         _begin_session()  # ranks that share cores yield them to each other, which works within a session only
     if options.bind:
@@ -75,6 +84,25 @@ def _set_variables(variables: dict[str, str], master: str) -> None:
     os.environ.setdefault("MASTER_PORT", port)
     # It distinguishes the rank from its child processes, which inherit the other variables.
     os.environ["TORCHMPI_RUN_PID"] = str(os.getpid())
+
+
+def _interface_in(wanted: str) -> str:
+    """Return the name of the first interface of this host with an address in a network."""
+    network = ip_network(wanted, strict=False)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                request = struct.pack("256s", name.encode())
+                if ip_address(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]) in network:
+                    return name
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            if ip_address(bytes.fromhex(address)) in network:
+                return name
+    sys.exit(
+        f"torchmpi run: --interface {wanted}: no interface of {socket.gethostname()} has an address in this network."
+    )
 
 
 def _begin_session() -> None:
