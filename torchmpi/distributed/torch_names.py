@@ -355,10 +355,9 @@ def keep_dynamo_out(package: str) -> None:
 def extend_checkpointing(extension: Callable[..., Any]) -> None:
     """Extend the method that begins an asynchronous checkpoint, once the modules that have it are loaded."""
     for kind in ("thread", "process"):
-        _call_with_module(
-            f"torch.distributed.checkpoint._async_{kind}_executor",
-            functools.partial(_extend_method, f"_{kind.title()}BasedAsyncCheckpointExecutor", "execute_save", extension),
-        )
+        holder = f"_{kind.title()}BasedAsyncCheckpointExecutor"
+        extend = functools.partial(_extend_method, holder, "execute_save", extension)
+        _call_with_module(f"torch.distributed.checkpoint._async_{kind}_executor", extend)
 
 
 def _extend_method(holder: str, name: str, extension: Callable[..., Any], module: Any) -> None:
