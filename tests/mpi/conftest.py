@@ -21,6 +21,7 @@ from pathlib import Path
 import contract
 import pytest
 import torch
+from helpers import checks
 from shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
@@ -100,11 +101,13 @@ class Agreement:
         self.problems: list[str] = []
 
     def __call__(self, condition: object, message: str = "condition does not hold") -> None:
+        checks.note()
         if not condition:
             self.problems.append(message)
 
     def equal(self, actual: object, expected: object, message: str = "") -> None:
         """Exact equality; tensors compare in dtype, shape and every bit but the sign of zero."""
+        checks.note()
         if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
             same = actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected)
         else:
@@ -115,11 +118,13 @@ class Agreement:
 
     def bits(self, actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:
         """The same dtype, shape and every bit."""
+        checks.note()
         if not contract.same_bits(actual, expected):
             self(False, f"{message}: got {actual!r}, expected {expected!r}")
 
     def raises(self, kind: type[Exception], call: Callable[[], object], *words: str) -> None:
         """The call raises exactly this class, with these words in the message."""
+        checks.note()
         try:
             result = call()
         except kind as error:
@@ -153,6 +158,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 
     problems: list[str] = []
     outcome: object = None
+    num_before = checks.number
     try:
         outcome = yield
     except Exception as error:
@@ -161,12 +167,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
         print(problems[-1], file=sys.__stderr__, flush=True)
     agreement = _agreements.pop(pyfuncitem.nodeid, None)
     problems += agreement.problems if agreement is not None else []
-    most = array("i", [0])
-    request = MPI.COMM_WORLD.Iallreduce(array("i", [len(problems)]), most, MPI.MAX)
+    # mpi4py keeps no reference to the memory of a request.
+    own, most = array("i", [len(problems), checks.number - num_before]), array("i", [0, 0])
+    request = MPI.COMM_WORLD.Iallreduce(own, most, MPI.MAX)
     while not request.Test():
         time.sleep(0.0002)  # in Wait() under MPICH, this rank would keep the core that a later one needs
     everywhere = MPI.COMM_WORLD.allgather(problems) if most[0] else []
     failed = [f"rank {rank}: {problem}" for rank, theirs in enumerate(everywhere) for problem in theirs]
     if failed:
         raise AssertionError("\n".join(failed))
+    checks.refuse_no_checks(pyfuncitem, most[1])
     return outcome

@@ -7,6 +7,7 @@ import gc
 import hypothesis
 import pytest
 import torch
+from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
 # Without a deadline, which an example could exceed on a busy machine.
 hypothesis.settings.register_profile("without deadline", deadline=None)

@@ -59,47 +59,45 @@ def _sections(documented) -> dict[str, str]:
     return {"": first, **dict(zip(others[::2], others[1::2], strict=True))}
 
 
-def _check_parameters(documented, signature):
+def _undescribed(documented, signature) -> list[str]:
+    """The parameters that the docstring does not describe."""
     described = _sections(documented).get("Args", "")
-    for name, parameter in signature.parameters.items():
-        shown = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "") + name
-        assert name == "self" or re.search(rf"^ +{re.escape(shown)}: ", described, re.M), f"{shown} is not described"
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    shown = [stars.get(each.kind, "") + name for name, each in signature.parameters.items() if name != "self"]
+    return [name for name in shown if not re.search(rf"^ +{re.escape(name)}: ", described, re.M)]
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS, *METHODS])
-def test_the_first_line_says_in_the_imperative_what_the_function_does(function):
-    first = (inspect.getdoc(function) or "").split("\n")[0]
-    assert first.endswith((".", ":")), first
-    verb = first.split()[0].rstrip(",")
-    assert verb.istitle() and verb not in ("The", "A", "An", "This", "It"), first
-    assert not verb.endswith("s") or verb.endswith("ss"), first
-
-
-@pytest.mark.parametrize("function", [*FUNCTIONS, *METHODS])
-def test_parameters_result_errors_and_an_example_are_described(function):
+def _missing(function, is_method: bool) -> list[str]:
+    """What the docstring of a function does not say."""
     sections, signature = _sections(function), inspect.signature(function)
-    _check_parameters(function, signature)
-    if signature.return_annotation not in (None, "None", "NoReturn"):
-        assert {"Returns", "Yields"} & set(sections), "the result is not described"
-    if function in METHODS:
-        return
-    assert "Raises" in sections or function.__name__ in RAISE_NOTHING, "no errors are described"
-    assert "Example" in sections, "there is no example"
+    missing = _undescribed(function, signature)
+    if not sections[""].strip():
+        missing.append("what it does")
+    if signature.return_annotation not in (None, "None", "NoReturn") and not {"Returns", "Yields"} & set(sections):
+        missing.append("the result")
+    if not is_method and "Raises" not in sections and function.__name__ not in RAISE_NOTHING:
+        missing.append("errors")
+    if not is_method and "Example" not in sections:
+        missing.append("an example")
+    return missing
 
 
-@pytest.mark.parametrize("of_class", CLASSES)
-def test_the_parameters_of_every_constructor_are_described(of_class):
-    _check_parameters(of_class, inspect.signature(of_class))
+def test_what_it_does_parameters_result_errors_and_an_example_are_described():
+    problems = {each.id: _missing(each.values[0], False) for each in FUNCTIONS}
+    problems |= {method.__qualname__: _missing(method, True) for method in METHODS}
+    problems |= {each.id: _undescribed(each.values[0], inspect.signature(each.values[0])) for each in CLASSES}
+    assert {name: missing for name, missing in problems.items() if missing} == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_examples_for_the_interpreter_give_what_they_show(module):
-    assert doctest.testmod(importlib.import_module(module)).failed == 0
+def test_examples_for_the_interpreter_give_what_they_show():
+    results = {module: doctest.testmod(importlib.import_module(module)) for module in MODULES}
+    assert sum(result.attempted for result in results.values()) > 100
+    assert {module: result.failed for module, result in results.items() if result.failed} == {}
 
 
-@pytest.mark.parametrize("name", MOVING)
-def test_a_collective_says_what_it_overwrites(name):
-    assert re.search(r"[Ii]n place|is not changed", _sections(getattr(mpi, name))[""]), name
+def test_a_collective_says_what_it_overwrites():
+    said = {name: _sections(getattr(mpi, name))[""] for name in MOVING}
+    assert [name for name, text in said.items() if not re.search(r"[Ii]n place|is not changed", text)] == []
 
 
 @pytest.mark.parametrize("name", ("", ".nn", ".engine", ".parameterserver", ".distributed"))
