@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     name: str
     option: str
-    count: int
+    number: int
     seconds: float
     """For the time limit: many times the duration of a repetition on a machine that is not overloaded."""
     make: Callable[[int], Callable[[], object]]
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for part in PARTS:
-        about = f"{part.about} ({part.count})"
+        about = f"{part.about} ({part.number})"
         parser.add_argument(f"--{part.option}", type=parsing.count, metavar="NUMBER", help=about)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the numbers that are not given (1)")
     parsing.add_ranks(parser.add_argument)
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _count(part: Part, options: argparse.Namespace) -> int:
     given: int | None = getattr(options, part.option)
-    return max(1, round(part.count * options.scale)) if given is None else given
+    return max(1, round(part.number * options.scale)) if given is None else given
 
 
 def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
@@ -103,16 +103,15 @@ def _calls(numel: int, size: int) -> Callable[[], object]:
     """Return a function that makes one of several collectives: in place and not, with a new result, asynchronous."""
     tensor = torch.zeros(numel)
     whole = torch.zeros(max(size, numel // size * size))
-    calls = itertools.cycle(
-        [
-            lambda: collectives.allreduce(tensor),
-            lambda: collectives.broadcast(tensor),
-            lambda: collectives.allgather(tensor[: max(1, numel // size)]),
-            lambda: collectives.reduce_scatter(whole),
-            lambda: collectives.allreduce_async(tensor).wait(),
-        ]
-    )
-    return lambda: next(calls)()
+    calls: list[Callable[[], object]] = [
+        lambda: collectives.allreduce(tensor),
+        lambda: collectives.broadcast(tensor),
+        lambda: collectives.allgather(tensor[: max(1, numel // size)]),
+        lambda: collectives.reduce_scatter(whole),
+        lambda: collectives.allreduce_async(tensor).wait(),
+    ]
+    following = itertools.cycle(calls)
+    return lambda: next(following)()
 
 
 def _handles(size: int) -> Callable[[], object]:
