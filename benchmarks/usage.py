@@ -1,4 +1,4 @@
-"""Resources of this process: memory, shared segments, descriptors, threads. Imports the standard library only."""
+"""Resources of this process: memory, mappings, descriptors, threads. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def usage() -> dict[str, int]:
     >>> usage()["resident_bytes"] > 0
     True
     """
-    status = Path("/proc/self/status").read_text()
+    status, maps = Path("/proc/self/status").read_text(), Path("/proc/self/maps").read_text()
     return {
         "resident_bytes": 1024 * _field(status, "VmRSS"),
         "shared_resident_bytes": 1024 * _field(status, "RssShmem"),
-        "segment_bytes": segment_bytes(Path("/proc/self/maps").read_text()),
+        "segment_bytes": segment_bytes(maps),
+        "mappings": maps.count("\n"),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": _field(status, "Threads"),
         "dev_shm_bytes": _dev_shm_bytes(),
