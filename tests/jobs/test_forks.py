@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +102,24 @@ if __name__ == "__main__":
     refused = [f"refused {method}" for method in ("fork", "spawn", "forkserver") for _ in range(2)]
     assert [line for line in result.stdout.splitlines() if "fork" in line or "spawn" in line] == refused, result.output
     assert result.stdout.count("total 14 2") == 2, result.output
+
+
+@pytest.mark.once
+def test_a_rank_that_fails_removes_the_semaphores_of_its_workers(job):
+    code = """
+import multiprocessing
+import torchmpi as mpi
+mpi.start()
+if mpi.rank() == 1:
+    lock = multiprocessing.get_context("spawn").Lock()
+    print("semaphore", lock._semlock.name, flush=True)
+    raise RuntimeError("enough")
+mpi.barrier()
+"""
+    result = job(2, code)
+    assert result.returncode != 0, result.output
+    (name,) = (line.split("/")[1] for line in result.stdout.splitlines() if line.startswith("semaphore"))
+    assert not Path(f"/dev/shm/sem.{name}").exists(), result.output
 
 
 def test_a_program_without_stop_succeeds(after_forks):
