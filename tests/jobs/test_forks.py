@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
+from conftest import is_open_mpi, launcher
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,29 @@ if __name__ == "__main__":
     refused = [f"refused {method}" for method in ("fork", "spawn", "forkserver") for _ in range(2)]
     assert [line for line in result.stdout.splitlines() if "fork" in line or "spawn" in line] == refused, result.output
     assert result.stdout.count("total 14 2") == 2, result.output
+
+
+@pytest.mark.once
+def test_a_rank_that_is_ended_removes_the_semaphores_of_its_workers(job):
+    """Open MPI's launcher sends SIGTERM to the rank, and then SIGKILL to the process that would remove them."""
+    if not is_open_mpi(launcher()):
+        pytest.skip("MPICH's launcher sends SIGKILL to the ranks too")
+    code = """
+import multiprocessing
+import torchmpi as mpi
+mpi.start()
+if mpi.rank() == 0:
+    lock = multiprocessing.get_context("spawn").Lock()
+    print("semaphore", lock._semlock.name, flush=True)
+mpi.barrier()
+if mpi.rank() == 1:
+    raise RuntimeError("enough")
+mpi.barrier()
+"""
+    result = job(2, code, env={"TORCHMPI_LOG": "info"})  # read at import: the ranks are no forks of one process
+    assert result.returncode != 0, result.output
+    (name,) = (line.split("/")[1] for line in result.stdout.splitlines() if line.startswith("semaphore"))
+    assert not Path(f"/dev/shm/sem.{name}").exists(), result.output
 
 
 def test_a_program_without_stop_succeeds(after_forks):

@@ -7,8 +7,11 @@ too; in it, ``start()`` notes the rank and its process.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
+import sys
 from typing import Any
 
 _KEY = "torchmpi rank"
@@ -39,6 +42,19 @@ def why_no_rank() -> str:
         "mpi.rank(), to the dataset. (A spawned process runs the lines of the main module outside of "
         "`if __name__ == '__main__':` again.)"
     )
+
+
+def remove_semaphores() -> None:
+    """Remove the files of semaphores that this process has made for children, before it ends without exit handlers.
+
+    The process that multiprocessing starts to remove them later is killed by the launcher with its rank.
+    """
+    synchronize = sys.modules.get("multiprocessing.synchronize")
+    if synchronize is not None:
+        for finalizer in list(multiprocessing.util._finalizer_registry.values()):  # type: ignore[attr-defined]
+            if finalizer._callback == synchronize.SemLock._cleanup:
+                with contextlib.suppress(OSError):
+                    finalizer()
 
 
 def _configuration() -> dict[str, Any]:

@@ -34,7 +34,7 @@ from ..config import Config
 from ..errors import MismatchError, StallError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import DYING, EXIT_STATUS, EXITED
-from . import launcher, mpi_library, report
+from . import children, launcher, mpi_library, report
 from .program_lines import line_of_program
 from .signals import SignalWatch
 from .watchdog import activities_on_host
@@ -399,6 +399,7 @@ class FailureHandling:
             self.before_abort(status)
             time.sleep(mpi_library.FORWARDING_SECONDS)
         mpi_library.remove_own_segments()
+        children.remove_semaphores()
         if self.world.size > 1:
             self.world.context.MPI.COMM_WORLD.Abort(status)
         mpi_library.exit_process(status)

@@ -52,7 +52,7 @@ def is_writable(tensor: torch.Tensor) -> bool:
     seen = _known.get(id(tensor))
     if seen is not None and seen() is tensor:
         return True
-    if tensor.is_cpu and tensor.numel() and not _can_write(tensor.data_ptr()):
+    if tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() and not _can_write(tensor.data_ptr()):
         return False
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
