@@ -333,7 +333,7 @@ use_environment "${mpis##* }"
 begin types python -m mypy
 begin lint python -m ruff check --output-format concise .
 # Beside all others, in the time that these sleep or wait. In the end it uses the cache of mypy.
-pytest_suite unit tests/unit tests/test_architecture.py
+pytest_suite unit tests/unit tests/security tests/test_architecture.py
 renice -n 10 -g "$started" >/dev/null 2>&1
 # shellcheck disable=SC2086 # a list of words
 wait_for_environments $mpis
