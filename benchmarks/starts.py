@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchmpi.cli.bench import options as parsing
-from torchmpi.cli.bench.bench_job import StatusLine
 from torchmpi.cli.bench.bench_report import Row, has_figure, header, microseconds, reasons
 from torchmpi.cli.bench.collective_bench import gigabytes_per_second
 from torchmpi.cli.bench.command import MORE_SECONDS, check_files, print_report, run_job, run_script
-from torchmpi.cli.formatting import table
+from torchmpi.cli.formatting import StatusLine, table
 from torchmpi.errors import ArgumentError
 from torchmpi.session import launcher
 

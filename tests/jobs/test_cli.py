@@ -427,7 +427,10 @@ from torchmpi.cli.doctor import diagnosis
 diagnosis._GRACE_SECONDS = 1
 sys.exit(main(["doctor", "--json", "--timeout", "1"]))
 """
-    found = checks_of(alone("-c", code, path=path))["launcher"]
+    result = alone("-c", code, path=path)
+    steps = ["a process loads MPI; at most 1 s", "starts two ranks, which compile kernels the first time"]
+    assert all(step in result.stderr for step in steps), "nothing was printed until the end"
+    found = checks_of(result)["launcher"]
     assert found["verdict"] == "problem" and "killed" in found["found"] and "looking for hosts" in found["found"]
     child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 10
     with pytest.raises(ProcessLookupError):

@@ -101,6 +101,8 @@ def test_placement(text, num_ranks, placed):
         ("a:0", "no room for a rank"),
         ("a,,b", "'' is not a host"),
         ("a:x", "'a:x' is not a host"),
+        ("-Fpath", "'-Fpath' is not a host"),
+        ("a;b", "'a;b' is not a host"),
         ("a,a:2", "named twice"),
         ("a:2,b:1", "4 ranks do not fit on a:2,b:1, with room for 3"),
     ],
@@ -114,7 +116,7 @@ def test_host_files_of_both_formats(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# nodes\n\na slots=2\nb : 3 # fast\nc\n")
     assert hosts.read_file(file) == [("a", 2), ("b", 3), ("c", None)]
-    for text, complaint in (("a 2", "line 1: 'a 2'"), ("# none", "names no host")):
+    for text, complaint in (("a 2", "line 1: 'a 2'"), ("# none", "names no host"), ("-Fpath", "line 1: .-Fpath. is")):
         file.write_text(text)
         with pytest.raises(ArgumentError, match=complaint):
             hosts.read_file(file)

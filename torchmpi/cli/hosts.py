@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from ..errors import ArgumentError
 
-_HOST = re.compile(r"(?P<name>[^\s:=]+)(?::(?P<number>\d+))?")
-_LINE = re.compile(r"(?P<name>[^\s:=]+)(?:\s*:\s*(?P<colon>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?")
+# ssh and the launchers would take a name that begins with a hyphen for an option.
+_NAME = r"(?P<name>[A-Za-z0-9._][A-Za-z0-9._-]*)"
+_HOST = re.compile(_NAME + r"(?::(?P<number>\d+))?")
+_LINE = re.compile(_NAME + r"(?:\s*:\s*(?P<colon>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?")
 
 
 class Host(NamedTuple):
@@ -31,7 +33,8 @@ def parse_list(text: str) -> list[Host]:
         found = _HOST.fullmatch(word.strip())
         if found is None:
             raise ArgumentError(
-                f"--hosts: {word!r} is not a host. Write node1,node2, or node1:2,node2:2 for 2 ranks on each."
+                f"--hosts: {word!r} is not a host. Write node1,node2, or node1:2,node2:2 for 2 ranks on each. "
+                "A name has letters, digits, '.', '_' and '-', and must not begin with '-'."
             )
         hosts.append(_host(found["name"], found["number"]))
     return _merged(hosts)
@@ -56,7 +59,8 @@ def read_file(path: Path) -> list[Host]:
         if found is None:
             raise ArgumentError(
                 f"--hostfile {path}, line {number}: {text!r} is not understood. Write one host per line: node1, "
-                "node1 slots=2, or node1:2. For other formats, start mpirun itself."
+                "node1 slots=2, or node1:2. A name has letters, digits, '.', '_' and '-', and must not begin with '-'. "
+                "For other formats, start mpirun itself."
             )
         hosts.append(_host(found["name"], found["colon"] or found["slots"]))
     if not hosts:

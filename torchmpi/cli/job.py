@@ -45,7 +45,7 @@ class Job:
 
     def agent(self, host: str) -> list[str]:
         """Return the command that runs a command on a host."""
-        return [*shlex.split(self._options.rsh or "ssh"), host]
+        return [*(shlex.split(self._options.rsh) if self._options.rsh else ("ssh", "--")), host]
 
     def ranks_without(self, lost: Sequence[str]) -> int:
         """Return the number of ranks for which the other hosts have room, at most that of the first start."""

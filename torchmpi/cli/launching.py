@@ -20,6 +20,8 @@ from .facts import Program
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 """The folder that contains torchmpi, for processes that do not have it on their path."""
+BOOTSTRAP = "import sys; sys.path[0] or sys.path.pop(0); sys.path.append(sys.argv[1]); "
+"""For ``python -c`` with `PACKAGE_PARENT`: nothing is imported from the current folder, which would come first."""
 _SHARED_MEMORY = "/dev/shm"
 _VERSION_SECONDS = 15.0
 _TERMINATION_SECONDS = 5.0

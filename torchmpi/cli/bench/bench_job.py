@@ -97,19 +97,6 @@ def job_facts(comm: Any) -> dict[str, Any]:
     }
 
 
-class StatusLine:
-    """Progress on standard error: one line that is overwritten on a terminal, plain lines elsewhere."""
-
-    def show(self, text: str) -> None:
-        """Replace the line, or add one."""
-        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else f"{text}\n", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Erase the line."""
-        if sys.stderr.isatty():
-            self.show("")
-
-
 def run_task(task: str) -> None:
     """Run the measurement described by a file; rank 0 writes progress and the result beside it."""
     path = Path(task)

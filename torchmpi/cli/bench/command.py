@@ -20,10 +20,11 @@ import torch
 from ...errors import ArgumentError, JobError, TorchMPIError
 from ...log import log_fatal
 from ...session import affinity, launcher, mpi_library, runtime
-from ..launching import PACKAGE_PARENT, find_programs, launch_command, run_limited
+from ..formatting import StatusLine
+from ..launching import BOOTSTRAP, PACKAGE_PARENT, find_programs, launch_command, run_limited
 from ..supervision import handle_signals
 from . import collective_bench, options, training
-from .bench_job import RESULT_SO_FAR, Show, StatusLine, measure_job
+from .bench_job import RESULT_SO_FAR, Show, measure_job
 from .bench_report import check_can_plot, compare_files, draw, new_report, save
 
 RunJobs = Callable[[argparse.Namespace, Show], list[dict[str, Any]]]
@@ -32,8 +33,7 @@ MORE_SECONDS, TIMES = 180.0, 4.0
 """Time limit of a job, besides its time for measuring: for starting and checking, and for at least seven batches."""
 _INTERRUPTED = 130  # the exit status of shells
 _TAIL_LINES = 30
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli.bench.bench_job import run_task; "
-_BOOTSTRAP += "run_task(sys.argv[2])"
+_RUN_TASK = "from torchmpi.cli.bench.bench_job import run_task; run_task(sys.argv[2])"
 
 
 def run(given: argparse.Namespace) -> int:
@@ -196,7 +196,7 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="torchmpi-bench-") as name, _ends_on_signals():
         task, result, progress = (Path(name, file) for file in ("task.json", "result.json", "progress"))
         task.write_text(json.dumps(vars(given) | {"folder": name}))
-        arguments = [*program, name] if program else ["-c", _BOOTSTRAP, str(PACKAGE_PARENT), str(task)]
+        arguments = [*program, name] if program else ["-c", BOOTSTRAP + _RUN_TASK, str(PACKAGE_PARENT), str(task)]
         with progress.open("a+") as lines:
 
             def relay() -> None:

@@ -33,8 +33,8 @@ from ..facts import (
     mpi_facts,
     process_facts,
 )
-from ..formatting import counted, hanging
-from ..launching import PACKAGE_PARENT, ProcessResult, find_programs, leave_job, run_limited
+from ..formatting import StatusLine, counted, hanging
+from ..launching import BOOTSTRAP, PACKAGE_PARENT, ProcessResult, find_programs, leave_job, run_limited
 from . import gpu_checks, host_checks, mpi_checks, software_checks
 from .self_test import self_test
 
@@ -70,11 +70,7 @@ _GRACE_SECONDS = 5.0
 _TAIL_CHARACTERS = 1500
 _TIMEOUT_MARK = "Timeout ("  # printed by faulthandler in a trial process that exceeds its time limit
 _MESSAGE_MARK = "torchmpi-probe:"
-# For ``python -c``, with the folder that contains torchmpi and the time limit.
-_BOOTSTRAP = (
-    "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli.doctor import diagnosis; "
-    "diagnosis.trial_process(float(sys.argv[2]))"
-)
+_TRIAL = "from torchmpi.cli.doctor import diagnosis; diagnosis.trial_process(float(sys.argv[2]))"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -143,6 +139,8 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 def run_trials(here: ProcessFacts, *, seconds: float) -> Facts:
     """Start a process alone and two ranks with mpirun, and gather their facts."""
+    status = StatusLine()
+    status.show(f"torchmpi doctor: a process loads MPI; at most {seconds:g} s ...")
     alone = _run([], seconds)
     fields = _fields(alone.stdout)
     programs = find_programs()
@@ -158,7 +156,12 @@ def run_trials(here: ProcessFacts, *, seconds: float) -> Facts:
     # The slots of Open MPI are cores; another check reports a single core.
     is_crowded = programs[0].library.startswith("Open MPI") and here.num_physical_cores < 2
     command = [programs[0].path, *(["--oversubscribe"] if is_crowded else []), "-n", "2"]
+    status.show(
+        f"torchmpi doctor: {shlex.join(command)} starts two ranks, which compile kernels the first time; at most "
+        f"{seconds:g} s ..."
+    )
     result = _run(command, seconds)
+    status.clear()
     fields = _fields(result.stdout)
     launch = LaunchTrial(
         command=shlex.join([*command, "python", "..."]),
@@ -179,7 +182,7 @@ def run_trials(here: ProcessFacts, *, seconds: float) -> Facts:
 
 
 def _run(launch_command: list[str], seconds: float) -> ProcessResult:
-    command = [*launch_command, sys.executable, "-c", _BOOTSTRAP, str(PACKAGE_PARENT), str(seconds)]
+    command = [*launch_command, sys.executable, "-c", BOOTSTRAP + _TRIAL, str(PACKAGE_PARENT), str(seconds)]
     return run_limited(command, seconds=seconds + _GRACE_SECONDS)
 
 
