@@ -64,7 +64,7 @@ from torchmpi.timeline.trace_writer import TraceWriter, path_for
 MOST_MORE_BYTES = 256 << 20
 CASE_SECONDS = 30.0
 _HUGE_BYTES = 1 << 40
-_ODD_NUMBERS = (0, -1, 1, 7, 255, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**64, 10**12, 10**30)
+_ODD_NUMBERS = (0, -1, 1, 7, 255, 2**20, 2**24, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**64, 10**12, 10**30)
 _ODD_VALUES = (*_ODD_NUMBERS, math.nan, math.inf, 1e300, 0.5, True, None, "", "\x1b[2J\n", "../../x", "9" * 5000, [])
 
 Mutator = Callable[[random.Random, bytes], bytes]

@@ -200,7 +200,7 @@ def test_a_rank_that_is_killed_in_a_burst_of_calls_leaves_a_readable_file(launch
     result = launch(2, [tmp_path / "job.py"])
     assert result.returncode != 0, result.output
     for path in folder.iterdir():  # as if the ranks had been killed earlier: thousands of calls are enough
-        path.write_bytes(path.read_bytes()[:50_000])
+        path.write_bytes(path.read_bytes()[:200_000])
     traces = read_folder(folder)
     assert [trace.is_complete for trace in traces] == [False, False]
     num_calls = len(traces[1].calls)

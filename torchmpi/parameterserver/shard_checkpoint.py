@@ -27,12 +27,12 @@ from ..session import runtime
 from ..shared_memory.kernels.shard_layout import MOST_STATES, STEPS, VERSION
 from ..tensors import archive
 from ..tensors.dtypes import short_name
-from ..tensors.partition import even_partition
+from ..tensors.partition import part_of
 from .servers import Server, ServerContext, call_collectively
 
 _FORMAT = ("torchmpi_shards", 2)
 _INDEX = "servers.json"
-_MOST_RANKS = 1 << 24
+_MOST_RANKS = 1 << 20
 _LOCK_SECONDS = 60
 _MOST_MORE_BYTES = 1 << 20
 """Of a file of shards beside its values: names and headers."""
@@ -261,24 +261,24 @@ def _check_shard(path: Path, saved: Any, numel: int, server: Server) -> None:
 def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) -> list[list[_Saved]]:
     servers = _servers(context)
     found: list[list[_Saved]] = [[] for _ in servers]
-    old_parts = [even_partition(server.numel, index["size"]) for server in servers]
     for rank in range(index["size"]):
+        old_parts = [part_of(server.numel, index["size"], rank) for server in servers]
         wanted = [
             number
             for number, server in enumerate(servers)
-            if _overlap(old_parts[number][rank], server.parts[context.group.rank])
+            if _overlap(old_parts[number], server.parts[context.group.rank])
         ]
         if wanted:
             path = folder / _file_name(index["token"], rank)
             try:
-                packed = files.read(path, _most_bytes([parts[rank][1] for parts in old_parts]))
+                packed = files.read(path, _most_bytes([numel for _, numel in old_parts]))
             except OSError as error:
                 raise CheckpointError(f"{path}, which the index names, cannot be read: {error.strerror}") from error
             content = archive.parse(path, packed, mark=_FORMAT, what="file of shards")
             if (content.get("token"), content.get("rank")) != (index["token"], rank):
                 raise CheckpointError(f"{path} is the file of another save or rank, under a name that is not its own")
             for number in wanted:
-                part = old_parts[number][rank]
+                part = old_parts[number]
                 _check_shard(path, content.get(str(number)), part[1], servers[number])
                 found[number].append((part[0], content[str(number)]))
     return found
