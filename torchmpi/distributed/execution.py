@@ -58,7 +58,9 @@ class GroupExecution(GroupProperties):
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
         for each in outputs:
-            dispatch.refuse_read_only(self._group, _NAMES.get(collective, collective), each, root)
+            seen = writable.known.get(id(each))
+            if seen is None or seen() is not each:  # as in is_writable(), without calls for a repeated tensor
+                dispatch.refuse_read_only(self._group, _NAMES.get(collective, collective), each, root)
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         limit = options.timeout.total_seconds()
         if limit > 0:
