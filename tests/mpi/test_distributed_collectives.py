@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import contract
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import torch_rig
 from mpi4py import MPI
 from torch_rig import CALLS, LAYOUTS, MODES, NEEDS_ROWS, REDUCING, Setting, is_asynchronous, ops_of, wrong
 
-from torchmpi.errors import TorchMPIError
+from torchmpi.errors import ArgumentError, TorchMPIError
 
 SIZE = MPI.COMM_WORLD.size
 pytestmark = [
@@ -306,3 +307,28 @@ def test_refused_before_anything_is_sent(agree, call, remedy):
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     agree.equal(tensor, torch.full((2,), float(dist.get_world_size())), "the next call")
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_tensors_in_read_only_memory_are_refused(agree, tmp_path):
+    """Where the call would write to them. Regression: SIGSEGV."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    np.ones(300 * size).tofile(tmp_path / "values")
+    mapped = torch.from_numpy(np.memmap(tmp_path / "values", mode="r", dtype=np.float64))
+    row, rows = torch.ones(mapped.numel() // size).to(mapped), torch.ones(mapped.numel() * size).to(mapped)
+    group = dist.new_group()  # no call in it runs in machine code yet
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(mapped, group=group),
+        "all_reduce, asynchronous": lambda: dist.all_reduce(mapped, group=group, async_op=True),
+        "all_gather": lambda: dist.all_gather([mapped] * size, torch.ones_like(mapped), group=group),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(mapped, row, group=group),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(mapped, rows, group=group),
+        "recv": lambda: dist.recv(mapped, (rank + 1) % size, group=group),
+    }
+    for name, call in calls.items():
+        if size > 1 or name != "recv":
+            agree.raises(ArgumentError, call, "memory that cannot be written", f"rank {rank}")
+    for root in range(size):  # which only reads
+        given = mapped if rank == root else torch.zeros_like(mapped)
+        dist.broadcast(given, root, group=group)
+        agree.equal(given, torch.ones_like(given), f"broadcast of rank {root}")

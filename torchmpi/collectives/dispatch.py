@@ -51,15 +51,18 @@ class CheckedCall(NamedTuple):
 
 def is_simple(tensor: Any) -> bool:
     """Return whether a value is a contiguous host tensor without further properties."""
-    return (
-        type(tensor) is _Tensor
-        and tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.requires_grad)
-        and buffers.has_memory(tensor)
-    )
+    try:
+        return (
+            type(tensor) is _Tensor
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.requires_grad)
+            and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+        )
+    except RuntimeError:  # of data_ptr(), for the tensors of torch.func
+        return False
 
 
 def check_call(

@@ -57,8 +57,11 @@ class GroupExecution(GroupProperties):
         root: int = -1,
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
-        for each in outputs:
-            dispatch.refuse_read_only(self._group, _NAMES.get(collective, collective), each, root)
+        if root < 0 or collective == "scatter" or (collective == "broadcast") != (root == self._group.rank):
+            for each in outputs:
+                seen = writable.known.get(id(each))
+                if seen is None or seen() is not each:  # as in is_writable(), without calls for a repeated tensor
+                    writable.refuse_read_only(each, self._where, collective)
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         limit = options.timeout.total_seconds()
         if limit > 0:

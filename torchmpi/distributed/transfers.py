@@ -20,7 +20,7 @@ from ..communicators.handle import Handle
 from ..communicators.message_record import ANY_RANK
 from ..errors import ArgumentError, CommunicatorError, MismatchError, StallError, TorchMPIError
 from ..session import runtime
-from ..tensors import buffers, dtypes, streams
+from ..tensors import buffers, dtypes, streams, writable
 from ..timeline import events
 
 _NUM_BUSY_TESTS = 2000
@@ -244,6 +244,8 @@ def _checked(group: Group, tensor: torch.Tensor, collective: str, peer: int | No
     what = f"{group.where}: {collective}"
     check_open(group, what)
     buffers.check(tensor, what, written=collective == "recv")
+    if collective == "recv":
+        writable.refuse_read_only(tensor, group.where, collective)
     if peer is not None and not 0 <= peer < group.size:
         raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
     if not 0 <= tag <= MAX_TAG:

@@ -61,18 +61,6 @@ def is_simple_on_gpu(tensor: torch.Tensor) -> bool:
     )
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a tensor are in memory that this process can address; also if there are none.
-
-    >>> has_memory(torch.ones(2)), torch.vmap(lambda row: torch.tensor(has_memory(row)))(torch.ones(1, 2)).item()
-    (True, False)
-    """
-    try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:  # of the wrappers of torch.func
-        return False
-
-
 def refuse_tracing(what: str) -> None:
     """Raise in a function that torch.jit.trace records: the call would be no part of the recorded function."""
     if torch._C._get_tracing_state() is not None:

@@ -26,7 +26,7 @@ _MOST_KNOWN = 4096
 _number = _SYSTEM_CALLS.get(platform.machine())
 _word = ctypes.c_int(0)
 _system_call: Any = None
-_known: dict[int, weakref.ref[torch.Tensor]] = {}
+known: dict[int, weakref.ref[torch.Tensor]] = {}
 """Tensors that can be written, by id: one that is used repeatedly is tested once. (Not by address: after a tensor has
 been freed, a file may be mapped there.)"""
 
@@ -49,14 +49,14 @@ def is_writable(tensor: torch.Tensor) -> bool:
     >>> is_writable(torch.ones(2)), is_writable(torch.empty(0))
     (True, True)
     """
-    seen = _known.get(id(tensor))
+    seen = known.get(id(tensor))
     if seen is not None and seen() is tensor:
         return True
     if tensor.is_cpu and tensor.layout is torch.strided and tensor.numel() and not _can_write(tensor.data_ptr()):
         return False
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[id(tensor)] = weakref.ref(tensor)
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[id(tensor)] = weakref.ref(tensor)
     return True
 
 
