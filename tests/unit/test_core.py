@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 import threading
@@ -87,7 +88,7 @@ def test_a_user_without_a_home(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(native_code, "__file__", "/proc/none/native_code.py")  # an installation that others own
-    assert native_code.cache_folder() is None and saved_tables.path_for("") is None
+    assert native_code.writable_folders() == [] and saved_tables.path_for("") is None
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("HOME", "/dev/null")  # regression: a warning that a table of measurements cannot be read
     assert saved_tables.path_for("") is None
@@ -100,6 +101,8 @@ def test_compiled_code_is_read_from_a_folder_of_another_user(monkeypatch, tmp_pa
     monkeypatch.setattr(native_code, "__file__", str(tmp_path / "package" / "native_code.py"))
     owner = native_code.Compiler()
     owner._write("part", "recipe", b"image")
+    assert len(list((tmp_path / "home").rglob("*.native"))) == 1  # for other environments of this user
+    shutil.rmtree(tmp_path / "home")
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "package" not in str(path) and access(path, mode))
     user = native_code.Compiler()

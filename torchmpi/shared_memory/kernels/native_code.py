@@ -50,14 +50,15 @@ def cache_folders() -> list[Path]:
     return [folder for folder in folders if folder is not None and folder.is_absolute()]
 
 
-def cache_folder() -> Path | None:
-    """Return the first writable folder of them, or None."""
+def writable_folders() -> list[Path]:
+    """Return those of them that are writable, or can be made."""
+    writable = []
     for folder in cache_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
-                return folder
-    return None
+                writable.append(folder)
+    return writable
 
 
 def _processor() -> str:
@@ -83,8 +84,8 @@ class Compiler:
         self._functions: dict[str, int] = {}
         """Addresses by name of the functions that have been loaded, except by LLVM."""
         self._llvm: Llvm | None = None
-        self.folder = cache_folder()
-        self._folders = cache_folders()
+        self._folders, self._writable = cache_folders(), writable_folders()
+        self.folder = self._writable[0] if self._writable else None
         self._processor = _processor() or self.llvm.processor
 
     @property
@@ -167,19 +168,21 @@ class Compiler:
         return None
 
     def _write(self, name: str, recipe: str, image: bytes) -> None:
-        if self.folder is None:
-            return
-        path = self.folder / self._file_name(name, recipe)
-        part = path.with_name(f"{path.stem}.{os.getpid()}.part")
-        try:
-            part.write_bytes(hashlib.sha256(image).digest() + image)
-            part.replace(path)  # atomic, also with other writers
-            self._remove_old(path.parent)
-        except OSError:
-            self.folder = None  # full, or not writable: do not try again
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+        """Write to all folders: other environments, and the next installation in this one, find that of the user."""
+        for folder in self._writable.copy():
+            path = folder / self._file_name(name, recipe)
+            part = path.with_name(f"{path.stem}.{os.getpid()}.part")
+            try:
+                part.write_bytes(hashlib.sha256(image).digest() + image)
+                part.replace(path)  # atomic, also with other writers
+                self._remove_old(folder)
+            except OSError:
+                self._writable.remove(folder)  # full: do not try again
+                if folder == self.folder:
+                    self.folder = None
+            finally:
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
 
     @staticmethod
     def _remove_old(folder: Path) -> None:
