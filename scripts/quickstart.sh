@@ -16,7 +16,8 @@ RANKS processes with examples/mnist/mnist_allreduce.py, and saves a plot of loss
   -h, --help  this text
   -- ...      for the example: --epochs N, --data DIRECTORY with MNIST's files, ...
 
-Environment: PYTHON, the interpreter to use; VENV_DIR, where the private environments go (default .venv).
+Environment: PYTHON, the interpreter to use; VENV_DIR, where the private environments go (default .venv); TORCH_INDEX,
+an index that has PyTorch for this machine (docs/install.md).
 HELP
 }
 
@@ -43,6 +44,7 @@ mkdir -p "${plot%/*}" 2>/dev/null || fail "FAILED: cannot write to ${plot%/*}" "
 rm -f "$plot"
 launch_command "$ranks"
 command=("${launch[@]}" python "$checkout/examples/mnist/mnist_allreduce.py" --plot "$plot" "$@")
+say "Training takes about a minute, of which half is for compiling kernels the first time:"
 say "$(printf '%q ' "${command[@]}")"
 
 status=0

@@ -14,7 +14,8 @@ usage: scripts/slurm.sh COMMAND
 The nodes have two CPUs and two GPUs that are no devices (/dev/null, /dev/zero), for tests of --gres.
 State: SLURM_STATE (default /run/torchmpi-slurm). No other Slurm on this machine is used or changed.
 
-Needs root with CAP_SYS_ADMIN and, of Debian, the packages slurmctld slurmd slurm-client munge iproute2.
+Needs root with CAP_SYS_ADMIN and, of Debian, the packages slurmctld slurmd slurm-client munge iproute2, and libpmix-dev for
+srun --mpi=pmix. Folders under /tmp that the nodes share, such as that of an environment: HOSTS_SHARE, a list separated by colons.
 HELP
 }
 

@@ -52,6 +52,14 @@ def test_two_ranks_compile_for_all_and_for_the_next_job(job, first):
     assert "compiling" not in second.stderr and NONE not in second.stderr, second.output
 
 
+def test_one_rank_announces_the_compilation_once_and_ends(alone, tmp_path):
+    """Regression: twice, "once per machine"; and the process that had compiled crashed when Python ended."""
+    (tmp_path / "job.py").write_text("import torchmpi as mpi\nmpi.start()\nmpi.stop()\n")
+    # A variable that is read at import: a process of its own, which ends with its destructors.
+    result = alone(tmp_path / "job.py", NUMBA_CACHE_DIR=str(tmp_path / "cache"), TORCHMPI_LOG="info")
+    assert result.returncode == 0 and result.stderr.count("once per machine") == 1, result.output
+
+
 # Starts with the kernels of the first job, and compiles those of the parameter server, two parts of a second each.
 SERVER = """
 from torchmpi.shared_memory.kernels import kernel_sets

@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 import threading
@@ -120,7 +121,7 @@ def test_a_user_without_a_home(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(native_code, "__file__", "/proc/none/native_code.py")  # an installation that others own
-    assert native_code.cache_folder() is None and saved_tables.path_for("") is None
+    assert native_code.writable_folders() == [] and saved_tables.path_for("") is None
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("HOME", "/dev/null")  # regression: a warning that a table of measurements cannot be read
     assert saved_tables.path_for("") is None
@@ -133,6 +134,8 @@ def test_compiled_code_is_read_from_a_folder_of_another_user(monkeypatch, tmp_pa
     monkeypatch.setattr(native_code, "__file__", str(tmp_path / "package" / "native_code.py"))
     owner = native_code.Compiler()
     owner._write("part", "recipe", b"image")
+    assert len(list((tmp_path / "home").rglob("*.native"))) == 1  # for other environments of this user
+    shutil.rmtree(tmp_path / "home")
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "package" not in str(path) and access(path, mode))
     user = native_code.Compiler()
@@ -251,8 +254,7 @@ def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
         thread.start()
         call_queue.close()
         thread.join()
-        for handle in handles:
-            handle.wait(timeout=10)
+        assert [handle.wait(timeout=10) for handle in handles] == [None] * len(handles)
 
 
 def test_a_queue_without_its_thread_raises_and_goes_on(monkeypatch):
@@ -455,6 +457,7 @@ def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
     for _ in range(10):
         arrive(second, code, (3,))
         second.leave()
+    assert (first.seq, second.seq) == (10, 10)
 
 
 @given(

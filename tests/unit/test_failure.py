@@ -204,6 +204,7 @@ def test_a_job_ends_with_closed_streams(monkeypatch):
     for name in ("stdout", "stderr", "__stderr__"):
         monkeypatch.setattr(sys, name, None)
     failure._flush()
+    assert closed.closed
 
 
 def test_a_stall_report_shows_the_line_of_the_user():

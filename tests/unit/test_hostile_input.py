@@ -252,8 +252,12 @@ def test_a_damaged_index_of_servers_is_refused(tmp_path, data):
     (tmp_path / "servers.json").write_bytes(text)
     read_servers(tmp_path)
     (tmp_path / "servers.json").write_bytes(data.draw(damaged(text)))
-    with contextlib.suppress(CheckpointError):
+    is_refused = False
+    try:
         read_servers(tmp_path)
+    except CheckpointError as error:
+        is_refused = "servers.json" in str(error) or "shards" in str(error)
+    assert is_refused or json.loads((tmp_path / "servers.json").read_bytes()).keys() >= INDEX.keys()
 
 
 @MANY
@@ -262,11 +266,12 @@ def test_an_index_of_servers_with_other_json_is_refused(tmp_path, name, value, w
     (tmp_path / "shards-abcd-0.pt").write_bytes(SHARDS)
     for content in (whole, {**INDEX, name: value}, {each: INDEX[each] for each in INDEX if each != name}):
         (tmp_path / "servers.json").write_text(json.dumps(content))
+        is_refused = False
         try:
             read_servers(tmp_path)
         except CheckpointError:
-            continue
-        assert {**INDEX, **content, "servers": INDEX["servers"]} == INDEX
+            is_refused = True
+        assert is_refused or {**INDEX, **content, "servers": INDEX["servers"]} == INDEX
 
 
 def test_an_index_of_servers_names_no_file_outside_its_folder(tmp_path):
@@ -304,14 +309,14 @@ def test_a_damaged_checkpoint_is_refused_or_right(saved, data):
     right = checkpoint.read(saved, SingleProcess())
     name = data.draw(st.sampled_from(sorted(files)))
     (saved / name).write_bytes(data.draw(st.binary(max_size=200) | damaged(files[name])))
+    found = None
     try:
-        found = checkpoint.read(saved, SingleProcess())
-        assert found.common == right.common
-        assert torch.equal(found.trees["network"]["weight"], right.trees["network"]["weight"])
-    except CheckpointError:
-        pass
+        with contextlib.suppress(CheckpointError):
+            found = checkpoint.read(saved, SingleProcess())
     finally:
         restore(saved, files)
+    assert found is None or found.common == right.common
+    assert found is None or torch.equal(found.trees["network"]["weight"], right.trees["network"]["weight"])
 
 
 def test_a_checkpoint_runs_nothing(saved, tmp_path):

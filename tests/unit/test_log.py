@@ -31,6 +31,7 @@ def test_a_stream_that_fails_is_ignored(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     log.logger.error("lost")
     log.log_fatal("lost")
+    assert sys.stderr is stream
 
 
 def test_a_fatal_message_appears_although_the_program_has_disabled_the_logger(monkeypatch, capfd):

@@ -83,7 +83,12 @@ def _load_or_build(compiler: Compiler, which: str, announce: Callable[[str], obj
                 missing.remove(number)
                 if compiler.load(names[number], recipe):
                     continue
-                tell = announce if number == 0 else tell  # one rank of the host
+                if number == 0:  # one rank of the host, which may compile the other parts too
+                    tell = announce
+                    tell(
+                        f"compiling the {SETS[which].description}, once per machine: about {SETS[which].seconds} s "
+                        "if a core is idle"
+                    )
                 with no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
                     module = _module(which, number, tell)
                 compiler.build(names[number], recipe, module)
@@ -116,9 +121,6 @@ def no_garbage_collection() -> Iterator[None]:
 def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
     """Return a part of a set of kernels as an LLVM module, and announce the progress of the compilation."""
     kernel_set, names = SETS[which], SETS[which].parts[number]
-    announce(
-        f"compiling the {kernel_set.description}, once per machine: about {kernel_set.seconds} s if a core is idle"
-    )
     from . import compilation
 
     for module in kernel_set.modules:
@@ -156,7 +158,7 @@ class _Definition(ctypes.Structure):
 
 
 _definitions: dict[str, _Definition] = {}
-"""Kept alive as long as the functions."""
+"""Functions read theirs also when they are deleted, which may be after the variables of this module."""
 
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
@@ -175,7 +177,10 @@ def function_at(name: str, address: int, owner: int | None = None) -> Callable[.
         address: Address of the machine code.
         owner: Address of the record that is passed as the first argument.
     """
-    definition = _definitions.setdefault(name, _Definition(name.encode(), address, _METH_FASTCALL, None))
+    if name not in _definitions:
+        _definitions[name] = _Definition(name.encode(), address, _METH_FASTCALL, None)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_definitions[name]))  # never deleted
+    definition = _definitions[name]
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
     made: Callable[..., int] = make(ctypes.addressof(definition), owner, None)

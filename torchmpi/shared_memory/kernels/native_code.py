@@ -53,14 +53,15 @@ def cache_folders() -> list[Path]:
     return [folder for folder in folders if folder is not None and folder.is_absolute()]
 
 
-def cache_folder() -> Path | None:
-    """Return the first of them in which this user may write, and nobody else; None if there is none."""
+def writable_folders() -> list[Path]:
+    """Return those of them in which this user may write, and nobody else; they are made if they are not there."""
+    writable = []
     for folder in cache_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700 if _is_private(folder) else 0o777, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK) and _is_trusted(folder, folder.stat()):
-                return folder
-    return None
+                writable.append(folder)
+    return writable
 
 
 def _is_private(folder: Path) -> bool:
@@ -107,8 +108,8 @@ class Compiler:
         self._functions: dict[str, int] = {}
         """Addresses by name of the functions that have been loaded, except by LLVM."""
         self._llvm: Llvm | None = None
-        self.folder = cache_folder()
-        self._folders = cache_folders()
+        self._folders, self._writable = cache_folders(), writable_folders()
+        self.folder = self._writable[0] if self._writable else None
         self._processor = _processor() or self.llvm.processor
 
     @property
@@ -193,15 +194,17 @@ class Compiler:
         return None
 
     def _write(self, name: str, recipe: str, image: bytes) -> None:
-        if self.folder is None:
-            return
-        path = self.folder / self._file_name(name, recipe)
-        mode = 0o600 if _is_private(self.folder) else 0o644
-        try:
-            files.write(path, hashlib.sha256(image).digest() + image, mode=mode)  # atomic, also with other writers
-            self._remove_old(self.folder)
-        except OSError:
-            self.folder = None  # full, or not writable: do not try again
+        """Write to all folders: other environments, and the next installation in this one, find that of the user."""
+        for folder in self._writable.copy():
+            path = folder / self._file_name(name, recipe)
+            mode = 0o600 if _is_private(folder) else 0o644
+            try:
+                files.write(path, hashlib.sha256(image).digest() + image, mode=mode)  # atomic, also with other writers
+                self._remove_old(folder)
+            except OSError:
+                self._writable.remove(folder)  # full, or not writable: do not try again
+                if folder == self.folder:
+                    self.folder = None
 
     @staticmethod
     def _remove_old(folder: Path) -> None:
