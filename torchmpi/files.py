@@ -30,6 +30,7 @@ import json
 import os
 import pwd
 import re
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ class _Place(NamedTuple):
     """A descriptor."""
     name: str
     is_special: bool
-    """Whether the name is that of a device or pipe of this user or root, which is written to instead of replaced."""
+    """Whether the name is that of a device or pipe that is written to, and not replaced."""
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def replacing(
     """
     with _place(path, make_folder=make_folder, folder_mode=0o777) as place:
         if place.is_special:
-            with os.fdopen(_open_special(place, path, os.O_WRONLY), "wb") as file:
+            with os.fdopen(_open_special(place, path), "wb") as file:
                 yield file
             return
         part = f".{place.name}.{os.urandom(6).hex()}.tmp"
@@ -97,7 +98,8 @@ def replacing(
                 file.flush()
                 if is_durable:
                     os.fsync(file.fileno())
-                _rename(part, place, path)
+                if not _rename(part, place, path):
+                    _overwrite(part, place, path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(part, dir_fd=place.folder)
@@ -132,11 +134,12 @@ def create(path: StrPath, *, mode: int = 0o666) -> int:
     """
     with _place(path, make_folder=True, folder_mode=0o777) as place:
         if place.is_special:
-            return _open_special(place, path, os.O_WRONLY)
+            return _open_special(place, path)
         part = f".{place.name}.{os.urandom(6).hex()}.tmp"
         descriptor = os.open(part, os.O_RDWR | _NEW, mode, dir_fd=place.folder)
         try:
-            _rename(part, place, path)
+            if not _rename(part, place, path):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), os.fspath(path))
         except BaseException:
             os.close(descriptor)
             os.unlink(part, dir_fd=place.folder)
@@ -155,23 +158,7 @@ def append(path: StrPath, *, mode: int = 0o666) -> int:
         descriptor = files.append("logs/rank0.log")
     """
     with _place(path, make_folder=True, folder_mode=0o777) as place:
-        if place.is_special:
-            return _open_special(place, path, os.O_WRONLY | os.O_APPEND)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            descriptor = os.open(place.name, flags, mode, dir_fd=place.folder)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                raise _refusal(path, "it is a link or pipe of another user. Remove it, or name another file") from None
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-        found = os.fstat(descriptor)
-        owners = (os.geteuid(), os.fstat(place.folder).st_uid)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid not in owners:
-            os.close(descriptor)
-            what = f"it is not a file of its own name that belongs to user {owners[0]}"
-            raise _refusal(path, f"{what}. Remove it, or name another file")
-        os.set_blocking(descriptor, True)
-        return descriptor
+        return _open_special(place, path) if place.is_special else _open_own(place, path, mode)
 
 
 def make_folder(path: StrPath, *, mode: int = 0o777) -> None:
@@ -268,9 +255,7 @@ def _walk(path: str, folder_mode: int | None) -> _Place:
         if linking - {owner}:
             raise _refusal(path, f"a link of user {min(linking - {owner})} leads to it. Name the folder itself")
         name = parts.pop()
-        found = _status(name, folder)
-        may_be_used = found is not None and found.st_uid in (0, own)
-        return _Place(folder, name, may_be_used and _is_special(name, folder))
+        return _Place(folder, name, _is_special(name, folder))
     except OSError as error:
         os.close(folder)
         raise OSError(error.errno, error.strerror, path) from None
@@ -294,19 +279,28 @@ def _status(name: str, folder: int) -> os.stat_result | None:
 
 
 def _is_special(name: str, folder: int) -> bool:
-    """Return whether a name, or what its link leads to, is a device or pipe of this user or root."""
-    try:
-        found = os.stat(name, dir_fd=folder)
-    except OSError:
-        return False
-    kind = stat.S_IFMT(found.st_mode)
-    return kind in (stat.S_IFCHR, stat.S_IFIFO, stat.S_IFSOCK) and found.st_uid in (0, os.geteuid())
+    """Return whether a name is a device, or a pipe of this user, or a link of this user or root to one of anyone.
+
+    Only root can make a device. What /dev/stdout leads to may belong to the user who has called sudo, and may be a
+    file, which must not be replaced: the descriptor remains that of the old one.
+    """
+    found = _status(name, folder)
+    is_own = found is not None and found.st_uid in (0, os.geteuid())
+    if found is not None and is_own and stat.S_ISLNK(found.st_mode):
+        try:
+            if found.st_dev == os.stat("/proc").st_dev:
+                return True
+            found = os.stat(name, dir_fd=folder)
+        except OSError:
+            return False
+    kind = 0 if found is None else stat.S_IFMT(found.st_mode)
+    return kind == stat.S_IFCHR or (is_own and kind in (stat.S_IFIFO, stat.S_IFSOCK))
 
 
-def _open_special(place: _Place, path: StrPath, flags: int) -> int:
-    """Open a device or pipe; one that nobody reads is an error."""
+def _open_special(place: _Place, path: StrPath) -> int:
+    """Open a device or pipe, or the file of a descriptor; a pipe that nobody reads is an error."""
     try:
-        flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         descriptor = os.open(place.name, flags, dir_fd=place.folder)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
@@ -314,13 +308,45 @@ def _open_special(place: _Place, path: StrPath, flags: int) -> int:
     return descriptor
 
 
-def _rename(part: str, place: _Place, path: StrPath) -> None:
+def _open_own(place: _Place, path: StrPath, mode: int) -> int:
+    """Open a file to append to it, if it belongs to this user or to the owner of the folder, and has one name."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(place.name, flags, mode, dir_fd=place.folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _refusal(path, "it is a link or pipe of another user. Remove it, or name another file") from None
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+    found = os.fstat(descriptor)
+    owners = (os.geteuid(), os.fstat(place.folder).st_uid)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid not in owners:
+        os.close(descriptor)
+        what = f"it is not a file of its own name that belongs to user {owners[0]}"
+        raise _refusal(path, f"{what}. Remove it, or name another file")
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _overwrite(part: str, place: _Place, path: StrPath) -> None:
+    """Put the content of a new file into the old one, which a container may have mounted and cannot be replaced."""
+    descriptor = _open_own(place, path, 0o666)
+    with os.fdopen(descriptor, "wb") as old, os.fdopen(os.open(part, os.O_RDONLY, dir_fd=place.folder), "rb") as new:
+        os.ftruncate(descriptor, 0)
+        shutil.copyfileobj(new, old)
+    os.unlink(part, dir_fd=place.folder)
+
+
+def _rename(part: str, place: _Place, path: StrPath) -> bool:
+    """Give a new file its name; return whether that is possible, which it is not for a mounted file."""
     try:
         os.replace(part, place.name, src_dir_fd=place.folder, dst_dir_fd=place.folder)
+        return True
     except PermissionError as error:  # in a folder with the sticky bit
         reason = f"what has this name belongs to another user ({error.strerror}). Name another file"
         raise _refusal(path, reason) from None
     except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 

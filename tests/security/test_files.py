@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -263,6 +264,36 @@ def test_a_log_is_not_appended_to_a_file_with_two_names(tmp_path):
     with pytest.raises(PermissionError, match="not a file of its own name"):
         files.append(tmp_path / "rank0.log")
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_file_that_is_mounted_is_written_to(tmp_path):
+    """Such as /dev/termination-log of Kubernetes, or a file of the host in a container."""
+    for name in ("of the host", "mounted"):
+        (tmp_path / name).write_text("old and long")
+    mount = ["mount", "--bind", tmp_path / "of the host", tmp_path / "mounted"]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        files.write(tmp_path / "mounted", "new")
+        with pytest.raises(OSError, match="busy"):
+            files.create(tmp_path / "mounted")
+    finally:
+        subprocess.run(["umount", tmp_path / "mounted"], check=True)
+    assert (tmp_path / "of the host").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["mounted", "of the host"]
+
+
+def test_standard_output_is_written_to_whoever_reads_it(capfd):
+    """Such as a pipe of the user who has called sudo."""
+    reader, writer = os.pipe()
+    os.fchown(writer, STRANGER, STRANGER)
+    files.write(f"/dev/fd/{writer}", "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    os.close(writer)
+    for name, stream in (("/dev/stdout", 0), ("/dev/stderr", 1)):
+        report.write(name, {"reason": name}, {})
+        assert f'"reason": "{name}"' in capfd.readouterr()[stream]
 
 
 def test_a_checkpoint_does_not_replace_what_a_link_of_another_user_names(public):
