@@ -355,11 +355,12 @@ def keep_dynamo_out(package: str) -> None:
 def extend_checkpointing(extension: Callable[..., Any]) -> None:
     """Extend the method that begins an asynchronous checkpoint, once the modules that have it are loaded."""
     for kind in ("thread", "process"):
-        holder = f"_{kind.title()}BasedAsyncCheckpointExecutor"
-        _call_with_module(
-            f"torch.distributed.checkpoint._async_{kind}_executor",
-            lambda module, holder=holder: extend_function("execute_save", extension, getattr(module, holder)),
-        )
+        executor = attrgetter(f"_{kind.title()}BasedAsyncCheckpointExecutor")
+
+        def extend(module: Any, executor: Callable[[Any], Any] = executor) -> None:
+            extend_function("execute_save", extension, executor(module))
+
+        _call_with_module(f"torch.distributed.checkpoint._async_{kind}_executor", extend)
 
 
 def _call_with_module(name: str, use: Callable[[Any], object]) -> None:
