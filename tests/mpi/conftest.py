@@ -25,6 +25,7 @@ from helpers import checks
 from shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
+from torchmpi.session import launcher
 
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
@@ -32,6 +33,7 @@ os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 NUMBERS_OF_RANKS = (1, 2, 3, 4)
+SIZE = launcher.detect().num_ranks or 1
 
 
 @functools.cache
@@ -59,9 +61,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         item.add_marker(pytest.mark.mpi)
-        ranks = item.get_closest_marker("ranks")
+        ranks, least = item.get_closest_marker("ranks"), 1
+        if (marker := item.get_closest_marker("min_ranks")) is not None:
+            (least,) = marker.args
+            item.add_marker(pytest.mark.skipif(least > SIZE, reason=f"needs {least} ranks, to check anything"))
         for number in NUMBERS_OF_RANKS if ranks is None else ranks.args:
-            item.add_marker(f"n{number}")
+            if number >= least:
+                item.add_marker(f"n{number}")
 
 
 def pytest_collection_finish() -> None:

@@ -77,6 +77,7 @@ def test_refusals(agree):
         agree.raises(DtypeError, call, f"rank {mpi.rank()}: ", "Convert")
 
 
+@pytest.mark.min_ranks(2)
 def test_calls_that_differ_between_the_ranks_raise_on_all(agree):
     if mpi.size() == 1:
         return

@@ -189,6 +189,7 @@ def test_sendreceive_shifts(agree):
     agree.equal(mpi.sendreceive_async(big, left, right).wait(), torch.full((1_000_000,), float(left)))
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("length", [3, 5000])  # in one message, and in several
 def test_exchanges_and_other_messages_do_not_wait_for_the_opposite_direction(agree, length):
     """MPI allows these orders: a receive may wait for an exchange that follows it, an exchange for a later send."""
@@ -217,6 +218,7 @@ def test_exchanges_and_other_messages_do_not_wait_for_the_opposite_direction(agr
         agree.equal([int(each[-1]) for each in received], [1, 4, 5, 7, 8])
 
 
+@pytest.mark.min_ranks(2)
 def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(agree):
     if mpi.size() < 2:
         return

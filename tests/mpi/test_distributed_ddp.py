@@ -167,6 +167,7 @@ def test_join_of_uneven_inputs(agree, divide_by_initial_world_size):
     agree(same_everywhere(values(model)), "ranks differ")
 
 
+@pytest.mark.min_ranks(2)
 def test_join_raises_on_all_ranks_if_requested(agree):
     model = DDP(net())
     message = ""

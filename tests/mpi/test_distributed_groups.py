@@ -90,6 +90,7 @@ def test_every_subset_is_a_group(torch_world, agree):
             dist.destroy_process_group(group)
 
 
+@pytest.mark.min_ranks(2)
 def test_groups_that_only_their_members_make(torch_world, agree):
     """Neighbors on a ring make pairs, the even ones first the one and the odd ones first the other."""
     pairs = [sorted({RANK, (RANK + 1) % SIZE}), sorted({RANK, (RANK - 1) % SIZE})]
@@ -272,6 +273,7 @@ def test_an_aborted_group_may_be_destroyed(nothing_runs, agree):
     agree.equal(total_of(), float(sum(EVERYBODY)))
 
 
+@pytest.mark.min_ranks(2)
 def test_ranks_that_occur_twice_are_refused(nothing_runs, agree):
     if SIZE == 1:
         return
@@ -280,6 +282,7 @@ def test_ranks_that_occur_twice_are_refused(nothing_runs, agree):
     agree(not runtime.is_running(), "torchmpi was started for torch and not stopped")
 
 
+@pytest.mark.min_ranks(2)
 def test_abort_ends_everything_that_is_queued(torch_world, agree):
     """Calls that the other ranks never make, half an hour before their timeout."""
     if SIZE == 1:
@@ -292,6 +295,7 @@ def test_abort_ends_everything_that_is_queued(torch_world, agree):
     agree.equal(total_of(), float(sum(EVERYBODY)))
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, asynchronous):
     """Half an hour before the timeout of the group; other ranks do not call."""
@@ -305,6 +309,7 @@ def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, asynch
     dist.destroy_process_group(group)
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("end", ("destroyed", "aborted"))
 def test_group_freed_while_another_thread_is_in_a_call(torch_world, agree, end):
     """Regression: the shared memory was unmapped during the call. The call, which no other rank makes, must raise."""

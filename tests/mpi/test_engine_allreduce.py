@@ -252,6 +252,7 @@ def test_a_norm_that_is_not_finite_raises_on_all_ranks(agree):
         train(AllReduceSGDEngine(progress=False), network(), data, clip_grad_norm=1.0)
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("name", ["accumulate", "lr", "scaler"])
 def test_options_that_differ_between_ranks_are_refused(agree, name):
     number = 2 - (mpi.rank() == 1)
@@ -323,6 +324,7 @@ def test_stop_on_one_rank_stops_all(agree, hook, t, epoch):
     agree.equal((state.t, state.epoch, state.stop), (t, epoch, True))
 
 
+@pytest.mark.min_ranks(2)
 def test_debug_detects_replicas_that_differ(agree):
     engine = AllReduceSGDEngine(debug=True, progress=False)
 

@@ -156,6 +156,7 @@ def test_default_optimizer(agree):
     agree(criterion.scale.item() != 1, "the criterion was not trained")
 
 
+@pytest.mark.min_ranks(2)
 def test_sync_batchnorm_needs_examples_on_all_ranks(agree):
     """The last batch has one example. Regression: as the second batch of an update it was a MismatchError."""
     net = nn.Sequential(nn.Linear(4, 8), mpinn.SyncBatchNorm(8), nn.Linear(8, 3))

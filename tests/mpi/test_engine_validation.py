@@ -64,6 +64,7 @@ def test_metrics_cover_the_data_of_all_ranks(agree):
     agree.equal(result.metrics["second"], expected.error.value(2))
 
 
+@pytest.mark.min_ranks(2)
 def test_a_metric_of_one_rank_is_refused(agree):
     engine = AllReduceSGDEngine(progress=False)
     arguments = dict(network=network(), criterion=nn.CrossEntropyLoss(), iterator=make_batches(1, 0))

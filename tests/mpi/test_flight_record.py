@@ -57,6 +57,7 @@ def test_the_last_calls_replace_the_first_ones(agree):
     agree.equal(seqs, list(range(last - RECORD_LENGTH + 1, last + 1)))
 
 
+@pytest.mark.min_ranks(2)
 def test_a_call_that_fails_is_marked(agree):
     group = mpi.communicator(0).intra
     if group.size > 1:

@@ -260,6 +260,7 @@ def test_different_or_invalid_lists_are_refused_on_all_ranks(agree):
     agree.equal(mpi.allreduce(1), size)
 
 
+@pytest.mark.min_ranks(2)
 def test_different_calls_on_a_group_name_it(agree):
     if mpi.size() < 2:
         return
@@ -333,6 +334,7 @@ def test_keys_of_groups_are_not_used_again(agree):
     agree.equal(mpi.allgather_object(keys), [keys] * mpi.size())
 
 
+@pytest.mark.min_ranks(2)
 def test_messages_that_wait_in_a_queue_are_counted_by_free(agree, monkeypatch):
     """Regression: a message sent after the count was left on a communicator that MPI assigns again."""
     if mpi.size() < 2 or not runtime.current().threads_allowed:
@@ -348,6 +350,7 @@ def test_messages_that_wait_in_a_queue_are_counted_by_free(agree, monkeypatch):
     agree.equal(freed[0], False)
 
 
+@pytest.mark.min_ranks(2)
 def test_an_error_that_is_raised_after_freeing_has_been_seen(agree):
     """Regression: stop() raised the error again, since wait() had not been called when the group was freed."""
     if mpi.size() < 2:

@@ -427,6 +427,7 @@ def test_refused_arguments_of_the_optimizer(agree):
         agree.raises(ValueError, lambda options=options: hvd.DistributedOptimizer(sgd, **options))
 
 
+@pytest.mark.min_ranks(2)
 def test_too_many_backward_passes_are_refused(agree):
     model = net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))

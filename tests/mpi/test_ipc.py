@@ -130,6 +130,7 @@ def test_a_rank_that_cannot_share_memory_is_an_error_on_all(rig, agree, kind, fa
     Call(rig, "allreduce", torch.float32, "sum", (1000,), 0).check(rig, agree)
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("check", (None, "off", "strict"))
 def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_are_right(agree, monkeypatch, check):
     if mpi.size() == 1:
@@ -181,6 +182,7 @@ def test_calls_raise_after_the_waits_of_the_device_were_released(agree):
     rig.group.free()
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("collective", ("allgather", "allreduce"))
 def test_a_tensor_on_another_device_is_an_error_on_all_ranks(rig, agree, collective):
     if mpi.size() == 1:
@@ -195,6 +197,7 @@ def test_a_tensor_on_another_device_is_an_error_on_all_ranks(rig, agree, collect
     Call(rig, collective, torch.float32, "sum", (100,), 1).check(rig, agree)
 
 
+@pytest.mark.min_ranks(2)
 def test_different_calls_raise_on_all_ranks(rig, agree):
     if mpi.size() == 1 or rig.group.log_board is None:
         return
@@ -344,6 +347,7 @@ def test_ranks_that_are_late_by_turns(agree):
     rig.group.free()
 
 
+@pytest.mark.min_ranks(2)
 def test_an_error_of_the_driver_ends_the_call_on_all_ranks_and_the_next_ones_are_right(agree):
     if mpi.size() == 1:
         return
@@ -365,6 +369,7 @@ def test_an_error_of_the_driver_ends_the_call_on_all_ranks_and_the_next_ones_are
     rig.group.free()
 
 
+@pytest.mark.min_ranks(2)
 def test_a_short_allreduce_that_is_interrupted_keeps_its_half_for_the_others(agree, monkeypatch):
     """Regression: the half counted as free, although other ranks may still read it, and the next call wrote to it."""
     if mpi.size() == 1:

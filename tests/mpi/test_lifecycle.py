@@ -195,6 +195,7 @@ def test_each_local_rank_has_cores_of_its_own_where_they_suffice(agree):
     agree.equal(len(mask), available)
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize(
     ("name", "values"),
     [

@@ -143,6 +143,7 @@ def test_the_wait_for_a_late_rank_is_measured_apart(agree):
         agree(found["allgather"]["waited"] >= alone, f"{found}, {alone}")
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 def test_a_failed_call_leaves_no_wait_behind(agree):
     if mpi.size() > 1:
@@ -227,6 +228,7 @@ def test_freed_communicators_keep_their_counts(agree):
     agree("to be freed" not in mpi.metrics()["in_flight"])
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 def test_calls_that_fail_are_not_counted(agree):
     if mpi.size() > 1:

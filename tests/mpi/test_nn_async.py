@@ -477,6 +477,7 @@ def test_after_unregistering_backward_is_local_again(agree):
     agree.equal(net.weight.grad, 2 * rank_plus_one())
 
 
+@pytest.mark.min_ranks(2)
 def test_different_nets_are_an_error_on_all_ranks(agree):
     if mpi.size() == 1:
         return

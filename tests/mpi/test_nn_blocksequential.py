@@ -111,6 +111,7 @@ def test_two_that_share_a_parameter_are_refused(agree):
     agree(True)
 
 
+@pytest.mark.min_ranks(2)
 def test_other_strides_on_some_rank_are_refused(agree):
     """Regression: blocks were copied as they are in memory, in another order on a rank with channels_last."""
     net = mpinn.BlockSequential(1, nn.Conv2d(2, 3, 3))

@@ -68,6 +68,7 @@ def test_a_rank_without_gradients_takes_part(agree):
     agree.close(norm, clipped()[1] / mpi.size(), **TIGHT)
 
 
+@pytest.mark.min_ranks(2)
 def test_gradients_that_are_not_synchronized_are_refused(agree):
     if mpi.size() == 1:
         return

@@ -13,6 +13,7 @@ from torchmpi.errors import GradientError
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_local_loss_is_refused(agree, asynchronous):
     """Without a line search all ranks make the same number of calls here, and the same steps, by chance."""

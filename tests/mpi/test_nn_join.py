@@ -173,6 +173,7 @@ def test_accumulation_inside_join(agree):
     agree.equal(num_synchronized, mpi.rank())
 
 
+@pytest.mark.min_ranks(2)
 def test_different_synchronizations_are_refused(agree):
     if mpi.size() == 1:
         return

@@ -38,6 +38,7 @@ def test_equal_replicas_pass(agree, make):
     agree.equal(error_of(make()), "")
 
 
+@pytest.mark.min_ranks(2)
 def test_one_bit_on_one_rank_is_reported_on_all_ranks(agree):
     replica = net()
     if mpi.rank() == mpi.size() - 1 and mpi.size() > 1:
@@ -63,6 +64,7 @@ def test_comparison_of_buffers_is_optional(agree):
     agree.equal(error_of(replica, buffers=False), "")
 
 
+@pytest.mark.min_ranks(2)
 def test_different_shapes_are_reported_first(agree):
     if mpi.size() > 1:
         agree("'weight' float32 [2, 3]" in error_of(nn.Linear(3, 2 + mpi.rank())))

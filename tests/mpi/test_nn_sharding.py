@@ -95,6 +95,7 @@ def test_training_equals_one_process_on_the_complete_batch(agree, model_level, h
     mpinn.check_with_allreduce(net)
 
 
+@pytest.mark.min_ranks(2)
 def test_different_inputs_of_ranks_that_share_a_layer_are_refused(agree, model_level):
     """Each rank has its own part of the data, as in data parallelism without shards."""
     net = make_net(mpinn.MPLinear, comm=model_level)
@@ -144,6 +145,7 @@ def test_clipping_equals_one_process_on_the_complete_batch(agree, model_level, n
     mpinn.check_with_allreduce(net)
 
 
+@pytest.mark.min_ranks(2)
 def test_a_changed_gradient_of_a_shard_is_refused_on_all_ranks(agree, model_level):
     width = mpi.communicator(model_level).size
     if width == mpi.size():
@@ -171,6 +173,7 @@ def test_parameters_of_shards_are_copied_or_averaged_over_their_holders(agree, m
     mpinn.check_with_allreduce(layer)
 
 
+@pytest.mark.min_ranks(2)
 def test_drift_of_a_shard_is_found_on_all_ranks(agree, model_level):
     net = make_net(mpinn.MPLinear, comm=model_level)
     width = mpi.communicator(model_level).size

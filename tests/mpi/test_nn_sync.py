@@ -66,6 +66,7 @@ def test_strided_parameters_are_broadcast(agree):
     agree.equal(net.weight.detach(), torch.ones(4, 2, 3, 3).to(memory_format=torch.channels_last))
 
 
+@pytest.mark.min_ranks(2)
 def test_a_different_net_on_one_rank_is_an_error_on_all(agree):
     last = mpi.rank() == mpi.size() - 1 and mpi.size() > 1
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 if last else 2))
@@ -268,6 +269,7 @@ def test_sparse_in_half_precision_is_rounded_once(agree):
     agree.equal(p.grad.to_dense()[1, 0], expected)
 
 
+@pytest.mark.min_ranks(2)
 def test_sparse_here_and_dense_there_is_an_error_on_all_ranks(agree):
     (p,) = parameters_with(torch.ones(4, 1))
     if mpi.rank() == 0:
@@ -370,6 +372,7 @@ def test_persistent_gradients_are_reduced_in_one_call_per_dtype(agree, dtype):
     agree(all(p.grad._version > before for p, before in zip(net.parameters(), versions, strict=True)), "versions")
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("happens", REASONS_FOR_A_LIST.items(), ids=REASONS_FOR_A_LIST)
 def test_gradients_scattered_on_some_rank_are_reduced_as_a_list(agree, happens):
     if mpi.size() == 1:
@@ -434,6 +437,7 @@ def test_other_tensors_in_the_memory_of_the_gradients_remain(agree):
         agree.close(net[1].weight.grad.sum(), net[0].weight.sum() * (mpi.size() + 1) / 2)
 
 
+@pytest.mark.min_ranks(2)
 def test_ranks_that_have_frozen_other_parameters_are_refused(agree):
     """Regression: the gradients of different layers of the same shape were averaged."""
     net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))

@@ -88,6 +88,7 @@ def test_early_start(agree):
     agree.equal(update.servers.servers[0].name, "parameters 0")
 
 
+@pytest.mark.min_ranks(2)
 def test_different_options_are_rejected_on_all_ranks(agree):
     update = ps.EASGDUpdate(make_net(), update_frequency=5 + (mpi.rank() == mpi.size() - 1), init_delay=0)
     found = refusal(update.update)
@@ -483,6 +484,7 @@ def test_a_clock_finishes_after_an_exception(agree):
     agree.equal(clock.read(), [None] * mpi.size())
 
 
+@pytest.mark.min_ranks(2)
 def test_a_stalled_wait_names_the_slowest_rank(agree, monkeypatch, capfd):
     running = runtime.current()
     config = dataclasses.replace(running.config, stall_warning_seconds=0.05, stall_abort_seconds=0.3)

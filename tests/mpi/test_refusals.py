@@ -210,6 +210,7 @@ def test_argument_errors_are_subclasses_of_builtin_exceptions(agree):
     agree(issubclass(errors.DtypeError, TypeError))
 
 
+@pytest.mark.min_ranks(2)
 def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
     """Across hosts there is no status board: a header is compared before each call. Requested by a setting here."""
     from torchmpi.communicators.group import Group, GroupContext

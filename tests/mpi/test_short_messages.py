@@ -78,6 +78,7 @@ def test_both_paths_meet_in_one_order(agree):
     agree.equal(odd, torch.full((4,), float(left)))
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("length", [5, 5000])
 def test_a_message_of_another_shape_is_dropped(agree, length):
     if mpi.size() < 2:
@@ -94,6 +95,7 @@ def test_a_message_of_another_shape_is_dropped(agree, length):
         agree.equal(mpi.sendreceive(torch.full((4,), float(mpi.rank())), left, right), torch.full((4,), float(left)))
 
 
+@pytest.mark.min_ranks(2)
 def test_a_waiting_exchange_is_described(agree):
     if mpi.size() < 2 or not runtime.current().threads_allowed:
         return
