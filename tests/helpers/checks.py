@@ -27,6 +27,12 @@ def note() -> None:
     number += 1
 
 
+def count(module: Any, *names: str) -> None:
+    """Count the calls of functions of a module that check something."""
+    for name in names:
+        setattr(module, name, _counting(getattr(module, name)))
+
+
 def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -46,13 +52,9 @@ if not rewrite.PYC_TAIL.startswith(".counted"):
     # pytest asks only in files that were compiled with enable_assertion_pass_hook (setup.cfg).
     rewrite.PYC_TAIL = ".counted" + rewrite.PYC_TAIL
     rewrite._check_if_assertion_pass_impl = _count_assertion
-    for module, names in (
-        (pytest, ("raises", "warns", "fail")),
-        (torch.testing, ("assert_close",)),
-        (np.testing, ("assert_array_equal", "assert_allclose", "assert_equal")),
-    ):
-        for name in names:
-            setattr(module, name, _counting(getattr(module, name)))
+    count(pytest, "raises", "warns", "fail")
+    count(torch.testing, "assert_close")
+    count(np.testing, "assert_array_equal", "assert_allclose", "assert_equal")
 
 
 def refuse_no_checks(item: pytest.Item, num_checks: int) -> None:

@@ -25,6 +25,7 @@ from helpers import checks
 from shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
+import torchmpi.nn
 from torchmpi.session import launcher
 
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
@@ -33,6 +34,7 @@ os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 NUMBERS_OF_RANKS = (1, 2, 3, 4)
+checks.count(mpi.nn, "check_with_allreduce")
 SIZE = launcher.detect().num_ranks or 1
 
 

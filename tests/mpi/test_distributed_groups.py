@@ -275,8 +275,6 @@ def test_an_aborted_group_may_be_destroyed(nothing_runs, agree):
 
 @pytest.mark.min_ranks(2)
 def test_ranks_that_occur_twice_are_refused(nothing_runs, agree):
-    if SIZE == 1:
-        return
     said = refusal(lambda: dist.init_process_group("torchmpi", store=dist.HashStore(), rank=0, world_size=SIZE))
     agree("different rank" in said, said)
     agree(not runtime.is_running(), "torchmpi was started for torch and not stopped")
@@ -285,8 +283,6 @@ def test_ranks_that_occur_twice_are_refused(nothing_runs, agree):
 @pytest.mark.min_ranks(2)
 def test_abort_ends_everything_that_is_queued(torch_world, agree):
     """Calls that the other ranks never make, half an hour before their timeout."""
-    if SIZE == 1:
-        return
     group = dist.new_group()
     works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for _ in range(3)] if RANK == 0 else []
     dist.distributed_c10d._abort_process_group(group)
@@ -299,8 +295,6 @@ def test_abort_ends_everything_that_is_queued(torch_world, agree):
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, asynchronous):
     """Half an hour before the timeout of the group; other ranks do not call."""
-    if SIZE == 1:
-        return
     group, options = dist.new_group(), dist.BroadcastOptions()
     options.timeout, options.asyncOp = timedelta(seconds=0.3), asynchronous
     if RANK == SIZE - 1:  # which receives
@@ -313,8 +307,6 @@ def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, asynch
 @pytest.mark.parametrize("end", ("destroyed", "aborted"))
 def test_group_freed_while_another_thread_is_in_a_call(torch_world, agree, end):
     """Regression: the shared memory was unmapped during the call. The call, which no other rank makes, must raise."""
-    if SIZE == 1:
-        return
     group = dist.new_group(timeout=timedelta(seconds=1))
     dist.barrier(group)
     said: list[str] = []

@@ -175,8 +175,6 @@ def test_accumulation_inside_join(agree):
 
 @pytest.mark.min_ranks(2)
 def test_different_synchronizations_are_refused(agree):
-    if mpi.size() == 1:
-        return
     model = net()
     with pytest.raises(MismatchError, match=r"rank 1: synchronize_gradients\(average=False"):
         with mpinn.join(model):

@@ -425,11 +425,10 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_servers_that_differ_are_an_error_on_all_ranks(transport, agree, kind):
     """Otherwise a rank that continues after the error would exchange data of another server."""
-    if mpi.size() == 1:
-        return
     call, fields = MISMATCHES[kind]
     try:
         call(mpi.rank() == 0)
@@ -442,9 +441,8 @@ def test_servers_that_differ_are_an_error_on_all_ranks(transport, agree, kind):
     agree.equal(server.name, "same")
 
 
+@pytest.mark.min_ranks(2)
 def test_freeing_different_servers_is_an_error_on_all_ranks(transport, agree):
-    if mpi.size() == 1:
-        return
     servers = [ps.init(torch.ones(10)) for _ in range(2)]
     try:
         ps.free(servers[mpi.rank() == 0])
