@@ -420,7 +420,7 @@ def test_tensorboard_gets_bytes_and_staleness_of_updates_with_servers(agree):
         engine.add(TensorBoard(writer))
         engine.hooks.on_update.append(lambda state: lasts.append((state.t, update.staleness.last)))
         engine.hooks.on_update.append(lambda state: moved.append(update.bytes_sent + update.bytes_received))
-        batches = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(5)]
+        batches = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(8)]
         engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=batches, lr=0.1)
     known = [(step, last) for step, last in lasts if last == last]
     agree(len(known) > 2, f"{lasts}")
