@@ -1,6 +1,8 @@
-"""Fuzzing of everything that reads a file: each reader returns the true data, or raises its documented error.
+"""Fuzzing of all that reads a file or listens on a socket: the true data are returned, or the documented error raised.
 
     python tests/fuzz_inputs.py --cases 100000 --seed 1
+
+The same for what listens on a socket: the content of a file is sent to it.
 
 A case takes the files of one target, damages one of them, and reads it: with bytes replaced, removed, inserted, cut off
 or random; with other values in its structure, under right checksums; as a pipe, a folder, a loop of links, or a file of
@@ -8,7 +10,7 @@ a terabyte. It fails if the reader raises another error, returns altered data al
 than 256 MB, or does not end: then the stack is printed. The cases run in a process of their own. A failure prints the
 seed and the number of its case; ``--seed S --first CASE --cases 1`` repeats it.
 
-A target is a row of TARGETS. One that reads from a socket can send the content of a file over a pair of sockets.
+A target is a row of TARGETS.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import random
 import re
 import resource
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -34,6 +38,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchmpi import files
-from torchmpi.backends import saved_tables
+from torchmpi.backends import meeting, saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli import flight_analysis, flight_commands, torch_traces, trace_commands
 from torchmpi.cli.bench import bench_report
@@ -49,10 +54,12 @@ from torchmpi.communicators.flight_record import OF_MESSAGES, FlightRecord
 from torchmpi.communicators.message_record import Channels
 from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
-from torchmpi.errors import ArgumentError, CheckpointError, TorchMPIError
+from torchmpi.errors import ArgumentError, CheckpointError, LaunchError, TorchMPIError
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.parameterserver.shards import chunk_numel
 from torchmpi.session import prometheus
+from torchmpi.session.launcherless import mesh
+from torchmpi.session.launcherless.step_file import StepFile
 from torchmpi.shared_memory.kernels import native_code
 from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample
@@ -404,6 +411,127 @@ def is_equal(found: Any, true: Any) -> bool:
 
 
 IN_JSON = (damage_json, deep_json)
+
+# --- sockets and the store of a rendezvous ----------------------------------------------------------------------------
+
+_KEY = bytes(range(16))
+_SOCKET_SECONDS = 20.0
+
+
+def content_of(place: Path, name: str) -> bytes:
+    with files.open_input(place / name, 1 << 20) as file:
+        return file.read()
+
+
+def prepare_greeting(place: Path) -> None:
+    """A hello, and a proof, which cannot be right: its random numbers are not those of the answer."""
+    (place / "greeting").write_bytes(struct.pack("<8sII16s", b"torchmpi", 1, 0, bytes(16)) + bytes(32))
+
+
+def read_greetings(place: Path) -> list[int]:
+    """Return which rank is accepted where a stranger says the content of the file, before rank 1 comes."""
+    content = content_of(place, "greeting")
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(meeting.listen_nearby(4))
+        stranger = opened.enter_context(socket.socket(socket.AF_UNIX))
+        stranger.settimeout(_SOCKET_SECONDS)
+        stranger.connect(listener.getsockname())
+        stranger.sendall(content[: 64 << 10])
+        targets = {0: listener.getsockname().decode()}
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(meeting.meet, 1, _KEY, [], targets, [], timeout_seconds=_SOCKET_SECONDS)
+            met = meeting.meet(0, _KEY, [listener], {}, [1], timeout_seconds=_SOCKET_SECONDS)
+            opened.callback(met.close)
+            opened.callback(other.result().close)
+        (sock,) = met.sockets.values()
+        other.result().sockets[0].send(b"rank 1")
+        sock.settimeout(_SOCKET_SECONDS)
+        return [*met.sockets, sock.recv(100) == b"rank 1"]
+
+
+def prepare_answer(place: Path) -> None:
+    (place / "answer").write_bytes(bytes(48) + b"\1")
+
+
+def read_answers(place: Path) -> list[int]:
+    """Return the ranks that are reached where a stranger listens, and answers with the content of the file."""
+    content = content_of(place, "answer")
+    with meeting.listen_nearby(4) as listener, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.settimeout(_SOCKET_SECONDS)
+                sock.sendall(content)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1000):
+                    pass
+
+        answered = pool.submit(answer)
+        met = meeting.meet(1, _KEY, [], {0: listener.getsockname().decode()}, [], timeout_seconds=0.1)
+        met.close()
+        answered.result()
+        return list(met.sockets)
+
+
+def prepare_request(place: Path) -> None:
+    (place / "request").write_bytes(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n")
+
+
+def read_requests(place: Path) -> bytes:
+    """Return the status with which the server of the metrics answers."""
+    content = content_of(place, "request")
+    metrics = {"rank": 0, "host": "h", "stalls": 0, **{part: {} for part in _PARTS_OF_METRICS}}
+    exporter = prometheus.ServerExporter(0, lambda: metrics, "127.0.0.1", 0)
+    try:
+        with socket.create_connection(exporter._listener.getsockname()[:2], timeout=_SOCKET_SECONDS) as sock:
+            with contextlib.suppress(OSError):
+                sock.sendall(content)
+                sock.shutdown(socket.SHUT_WR)
+                return sock.recv(12, socket.MSG_WAITALL)
+        return b""
+    finally:
+        exporter.close()
+
+
+_PARTS_OF_METRICS = ("calls", "steps", "messages", "in_flight", "updates")
+_STATUSES = (b"", b"HTTP/1.1 200", b"HTTP/1.1 404", b"HTTP/1.1 431", b"HTTP/1.1 501")
+
+
+def mesh_of_rank_1(store: object) -> mesh.Mesh:
+    return mesh.Mesh(store, 1, 2, 0.2, key=_KEY, is_one_host=False)
+
+
+def prepare_store(place: Path) -> None:
+    text = json.dumps([["h", "net", "memory", "name", ["10.0.0.1/24"], [0, 1]], "00" * 16])
+    entry = [text, mesh_of_rank_1(None)._signature("place", 0, text)]
+    (place / "table.json").write_bytes(json.dumps([entry]).encode())
+
+
+def read_store(place: Path) -> object:
+    """Return the entry of rank 0 in the store, as rank 1 takes it."""
+    content = content_of(place, "table.json")
+    store = SimpleNamespace(wait=lambda keys, limit: None, get=lambda key: content, check=lambda keys: True)
+    reader = mesh_of_rank_1(store)
+    entries = reader._get("table", "place")
+    if not isinstance(entries, list) or not entries:
+        raise LaunchError("no table")
+    return reader._checked("place", 0, entries[0])
+
+
+def prepare_step(place: Path) -> None:
+    (place / "step.json").write_bytes(json.dumps([28000, "00" * 32]).encode())
+
+
+def read_step(place: Path) -> object:
+    """Return what a rank of a step of Slurm finds in the home folder."""
+    step = StepFile("1.0.0")
+    step.path = place / "step.json"
+    with contextlib.suppress(OSError):
+        os.chmod(step.path, 0o600, follow_symlinks=True)
+    return step.read(1, limit_seconds=0.1)
+
+
 TARGETS = (
     Target("tuning file", prepare_tuning, read_tuning, (), structured={".json": IN_JSON}),
     Target(
@@ -430,6 +558,11 @@ TARGETS = (
         structured={".gz": (damage_lines,), ".json": IN_JSON},
     ),
     Target("machine code", prepare_code, read_code, (), lambda found, true: found in (None, true)),
+    Target("greetings", prepare_greeting, read_greetings, (OSError,), is_equal),
+    Target("answers", prepare_answer, read_answers, (OSError,), is_equal),
+    Target("requests", prepare_request, read_requests, (OSError,), lambda found, true: found in _STATUSES),
+    Target("store", prepare_store, read_store, (LaunchError, OSError), is_equal, {".json": IN_JSON}),
+    Target("step of Slurm", prepare_step, read_step, (LaunchError,), structured={".json": IN_JSON}),
     Target("metrics", prepare_metrics, read_metrics, (OSError, *WRONG_EVENTS), structured={".json": (rename,)}),
 )  # fmt: skip
 

@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from ... import files
 from ...backends import meeting, network
 from ...errors import LaunchError
 from .. import launcher
@@ -158,15 +159,15 @@ class Mesh:
                     f"Give all ranks the same {launcher.JOB_KEY_VARIABLE}. If they have it, somebody else writes to "
                     "the store: see docs/security.md."
                 )
-            return json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
+            return files.parse_json(text)
+        except (TypeError, ValueError) as error:
             raise LaunchError(self._is_foreign(error)) from None
 
     def _get(self, key: str, name: str) -> Any:
         try:
             self._store.wait([key], timedelta(seconds=self._time_left()))
-            return json.loads(self._store.get(key))
-        except (ValueError, RecursionError) as error:
+            return files.parse_json(self._store.get(key))
+        except ValueError as error:
             raise LaunchError(self._is_foreign(error)) from None
         except RuntimeError as error:  # torch's stores have no specific exception
             raise LaunchError(

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ... import files
 from ...errors import LaunchError
 from .. import launcher
 
@@ -49,16 +50,10 @@ class StepFile:
         Raises:
             LaunchError: The file cannot be written, or others may write to the folder.
         """
-        part = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
             _check(os.stat(self.path.parent))
-            with suppress(FileNotFoundError):
-                part.unlink()
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(meeting, file)
-            os.replace(part, self.path)
+            files.write(self.path, json.dumps(meeting), mode=0o600)
         except OSError as error:
             raise LaunchError(f"rank 0 cannot write the key of the job to {self.path}: {error}. {_REMEDY}") from error
 
@@ -73,12 +68,11 @@ class StepFile:
             try:
                 with suppress(FileNotFoundError):
                     os.listdir(self.path.parent)  # NFS then asks for files that it has not found before
-                    descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-                    with os.fdopen(descriptor, "rb") as file:
-                        _check(os.fstat(descriptor))
-                        port, key = json.loads(file.read(_MOST_BYTES))
+                    with files.open_input(self.path, _MOST_BYTES) as file:
+                        _check(os.fstat(file.fileno()))
+                        port, key = files.parse_json(file.read())
                         return MeetingPoint(int(port), str(key))
-            except (OSError, ValueError, TypeError) as error:
+            except (OSError, ValueError, TypeError, OverflowError) as error:
                 raise LaunchError(f"rank {rank} cannot read the key of the job from {self.path}: {error}.") from error
             if time.monotonic() >= limit:
                 raise LaunchError(
@@ -95,8 +89,6 @@ class StepFile:
 
 def _check(status: os.stat_result) -> None:
     """Refuse what others own or may write, and a file that they may read."""
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise PermissionError("it is no file")
     forbidden = 0o077 if stat.S_ISREG(status.st_mode) else 0o022
     if status.st_uid != os.geteuid() or status.st_mode & forbidden:
         raise PermissionError(
