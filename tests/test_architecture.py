@@ -175,7 +175,7 @@ def test_device_differences_are_confined():
 OUTPUT_WITHOUT_LOGGER = {
     "log": "the handler of the logger, and what signal handlers write",
     "engine.progressbar": "a bar that is drawn again on one line",
-    "cli.bench.bench_job": "a line of progress that is drawn again",
+    "cli.formatting": "a line of progress that is drawn again",
     "cli.rank_start": "runs before the program, and does not import torch, which the logger's package does",
     "horovod.__main__": "the usage of a command",
     "session.failure": "flushes the streams at the end, and prints what the exception hook has left in a buffer",
