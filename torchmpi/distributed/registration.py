@@ -82,9 +82,10 @@ def _explain_missing_variables() -> None:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         original(kind, error, trace)
         if found := _MISSING.search(str(error)):
+            from ..log import log_fatal
             from ..session import launcher
 
-            sys.stderr.write(f"torchmpi: {launcher.about_missing(found[1])}\n")
+            log_fatal(launcher.about_missing(found[1]))
 
     sys.excepthook = show
 
