@@ -93,7 +93,7 @@ def test_run_accepts_a_network_in_place_of_an_interface(alone, family):
         assert result.returncode == 1 and "--interface 10.0.0/eth0: " in result.output
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("network", ["127.0.0.0/8", "198.51.100.0/24"])
 def test_a_rank_of_mpich_finds_the_interface_of_its_host(network):
     """Regression: all hosts got the name of the interface of the launcher."""
@@ -107,7 +107,7 @@ def test_a_rank_of_mpich_finds_the_interface_of_its_host(network):
         assert done.returncode == 1 and f"no interface of {os.uname().nodename} has an address in this" in done.stderr
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_the_interface_of_other_hosts_is_not_that_of_the_launcher(alone):
     """Regression: Hydra, and Open MPI's mpirun, used an interface of this name for the connections to the launcher."""
     result = alone(*COMMAND, "run", "--dry-run", "--hosts", "192.0.2.7,192.0.2.8", "--interface", "eth7", "hostname")

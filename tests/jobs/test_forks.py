@@ -105,7 +105,7 @@ if __name__ == "__main__":
     assert result.stdout.count("total 14 2") == 2, result.output
 
 
-@pytest.mark.once
+@pytest.mark.any_mpi
 def test_a_rank_that_is_ended_removes_the_semaphores_of_its_workers(job):
     """Open MPI's launcher sends SIGTERM to the rank, and then SIGKILL to the process that would remove them."""
     if not is_open_mpi(launcher()):

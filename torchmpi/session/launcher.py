@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import LaunchError
-
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Set by torchrun: the file in which a rank describes its failure."""
 
@@ -193,6 +191,8 @@ def job_key() -> bytes:
     """
     key = os.environ.get(JOB_KEY_VARIABLE, "")
     if 0 < len(key) < _LEAST_KEY_LENGTH:
+        from ..errors import LaunchError  # not at the top: cli/rank_start.py loads this file alone
+
         raise LaunchError(
             f"{JOB_KEY_VARIABLE} has {len(key)} characters, and needs at least {_LEAST_KEY_LENGTH} random ones. "
             f"Set it to the same value for all ranks: export {JOB_KEY_VARIABLE}=$(openssl rand -hex 32)"
