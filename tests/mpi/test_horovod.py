@@ -399,7 +399,7 @@ def test_sparse_gradients(agree, as_dense):
 def test_adasum_reduces_the_changes(agree):
     n = hvd.size()
     if n & (n - 1):
-        return
+        pytest.skip("Adasum needs a power of two of ranks")
     parameter = nn.Parameter(torch.zeros(n))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), op=hvd.Adasum)
     parameter[hvd.rank()].backward()

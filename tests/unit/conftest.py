@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import hypothesis
 import pytest
 import torch
 from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
-# Without a deadline, which an example could exceed on a busy machine.
-hypothesis.settings.register_profile("without deadline", deadline=None)
-hypothesis.settings.load_profile("without deadline")
+# Without a deadline, which an example could exceed on a busy machine. The same examples in each run, so that a change
+# is judged by what it changes; HYPOTHESIS_PROFILE=search looks for others.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # A second thread does not help these small tensors, and waits for a core that another suite may have.
 torch.set_num_threads(1)
 

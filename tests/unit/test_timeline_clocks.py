@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchmpi.timeline.clocks import AlignedClock, ClockSample, TickClock, sample
@@ -39,6 +39,7 @@ TRIPS = st.tuples(st.integers(1, SECOND), st.integers(1, 50 * MILLISECOND), st.f
     st.lists(st.tuples(st.integers(1, 2 * SECOND), st.floats(-500e-6, 500e-6)), min_size=1, max_size=8),
     st.lists(st.lists(TRIPS, min_size=1, max_size=3), min_size=1, max_size=12),
 )
+@example(0, [(1, 0.0)], [[(1, 384, 0.0)], [(237, 2, 0.0)], [(1, 1, 0.0)]])
 def test_the_true_time_lies_within_the_error_however_the_rate_changes(offset, rates, exchanges):
     """Regression: the rate was assumed to be constant from the first to the last sample."""
     durations, drifts = np.array(rates).T

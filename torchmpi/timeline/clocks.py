@@ -13,9 +13,11 @@ if TYPE_CHECKING:  # it takes milliseconds of each import of torchmpi
     import numpy.typing as npt
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
-_DRIFT_BOUND = 500e-6
+_INVERSE_DRIFT = 2000
+_DRIFT_BOUND = 1 / _INVERSE_DRIFT
 """The most by which the rates of two clocks are assumed to differ."""
 
+_INFINITE = np.int64(1 << 62)
 _NUM_READINGS = 20
 _READINGS_APART = 1_000_000_000
 
@@ -91,10 +93,11 @@ class AlignedClock:
 
 def _is_beaten(samples: IntArray) -> npt.NDArray[np.bool_]:
     """Return for each sorted sample whether another sample, with the drift to its time, has a smaller error."""
-    local, error = samples[:, 0] - samples[:1, 0], samples[:, 2].astype(float)
-    before = np.minimum.accumulate(np.append(np.inf, error - _DRIFT_BOUND * local)[:-1]) + _DRIFT_BOUND * local
-    later = np.append((error + _DRIFT_BOUND * local)[1:], np.inf)[::-1]
-    after = np.minimum.accumulate(later)[::-1] - _DRIFT_BOUND * local
+    # In integers: rounded, each of two equal samples could have a smaller error than the other one.
+    local, error = samples[:, 0] - samples[:1, 0], samples[:, 2] * _INVERSE_DRIFT
+    before = np.minimum.accumulate(np.append(_INFINITE, error - local)[:-1]) + local
+    later = np.append((error + local)[1:], _INFINITE)[::-1]
+    after = np.minimum.accumulate(later)[::-1] - local
     beaten: npt.NDArray[np.bool_] = (before <= error) | (after < error)
     return beaten
 
