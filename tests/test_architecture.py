@@ -85,6 +85,13 @@ def imported_modules(module: str) -> Iterator[str]:
 
 
 GRAPH = {module: set(imported_modules(module)) - {module} for module in MODULES}
+ENTRY_EDGES = {
+    (entry_of(module), entry_of(target))
+    for module, targets in GRAPH.items()
+    for target in targets
+    if entry_of(module) != entry_of(target)
+}
+"""Drawn by scripts/draw_levels.py."""
 
 
 def test_names_of_modules_and_public_classes_are_unique():
