@@ -12,8 +12,8 @@ Makes one private environment per MPI under .venv/ (the first time only) and run
 tests that launch jobs, and the tests that run on 1, 2, 3 and 4 ranks. Ends with a table and one line of sums; the
 status is 0 only if nothing failed. Full logs: build/test/.
 
-The limit for everything is 75 minutes, with --complete four hours; two free cores need about half of it, with --quick
-some minutes. A slow suite may use what is left of the limit; a test that hangs fails, and so does a suite that prints
+Two free cores need about 20 minutes, with --quick some minutes, with --complete more than an hour; the limit is 75 minutes,
+with --complete four hours. A slow suite may use what is left of the limit; a test that hangs fails, and so does a suite that prints
 nothing for a quarter of an hour.
 
   --quick        one MPI, 1 and 2 ranks, no job tests
@@ -321,9 +321,10 @@ export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 durations=$logs/durations
-say "The tests may take $((time_limit / 60)) minutes; two free cores need about half of it$(
-    [ $quick = no ] || printf ', and --quick some minutes'
-)."
+usual="about 20 minutes"
+[ $quick = no ] || usual="some minutes"
+[ $complete = no ] || usual="more than an hour"
+say "On two free cores this takes $usual; after $((time_limit / 60)) minutes it is ended."
 begin_installing
 turn_autogroups_off
 # The last environment has the fewest packages, and is there while others are still being installed.
