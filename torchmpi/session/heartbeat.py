@@ -104,6 +104,11 @@ class Heartbeat:
         self._thread.start()
         _open.add(self)
 
+    @property
+    def _silent_limit(self) -> float:
+        """The seconds without an answer to a probe after which a host counts as unreachable."""
+        return _SILENT_PROBES * max(1.0, self._limit_seconds / 6)
+
     def _is_far(self, link: HostLink) -> bool:
         return self._hosts[link.peer] != self._hosts[self._rank]
 
@@ -256,7 +261,7 @@ class Heartbeat:
             return "cannot be asked: a connection between the hosts has ended"
         if self._hosts[to] == self._hosts[hop] != self._hosts[self._rank]:
             seconds = network.silent_seconds(self._links[hop].sock)
-            if seconds > _SILENT_PROBES * max(1.0, self._limit_seconds / 6):
+            if seconds > self._silent_limit:
                 return f"on host {name}: the host has been unreachable for {seconds:.0f} s"
         return ""
 
@@ -267,10 +272,11 @@ class Heartbeat:
         if link.said_goodbye or self._is_closing:
             return
         name = self._names[link.peer]
-        if self._is_far(link) and error.errno in _UNREACHABLE:
+        seconds = network.silent_seconds(link.sock) if self._is_far(link) else 0.0
+        # Where a link is cut in one direction, the other host may notice first, and its reset arrives.
+        if self._is_far(link) and (error.errno in _UNREACHABLE or seconds > self._silent_limit):
             ranks = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[link.peer]]
             listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            seconds = network.silent_seconds(link.sock)
             report, delay = f"host {name} ({listed}) has been unreachable for {seconds:.0f} s", _LOSS_SECONDS
         else:
             report = f"rank {link.peer} on host {name} has ended without mpi.stop() (killed?), or the host has crashed"
