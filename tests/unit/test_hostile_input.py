@@ -149,11 +149,10 @@ SHARDS = shard_bytes()
 @FEW
 @given(st.binary(max_size=300) | damaged(SHARDS))
 def test_a_damaged_archive_is_refused(raw):
-    try:
+    content = None
+    with contextlib.suppress(CheckpointError):
         content = archive.parse(Path("shards.pt"), raw, mark=MARK, what="file of shards")
-    except CheckpointError:
-        return
-    assert torch.equal(content["0"]["values"], torch.arange(40.0)), "damaged, and not noticed"
+    assert content is None or torch.equal(content["0"]["values"], torch.arange(40.0)), "damaged, and not noticed"
 
 
 @MANY
@@ -168,11 +167,10 @@ def test_an_archive_with_another_pickle_is_refused(data):
     with zipfile.ZipFile(buffer, "w") as other:
         for each, content in parts.items():
             other.writestr(each, content)
-    try:
+    content = None
+    with contextlib.suppress(CheckpointError):
         content = archive.parse(Path("shards.pt"), buffer.getvalue(), mark=MARK, what="file of shards")
-    except CheckpointError:
-        return
-    assert isinstance(content, dict)
+    assert content is None or isinstance(content, dict)
 
 
 def test_files_of_killed_writers_are_removed(tmp_path, monkeypatch):
