@@ -10,12 +10,12 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from strangers import STRANGER, error_of, needs_root, running
 
 from torchmpi import files
 from torchmpi.backends import saved_tables
@@ -34,71 +34,11 @@ from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample
 from torchmpi.timeline.trace_writer import TraceWriter, path_for
 
-STRANGER, ANOTHER = 54321, 54322
+ANOTHER = STRANGER + 1
 RANK_START = Path(files.__file__).parent / "cli" / "rank_start.py"
 
 
-def can_be_others() -> bool:
-    """Whether this process may act as another user: root without the rights of root in a container may not."""
-    if os.geteuid() != 0 or (pid := os.fork()) == 0:
-        if os.geteuid() != 0:
-            return False
-        with contextlib.suppress(OSError):
-            become(STRANGER)
-            os._exit(0)
-        os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
-
-
-def become(user: int) -> None:
-    os.setgroups([])
-    os.setgid(user)
-    os.setuid(user)
-
-
-pytestmark = pytest.mark.skipif(not can_be_others(), reason="needs root, which may act as other users")
-
-
-@contextlib.contextmanager
-def running(user: int, action: Callable[[], Any]) -> Iterator[int]:
-    """Context manager with a process of a user, which runs an action, says that it has, and waits to be ended."""
-    said, say = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            become(user)
-            action()
-            os.write(say, b"done")
-            time.sleep(120)
-        finally:
-            os._exit(1)
-    os.close(say)
-    try:
-        assert os.read(said, 4) == b"done"
-        yield pid
-    finally:
-        os.close(said)
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-
-
-def error_of(user: int, action: Callable[[], Any]) -> str:
-    """Run an action as a user in another process; return its error, '' if there is none."""
-    said, say = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            become(user)
-            action()
-        except BaseException as error:
-            os.write(say, str(error).encode()[:4000] or b"?")
-        finally:
-            os._exit(0)
-    os.close(say)
-    with os.fdopen(said, "rb") as answers:
-        text = answers.read().decode()
-    os.waitpid(pid, 0)
-    return text
+pytestmark = needs_root
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def listen_nearby(num_ranks: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(f"\0torchmpi-{secrets.token_hex(12)}")
-        listener.listen(num_ranks + 128)
+        listener.listen(num_ranks + network.NUM_STRANGERS)
     except OSError:
         listener.close()
         raise

@@ -12,6 +12,8 @@ from pathlib import Path
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable: the network interface for gloo, or several, separated by commas."""
+NUM_STRANGERS = 128
+"""Connections of other programs that the queue of a listener has room for, in addition to those of ranks."""
 Interface = IPv4Interface | IPv6Interface
 _LOOPBACK = ("127.0.0.1", "::1")
 _INFO_AGES = struct.Struct("=II")
@@ -139,9 +141,9 @@ def address_of(hosts: Sequence[tuple[str, Sequence[str]]], rank: int) -> str:
     return choose(hosts, rank) or loopback()
 
 
-def listen(address: str, backlog: int) -> socket.socket:
-    """Listen on a free port of an address."""
-    return socket.create_server((address, 0), family=family(address), backlog=backlog)
+def listen(address: str, num_ranks: int) -> socket.socket:
+    """Listen on a free port of an address, with room in the queue for connections of other programs."""
+    return socket.create_server((address, 0), family=family(address), backlog=num_ranks + NUM_STRANGERS)
 
 
 def limit_silence(sock: socket.socket, seconds: float) -> None:

@@ -25,7 +25,7 @@ from .host_ring import leaders_of
 _ROUNDS, _ROUNDS_BETWEEN = 32, 8
 _SECONDS_BETWEEN, _MOST_HOSTS = 0.25, 16
 """Seconds between two samples of a host, and the number of hosts up to which rank 0 answers so often."""
-_CONNECT_SECONDS, _NUM_STRANGERS = 2.0, 128
+_CONNECT_SECONDS = 2.0
 _TAG = 3
 _TIME = struct.Struct("q")
 _TIMES = struct.Struct("2q")
@@ -168,7 +168,7 @@ def _connect(world: Group) -> list[socket.socket]:
         if rank == 0:
             with suppress(OSError):
                 where = network.address_of(places, 0)
-                listeners = [opened.enter_context(network.listen(where, len(awaited) + _NUM_STRANGERS))]
+                listeners = [opened.enter_context(network.listen(where, len(awaited)))]
                 address = listeners[0].getsockname()[:2]
         address, key = world.comm.allgather((address, key))[0]
         is_leader = address is not None and rank in awaited

@@ -14,7 +14,6 @@ from ..backends import meeting, network
 from ..communicators.conditions import on_all
 
 _CONNECT_SECONDS = 10.0
-_NUM_STRANGERS = 128  # queued connections of other programs
 _MAX_LINE_BYTES = 64 << 10
 
 Message = dict[str, Any]
@@ -85,7 +84,7 @@ def connect(comm: Any, hosts: Sequence[int], host_name: str) -> tuple[dict[int, 
         try:
             if any(hosts[high] != hosts[rank] for high in higher):
                 where = network.address_of([place[1:3] for place in places], rank)
-                listeners.append(opened.enter_context(network.listen(where, len(higher) + _NUM_STRANGERS)))
+                listeners.append(opened.enter_context(network.listen(where, len(higher))))
                 address = listeners[1].getsockname()[:2]
         except OSError as error:
             problem = f"rank {rank} on host {host_name} cannot listen: {error}"

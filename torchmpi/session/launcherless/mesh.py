@@ -29,7 +29,6 @@ from ...errors import LaunchError
 from .. import launcher
 
 _KEY = "torchmpi rendezvous"
-_NUM_STRANGERS = 128  # queued connections of other programs
 _MAX_SILENCE_SECONDS = 30.0
 _UNIX_BUFFER_BYTES = 4 << 20
 _REMEDY = f"Between hosts, choose the network interface with {network.INTERFACE_VARIABLE} and open the ports"
@@ -92,7 +91,7 @@ class Mesh:
                     # Only the kernel tells who is at the other end, so no connection may leave the host.
                     raise LaunchError(self._is_foreign("ranks of other hosts, but the launcher knows this one only"))
                 address = network.address_of([(place.network, place.interfaces) for place in self.places], self._rank)
-                listeners.append(opened.enter_context(network.listen(address, self._size + _NUM_STRANGERS)))
+                listeners.append(opened.enter_context(network.listen(address, self._size)))
                 for rank, offer in enumerate(self._allgather("address", listeners[1].getsockname()[:2])):
                     if self.places[rank].network != key:
                         addresses[rank] = (str(offer[0]), int(offer[1]))
