@@ -181,15 +181,21 @@ def test_downpour_with_an_optimizer_on_the_server(agree, levels):
         agree.close(ours.detach(), theirs.detach())
 
 
-def test_staleness_counts_sends_of_other_ranks(agree):
-    net = make_net()
-    update = ps.DownpourUpdate(net, lr=LR, update_frequency=2, init_delay=0)
+def staleness_of_steps(net, update, num_steps):
+    """Start the update, and return its staleness after each of some steps that the ranks make in turn."""
     update.start()
     seen = []
-    for step in range(9):
+    for step in range(num_steps):
         set_gradients(net, step)
         step_in_turn(update)
         seen.append(update.staleness.last)
+    return seen
+
+
+def test_staleness_counts_sends_of_other_ranks(agree):
+    net = make_net()
+    update = ps.DownpourUpdate(net, lr=LR, update_frequency=2, init_delay=0)
+    seen = staleness_of_steps(net, update, 9)
     # A step that integrates sends the gradient of the values before: every other rank has sent twice since their fetch.
     others = mpi.size() - 1.0
     agree(all(math.isnan(age) for age in seen[:3]), f"the first gradient of fetched values is that of step 3: {seen}")
@@ -202,12 +208,7 @@ def test_staleness_of_accumulated_gradients(agree):
     """The mean over the gradients of a send, each counted from the fetch of its own weights."""
     net, others = make_net(), mpi.size() - 1.0
     update = ps.DownpourUpdate(net, lr=LR, update_frequency=1, send_frequency=2, init_delay=0)
-    update.start()
-    seen = []
-    for step in range(8):
-        set_gradients(net, step)
-        step_in_turn(update)
-        seen.append(update.staleness.last)
+    seen = staleness_of_steps(net, update, 8)
     # Odd steps send. Since the fetch two steps before, every other rank has sent; since the last, those before this.
     agree.equal(seen[3::2], [(others + mpi.rank()) / 2] * 3, str(seen))
 
