@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -553,3 +554,40 @@ def test_results_are_the_same_with_the_fast_path_disabled(agree, stopped):
             agree.bits(mpi.reduce(source.clone(), root), mpi.reduce(source.clone(), root, backend="mpi"), "reduce")
         agree.equal(entered("allreduce", source.clone(), None, "sum"), enabled, "whether calls are cached")
         mpi.stop()
+
+
+class _InterruptedMode(TorchFunctionMode):
+    """A mode during whose first function Ctrl-C is pressed."""
+
+    is_over = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not self.is_over:
+            self.is_over = True
+            signal.raise_signal(signal.SIGINT)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_interrupt_in_a_mode_of_torch_is_raised(agree):
+    """Regression: the fast path asks a tensor for its negative bit, and swallowed a Ctrl-C in Python code of a mode."""
+    tensor = torch.ones(2)
+    for _ in range(3):
+        mpi.allreduce(torch.ones(2))
+    raised = None
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _InterruptedMode():
+            mpi.allreduce(tensor)
+    except KeyboardInterrupt as error:
+        raised = type(error)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    agree.equal(raised, KeyboardInterrupt, "the interrupt")
+    agree.equal(tensor, torch.ones(2), "the tensor of the call that was not made")
+    agree.equal(mpi.allreduce(torch.ones(2)), torch.full((2,), float(mpi.size())), "the next call")
+
+
+def test_the_fast_path_needs_known_hashes(monkeypatch):
+    assert fast_path.has_known_hashes()
+    monkeypatch.setitem(fast_path._TUPLE_HASHES, (5,), 0)
+    assert not fast_path.has_known_hashes()

@@ -94,7 +94,9 @@ def _load_module(name: str, loaded: dict[str, dict[str, Any]], constants: Mappin
             space |= {each: INTRINSICS[each] for each in names}
         elif node.module == "kernel_sets":
             space["ENABLE_CHECKS"] = False
-        elif node.module not in ("__future__", "compilation"):
+        elif node.module == "compilation":
+            space |= dict.fromkeys(names, lambda function: function)
+        elif node.module != "__future__":
             module = _load_module(str(node.module), loaded, constants, faults)
             space |= {each: module[each] for each in names}
     for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:

@@ -11,7 +11,7 @@ from kernel_rig import compiled
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import arrival, compilation, intrinsics, records
 
-kernel = compiled(arrival.wait_same_core, arrival.begin, arrival.has_aborted)
+kernel = compiled(arrival.wait_same_core, arrival.begin, arrival.has_aborted, arrival.arrive)
 
 CALL = 7
 ELSEWHERE = -5  # no core has this number
@@ -84,6 +84,18 @@ class Crowd:
     def announce(self, rank: int, signature: int) -> None:
         at = memory_layout.entry(rank, CALL & (memory_layout.RING_LENGTH - 1)) - rank * memory_layout.BLOCK_FIELDS
         self.rows[rank, at + memory_layout.SEQUENCE], self.rows[rank, at + memory_layout.SIGNATURE] = CALL, signature
+
+
+@pytest.mark.parametrize("seq", (1, 256, 512, 1 << 20))
+def test_roots_that_differ_by_as_much_as_the_chunks_of_an_aborted_call(seq):
+    """Regression: a rank that had aborted a call counts its chunks in the bits of the root; two roots seemed equal."""
+    crowd = Crowd()
+    chunks = seq << memory_layout.CHUNK_BITS
+    crowd.own[records.CHUNKS] = chunks
+    crowd.announce(1, chunks)  # another root, and no aborted call
+    assert kernel.arrive(crowd.address, CALL, 0) == records.MISMATCH + 1
+    crowd.announce(1, memory_layout.signed_chunks(chunks))  # the same root, and the same aborted call
+    assert kernel.arrive(crowd.address, CALL, 0) == 0
 
 
 def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():

@@ -92,6 +92,17 @@ def test_ticks_are_converted_also_without_a_file(monkeypatch):
     record.close()
 
 
+def test_ticks_that_are_the_clock_with_a_minus():
+    """Regression: on aarch64, where ticks are negative, the times of the fast path were 0."""
+    record = FlightRecord("", {"rank": 0})
+    ticks = iter((-1000, -501_000, -502_000))
+    record.read_ticks = lambda: next(ticks)
+    record.note_ticks()
+    begin, end = -2000, -7000
+    assert (end - begin) * record.seconds_per_tick() > 0
+    record.close()
+
+
 @pytest.mark.parametrize("is_step", [False, True])
 def test_steps_have_keys_of_their_own(is_step):
     counts, log = CallCounts(), CallLog("world across hosts", 0, 1)

@@ -149,3 +149,27 @@ def test_a_thread_ends_in_a_kernel_after_the_interpreter():
         timeout=60,
     )
     assert (job.returncode, job.stdout, job.stderr) == (0, "the end", "")
+
+
+def test_another_python_does_not_find_the_compiled_code(monkeypatch):
+    """Regression: code for 3.11 calls functions that 3.10 lacks, and was found by it: no shared memory for all."""
+    compiler = native_code.compiler()
+    name = compiler._file_name("torchmpi_test", "recipe")
+    assert compiler._file_name("torchmpi_test", "recipe") == name
+    monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-310")
+    assert compiler._file_name("torchmpi_test", "recipe") != name
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [((), "takes 5 arguments"), ((1, 2, 3, 4), "takes 5 arguments"), (("a", 1, 2, 3, 4), "integer")],
+)
+def test_entries_of_machine_code_check_their_arguments(arguments, problem):
+    """Regression: a wrong number of arguments, or text for a number, was a segmentation fault."""
+    with pytest.raises(TypeError, match=problem):
+        load()["barrier"](*arguments)
+
+
+def test_a_number_that_is_too_large_for_a_kernel():
+    with pytest.raises(OverflowError):
+        load()["barrier"](1 << 64, 1, 2, 3, 4)

@@ -136,7 +136,7 @@ FAULTS = {
         "allreduce of two chunks that times out",
     ),
     "a call after one that failed on some ranks is not refused": (
-        ("arrival", "signature ^= load_field(group, CHUNKS)", ""),
+        ("arrival", "signature ^= sign_chunks(load_field(group, CHUNKS))", ""),
         "broadcast that fails after its kernel",
     ),
 }

@@ -157,7 +157,7 @@ class SharedGroup:
             return
         seq = self._call_log.current[0]
         if self._call_log.log_board is not None:
-            self._call_log.spoil_entry(call_log.NATIVE ^ int(self.fields[records.CHUNKS]))
+            self._call_log.spoil_entry(call_log.NATIVE ^ memory_layout.signed_chunks(int(self.fields[records.CHUNKS])))
         elif self.fields[records.LAST_ABORTED] != seq:
             own = self.payload(self._rank, seq) - PAYLOAD
             if self.status_board.fields[own + SEQUENCE] == seq:

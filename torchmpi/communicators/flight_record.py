@@ -346,11 +346,14 @@ class FlightRecord:
             write_copy(path, io.BytesIO(data))
 
     def seconds_per_tick(self) -> float:
-        """Return the length of a tick; 0 if there is no fast path, or if the clock has not advanced."""
+        """Return the length of a tick; 0 if there is no fast path, or if the clock has not advanced.
+
+        It is negative where ticks are the monotonic clock with a minus (`intrinsics.ticks`).
+        """
         if self.read_ticks is None:
             return 0.0
         ticks = self.read_ticks() - self._fields[FIRST_TICKS]
-        return (time.monotonic_ns() - self._fields[FIRST_NS]) / ticks / 1e9 if ticks > 0 else 0.0
+        return (time.monotonic_ns() - self._fields[FIRST_NS]) / ticks / 1e9 if ticks else 0.0
 
     def close(self) -> None:
         """End the record: the rank has called stop(), and all groups are freed."""

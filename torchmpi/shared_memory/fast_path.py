@@ -46,6 +46,24 @@ def _not_built(*arguments: object) -> None:
     """Stand in for a fast path that is not available."""
 
 
+# Machine code computes the hash of a shape (kernels/logged_calls.py), and other ranks compare it with Python's.
+_TUPLE_HASHES = {
+    (): 5740354900026072187,
+    (7,): -6198871656470064846,
+    (1, 2, 3): 529344067295497451,
+    (0, 4096, 64): 6513260195684314427,
+}
+
+
+def has_known_hashes() -> bool:
+    """Return whether this interpreter computes the hash of a tuple as machine code does.
+
+    >>> has_known_hashes()
+    True
+    """
+    return all(hash(shape) == expected for shape, expected in _TUPLE_HASHES.items())
+
+
 _Entry = Callable[..., Any]
 allreduce: _Entry = _not_built
 allreduce_into: _Entry = _not_built
@@ -305,7 +323,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     # Machine code loads the type of an object at its offset in builds of CPython without Py_DEBUG.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
     has_gil = "t" not in sys.abiflags
-    if _fast_paths or not (enabled and dlpack.describer() and knows_type and has_gil):
+    if _fast_paths or not (enabled and dlpack.describer() and knows_type and has_gil and has_known_hashes()):
         return
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)

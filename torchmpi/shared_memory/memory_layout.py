@@ -90,6 +90,8 @@ MAX_LOG_DIMS = RECORD_FIELDS - RECORD_DIMS
 # A run lock: whether Python holds it, whether the fast path has entered, and how many calls are pending.
 RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING = range(3)
 RUN_LOCK_FIELDS = 3
+# Of numbers in signatures: an odd factor, with which the calls that they count change the lower half too.
+_SIGNED_CALLS, _SIGNED_FACTOR = (1 << 31) - 1, 0x4C957F2D
 
 TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_FIELDS) * FIELD_BYTES
 BLOCK_BYTES = 8192
@@ -98,6 +100,20 @@ BLOCK_FIELDS = BLOCK_BYTES // FIELD_BYTES
 # Processors copy at half their speed to an address with nearly the same offset in its page as the source. Large NumPy
 # arrays begin 16 bytes after the beginning of a page: so the slots begin in the middle of one.
 _PAGE_BYTES = 4096
+
+
+def signed_chunks(chunks: int) -> int:
+    """Return the number that kernels add to the signatures of their calls, given the chunks before the call.
+
+    After an aborted call the upper bits of this count differ between the ranks. Those are the bits of the root in a
+    signature: the difference of two roots must not make up for that of two counts.
+
+    >>> signed_chunks(0), signed_chunks(3)
+    (0, 3)
+    >>> (signed_chunks(256 << CHUNK_BITS) ^ signed_chunks(0)) & 0xFFFFFFFF != 0
+    True
+    """
+    return (((chunks >> CHUNK_BITS) & _SIGNED_CALLS) * _SIGNED_FACTOR) ^ (chunks & ((1 << CHUNK_BITS) - 1))
 
 
 def slots_begin(size: int) -> int:

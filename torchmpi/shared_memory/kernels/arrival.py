@@ -33,6 +33,7 @@ from ..memory_layout import (
     RING_LENGTH,
     SEQUENCE,
     SIGNATURE,
+    signed_chunks,
 )
 from .access import block_of, entry_of, fail_check, outcome, own_block, peer_at, ring_field, set_counter
 from .compilation import inlined, inner
@@ -74,6 +75,8 @@ _SHORTEST_SLEEP_MICROSECONDS = 20
 _YIELDS_PER_CHECK = 16
 _FIRST_POLLS = 50  # about a microsecond: readings of the clock would prolong a shorter wait
 _RING_REUSE = RING_LENGTH - 1
+
+sign_chunks = inner(signed_chunks)
 
 
 @inner
@@ -259,7 +262,7 @@ def arrive(group, seq, signature):
     The number of chunks so far is part of the signature: it differs after a call that failed on some ranks only.
     """
     rank, size = load_field(group, RANK), load_field(group, SIZE)
-    signature ^= load_field(group, CHUNKS)
+    signature ^= sign_chunks(load_field(group, CHUNKS))
     mine = entry_of(group, rank, seq)
     store_field(mine, SIGNATURE, signature)
     store_field_release(mine, SEQUENCE, seq)

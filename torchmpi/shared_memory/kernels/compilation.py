@@ -208,6 +208,29 @@ class Wrapper:
         self.builder = ir.IRBuilder(self.function.append_basic_block())
         self._result, self._exception = self.builder.alloca(WORD), self.builder.alloca(BYTES)
 
+    def expect_arguments(self, count: int) -> None:
+        """Raise TypeError unless the call has so many arguments."""
+        builder = self.builder
+        with builder.if_then(builder.icmp_signed("!=", self.function.args[2], WORD(count)), likely=False):
+            text = f"this function of machine code takes {count} arguments".encode() + b"\0"
+            message = ir.GlobalVariable(self.module, ir.ArrayType(ir.IntType(8), len(text)), "message")
+            message.initializer, message.linkage = ir.Constant(message.value_type, bytearray(text)), "internal"
+            message.global_constant = True
+            set_error = self.declared("PyErr_SetString", ir.VoidType(), BYTES, BYTES)
+            builder.call(set_error, [self.python_object("PyExc_TypeError"), builder.bitcast(message, BYTES)])
+            builder.ret(BYTES(None))
+
+    def end_if_raised(self) -> None:
+        """Return to Python if an exception is set, as by an argument that is no number."""
+        error = self.builder.call(self.declared("PyErr_Occurred", BYTES), [])
+        with self.builder.if_then(self.builder.icmp_signed("!=", error, BYTES(None)), likely=False):
+            self.builder.ret(BYTES(None))
+
+    def python_object(self, name: str) -> Any:
+        """Return an object of which CPython's C API exports the address, such as an exception."""
+        known = self.module.globals.get(name) or ir.GlobalVariable(self.module, BYTES, name)
+        return self.builder.load(known)
+
     def declared(self, name: str, result: Any, *arguments: Any, takes_any: bool = False) -> Any:
         """Declare an external function; with `takes_any` one that takes further arguments."""
         known = self.module.globals.get(name)
@@ -259,6 +282,8 @@ class Wrapper:
 def plain(name: str, function: Function) -> Wrapper:
     """Return a wrapper that takes Python integers and returns one."""
     wrapper = Wrapper(name)
+    wrapper.expect_arguments(function.num_arguments)
     arguments = [wrapper.number(wrapper.argument(index)) for index in range(function.num_arguments)]
+    wrapper.end_if_raised()
     wrapper.builder.ret(wrapper.as_number(wrapper.without_gil(function, arguments)))
     return wrapper

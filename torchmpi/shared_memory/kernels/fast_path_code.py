@@ -373,6 +373,7 @@ class FastPathWrapper(NotingWrapper):
 
     def __init__(self, name: str, spec: FastPathKernel) -> None:
         super().__init__(name)
+        self.expect_arguments(5)
         self.writes = spec.writes
         self.failed = self.function.append_basic_block("failed")
         self.not_fast = self.function.append_basic_block("not_fast")
@@ -532,6 +533,10 @@ class FastPathWrapper(NotingWrapper):
     def _end_not_fast(self) -> None:
         """Emit the exits that return None: after an error of Python, or because the fast path cannot run the call."""
         self.builder.position_at_end(self.failed)
+        matches = self.declared("PyErr_ExceptionMatches", INT, BYTES)
+        is_error = self.builder.call(matches, [self.python_object("PyExc_Exception")])
+        with self.builder.if_then(self.builder.icmp_signed("==", is_error, INT(0)), likely=False):
+            self.builder.ret(BYTES(None))  # KeyboardInterrupt in Python code of a mode, or SystemExit
         self._clear_error()
         self.builder.branch(self.not_fast)
         self.builder.position_at_end(self.not_fast)

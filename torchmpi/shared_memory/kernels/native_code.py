@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -173,7 +174,8 @@ class Compiler:
     # A file begins with the digest of the rest, so that a truncated file is not run.
 
     def _file_name(self, name: str, recipe: str) -> str:
-        whole = "\n".join((self._processor, llvmlite.__version__, recipe))
+        # Kernels call functions of CPython, of which older versions have fewer: PyFrame_GetLasti is new in 3.11.
+        whole = "\n".join((self._processor, llvmlite.__version__, str(sys.implementation.cache_tag), recipe))
         return f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:24]}.native"
 
     def _read(self, name: str, recipe: str) -> bytes | None:

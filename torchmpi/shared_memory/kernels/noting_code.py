@@ -149,6 +149,7 @@ class NotingCalls(NotingWrapper):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.expect_arguments(6)
         builder = self.builder
         self.record = self.number(self.function.args[0])
         info, plan, origin, depth = (self.argument(index) for index in range(4))
@@ -188,6 +189,7 @@ class NotingOrigins(NotingWrapper):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.expect_arguments(1)
         builder = self.builder
         self.record = self.number(self.function.args[0])
         if _HAS_OFFSETS:
@@ -209,6 +211,7 @@ class NotingIntervals(NotingWrapper):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.expect_arguments(3)
         builder = self.builder
         self.record = self.number(self.function.args[0])
         category, text = self.argument(0), self.argument(1)
