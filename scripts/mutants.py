@@ -6,20 +6,23 @@
 A mutant is the package with one change: another comparison or arithmetic operator, a constant one larger or smaller,
 `and` for `or`, a negated condition, None instead of a result, a statement left out. `--count` of all possible ones are
 drawn by `--seed`. Each runs the unit tests that execute its line, the fastest first, until one fails; a run that takes
-much longer than without the change counts as failed.
+much longer than without the change counts as failed. With `--launched`, those that no unit test kills then run the
+tests of LAUNCHED for their module, on two ranks.
 
 The changes are made in a copy of the files of git, never in the checkout. A worker imports torch once and forks itself
 for each mutant. Which test executes which lines is measured once, and again after a change of a test or of the package.
 
-`OUTPUT.jsonl` has a line for each result. If it exists, mutants that were killed are not run again, the others are: give
-the same options after adding a test. `OUTPUT.md` has the table, and the survivors. `results/mutants-equivalent.tsv` says
-which of them no test can kill, and why: module, function, change and reason, separated by tabs.
+`OUTPUT.jsonl` has a line for each result. If it exists, mutants that were killed are not run again, the others are:
+give the same options after adding a test. `OUTPUT.md` has the table, and the survivors.
+`results/mutants-equivalent.tsv` says which of them no test can kill, and why: module, function, change and reason,
+separated by tabs.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import hashlib
 import json
@@ -42,6 +45,40 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchmpi"
 EQUIVALENT = ROOT / "results" / "mutants-equivalent.tsv"
+LAUNCHED = {
+    "backends/plan_cost": "test_two_level",
+    "backends/round_messages": "test_p2p",
+    "backends/selection_table": "test_selector",
+    "collectives/tuning": "test_selector",
+    "communicators/flight_record": "test_flight_record",
+    "communicators/message_record": "test_flight_record",
+    "communicators/release": "test_groups",
+    "communicators/shown_calls": "test_flight_record",
+    "communicators/splits": "test_communicators",
+    "communicators/status_board": "test_flight_record",
+    "engine/checkpoint": "test_engine_checkpoint",
+    "engine/meters": "test_engine_meters",
+    "engine/metrics": "test_engine_validation",
+    "engine/updates": "test_engine_allreduce",
+    "horovod": "test_horovod",
+    "nn/blocksequential": "test_nn_blocksequential",
+    "nn/buckets": "test_nn_sync",
+    "nn/clipping": "test_nn_clipping",
+    "nn/error_feedback": "test_nn_error_feedback",
+    "nn/replica": "test_nn_replica_check",
+    "parameterserver/rules": "test_parameterserver",
+    "parameterserver/shards": "test_parameterserver",
+    "parameterserver/shard_checkpoint": "test_parameterserver_saving",
+    "parameterserver/staleness": "test_parameterserver_updates",
+    "parameterserver/updates": "test_parameterserver_updates",
+    "parameterserver/updates/diloco": "test_parameterserver_periodic",
+    "parameterserver/updates/localsgd": "test_parameterserver_periodic",
+    "tensors/buffers": "test_collectives",
+    "tensors/dtypes": "test_collectives",
+    "tensors/sparse": "test_nn_sync",
+    "tensors/writable": "test_read_only",
+}
+"""The file of tests/mpi whose subject is a module, or a folder; the longest fitting name counts."""
 MAX_TEST_SECONDS = 40.0
 """Of the tests that execute a line, the fastest are run, up to this sum of their times."""
 OTHER_SUBJECTS = (
@@ -368,13 +405,26 @@ def work(folder: str) -> None:
                 result = {0: "survived", 5: "survived"}.get(code, "killed")
                 break
             time.sleep(0.02)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # also what the tests have left behind
-        except ProcessLookupError:
-            pass
         if result == "timeout":
             os.waitpid(child, 0)
         print(json.dumps({"result": result, "seconds": round(time.monotonic() - since, 2)}), flush=True)
+
+
+def _is_open_mpi() -> bool:
+    answer = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True)
+    return "Open MPI" in answer.stdout
+
+
+def launched_file(module: str) -> str | None:
+    """Return the file of tests/mpi for a module.
+
+    >>> launched_file("parameterserver/updates/diloco.py"), launched_file("log.py")
+    ('test_parameterserver_periodic', None)
+    """
+    path = Path(module).with_suffix("")
+    return next((LAUNCHED[str(each)] for each in (path, *path.parents) if str(each) in LAUNCHED), None)
 
 
 class _Worker:
@@ -411,6 +461,36 @@ class _Worker:
             return self.ask(files=files, seconds=seconds, timeout=30 + 4 * sum(seconds.values()))
         finally:
             path.write_text(original)
+
+    def run_launched(self, mutant: Mutant | None, name: str, limit: float) -> dict[str, Any]:
+        """Run a file of tests/mpi on two ranks, without or with a change; a hang counts as failed."""
+        command = ["mpirun", "-n", "2", sys.executable, "-m", "pytest", "--with-mpi", "-x", "-q"]
+        command[1:1] = ["--oversubscribe"] if _is_open_mpi() else []
+        command += ["-p", "no:cacheprovider", "--capture=sys", f"--basetemp={self.folder}/../tests"]
+        command += ["-m", "n2", f"tests/mpi/{name}.py"]
+        path = self.folder / "torchmpi" / ("errors.py" if mutant is None else mutant.module)
+        original, since = path.read_text(), time.monotonic()
+        if mutant is not None:
+            path.write_text(changed_source(original, mutant))
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+        try:
+            result = "survived" if process.wait(limit) == 0 else "killed"
+        except subprocess.TimeoutExpired:
+            result = "timeout"
+        finally:
+            path.write_text(original)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # Open MPI ends its ranks, which have groups of their own
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return {"result": result, "seconds": round(time.monotonic() - since, 2)}
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -491,7 +571,7 @@ def _statement(source: str, line: int) -> tuple[int, int]:
 
 def _is_at_import(source: str, line: int) -> bool:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:  # noqa: SIM102
             if node.body[0].lineno <= line <= node.end_lineno:
                 return False
     return True
@@ -557,6 +637,8 @@ def campaign(arguments: argparse.Namespace) -> None:
         workers = [_Worker(Path(folder) / str(index)) for index in range(arguments.jobs)]
         chosen = tests_of(drawn, traces(workers[0]))
 
+        limits: dict[str, float] = {}
+
         def run(worker: _Worker) -> None:
             while True:
                 try:
@@ -565,6 +647,15 @@ def campaign(arguments: argparse.Namespace) -> None:
                     return
                 tests = chosen[mutant]
                 answer = worker.run(mutant, tests) if tests else {"result": "not executed", "seconds": 0.0}
+                name = launched_file(mutant.module) if arguments.launched else None
+                if name is not None and answer["result"] in ("survived", "not executed"):
+                    with lock:
+                        if name not in limits:
+                            alone = worker.run_launched(None, name, 600)
+                            limits[name] = 30 + 4 * alone["seconds"] if alone["result"] == "survived" else 0.0
+                            print(f"{name}: {alone}", flush=True)
+                    if limits[name]:
+                        answer = {**worker.run_launched(mutant, name, limits[name]), "launched": name}
                 with lock:
                     print(f"{answer['result']:12} {answer['seconds']:6.1f} s  {mutant.module}:{mutant.line}  "
                           f"{mutant.change}  [{todo.qsize()} left]", flush=True)  # fmt: skip
@@ -594,6 +685,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="draws the mutants (default: 1)")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("results/mutants"), help="without suffix")
+    parser.add_argument("--launched", action="store_true", help="also run tests on two ranks")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
