@@ -135,17 +135,19 @@ def test_no_rank_has_data(agree):
     agree.equal(values(model), values(net()))
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_half_precision_is_rounded_once(agree, average):
-    # With three active ranks of four, rounding the sum before it is divided would give another average.
-    values = [1.0, 1.0, 1.0 + 5 / 128][: max(1, mpi.size() - 1)]
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("average", "expected"), [(True, (2 + 5 / 128) / 3), (False, 2 + 5 / 128)])
+def test_half_precision_is_rounded_once(agree, average, expected):
+    """With two active ranks of three, a sum that is rounded before it is divided by 3 gives another average."""
+    values = [1.0, 1.0 + 5 / 128]
+    exact, rounded = torch.tensor([expected, sum(values)], dtype=torch.float64).bfloat16()
+    assert not average or rounded / 3 != exact
     model = nn.Linear(1, 1, bias=False).bfloat16()
-    with mpinn.join(model):
+    with mpinn.join(model, divide_by="size"):
         if mpi.rank() < len(values):
             model.weight.grad = torch.tensor([[values[mpi.rank()]]], dtype=torch.bfloat16)
             mpinn.synchronize_gradients(model, average)
-            expected = sum(values) / (len(values) if average else 1)
-            agree.equal(model.weight.grad, torch.tensor([[expected]], dtype=torch.bfloat16))
+            agree.equal(model.weight.grad.item(), exact.item())
 
 
 def test_ranks_without_data_have_no_gradients(agree):

@@ -111,6 +111,17 @@ def test_each_rank_asks_all_others(hosts):
     assert ranks.ends.empty()
 
 
+def test_the_kernel_watches_the_connections_between_hosts_only():
+    """Ranks of one host need no probes, and a stopped process must not look like a lost host."""
+    ranks = Ranks([0, 0, 1, 1, 2], limit_seconds=42.0)
+    for rank, own in enumerate(ranks.sockets):
+        for peer, sock in own.items():
+            is_far = ranks.heartbeats[rank]._hosts[rank] != ranks.heartbeats[rank]._hosts[peer]
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == is_far
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 42000 * is_far
+    ranks.close()
+
+
 def test_threads_that_ask_at_once_get_their_own_replies():
     """Regression: a request discarded the replies to another one, which then waited until its time limit."""
     ranks = Ranks([0, 0, 1, 1])
