@@ -136,18 +136,16 @@ def test_no_rank_has_data(agree):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize(("average", "expected"), [(True, (2 + 5 / 128) / 3), (False, 2 + 5 / 128)])
-def test_half_precision_is_rounded_once(agree, average, expected):
-    """With two active ranks of three, a sum that is rounded before it is divided by 3 gives another average."""
-    values = [1.0, 1.0 + 5 / 128]
-    exact, rounded = torch.tensor([expected, sum(values)], dtype=torch.float64).bfloat16()
-    assert not average or rounded / 3 != exact
-    model = nn.Linear(1, 1, bias=False).bfloat16()
-    with mpinn.join(model, divide_by="size"):
-        if mpi.rank() < len(values):
-            model.weight.grad = torch.tensor([[values[mpi.rank()]]], dtype=torch.bfloat16)
-            mpinn.synchronize_gradients(model, average)
-            agree.equal(model.weight.grad.item(), exact.item())
+@pytest.mark.parametrize("divide_by", ["active", "size"])
+def test_a_sum_in_half_precision_is_rounded_after_it_is_divided(agree, divide_by):
+    """The sum over two active ranks of three has no value in float16; their average has."""
+    model = nn.Linear(1, 1, bias=False).half()
+    with mpinn.join(model, divide_by=divide_by):
+        if mpi.rank() < 2:
+            model.weight.grad = torch.tensor([[40000.0]], dtype=torch.float16)
+            mpinn.synchronize_gradients(model)
+            average = torch.tensor(80000.0 / (2 if divide_by == "active" else 3)).half()
+            agree.equal(model.weight.grad.item(), average.item())
 
 
 def test_ranks_without_data_have_no_gradients(agree):
