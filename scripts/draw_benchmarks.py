@@ -1,6 +1,6 @@
 """Draw the recorded benchmarks of training steps and of several hosts, from the tables of the documentation.
 
-    python scripts/draw_benchmarks.py    # writes docs/images/bench_train.png and docs/images/bench_hosts.png
+python scripts/draw_benchmarks.py    # writes docs/images/bench_train.png and docs/images/bench_hosts.png
 """
 
 from __future__ import annotations

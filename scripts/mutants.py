@@ -84,7 +84,6 @@ MAX_TEST_SECONDS = 40.0
 OTHER_SUBJECTS = (
     "bench_scripts",
     "fuzz_inputs",
-
     "mnist_data",
     "object_file",
     "packaging",

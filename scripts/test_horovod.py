@@ -179,9 +179,7 @@ def as_table(results: list[Result], software: str) -> str:
             if each.outcome == outcome:
                 reason = EXPECTED.get(each.test, each.reason) if outcome == "failed" else each.reason
                 found.setdefault((each.test, reason.replace("|", "/") or "unittest.skip"), []).append(each.ranks)
-        lines += [
-            f"| `{test}` | {', '.join(map(str, ranks))} | {reason} |" for (test, reason), ranks in found.items()
-        ]
+        lines += [f"| `{test}` | {', '.join(map(str, ranks))} | {reason} |" for (test, reason), ranks in found.items()]
     return "\n".join(lines) + "\n"
 
 

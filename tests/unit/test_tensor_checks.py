@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from torchmpi.errors import DtypeError
-from torchmpi.tensors import numbers, sparse, writable
+from torchmpi.errors import ArgumentError, DtypeError
+from torchmpi.tensors import buffers, numbers, sparse, writable
 
 
 @pytest.mark.parametrize("offset", range(8))
@@ -46,3 +46,35 @@ def test_sums_of_sparse_tensors_are_rounded_once():
     total = sparse.total(indices, values, (1,), lambda _: next(rows))
     assert total.dtype == torch.bfloat16 and total.to_dense().item() == 258
     assert sparse.total(indices, values, (1,), lambda _: next(rows), divisor=3).to_dense().item() == 86
+
+
+def test_tensors_with_an_element_in_common():
+    matrix = torch.zeros(4, 6)
+    flat = matrix.view(-1)
+    apart = [matrix[:, :2], matrix[:, 2:3], matrix[:, 3:]]
+    assert not buffers.overlap_of_any(apart) and not buffers.overlap_of_any([flat[:3], flat[3:]])
+    assert not buffers.overlap_of_any([matrix]) and not buffers.overlap_of_any([matrix[:0], matrix[:0]])
+    for others in ([flat[:4], flat[3:]], [matrix[0], matrix[:, 0]], [*apart, matrix[3, 5:]], [flat[5:6], matrix]):
+        assert buffers.overlap_of_any(others) and buffers.overlap_of_any(others[::-1])
+    assert buffers.overlap_of_any([torch.ones(1), matrix[0, :1], matrix[0, :1]])
+
+
+def test_only_elements_that_share_memory_make_a_tensor_expanded():
+    one = torch.ones(1, 3)
+    for tensor in (one.expand(1, 3), torch.ones(3, 1).as_strided((3, 1), (1, 0)), one[:0].expand(0, 3)):
+        assert buffers.check(tensor, "allreduce", written=True) is tensor
+    expanded = one.expand(2, 3)
+    assert buffers.check(expanded, "allreduce", written=False) is expanded
+    with pytest.raises(ArgumentError, match="is expanded"):
+        buffers.check(expanded, "allreduce", written=True)
+
+
+def test_a_tensor_that_was_written_is_no_saved_value():
+    for write in (buffers.touch, lambda tensor: buffers.touch_all([tensor])):
+        factor = torch.ones(2)
+        before = factor._version
+        product = torch.ones(2, requires_grad=True) * factor
+        write(factor)
+        assert factor._version == before + 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
