@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchmpi.engine import EarlyStop, SGDEngine
+from torchmpi.engine.scheduling import Schedule
 from torchmpi.engine.updates import GradientUpdate, UpdateOptions
 from torchmpi.errors import ArgumentError, CheckpointError, GradientError
 
@@ -291,3 +292,11 @@ def test_no_rank_has_an_example():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         GradientUpdate(UpdateOptions(weight="example"), optimizer, None).complete(total, 2)
         assert parameter.grad.tolist() == [3.0 * factor] * 2
+
+
+def test_a_scheduler_of_another_optimizer_would_change_nothing():
+    optimizer, other = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert Schedule(scheduler, "epoch", optimizer, is_validated=False).scheduler is scheduler
+    with pytest.raises(ArgumentError, match="StepLR of another optimizer"):
+        Schedule(scheduler, "epoch", other, is_validated=False)
