@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -74,6 +75,9 @@ def test_run_shows_its_command(alone, tmp_path, family):
     assert words.count("eth7") == (2 if family == "openmpi" else 1), result.output
     assert "--oversubscribe" not in words, "Open MPI would start all ranks on the first host"
     assert ("--allow-run-as-root" in words) == (family == "openmpi" and os.geteuid() == 0)
+    given = ["--option", "--tag 'a b'", "--option=-x"]
+    words = shlex.split(alone(*COMMAND, "run", "--dry-run", "-n", "2", *given, "hostname").stdout)
+    assert words[(begin := words.index("--tag")) : begin + 5] == ["--tag", "a b", "-x", "-n", "2"], "for the launcher"
     words = alone(*COMMAND, "run", "--dry-run", "-n", "2", "-m", "train", "--epochs", "-n").stdout.split()
     assert words[-5:] == [sys.executable, "-m", "train", "--epochs", "-n"], words
 

@@ -109,6 +109,57 @@ def test_the_others_continue_after_one_kill_and_after_a_second(survive, moment, 
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.output
 
 
+def test_a_second_rank_is_lost_while_the_others_recover_from_the_first_loss(survive):
+    code = """
+        from torchmpi.session import runtime
+        mpi.barrier()
+        if FIRST == 1:
+            die()
+        if FIRST == 2:
+            runtime.start = lambda **_: die()  # when the others have agreed that it is left
+        try:
+            while True:
+                mpi.allreduce(torch.ones(3))
+        except mpi.RankLostError:
+            former = mpi.recover()
+        print(f"{former} {mpi.rank()} {mpi.size()} {mpi.allgather_object(FIRST)}", flush=True)
+        mpi.stop()
+    """
+    result = survive(4, code)
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.splitlines()) == [f"(0, 3) {rank} 2 [0, 3]" for rank in range(2)], result.output
+    assert result.stderr.count("continuing on 2 of 4 ranks") == 1 and "lost are ranks 1, 2" in result.stderr
+
+
+def test_a_second_rank_is_lost_while_an_engine_returns_to_a_copy(survive):
+    code = """
+        from torchmpi.engine.memory_copies import MemoryCopies
+        if FIRST == 2:
+            MemoryCopies.last_common = lambda *_, **__: die()
+        torch.manual_seed(7)
+        rows, network = torch.randn(24, 2, 4), nn.Linear(4, 1)
+        engine = AllReduceSGDEngine(progress=False)
+        engine.recover(every=2)
+
+        @engine.on("on_update")
+        def fail(state):
+            if (FIRST, state.t, mpi.size()) == (1, 3, 4):
+                die()
+
+        state = engine.train(
+            network=network, criterion=nn.MSELoss(), lr=0.1,
+            iterator=lambda: [(x, x[:, :1]) for x in rows[mpi.rank() :: mpi.size()]],
+        )
+        weights = mpi.allgather_object(network.weight.tolist())
+        print(f"{mpi.size()} ranks, {state.t} updates, {weights[0] == weights[1]}", flush=True)
+        mpi.stop()
+    """
+    result = survive(4, code)
+    assert result.returncode == 0, result.output
+    # Two updates of four ranks, then the other 16 batches by two.
+    assert result.stdout.splitlines() == 2 * ["2 ranks, 10 updates, True"], result.output
+
+
 @pytest.fixture(scope="module")
 def undisturbed():
     """The output of a run from the checkpoint, by `asynchronous`: the moment of a kill does not change it."""

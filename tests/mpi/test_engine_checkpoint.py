@@ -159,9 +159,10 @@ def resharded(max_epochs: int, path: Path | None = None, stop: tuple[int, Path] 
     """Train on the current communicator; return the engine's state, and what was observed."""
     torch.manual_seed(5)
     network = nn.Sequential(mpinn.MPLinear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    torch.manual_seed(50 + mpi.communicator(0).rank)
     engine, meter = AllReduceSGDEngine(progress=False), AverageValueMeter()
     engine.keep(meter=meter)
-    seen: dict[str, list[Any]] = {"rows": [], "state": []}
+    seen: dict[str, list[Any]] = {"rows": [], "state": [], "random": []}
 
     @engine.on("on_sample")
     def observe(state):
@@ -170,6 +171,7 @@ def resharded(max_epochs: int, path: Path | None = None, stop: tuple[int, Path] 
             gathered = [] if momentum is None else [network[0].gather_columns(momentum)]
             seen["state"] += [network[0].full_weight(), network[1].running_mean.clone(), network[2].bias.clone()]
             seen["state"] += [*gathered, torch.tensor(mpi.allreduce(meter.num_samples))]
+            seen["random"] = torch.rand(4).tolist()  # as dropout would draw them
         rows = state.sample.input[:, 0].long()
         seen["rows"] += rows.tolist()
         meter.add(1.0, len(rows))
@@ -209,6 +211,8 @@ def test_resumes_on_another_number_of_ranks(agree, path, grows):
         state, seen = resharded(1, path=path)
         rows = sorted(mpi.allgather(torch.tensor(seen["rows"])).tolist())
         num_ranks, t = mpi.size(), state.t
+        drawn = {tuple(numbers) for numbers in mpi.allgather_object(seen["random"])}
+    agree.equal(len(drawn), num_ranks, "ranks that draw numbers of their own")
     agree.equal(len(seen["state"]), 5)
     for mine, theirs in zip(seen["state"], expected, strict=True):
         agree.equal(mine, theirs, "state at the beginning of the resumed run")

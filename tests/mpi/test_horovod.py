@@ -70,6 +70,23 @@ def test_reductions(agree, dtype):
     agree.close(mine, expected[hvd.Sum].to(dtype), "in place")
 
 
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_functions_with_an_underscore_change_their_tensors(agree, is_grouped, waits):
+    """And the others do not."""
+    n, first = hvd.size(), float(hvd.rank())
+    for is_in_place in (True, False):
+        name = f"{'grouped_' * is_grouped}allreduce{'_async' * (not waits)}{'_' * is_in_place}"
+        tensors = [torch.full((2,), first), torch.full((3,), first, dtype=torch.float64)][: 1 + is_grouped]
+        result = getattr(hvd, name)(tensors if is_grouped else tensors[0], op=hvd.Sum)
+        results = result if waits else hvd.synchronize(result)
+        total = float(n * (n - 1) // 2)
+        for tensor, each in zip(tensors, results if is_grouped else [results], strict=True):
+            agree.equal(each, torch.full_like(tensor, total), name)
+            agree.equal(tensor, torch.full_like(tensor, total if is_in_place else first), name)
+            agree.equal(each is tensor, is_in_place, name)
+
+
 def test_factors_truncate_integers_toward_zero(agree):
     n, values = hvd.size(), torch.tensor([-7, -1, 0, 1, 7])
     halves = torch.tensor([-3, 0, 0, 0, 3])

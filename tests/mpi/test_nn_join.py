@@ -135,17 +135,17 @@ def test_no_rank_has_data(agree):
     agree.equal(values(model), values(net()))
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_half_precision_is_rounded_once(agree, average):
-    # With three active ranks of four, rounding the sum before it is divided would give another average.
-    values = [1.0, 1.0, 1.0 + 5 / 128][: max(1, mpi.size() - 1)]
-    model = nn.Linear(1, 1, bias=False).bfloat16()
-    with mpinn.join(model):
-        if mpi.rank() < len(values):
-            model.weight.grad = torch.tensor([[values[mpi.rank()]]], dtype=torch.bfloat16)
-            mpinn.synchronize_gradients(model, average)
-            expected = sum(values) / (len(values) if average else 1)
-            agree.equal(model.weight.grad, torch.tensor([[expected]], dtype=torch.bfloat16))
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("divide_by", ["active", "size"])
+def test_a_sum_in_half_precision_is_rounded_after_it_is_divided(agree, divide_by):
+    """The sum over two active ranks of three has no value in float16; their average has."""
+    model = nn.Linear(1, 1, bias=False).half()
+    with mpinn.join(model, divide_by=divide_by):
+        if mpi.rank() < 2:
+            model.weight.grad = torch.tensor([[40000.0]], dtype=torch.float16)
+            mpinn.synchronize_gradients(model)
+            average = torch.tensor(80000.0 / (2 if divide_by == "active" else 3)).half()
+            agree.equal(model.weight.grad.item(), average.item())
 
 
 def test_ranks_without_data_have_no_gradients(agree):

@@ -299,3 +299,24 @@ def test_tensors_that_torch_does_not_view_as_bytes(tmp_path):
     found = read(tmp_path / "a", SingleProcess()).trees["network"]
     assert {name: value.tolist() for name, value in found.items()} == {"single": [0.0], "conjugate": [1 - 2j]}
     assert digest(tensors["conjugate"]) == digest(tensors["conjugate"].resolve_conj())
+
+
+def test_values_in_other_lists_have_other_digests():
+    values = ([1, [2]], [[1, 2]], [[1], 2], [1, 2], [[[1]], 2], [[1, [2]]])
+    assert len({digest(value) for value in values}) == len(values)
+
+
+def test_a_checkpoint_that_cannot_be_put_into_place_leaves_the_one_before(path, monkeypatch):
+    """Between the two renames no checkpoint has the name."""
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name.endswith(".new"):
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no"):
+        checkpoint._replace(path, WEIGHTS, {}, [])
+    assert epoch_of(path) == 3
+    assert [file.name for file in path.parent.iterdir()] == [path.name]

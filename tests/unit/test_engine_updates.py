@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from torchmpi.engine import EarlyStop, SGDEngine
+from torchmpi.engine.scheduling import Schedule
+from torchmpi.engine.updates import GradientUpdate, UpdateOptions
 from torchmpi.errors import ArgumentError, CheckpointError, GradientError
 
 
@@ -280,3 +282,21 @@ def test_checkpoints_of_compiled_networks_fit_plain_ones(tmp_path, part):
     best = run(network(), tmp_path / "plain", **options)
     assert same(run(compiled(network()), tmp_path / "compiled", **options), best) and not same(best, whole)
     assert same(run(network(), tmp_path / "unused", resume=tmp_path / "compiled", **options), best)
+
+
+def test_no_rank_has_an_example():
+    """The average over none is zero, whatever the gradients are; a weight below the number of batches is possible."""
+    for total, factor in ((0, 2.0), (1, 2.0), (4, 0.5)):
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.full((2,), 3.0)
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        GradientUpdate(UpdateOptions(weight="example"), optimizer, None).complete(total, 2)
+        assert parameter.grad.tolist() == [3.0 * factor] * 2
+
+
+def test_a_scheduler_of_another_optimizer_would_change_nothing():
+    optimizer, other = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert Schedule(scheduler, "epoch", optimizer, is_validated=False).scheduler is scheduler
+    with pytest.raises(ArgumentError, match="StepLR of another optimizer"):
+        Schedule(scheduler, "epoch", other, is_validated=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import numpy as np
@@ -225,3 +226,12 @@ def test_wrong_options_are_refused(options, message):
 def test_wrong_rules_are_refused(options):
     with pytest.raises(ArgumentError, match=next(iter(options))):
         EarlyStop(**options)
+
+
+def test_the_least_patience_is_one_epoch_and_a_rule_does_not_change():
+    best = BestEpoch(EarlyStop(patience=1))
+    assert best.add(1.0, 0) and not best.add(2.0, 1) and best.is_over
+    with pytest.raises(ArgumentError, match="patience=0"):
+        EarlyStop(patience=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EarlyStop().patience = 2  # type: ignore[misc]

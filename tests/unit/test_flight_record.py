@@ -23,6 +23,7 @@ from hypothesis import strategies as some
 
 from torchmpi.cli import flight_commands
 from torchmpi.cli.flight_analysis import analyze, report
+from torchmpi.communicators import flight_record
 from torchmpi.communicators.call_log import Call, CallLog, call_code
 from torchmpi.communicators.flight_record import (
     FIRST_NS,
@@ -543,3 +544,23 @@ def test_a_private_ring_is_read_by_the_call_log():
     for numel in range(20):
         call(log, shape=(numel,))
     assert log.recent(3) == [Call(seq, SUM, (seq - 1,)) for seq in (18, 19, 20)]
+
+
+def test_times_in_entries_are_ticks_or_with_a_minus_nanoseconds():
+    head = [0] * 64
+    head[flight_record.FIRST_TICKS], head[flight_record.FIRST_NS] = 1000, 50
+    head[flight_record.LAST_TICKS], head[flight_record.LAST_NS] = 3000, 450
+    time_of = flight_record._clock(head)
+    assert [time_of(stored) for stored in (-7, 0, 1000, 2000, 3000)] == [7, 0, 50, 250, 450]
+    head[flight_record.LAST_TICKS] = 1000  # the clock has not advanced
+    assert [flight_record._clock(head)(stored) for stored in (-7, 0, 1000)] == [7, 0, 1000]
+
+
+def test_the_length_of_a_tick(tmp_path):
+    record = FlightRecord(str(tmp_path), {"rank": 0, "size": 1})
+    assert record.seconds_per_tick() == 0
+    first = record._fields[flight_record.FIRST_TICKS]
+    for ticks, is_known in ((0, False), (1, True), (1 << 40, True)):
+        record.read_ticks = lambda ticks=ticks: first + ticks
+        assert (record.seconds_per_tick() > 0) == is_known
+    record.close()

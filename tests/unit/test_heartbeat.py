@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchmpi.backends import network
+from torchmpi.session import heartbeat as heartbeat_module
 from torchmpi.session.heartbeat import Heartbeat, RankStatus
 from torchmpi.session.host_ring import connections, next_hop
 
@@ -111,6 +112,17 @@ def test_each_rank_asks_all_others(hosts):
     assert ranks.ends.empty()
 
 
+def test_the_kernel_watches_the_connections_between_hosts_only():
+    """Ranks of one host need no probes, and a stopped process must not look like a lost host."""
+    ranks = Ranks([0, 0, 1, 1, 2], limit_seconds=42.0)
+    for rank, own in enumerate(ranks.sockets):
+        for peer, sock in own.items():
+            is_far = ranks.heartbeats[rank]._hosts[rank] != ranks.heartbeats[rank]._hosts[peer]
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == is_far
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 42000 * is_far
+    ranks.close()
+
+
 def test_threads_that_ask_at_once_get_their_own_replies():
     """Regression: a request discarded the replies to another one, which then waited until its time limit."""
     ranks = Ranks([0, 0, 1, 1])
@@ -191,4 +203,22 @@ def test_a_forked_child_does_not_keep_the_connections():
     assert ranks.next_end()[0] in (0, 1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    ranks.close()
+
+
+def test_another_rank_reports_if_the_lowest_one_that_noticed_does_not(monkeypatch):
+    """For example since that one is stopped, or lost as well."""
+    for name in ("_GRACE_SECONDS", "_GONE_SECONDS"):
+        monkeypatch.setattr(heartbeat_module, name, 0.2)
+    ranks = Ranks([0, 1, 2, 3])
+    silent = threading.Event()
+    ranks.heartbeats[1]._end_job = lambda message, status: silent.wait(WAIT_SECONDS)
+    ranks.heartbeats[2]._is_closing = True
+    for own in ranks.sockets[2].values():
+        own.shutdown(socket.SHUT_RDWR)
+    ends = {rank: (message, status) for rank, message, status in (ranks.next_end() for _ in range(2))}
+    assert ends.keys() == {0, 3} and {status for _, status in ends.values()} == {1}
+    assert any("rank 2 on host h2 has ended" in message for message, _ in ends.values())
+    silent.set()
+    ranks.heartbeats[2].abandon()
     ranks.close()

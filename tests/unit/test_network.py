@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 
 import psutil
 import pytest
@@ -50,3 +51,13 @@ def test_interfaces_are_found_where_their_speed_cannot_be_asked(monkeypatch):
     expected = network.own_interfaces(["lo"])
     monkeypatch.setattr(psutil, "net_if_stats", refused)
     assert network.own_interfaces(["lo"]) == expected != []
+
+
+@pytest.mark.parametrize(("seconds", "probe"), [(60.0, 10), (6.5, 1), (0.5, 1)])
+def test_a_silent_connection_is_probed_and_ended_by_the_kernel(seconds, probe):
+    with socket.socket(socket.AF_INET) as sock:
+        network.limit_silence(sock, seconds)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
+        found = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert found == [probe, probe, 1000 * seconds]

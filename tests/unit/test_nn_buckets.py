@@ -116,3 +116,19 @@ def test_a_moved_view_is_detected():
     net.double()
     with pytest.raises(GradientError, match="moved to another dtype or device"):
         bucket.pack()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=7), st.integers(1, 7))
+def test_no_division_into_runs_has_a_smaller_largest_one(sizes, partitions):
+    """And no run is empty, also if sizes are zero."""
+    runs = partition_by_size(sizes, partitions)
+    number = min(partitions, len(sizes))
+    assert len(runs) == number and all(len(run) > 0 for run in runs)
+    cuts = itertools.combinations(range(1, len(sizes)), number - 1)
+    bounds = ([0, *cut, len(sizes)] for cut in cuts)
+    best = min(max(sum(sizes[a:b]) for a, b in itertools.pairwise(bound)) for bound in bounds)
+    assert max(sum(sizes[run.start : run.stop]) for run in runs) == best
+
+
+def test_no_tensors_need_no_memory():
+    assert aligned_offsets([]) == ([], 0)

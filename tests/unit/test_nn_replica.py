@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchmpi.errors import ArgumentError
-from torchmpi.nn.replica import Attachment, Replica, attach, attached, sparse_by_declaration
+from torchmpi.nn.replica import SHARDED, Attachment, Replica, attach, attached, sparse_by_declaration
 
 
 def test_parameters_and_buffers_in_module_order():
@@ -85,3 +85,14 @@ def test_sync_batchnorm_of_torch_is_refused_where_it_would_not_synchronize():
         Replica(net.train())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_modules_and_shards_are_listed_once():
+    inner = nn.Linear(2, 2)
+    net = nn.Sequential(inner, nn.Sequential(inner, nn.ReLU()))
+    assert Replica(net).modules == list(net.modules())
+    shard = nn.Parameter(torch.ones(2))
+    setattr(shard, SHARDED, True)
+    inner.weight = net[1][1].weight = shard
+    assert [id(tensor) for tensor in Replica(net).shards] == [id(shard)]
+    assert [id(tensor) for tensor in Replica(net).parameters] == [id(inner.bias)]

@@ -327,3 +327,21 @@ def test_device_index() -> None:
     assert [devices.device_index(rank, 3) for rank in range(5)] == [0, 1, 2, 0, 1]
     assert {devices.device_index(rank, 1) for rank in range(8)} == {0}
     assert devices.device_index(0, 0) is None
+
+
+def test_the_root_is_the_first_rank_unless_another_one_is_given():
+    tree = plan_split(["a", "a", "b", "b"], cartesian=False)
+    for collective in ("reduce", "broadcast"):
+        for rank in range(4):
+            assert steps_for(collective, rank, [tree]) == steps_for(collective, rank, [tree], root=0)
+
+
+@pytest.mark.parametrize("root", range(4))
+def test_group_by_group_only_another_root_than_the_first_of_a_group_gets_a_broadcast(root):
+    tree = plan_split(["a", "a", "b", "b"], cartesian=False)
+    for rank in range(4):
+        steps = splits.reduce_group_by_group(rank, tree, root)
+        is_told = root % 2 == 1 and rank // 2 == root // 2
+        assert [step.collective for step in steps] == [
+            "reduce", *(["reduce"] if rank % 2 == 0 else []), *(["broadcast"] if is_told else []),
+        ]  # fmt: skip

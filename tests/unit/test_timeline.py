@@ -34,7 +34,7 @@ from torchmpi.timeline.clocks import ClockSample, TickClock
 from torchmpi.timeline.events import CallRecord, GroupInfo, Origin, SliceRecord
 from torchmpi.timeline.merging import merge, merged_events
 from torchmpi.timeline.step_report import StepReport
-from torchmpi.timeline.step_times import call_sites, late_ranks, step_spans, times_of_steps
+from torchmpi.timeline.step_times import CallSite, call_sites, late_ranks, step_spans, times_of_steps
 from torchmpi.timeline.trace_reader import read_folder
 from torchmpi.timeline.trace_writer import TraceWriter, path_for
 
@@ -567,3 +567,8 @@ def test_the_profiler_finds_the_call_in_the_task_of_device_tensors():
     assert torch_profiler._described(task) is shown
     assert torch_profiler._described(partial(streams.queue, "mark", "device", task, task)) is shown
     assert torch_profiler._described(partial(print, "a server")) is None
+
+
+def test_the_bandwidth_of_calls_that_only_waited_is_zero():
+    site = CallSite("a.py:1", "allreduce", "shm", 3, 100, 2.0, 0.5, 2, "float32")
+    assert site.bytes_per_second == 200 and site._replace(waiting=2.0).bytes_per_second == 0

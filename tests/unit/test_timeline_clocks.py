@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from torchmpi.timeline import clocks
 from torchmpi.timeline.clocks import AlignedClock, ClockSample, TickClock, sample
 
 SECOND, MILLISECOND = 1_000_000_000, 1_000_000
@@ -85,3 +86,38 @@ def test_ticks_are_converted_by_the_rate_of_the_last_seconds(monkeypatch):
         clock.nanoseconds(times["ticks"])
         if not 200 <= half_second < 206:
             assert abs(clock.nanoseconds(before["ticks"]) - before["ns"]) < 1000
+
+
+@given(st.lists(st.tuples(st.integers(0, 9000), st.just(0), st.integers(0, 9)), min_size=1, max_size=6, unique=True))
+def test_a_sample_is_left_out_if_another_one_has_a_smaller_error_at_its_time(samples):
+    found = np.array(sorted(samples), np.int64)
+
+    def at(other, local):  # in units of the drift, so that nothing is rounded
+        return other[2] * clocks._INVERSE_DRIFT + abs(other[0] - local)
+
+    for index, (own, is_beaten) in enumerate(zip(found.tolist(), clocks._is_beaten(found), strict=True)):
+        error = own[2] * clocks._INVERSE_DRIFT
+        before = any(at(other, own[0]) <= error for other in found[:index].tolist())
+        after = any(at(other, own[0]) < error for other in found[index + 1 :].tolist())
+        assert is_beaten == (before or after)
+
+
+def test_the_largest_error_is_that_of_the_times_between():
+    clock = AlignedClock([ClockSample(0, 0, 5), ClockSample(10**6, 0, 5), ClockSample(10**12, 0, 5)])
+    assert clock.largest_error(1, 10**6 - 1) == clock.error(10**6 - 1)
+    assert clock.largest_error(1, 10**6 + 1) == clock.error(10**6 + 1) > 1000 * clock.error(1)
+    assert clock.largest_error(10**6 + 1, 10**12 + 1) == clock.error(10**12) == clock.error(10**6 + 1)
+
+
+def test_the_fastest_reading_of_two_clocks_counts():
+    """The thread may lose its core between two clocks."""
+    number = 0
+
+    def read() -> int:
+        nonlocal number
+        number += 1
+        if number == 1:
+            time.sleep(0.05)
+        return number
+
+    assert TickClock(read)._readings[0][0] > 1

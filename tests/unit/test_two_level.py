@@ -9,8 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmpi.backends import rank_order
+from torchmpi.backends.hierarchical import steps
 from torchmpi.backends.nccl.recipes import recipe
 from torchmpi.backends.pipeline import run_pipelined
+from torchmpi.communicators.splits import plan_split, steps_for
 
 
 @pytest.mark.parametrize("num_chunks", (0, 1, 2, 5))
@@ -88,3 +90,27 @@ def test_the_combiner_without_llvm_gives_the_same_bits(dtype: torch.dtype, monke
             patch.setattr(rank_order.reduction, "address", missing)
             rank_order.combiner(dtype, op)([readable, *parts[1:]], readable)
         assert torch.equal(compiled, readable)
+
+
+def test_an_allreduce_is_rounded_after_its_last_reduction() -> None:
+    """Other steps come before or after the one that may run in the background."""
+    for grouping, is_cartesian in (("aabb", False), ("abab", True), ("aab", False)):
+        tree = plan_split(list(grouping), cartesian=is_cartesian)
+        for rank in range(len(grouping)):
+            plan = steps_for("allreduce", rank, [tree])
+            before, middle, after = steps._phases("allreduce", plan)
+            assert (*before, middle, *after) == plan
+            assert middle is not None and middle.collective in ("reduce", "allreduce")
+            assert all(step.collective == "broadcast" for step in after)
+
+
+def test_other_collectives_have_their_first_step_between_groups_in_the_middle() -> None:
+    tree = plan_split(list("aabb"), cartesian=False)
+    for collective in ("reduce", "broadcast", "barrier"):
+        for rank in range(4):
+            plan = steps_for(collective, rank, [tree], root=1)
+            before, middle, after = steps._phases(collective, plan)
+            assert (*before, *([] if middle is None else [middle]), *after) == plan
+            assert all(step.group == "intra" for step in before)
+            assert (middle is None) == all(step.group == "intra" for step in plan)
+            assert middle is None or middle.group == "inter"
