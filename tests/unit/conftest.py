@@ -24,3 +24,26 @@ def frozen() -> None:
     """Exempt the objects of imported modules from collection; gc.collect() in a test then takes milliseconds."""
     gc.collect()
     gc.freeze()
+
+
+def is_without_arguments(config: pytest.Config) -> bool:
+    """Whether this is the tier of seconds: ``pytest`` without files, folders or markers."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if is_without_arguments(config) and config.option.durations is None:
+        config.option.durations = 10
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not is_without_arguments(config):
+        return None
+    return "about a minute on two cores, without the tests that are marked slow; those too: pytest tests/unit"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if is_without_arguments(config):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]

@@ -90,7 +90,7 @@ def test_any_sequence_of_calls_in_any_interleaving(size, factor, specifications,
     play(size, size * ALIGNMENT * factor, specifications, seed)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_collective_on_many_ranks(size):
     """Three chunks per call, so that both halves are used again; two if the model would take seconds."""
     choice = random.Random(size)

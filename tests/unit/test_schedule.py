@@ -192,6 +192,7 @@ def test_the_simulation_detects_wrong_plans() -> None:
             carry_out(broken, {rank: {(rank, rank)} for rank in range(3)}, moved_as=lambda _, block: block)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_design_is_that_of_the_plans() -> None:
     """`python benchmarks/plan_costs.py --write docs/design/hierarchy.md` makes it anew."""
     root = Path(__file__).resolve().parents[2]
