@@ -90,10 +90,10 @@ def main() -> int:
                 f"{sum(text.count(chr(10)) for text in after.values())} after"
             )
             for name in sorted({*before, *after} - {*same}):
-                lines = [texts.get(name, "").splitlines() for texts in (before, after)]
-                difference = list(difflib.unified_diff(*lines, "before", "after", lineterm="", n=2))
+                old, new = (texts.get(name, "").splitlines() for texts in (before, after))
+                difference = list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=2))
                 changed = sum(line[0] in "+-" for line in difference) - 2
-                print(f"    {name}: {len(lines[0])} -> {len(lines[1])} lines, {changed} differ")
+                print(f"    {name}: {len(old)} -> {len(new)} lines, {changed} differ")
                 num_different += 1
                 if name == options.show:
                     print("\n".join(difference))
