@@ -300,8 +300,9 @@ def test_a_rank_that_ends_before_start_ends_the_others(alone, tmp_path, num_rank
 
 
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
-    reason="containers are made with unshare, which needs root",
+    subprocess.run(["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode
+    != 0,
+    reason="containers are made with unshare, which needs root, and a root folder that is a mount",
 )
 def test_a_rank_that_ends_before_start_in_a_container_ends_the_others(alone, tmp_path):
     """Regression: with the leader of the session outside, as with `docker exec`, the others waited for five minutes."""

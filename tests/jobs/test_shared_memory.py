@@ -94,8 +94,9 @@ def check_done_by_mpi(result, reason: str, n: int) -> None:
 
 @any_mpi
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
-    reason="containers are made with unshare, which needs root",
+    subprocess.run(["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode
+    != 0,
+    reason="containers are made with unshare, which needs root, and a root folder that is a mount",
 )
 @pytest.mark.parametrize("num_hosts", (2, 1), ids=("one for each rank", "one for the job"))
 def test_ranks_in_containers_under_one_host_name(mpirun, tmp_path, num_hosts):
