@@ -572,3 +572,25 @@ def test_the_profiler_finds_the_call_in_the_task_of_device_tensors():
 def test_the_bandwidth_of_calls_that_only_waited_is_zero():
     site = CallSite("a.py:1", "allreduce", "shm", 3, 100, 2.0, 0.5, 2, "float32")
     assert site.bytes_per_second == 200 and site._replace(waiting=2.0).bytes_per_second == 0
+
+
+def test_the_line_that_takes_most_time_comes_first(tmp_path):
+    records = []
+    for number, (line, begin, end) in enumerate((("a.py:1", 0, 10), ("b.py:2", 20, 50), ("c.py:3", 60, 61))):
+        each = call(0, number + 1, begin, end, size=1)
+        records.append(each._replace(origin=each.origin._replace(line=line)))
+    (trace,) = write(tmp_path, [records])
+    assert [site.line for site in call_sites(align([trace]))] == ["b.py:2", "a.py:1", "c.py:3"]
+
+
+def test_calls_are_found_by_their_index(tmp_path):
+    """Also if a group has only some of the ranks."""
+    parts = [[call(rank, seq, 10 * seq + rank, 10 * seq + 5) for seq in (1, 2, 3)] for rank in range(2)]
+    aligned = align(write(tmp_path, parts))
+    assert len(aligned) == 3
+    for index in (0, 1, 2, -1):
+        found = aligned[index]
+        seq = range(1, 4)[index]
+        assert sorted(found.calls) == [0, 1] and {each.seq for each in found.calls.values()} == {seq}
+        assert found.ready(0) == pytest.approx((10 * seq + 1) / 1000) and found.awaited(0) == 1
+    assert aligned.wait_error().tolist() == [0.0] * 6
