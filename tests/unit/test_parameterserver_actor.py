@@ -240,6 +240,7 @@ def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
     assert rig.headers()[:, fields.VERSION].tolist() == [2, 2, 1, 1]
 
 
+@torch.enable_grad()  # restores the mode: an exception between two instructions of `with torch.no_grad()` leaves it off
 def test_an_interrupt_in_a_registered_rule_leaves_no_lock():
     """Ctrl-C before each Python instruction. The process stays alive, so others would wait for the lock forever."""
     register_rule("plus", lambda value, sent: value.add_(sent))

@@ -76,7 +76,7 @@ _YIELDS_PER_CHECK = 16
 _FIRST_POLLS = 50  # about a microsecond: readings of the clock would prolong a shorter wait
 _RING_REUSE = RING_LENGTH - 1
 
-sign_chunks = inner(signed_chunks)
+sign_chunks = inner(signed_chunks)  # Python computes the same for an aborted call
 
 
 @inner

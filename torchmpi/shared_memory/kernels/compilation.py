@@ -197,19 +197,20 @@ def _texts(libraries: Iterable[Any], seen: set[int]) -> Iterator[str]:
 class Wrapper:
     """``PyObject *name(PyObject *self, PyObject **arguments, Py_ssize_t count)``, in a separate module.
 
-    The module declares the kernels and the functions of CPython's C API that it calls.
+    The module declares the kernels and the functions of CPython's C API that it calls. A call with another number of
+    arguments than `num_arguments` raises TypeError.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_arguments: int) -> None:
         self.libraries: list[Any] = []
         self.module = ir.Module(name)
         self.module.triple = binding.get_process_triple()
         self.function = self.declared(name, BYTES, BYTES, BYTES.as_pointer(), WORD)
         self.builder = ir.IRBuilder(self.function.append_basic_block())
         self._result, self._exception = self.builder.alloca(WORD), self.builder.alloca(BYTES)
+        self._expect_arguments(num_arguments)
 
-    def expect_arguments(self, count: int) -> None:
-        """Raise TypeError unless the call has so many arguments."""
+    def _expect_arguments(self, count: int) -> None:
         builder = self.builder
         with builder.if_then(builder.icmp_signed("!=", self.function.args[2], WORD(count)), likely=False):
             text = f"this function of machine code takes {count} arguments".encode() + b"\0"
@@ -221,7 +222,7 @@ class Wrapper:
             builder.ret(BYTES(None))
 
     def end_if_raised(self) -> None:
-        """Return to Python if an exception is set, as by an argument that is no number."""
+        """Return to Python if an exception is set, as by an argument that is not a number."""
         error = self.builder.call(self.declared("PyErr_Occurred", BYTES), [])
         with self.builder.if_then(self.builder.icmp_signed("!=", error, BYTES(None)), likely=False):
             self.builder.ret(BYTES(None))
@@ -281,8 +282,7 @@ class Wrapper:
 
 def plain(name: str, function: Function) -> Wrapper:
     """Return a wrapper that takes Python integers and returns one."""
-    wrapper = Wrapper(name)
-    wrapper.expect_arguments(function.num_arguments)
+    wrapper = Wrapper(name, function.num_arguments)
     arguments = [wrapper.number(wrapper.argument(index)) for index in range(function.num_arguments)]
     wrapper.end_if_raised()
     wrapper.builder.ret(wrapper.as_number(wrapper.without_gil(function, arguments)))

@@ -372,8 +372,7 @@ class FastPathWrapper(NotingWrapper):
     """
 
     def __init__(self, name: str, spec: FastPathKernel) -> None:
-        super().__init__(name)
-        self.expect_arguments(5)
+        super().__init__(name, 5)
         self.writes = spec.writes
         self.failed = self.function.append_basic_block("failed")
         self.not_fast = self.function.append_basic_block("not_fast")

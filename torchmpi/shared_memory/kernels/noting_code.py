@@ -148,12 +148,12 @@ class NotingCalls(NotingWrapper):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.expect_arguments(6)
+        super().__init__(name, 6)
         builder = self.builder
         self.record = self.number(self.function.args[0])
         info, plan, origin, depth = (self.argument(index) for index in range(4))
         num_bytes, call_log = (self.number(self.argument(index)) for index in (4, 5))
+        self.end_if_raised()
         numbers, is_noted = self.stack_record(records.NUM_NUMBERS), builder.alloca(WORD)
         builder.store(WORD(0), is_noted)
         self.call(kernels["note_call"], [call_log, numbers])
@@ -188,8 +188,7 @@ class NotingOrigins(NotingWrapper):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.expect_arguments(1)
+        super().__init__(name, 1)
         builder = self.builder
         self.record = self.number(self.function.args[0])
         if _HAS_OFFSETS:
@@ -210,13 +209,14 @@ class NotingIntervals(NotingWrapper):
     """``note_interval(category, text, begin)``, which notes an interval that ends now; 0 if there is no room."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.expect_arguments(3)
+        super().__init__(name, 3)
         builder = self.builder
         self.record = self.number(self.function.args[0])
         category, text = self.argument(0), self.argument(1)
         numbers = self.stack_record(records.NUM_NUMBERS)
-        self.call(kernels["note_interval"], [self.number(self.argument(2)), numbers])
+        begin = self.number(self.argument(2))
+        self.end_if_raised()
+        self.call(kernels["note_interval"], [begin, numbers])
         objects = category, text, category
         for item in objects:
             self._incref(item)
