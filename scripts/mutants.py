@@ -359,7 +359,8 @@ def _run_pytest(folder: str, request: dict[str, Any]) -> int:
     os.setsid()
     os.chdir(folder)
     log = os.open(os.path.join(folder, "..", "log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1), os.dup2(log, 2)
+    for stream in (1, 2):
+        os.dup2(log, stream)
     os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     options = ["-q", "-x", "-p", "no:cacheprovider", "--capture=sys", f"--basetemp={folder}/../tests"]
     if "trace" in request:
@@ -436,7 +437,10 @@ class _Worker:
             if (ROOT / name).is_file():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.folder / name)
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        # A mutant must not write to the files of this user: one left a tuning file there, which later jobs found.
+        own = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(self.folder)}
+        self._environment = {**os.environ, **own}
+        environment = {**self._environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", str(self.folder)],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -471,8 +475,7 @@ class _Worker:
         if mutant is not None:
             path.write_text(changed_source(original, mutant))
         # Each rank makes a folder for its tests in it.
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "TMPDIR": str(self.folder.parent)}
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"
+        environment = {**self._environment, "TMPDIR": str(self.folder.parent), "PYTHONDONTWRITEBYTECODE": "1"}
         quiet = subprocess.DEVNULL
         process = subprocess.Popen(
             command, cwd=self.folder, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
