@@ -27,7 +27,7 @@ def frozen() -> None:
 
 
 def is_without_arguments(config: pytest.Config) -> bool:
-    """Whether this is the tier of seconds: ``pytest`` without files, folders or markers."""
+    """Return whether pytest has no files, folders or markers."""
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
 
 
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     if not is_without_arguments(config):
         return None
-    return "about a minute on two cores, without the tests that are marked slow; those too: pytest tests/unit"
+    return "two to three minutes, without the tests that are marked slow; those too: pytest tests/unit"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
