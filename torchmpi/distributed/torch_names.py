@@ -70,6 +70,7 @@ ALLGATHER = new_options(AllgatherOptions)
 ALLREDUCE = new_options(AllreduceOptions)
 ALLREDUCE_COALESCED = new_options(AllreduceCoalescedOptions)
 ALLTOALL = new_options(AllToAllOptions)
+GATHER = new_options(GatherOptions)
 REDUCE_SCATTER = new_options(ReduceScatterOptions)
 
 
