@@ -171,6 +171,15 @@ def test_compiled_pieces_meet_those_of_python(agree, monkeypatch, compiled_at, d
             agree.bits(gather(inputs[rank], None, 0), torch.cat(inputs), f"allgather {numel}")
 
 
+def test_the_room_for_pieces_grows_with_a_call_and_not_with_their_number(agree):
+    operation = bound("allreduce", torch.float32, "sum").__self__
+    rooms = []
+    for _ in range(30):
+        operation.allreduce(torch.ones(20_011), None, 0)
+        rooms.append(len(operation.messages._pieces) if hasattr(operation.messages, "_pieces") else 0)
+    agree.equal(rooms[1:], rooms[1:2] * 29)
+
+
 def test_an_error_of_mpi_in_a_piece_is_raised(agree):
     """A rank that does not exist: MPI returns an error to compiled code, which ends there."""
     pieces = bound("allreduce", torch.float32, "sum").__self__.messages

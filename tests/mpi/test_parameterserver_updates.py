@@ -213,6 +213,18 @@ def test_staleness_of_accumulated_gradients(agree):
     agree.equal(seen[3::2], [(others + mpi.rank()) / 2] * 3, str(seen))
 
 
+def test_the_end_waits_for_the_last_send(agree):
+    """Whose staleness is known then."""
+    net = make_net()
+    update = ps.DownpourUpdate(net, lr=LR, update_frequency=2, init_delay=0)
+    staleness_of_steps(net, update, 9)
+    set_gradients(net, 9)
+    update.update()
+    before = update.staleness.count
+    update.finish()
+    agree.equal(update.staleness.count, before + 1)
+
+
 def test_bounded_staleness_counts_accumulated_gradients(agree):
     """Values fetched in a round contain all gradients of the finished rounds of all ranks."""
     point, missing = Point(), []

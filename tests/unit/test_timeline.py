@@ -216,6 +216,13 @@ def test_ranks_wait_for_those_whose_data_they_need(tmp_path, collective, expecte
     assert (aligned.awaited(0), aligned.awaited(1)) == expected
 
 
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_a_rank_that_is_alone_in_its_group_waits_for_nobody(tmp_path, collective):
+    root = 0 if collective == "broadcast" else -1
+    (aligned,) = align(write(tmp_path, [[call(0, 1, 3, 5, size=1, collective=collective, root=root)]]))
+    assert aligned.awaited(0) is None and aligned.ready(0) == pytest.approx(0.003)
+
+
 def test_clocks_of_hosts_are_aligned(tmp_path):
     """The clock of rank 1 is 5 ms ahead, and drifts by 1 ms in a second."""
     samples = [[ClockSample(0, 0, 0)], [ClockSample(0, -5 * MILLISECOND, 10), ClockSample(10**9, -6 * MILLISECOND, 10)]]
