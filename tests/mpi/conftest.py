@@ -18,11 +18,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import contract
 import pytest
 import torch
-from helpers import checks, failures
-from shm_rig import slots, stopped  # noqa: F401, fixtures
+from helpers import checks, contract, failures
+from helpers.shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
 import torchmpi.nn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,15 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from helpers.leftovers import in_use
 from torch import nn
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from leftovers import in_use
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import config, errors
@@ -15,9 +14,6 @@ from torchmpi.backends import round_messages, schedule
 from torchmpi.backends.mpi_messages import can_call_from_kernels
 from torchmpi.backends.p2p_backend import P2PBackend
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 pytestmark = pytest.mark.usefixtures("world")
 

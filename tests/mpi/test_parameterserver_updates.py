@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import updates_rig
+from helpers.updates_rig import LR, make_net, quadratic_step, refusal, set_gradients, step_in_turn
 from torch import nn
 
 import torchmpi as mpi
@@ -21,10 +22,6 @@ from torchmpi.errors import StallError
 from torchmpi.session import runtime
 from torchmpi.timeline.events import SERVER_CALL
 from torchmpi.timeline.trace_reader import read_folder
-
-sys.path.insert(0, str(Path(__file__).parent))
-import updates_rig
-from updates_rig import LR, make_net, quadratic_step, refusal, set_gradients, step_in_turn
 
 levels = updates_rig.levels
 no_servers_left = updates_rig.no_servers_left

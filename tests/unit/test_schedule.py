@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,7 +195,6 @@ def test_the_simulation_detects_wrong_plans() -> None:
 def test_the_table_of_the_design_is_that_of_the_plans() -> None:
     """`python benchmarks/plan_costs.py --write docs/design/hierarchy.md` makes it anew."""
     root = Path(__file__).resolve().parents[2]
-    sys.path.insert(0, str(root / "benchmarks"))
     import plan_costs
 
     def without_bytes_of_start(text: str) -> str:

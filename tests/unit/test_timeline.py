@@ -15,9 +15,9 @@ import time
 import tracemalloc
 from functools import partial
 
-import bench_rows
 import psutil
 import pytest
+from helpers import bench_rows
 
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
