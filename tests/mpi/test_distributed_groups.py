@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from leftovers import in_use
+from helpers.leftovers import in_use
+from helpers.torch_rig import CALLS, Setting, wrong
 from mpi4py import MPI
-from torch_rig import CALLS, Setting, wrong
 
 import torchmpi as mpi
 from torchmpi.errors import StallError, TorchMPIError

@@ -147,6 +147,15 @@ def test_accumulation_equals_one_process_on_the_concatenated_batch(agree, accumu
     compare(agree, net, explicit_loop([reference_data]))
 
 
+def test_the_scheduler_may_belong_to_the_optimizer_inside_a_distributed_optimizer(agree):
+    net = network()
+    inner = momentum(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    optimizer = mpinn.DistributedOptimizer(inner, net)
+    train(AllReduceSGDEngine(progress=False), net, make_batches(1, 0), optimizer=optimizer, scheduler=scheduler)
+    agree.equal(inner.param_groups[0]["lr"], 0.05)
+
+
 def test_backward_passes_per_step_of_the_optimizer_are_respected(agree):
     """8 batches made 8 steps."""
     net = network()

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from nn_nets import KINDS, gradients, loss, make, mine, values, whole_batch_gradients
+from helpers.nn_nets import KINDS, gradients, loss, make, mine, values, whole_batch_gradients
 from torch import nn
 
 import torchmpi as mpi

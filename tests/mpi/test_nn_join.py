@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nn_nets import values
+from helpers.nn_nets import values
 from torch import nn
 
 import torchmpi as mpi

@@ -124,7 +124,7 @@ def test_a_thread_ends_in_a_kernel_after_the_interpreter():
     program = """
         import ctypes, os, sys, threading, time
         sys.path.insert(0, sys.argv[1])
-        from kernel_rig import compiled
+        from helpers.kernel_rig import compiled
         from torchmpi.shared_memory.kernels.compilation import kernel
         from torchmpi.shared_memory.kernels.intrinsics import sleep
 

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.shard_rig import Rig, Twin, fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shard_rig import Rig, Twin, fork
 
 from torchmpi import errors
 from torchmpi.communicators import levels

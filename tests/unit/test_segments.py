@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchmpi.distributed import torch_names
-from torchmpi.shared_memory import segments
+from torchmpi.shared_memory import memory_layout, segments
 from torchmpi.shared_memory.kernels import records
 from torchmpi.shared_memory.segments import Segment, Ticket
 from torchmpi.shared_memory.shared_tensors import SharedHeap
@@ -371,3 +371,20 @@ def test_threads_create_and_free_tensors_concurrently():
         thread.join()
     gc.collect()
     assert not wrong and entries(heap) == []
+
+
+def test_fields_of_a_rank_that_others_write_or_read_do_not_overlap():
+    """In 64-bit words: what a rank counts, what it has reduced, the entries of its ring."""
+    layout = memory_layout
+    areas = {
+        "status": range(layout.ENTERED, layout.COMPLETED + 1),
+        "ready": range(layout.READY, layout.READY + 1),
+        "reduced": range(layout.REDUCED, layout.REDUCED + 1),
+        "kept, two fields": range(layout.KEPT, layout.KEPT + 2),
+        "unread": range(layout.UNREAD, layout.UNREAD + 1),
+        "ring": range(layout.RING_START, layout.RING_START + layout.RING_LENGTH * layout.ENTRY_FIELDS),
+    }
+    fields = [field for area in areas.values() for field in area]
+    assert len(fields) == len(set(fields))
+    payload = range(layout.PAYLOAD, layout.ENTRY_FIELDS)
+    assert len(payload) * layout.FIELD_BYTES == layout.PAYLOAD_BYTES and layout.SEQUENCE not in payload

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from distributed_rig import loss_of, net, sgd, share, train, values
 from features import close, equal, feature, ones, other, rank
 from groups import agreed
+from helpers.distributed_rig import loss_of, net, sgd, share, train, values
 from torch import nn
 from torch.distributed import checkpoint, fsdp, pipelining
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import contract
 import torch
 import torch.distributed as dist
+
+from helpers import contract
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
