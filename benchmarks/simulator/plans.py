@@ -15,7 +15,8 @@ from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.mpi_messages import rows_of
 from torchmpi.backends.p2p_backend import P2PBackend
 from torchmpi.backends.rank_order import combiner
-from torchmpi.backends.selection_table import REDUCING, Key, default_rule
+from torchmpi.backends.selection_table import Key, default_rule
+from torchmpi.collective_specs import SPECS
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group, GroupContext
 from torchmpi.communicators.plan import Backends, Plan
@@ -58,7 +59,7 @@ class InHostBackend:
 def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]], root: int) -> torch.Tensor | None:
     """Do the work of all ranks; return gathered rows."""
     sources, destinations = [source for source, _ in values], [destination for _, destination in values]
-    if collective in REDUCING:
+    if SPECS[collective].reduces:
         assert op is not None
         parts = [source.reshape(-1) for source in sources]
         total = torch.empty_like(parts[0])

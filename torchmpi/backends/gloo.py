@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
@@ -24,7 +25,6 @@ from ..shared_memory.memory_layout import ENTERED, LOG_ALGORITHM
 from ..tensors import buffers
 from . import network, ordered_reduction
 from .base import Operation
-from .ordered_reduction import REDUCTIONS
 from .p2p import PipelinedReduction
 from .round_messages import TensorOf
 from .schedule import Round
@@ -78,7 +78,7 @@ def _operation(
 ) -> Operation:
     if collective == "barrier":
         return torch_group.barrier
-    if collective in REDUCTIONS:
+    if SPECS[collective].reduces:
         assert dtype is not None and op is not None
         chunk_bytes = min(config.pipeline_bytes, config.message_bytes)  # gloo takes less than 2 GB
         reduction = GlooReduction(group, torch_group, dtype, op, chunk_bytes)

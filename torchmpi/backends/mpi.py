@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
@@ -33,7 +34,7 @@ from .mpi_messages import (
     row_counts,
     rows_of,
 )
-from .ordered_reduction import REDUCTIONS, RangeReduction
+from .ordered_reduction import RangeReduction
 from .rank_order import combiner, divide
 
 _MPI_OPS = {
@@ -60,7 +61,7 @@ class MPIBackend:
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; device memory if the library is CUDA-aware and the collective does not compute."""
-        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and collective not in REDUCTIONS)
+        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and not SPECS[collective].reduces)
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Accept every collective of an MPI job; CUDA tensors are staged if the library is not CUDA-aware."""
@@ -70,7 +71,7 @@ class MPIBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        if collective not in REDUCTIONS:
+        if not SPECS[collective].reduces:
             operation: Operation = getattr(MPIMovement(group, self.config.message_bytes), collective)
             return operation
         assert dtype is not None and op is not None

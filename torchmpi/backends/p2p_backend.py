@@ -6,12 +6,12 @@ import importlib.util
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators.group import Group
 from ..config import Config
 from .base import Operation
-from .ordered_reduction import REDUCTIONS
 
-_MOVEMENTS = ("allgather", "broadcast")
+_COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "allgather", "broadcast")
 
 
 class P2PBackend:
@@ -30,9 +30,9 @@ class P2PBackend:
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Accept reductions, broadcast and allgather."""
-        if collective not in REDUCTIONS + _MOVEMENTS:
-            return f"it has no {collective}, only {', '.join(REDUCTIONS + _MOVEMENTS)}"
-        if collective in REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
+        if collective not in _COLLECTIVES:
+            return f"it has no {collective}, only {', '.join(_COLLECTIVES)}"
+        if SPECS[collective].reduces and importlib.util.find_spec("llvmlite") is None:
             return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"

@@ -80,7 +80,7 @@ def check(
     kinds = {part.dtype for part in (*sources, *destinations)}
     if len(kinds) > 1:
         raise ArgumentError(f"{what}: tensors of different dtypes ({', '.join(map(str, kinds))}). Convert them to one.")
-    checked_dtype(collective, kinds.pop(), None, what)
+    checked_dtype("alltoall", kinds.pop(), None, what)
     own = group.rank
     if sources[own].numel() != destinations[own].numel():
         raise ArgumentError(
