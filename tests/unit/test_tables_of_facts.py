@@ -7,6 +7,17 @@ from typing import get_args
 import pytest
 
 from torchmpi import config
+from torchmpi.backends.base import collectives_of
+from torchmpi.backends.gloo import GlooReduction
+from torchmpi.backends.gloo_backend import GlooBackend
+from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
+from torchmpi.backends.ipc.ipc_backend import IpcBackend
+from torchmpi.backends.ipc.staged_group import IpcCollectives
+from torchmpi.backends.nccl.nccl_backend import NcclBackend
+from torchmpi.backends.nccl.nccl_group import NcclReduction
+from torchmpi.backends.p2p import P2PMovement, P2PReduction
+from torchmpi.backends.p2p_backend import P2PBackend
+from torchmpi.backends.torch_groups import RowMovement
 from torchmpi.collective_specs import CODES, COLLECTIVES, IN_PLACE, SAME_SHAPE, SPECS, spec_of
 
 
@@ -55,3 +66,14 @@ def test_facts_of_the_collectives_of_mpi():
 def test_names_of_records_that_are_no_rows_have_tensors_of_no_kind():
     spec = spec_of("a call of a later version")
     assert not spec.tensors and spec.form_of == "" and spec not in SPECS.values()
+
+
+def test_backends_have_what_they_state():
+    """Where a class states names, since it is imported before the classes that have the methods."""
+    of_torch = collectives_of(RowMovement)
+    assert set(IpcBackend.collectives) == collectives_of(IpcCollectives)
+    assert set(NcclBackend.collectives) == of_torch | collectives_of(NcclReduction)
+    assert set(GlooBackend.collectives) == of_torch | {"barrier"} | collectives_of(GlooReduction)
+    assert set(P2PBackend.collectives) == collectives_of(P2PMovement, P2PReduction)
+    for backend in (IpcBackend, NcclBackend, GlooBackend, P2PBackend, HierarchicalBackend):
+        assert set(backend.collectives) <= set(SPECS)

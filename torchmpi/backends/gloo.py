@@ -24,7 +24,7 @@ from ..errors import TorchMPIError, TransportError
 from ..shared_memory.memory_layout import ENTERED, LOG_ALGORITHM
 from ..tensors import buffers
 from . import network, ordered_reduction
-from .base import Operation
+from .base import Operation, refusal
 from .p2p import PipelinedReduction
 from .round_messages import TensorOf
 from .schedule import Round
@@ -55,7 +55,7 @@ def prepare(
     operation = _operation(config, group, torch_group, collective, dtype, op)
     if group.log_board is None:  # compared by a message already, or not at all
         compare: Callable[[], None] = _nothing
-    elif shared.why_not(collective, "cpu", group) is None:
+    elif refusal(shared, collective, "cpu", group) is None:
         compare = shared.comparison(group)
     else:
         compare = partial(_compare_by_message, group)
@@ -76,7 +76,7 @@ def prepare(
 def _operation(
     config: Config, group: Group, torch_group: GlooGroup, collective: str, dtype: torch.dtype | None, op: str | None
 ) -> Operation:
-    if collective == "barrier":
+    if not SPECS[collective].tensors:
         return torch_group.barrier
     if SPECS[collective].reduces:
         assert dtype is not None and op is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..shared_memory.memory_layout import LOG_ALGORITHM
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.writable import is_writable
 from . import ordered_reduction
-from .base import Operation
+from .base import Operation, collectives_of
 from .mpi_messages import (
     Range,
     broadcast_header,
@@ -45,7 +45,6 @@ _BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": 
 _TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
-_MESSAGES = ("send", "recv", "sendreceive")
 """Calls that ranks without an MPI launcher have too."""
 
 
@@ -53,21 +52,27 @@ class MPIBackend:
     """Collectives of the MPI library, on host memory; a CUDA-aware library also moves device memory."""
 
     name = "mpi"
+    device_types = ("cpu", "cuda")
     announces = False
     enqueues = False
 
     def __init__(self, config: Config, *, is_cuda_aware: bool = False, problem: str = "") -> None:
         self.config, self.is_cuda_aware, self.problem = config, is_cuda_aware, problem
 
+    @cached_property
+    def collectives(self) -> frozenset[str]:
+        """Those of its classes, and messages."""
+        return collectives_of(OrderedReduction, MPIMovement).union(
+            row.name for row in SPECS.values() if row.kind == "message"
+        )
+
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; device memory if the library is CUDA-aware and the collective does not compute."""
         return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and not SPECS[collective].reduces)
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept every collective of an MPI job; CUDA tensors are staged if the library is not CUDA-aware."""
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
-        return None if collective in _MESSAGES else self.problem or None
+        """Accept every collective of an MPI job, and messages."""
+        return None if SPECS[collective].kind == "message" else self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""

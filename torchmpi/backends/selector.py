@@ -17,7 +17,7 @@ from ..config import Config
 from ..errors import ArgumentError, BackendUnavailableError
 from ..log import logger
 from . import saved_tables, selection_table
-from .base import Backend, Operation, bind, by_size
+from .base import Backend, Operation, bind, by_size, refusal
 from .selection_table import (
     DEVICE_TRANSPORTS,
     Key,
@@ -185,7 +185,7 @@ class Selector:
         if name not in self.backends:
             return "it is unknown"
         backend = self.backends[name]
-        reason = self._why_off(name) or backend.why_not(call.collective, call.device_type, group)
+        reason = self._why_off(name) or refusal(backend, call.collective, call.device_type, group)
         lacks = getattr(backend, "lacks", None)
         if reason is not None or lacks is None:
             return reason
@@ -207,7 +207,7 @@ class Selector:
     def network(self) -> Backend:
         """The backend with all collectives between any ranks: `mpi`, or `gloo` if no MPI launcher started them."""
         mpi = self.backends["mpi"]
-        return mpi if mpi.why_not("barrier", "cpu") is None else self.backends["gloo"]
+        return mpi if refusal(mpi, "barrier", "cpu") is None else self.backends["gloo"]
 
     def _gpu_backends(self, group: Group) -> tuple[str, ...]:
         """Return the backends of the GPU that the settings allow for a group without a request."""
@@ -375,7 +375,7 @@ class Selector:
         return (
             self._why_off(name)
             or selection_table.out_of_reach(name, key.span)
-            or self.backends[name].why_not(key.collective, key.device, among)
+            or refusal(self.backends[name], key.collective, key.device, among)
         )
 
     def _is_possible(self, key: Key, name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ... import collectives
 from ...backends import saved_tables
+from ...backends.base import refusal
 from ...backends.selection_table import (
     MODES,
     SPANS,
@@ -100,7 +101,7 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
             for name, backend in selector.backends.items()
             if selector.may_choose(name)
             and out_of_reach(name, span) is None
-            and backend.why_not(collective, device, communicator.intra) is None
+            and refusal(backend, collective, device, communicator.intra) is None
         }
         for device in devices
         for span, communicator in targets.items()
