@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 
 LEVELS = (
-    ("_version", "errors", "files", "log"),
+    ("_version", "collective_specs", "errors", "files", "log"),
     ("config", "other_names"),
     ("tensors",),
     ("shared_memory", "timeline"),

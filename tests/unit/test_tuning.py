@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import (
-    BY_SIZE,
-    COLLECTIVES,
     HIERARCHICAL,
-    REDUCING,
     Key,
     Table,
     at,
     checked,
     keys,
 )
+from torchmpi.collective_specs import COLLECTIVES, SPECS
 from torchmpi.collectives.tuning import measuring
 from torchmpi.collectives.tuning.decision import best, decide, speedup
 
@@ -116,7 +114,7 @@ samples = st.dictionaries(st.sampled_from(["mpi", "p2p", HIERARCHICAL]), times, 
 def test_decisions_are_valid_rules(collective, sizes):
     for mode, rule in decide(collective, {"sync": sizes}, {"sync": MPI, "async": MPI}).items():
         assert checked(Key(collective, "cpu", "hosts", mode), rule) == rule
-        if collective in BY_SIZE and collective not in REDUCING:
+        if SPECS[collective].in_place and not SPECS[collective].reduces:
             for size in sizes:
                 assert at(rule, size) in ("mpi", best([sizes[size]], "mpi"))
 

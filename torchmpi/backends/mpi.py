@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
@@ -22,7 +23,7 @@ from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.writable import is_writable
 from . import ordered_reduction
-from .base import Operation
+from .base import Operation, collectives_of
 from .mpi_messages import (
     Range,
     broadcast_header,
@@ -33,7 +34,7 @@ from .mpi_messages import (
     row_counts,
     rows_of,
 )
-from .ordered_reduction import REDUCTIONS, RangeReduction
+from .ordered_reduction import RangeReduction
 from .rank_order import combiner, divide
 
 _MPI_OPS = {
@@ -44,7 +45,6 @@ _BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": 
 _TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
-_MESSAGES = ("send", "recv", "sendreceive")
 """Calls that ranks without an MPI launcher have too."""
 
 
@@ -52,25 +52,31 @@ class MPIBackend:
     """Collectives of the MPI library, on host memory; a CUDA-aware library also moves device memory."""
 
     name = "mpi"
+    device_types = ("cpu", "cuda")
     announces = False
     enqueues = False
 
     def __init__(self, config: Config, *, is_cuda_aware: bool = False, problem: str = "") -> None:
         self.config, self.is_cuda_aware, self.problem = config, is_cuda_aware, problem
 
+    @cached_property
+    def collectives(self) -> frozenset[str]:
+        """Those of its classes, and messages."""
+        return collectives_of(OrderedReduction, MPIMovement).union(
+            row.name for row in SPECS.values() if row.kind == "message"
+        )
+
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; device memory if the library is CUDA-aware and the collective does not compute."""
-        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and collective not in REDUCTIONS)
+        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and not SPECS[collective].reduces)
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept every collective of an MPI job; CUDA tensors are staged if the library is not CUDA-aware."""
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
-        return None if collective in _MESSAGES else self.problem or None
+        """Accept every collective of an MPI job, and messages."""
+        return None if SPECS[collective].kind == "message" else self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        if collective not in REDUCTIONS:
+        if not SPECS[collective].reduces:
             operation: Operation = getattr(MPIMovement(group, self.config.message_bytes), collective)
             return operation
         assert dtype is not None and op is not None
