@@ -34,7 +34,8 @@ MAX_ENTRIES, MAX_LEVELS, MAX_EDGES, MAX_LINES = 18, 12, 120, 600
 IMPORTED_BY_START = ("mpi4py", "numba")
 """Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
 KERNEL_MODULES = (
-    "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
+    "addresses", "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop",
+    "movement",
     "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "noting_code",
     "host_calls", "message_pieces", "gpu_calls", "compilation",
 )  # fmt: skip

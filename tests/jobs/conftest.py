@@ -113,9 +113,9 @@ def search_path(first: Path | None = None) -> dict[str, str]:
 IN_CALL = """
 def wait_until_in_call(*ranks):
     import time
-    from torchmpi.shared_memory.memory_layout import ENTERED
+    from torchmpi.shared_memory.memory_layout import (Block)
     world = mpi.communicator(0).intra
-    while any(world.log_board.get(rank, ENTERED) <= world.call_log.seq for rank in ranks):
+    while any(world.log_board.get(rank, Block.entered) <= world.call_log.seq for rank in ranks):
         time.sleep(0.01)
 """
 """For programs of jobs on one host: wait until ranks have entered the call that follows the last one of this rank."""

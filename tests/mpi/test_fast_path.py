@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.shared_memory import fast_path
-from torchmpi.shared_memory.memory_layout import ENTERED
+from torchmpi.shared_memory.memory_layout import Block
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -482,7 +482,8 @@ def test_the_watchdog_reports_a_call_of_the_fast_path(agree):
     if mpi.rank() == 0:  # the other ranks wait for this rank
         limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.log_board is not None else ()
         while (
-            any(group.log_board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit
+            any(group.log_board.get(row, Block.entered) <= group.call_log.seq for row in others)
+            and time.monotonic() < limit
         ):
             time.sleep(0.001)
         watcher.join(0.3)

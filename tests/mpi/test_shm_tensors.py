@@ -112,9 +112,9 @@ def chunks_of(call) -> int:
     """The number of chunks of a call: one if tensors are accessed in place, for any length."""
     mpi.barrier()
     fields = runtime.current().world.shared.fields
-    before = int(fields[records.CHUNKS])
+    before = int(fields[records.GroupRecord.chunks])
     call()
-    return int(fields[records.CHUNKS]) - before
+    return int(fields[records.GroupRecord.chunks]) - before
 
 
 def test_shared_tensors_do_not_use_slots(slots, agree):

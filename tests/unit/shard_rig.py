@@ -31,7 +31,7 @@ class Rig:
         self.dtype, self.numel = dtype, sum(numels)
         self.shards = Shards(segment_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
         if chunk:
-            assert max(numels) <= chunk * 4096 // fields.HEADER_BYTES, "a page of headers"
+            assert max(numels) <= chunk * 4096 // fields.Header.BYTES, "a page of headers"
             self.shards.chunk_numel = chunk
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
@@ -125,9 +125,9 @@ class Twin:
     def agrees(self, rig: Rig) -> None:
         """Compare all bits of values and headers."""
         header = rig.headers()
-        assert header[:, fields.LOCK].count_nonzero() == 0
-        assert header[:, fields.VERSION].tolist() == self.versions
-        assert header[:, fields.STEPS].tolist() == self.steps
+        assert header[:, fields.Header.lock].count_nonzero() == 0
+        assert header[:, fields.Header.version].tolist() == self.versions
+        assert header[:, fields.Header.steps].tolist() == self.steps
         for which, expected in enumerate((self.values, *self.states)):
             assert torch.equal(rig.arrays(which), expected)
 

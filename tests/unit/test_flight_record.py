@@ -46,15 +46,7 @@ from torchmpi.communicators.flight_record import (
 )
 from torchmpi.communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, Channels
 from torchmpi.errors import TorchMPIError
-from torchmpi.shared_memory.memory_layout import (
-    MAX_LOG_DIMS,
-    RECORD_BEGIN,
-    RECORD_CODE,
-    RECORD_END,
-    RECORD_FIELDS,
-    RECORD_LENGTH,
-    RECORD_SEQUENCE,
-)
+from torchmpi.shared_memory.memory_layout import MAX_LOG_DIMS, RECORD_LENGTH, RecordFields
 
 BARRIER, SUM = call_code("barrier"), call_code("allreduce", "sum", 1)
 _PAGE_FIELDS = mmap.PAGESIZE // 8
@@ -133,8 +125,13 @@ def test_times_of_the_fast_path_are_converted_from_ticks(tmp_path):
     record.note_ticks()
     ring = record.ring(1, "world", [0])
     fields = ring.fields
-    at = _PAGE_FIELDS + 1 * RECORD_FIELDS  # the entry of call 1, as machine code writes it
-    for field, value in ((RECORD_CODE, BARRIER), (RECORD_BEGIN, 2000), (RECORD_END, 3000), (RECORD_SEQUENCE, 1)):
+    at = _PAGE_FIELDS + 1 * RecordFields.FIELDS  # the entry of call 1, as machine code writes it
+    for field, value in (
+        (RecordFields.code, BARRIER),
+        (RecordFields.begin, 2000),
+        (RecordFields.end, 3000),
+        (RecordFields.sequence, 1),
+    ):
         fields[at + field] = value
     record.note_ticks()
     first, last = record._fields[FIRST_NS], record._fields[LAST_NS]

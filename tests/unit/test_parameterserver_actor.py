@@ -116,7 +116,7 @@ def test_a_span_without_elements_does_nothing():
     for span in ((0, 0), (5, 5)):
         rig.apply(actor, "add", torch.empty(0), span)
         assert (actor.num_chunks, actor.versions) == (0, 0)
-    assert rig.headers()[:, fields.VERSION].tolist() == [0]
+    assert rig.headers()[:, fields.Header.version].tolist() == [0]
 
 
 # --- concurrent
@@ -237,7 +237,7 @@ def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
     assert rig.read(rig.actor(1)).tolist() == [1.0] * 10 + [0.0] * 10
     assert rig.headers().tolist() == [[0, 1, 0]] * 2 + [[0, 0, 0]] * 2
     rig.apply(actor, "picky", torch.ones(20))
-    assert rig.headers()[:, fields.VERSION].tolist() == [2, 2, 1, 1]
+    assert rig.headers()[:, fields.Header.version].tolist() == [2, 2, 1, 1]
 
 
 @torch.enable_grad()  # restores the mode: an exception between two instructions of `with torch.no_grad()` leaves it off
@@ -268,8 +268,8 @@ def test_an_interrupt_in_a_registered_rule_leaves_no_lock():
         finally:
             sys.settrace(before)
         header = rig.headers()
-        assert header[:, fields.LOCK].tolist() == [0, 0], f"before instruction {place}"
-        expected = header[:, fields.VERSION].to(torch.float32).repeat_interleave(5)
+        assert header[:, fields.Header.lock].tolist() == [0, 0], f"before instruction {place}"
+        expected = header[:, fields.Header.version].to(torch.float32).repeat_interleave(5)
         assert torch.equal(rig.arrays(), expected), f"before instruction {place}"
         if countdown > 0:
             break
@@ -298,7 +298,7 @@ def test_a_chunk_whose_writer_was_killed_is_refused_and_others_are_usable():
             rig.apply(actor, rule, sent)
     assert rig.read(actor, (0, 5)).tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
     assert rig.read(actor, (10, 20)).tolist() == [0.0] * 10
-    assert rig.headers()[:, fields.VERSION].tolist() == [3, 0, 0, 0]
+    assert rig.headers()[:, fields.Header.version].tolist() == [3, 0, 0, 0]
     rig.close()
 
 
@@ -332,12 +332,12 @@ def test_chunks_without_a_lock_are_whole_after_random_kills(rule):
 def test_a_live_holder_keeps_the_lock_and_is_reported():
     rig = Rig((11,))
     other, seen = Actor(CLIENT, ranks={os.getpid(): 7}), []
-    rig.shards.headers(0)[0, fields.LOCK] = 2 * os.getpid() + SERVER
+    rig.shards.headers(0)[0, fields.Header.lock] = 2 * os.getpid() + SERVER
 
     def on_wait(rank: int) -> None:
         seen.append(rank)
         if len(seen) == 2:
-            rig.shards.headers(0)[0, fields.LOCK] = 0
+            rig.shards.headers(0)[0, fields.Header.lock] = 0
 
     other.on_wait = on_wait
     rig.apply(other, "add", torch.ones(11))

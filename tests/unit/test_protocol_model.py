@@ -94,18 +94,18 @@ def test_a_rank_that_fails_after_a_barrier_ends_it_on_no_other_rank():
 
 FAULTS = {
     "the chunk loop does not wait before it reuses a slot": (
-        ("chunk_loop", "wait_all(group, REDUCED, chunk) if index > 0 else 0", "0"),
+        ("chunk_loop", "wait_all(group, Block.reduced, chunk) if index > 0 else 0", "0"),
         "movement in chunks",
     ),
     "a transfer is announced before the data is there": (
-        ("chunk_loop", "num_put, since = 0, now()", "num_put, since = 0, publish(group, READY, chunk + 1)"),
+        ("chunk_loop", "num_put, since = 0, now()", "num_put, since = 0, publish(group, Block.ready, chunk + 1)"),
         "broadcast of more chunks than slots",
     ),
     "operands are announced before they are there": (
         (
             "reduce_kernels",
             "    put_range(group, target, base,",
-            "    publish(group, READY, chunk + 1)\n    put_range(group, target, base,",
+            "    publish(group, Block.ready, chunk + 1)\n    put_range(group, target, base,",
         ),
         "allreduce of two chunks",
     ),
@@ -120,7 +120,7 @@ FAULTS = {
     "results are copied out before they are there": (
         (
             "reduce_kernels",
-            "num_combined > num_out and have_all(group, REDUCED, base + num_out + 1)",
+            "num_combined > num_out and have_all(group, Block.reduced, base + num_out + 1)",
             "num_combined > num_out",
         ),
         "allreduce of two chunks",
@@ -128,8 +128,8 @@ FAULTS = {
     "the last chunk is divided at other offsets": (
         (
             "reduce_kernels",
-            "min(part_begin(load_field(group, CHUNK_BYTES), load_field(group, SIZE), rank), num_bytes)",
-            "part_begin(num_bytes, load_field(group, SIZE), rank)",
+            "min(part_begin(group.chunk_bytes, group.size, rank), num_bytes)",
+            "part_begin(num_bytes, group.size, rank)",
         ),
         "allreduce past the caches, last chunk shorter",
     ),
@@ -138,42 +138,46 @@ FAULTS = {
         "allreduce as a whole",
     ),
     "a transfer ends before the others have read": (
-        ("chunk_loop", "wait_all(group, REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0", "0"),
+        ("chunk_loop", "wait_all(group, Block.reduced, base + num_rounds - 1) if num_rounds > 1 else 0", "0"),
         "movement in chunks",
     ),
     "a rank does not wait for the others": (
-        ("arrival", "status = wait(group, theirs, seq)", "status = 0"),
+        ("arrival", "status = wait(group, theirs.sequence, seq)", "status = 0"),
         "allreduce in the payload",
     ),
     "no fence after non-temporal stores": (
-        ("copying", "    if load_field(group, CACHE_BYPASS) != 0:\n        fence()\n", ""),
+        ("copying", "    if group.cache_bypass != 0:\n        fence()\n", ""),
         "allreduce past the caches, last chunk shorter",
     ),
     "a rank waits for a chunk that nobody makes": (
-        ("reduce_kernels", "counter = REDUCED if num_combined > num_out else READY", "counter = REDUCED"),
+        (
+            "reduce_kernels",
+            "counter = Block.reduced if num_combined > num_out else Block.ready",
+            "counter = Block.reduced",
+        ),
         "allreduce of two chunks",
     ),
     "slots are written while others are in the failed call": (
-        ("arrival", "status = wait_all(group, ENTERED, aborted + 1)", "status = 0"),
+        ("arrival", "status = wait_all(group, Block.entered, aborted + 1)", "status = 0"),
         "allreduce of two chunks that times out",
     ),
     "a call after one that failed on some ranks is not refused": (
-        ("arrival", "signature ^= sign_chunks(load_field(group, CHUNKS))", ""),
+        ("arrival", "signature ^= sign_chunks(group.chunks)", ""),
         "broadcast that fails after its kernel",
     ),
 }
 ORDERS = {
     "READY and REDUCED are plain stores": (
         "access",
-        "store_field_release(own_block(group), counter",
-        "store_field(own_block(group), counter",
+        "store_release(field_address(own_block(group), counter), value)",
+        "own_block(group).cells[counter] = value",
     ),
     "the sequence number is a plain store": (
         "arrival",
-        "store_field_release(mine, SEQUENCE",
-        "store_field(mine, SEQUENCE",
+        "store_release(mine.sequence",
+        "store(mine.sequence",
     ),
-    "waits are plain loads": ("arrival", "while load_acquire(address) <", "while load_field(address, 0) <"),
+    "waits are plain loads": ("arrival", "while load_acquire(address) <", "while load(address) <"),
 }
 
 

@@ -135,8 +135,8 @@ def test_lack_of_memory_is_an_error_without_leftovers(kind, tmp_path):
 
 def entries(heap: SharedHeap) -> list[list[int]]:
     """The rows of the table that are in use: begin, end, key, file."""
-    fields = heap.table[1:].reshape(-1, records.SEGMENT_FIELDS)[: heap.table[0]]
-    return [row.tolist() for row in fields if row[records.SEGMENT_END]]
+    fields = heap.table[1:].reshape(-1, records.SegmentRecord.FIELDS)[: heap.table[0]]
+    return [row.tolist() for row in fields if row[records.SegmentRecord.end]]
 
 
 def test_the_table_contains_the_addresses_of_tensors():
@@ -194,7 +194,7 @@ def test_records_are_reused_with_another_key():
     for _ in range(100):
         tensor = heap.empty((10,), torch.float32)
         (entry,) = entries(heap)
-        keys.add(entry[records.SEGMENT_KEY])
+        keys.add(entry[records.SegmentRecord.key])
         del tensor
     assert len(keys) == 100 and heap.table[0] == 1
 

@@ -533,14 +533,16 @@ def test_notes_of_machine_code_are_taken_in_their_order():
     before = [sys.getrefcount(each) for each in objects]
 
     def note(info, plan, code, *numbers):
-        at = records.FIRST_NOTE + int(fields[records.NUM_NOTED]) % records.NUM_NOTES * records.NOTE_FIELDS
+        at = records.NoteRing.notes + int(fields[records.NoteRing.num_noted]) % records.NUM_NOTES * records.Note.FIELDS
         for item in (each for each in (info, plan, code) if each is not None):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
         addresses = [0 if each is None else id(each) for each in (info, plan, code)]
-        fields[at : at + records.NOTE_FIELDS] = [*addresses, *numbers]
-        fields[records.NUM_NOTED] += 1
+        fields[at : at + records.Note.FIELDS] = [*addresses, *numbers]
+        fields[records.NoteRing.num_noted] += 1
 
-    fields[[records.NUM_NOTED, records.NUM_TAKEN]] = 5 * records.NUM_NOTES - 5  # so that they pass the end of the ring
+    fields[[records.NoteRing.num_noted, records.NoteRing.num_taken]] = (
+        5 * records.NUM_NOTES - 5
+    )  # so that they pass the end of the ring
     expected = []
     for seq in range(1, 5):
         note(info, None, code, 8, 77, seq, 2 * seq, 3 * seq, 4, 99, 6)
