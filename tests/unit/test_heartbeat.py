@@ -170,7 +170,14 @@ def test_a_goodbye_is_no_loss():
     ranks.close()
 
 
-def test_a_rank_that_ends_without_a_goodbye_is_reported_once():
+@pytest.fixture
+def quick(monkeypatch):
+    """A quarter of the times for which ranks wait for each other, and for the launcher, before they end."""
+    for name in ("_LOSS_SECONDS", "_GONE_SECONDS", "_GRACE_SECONDS"):
+        monkeypatch.setattr(heartbeat_module, name, getattr(heartbeat_module, name) / 4)
+
+
+def test_a_rank_that_ends_without_a_goodbye_is_reported_once(quick):
     ranks = Ranks([0, 0, 1, 1, 2])
     ranks.heartbeats[2]._is_closing = True
     for own in ranks.sockets[2].values():
@@ -186,14 +193,14 @@ def test_a_rank_that_ends_without_a_goodbye_is_reported_once():
     ranks.close()
 
 
-def test_all_ranks_end_with_the_status_of_the_first():
+def test_all_ranks_end_with_the_status_of_the_first(quick):
     ranks = Ranks([0, 0, 1, 1])
     ranks.heartbeats[3].announce_end(143)
     assert sorted(ranks.next_end() for _ in range(3)) == [(0, "", 143), (1, "", 143), (2, "", 143)]
     ranks.close()
 
 
-def test_a_forked_child_does_not_keep_the_connections():
+def test_a_forked_child_does_not_keep_the_connections(quick):
     ranks = Ranks([0, 1])
     child = os.fork()
     if child == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers.protocol_kernels import FIELD
 from helpers.protocol_model import Call, Explorer, Failure, Scenario
@@ -25,13 +27,16 @@ SCENARIOS = {
     "allreduce in the payload": Scenario(2, (allreduce(2),) * 6, 2, FIELD, constants=SHORT_RING),
     "allreduce as a whole": Scenario(3, (allreduce(2), allreduce(3, root=1), allreduce(2)), 3),
     "movement as a whole": Scenario(3, (broadcast(2, 1), Call("allgather", 2), broadcast(2)), 2),
+    "allreduce of three chunks, then of one": Scenario(2, (allreduce(6), allreduce(2))),
     "allreduce of four chunks, then of one": Scenario(2, (allreduce(7), allreduce(2))),
     "waits as loops": Scenario(2, (allreduce(2), broadcast(2)), polls=True),
     "allreduce past the caches, last chunk shorter": Scenario(2, (allreduce(7), allreduce(3)), hints=(7,)),
     "calls that are divided differently": Scenario(2, (allreduce(8), allreduce(2)), hints=(7,), chunk_lines=4),
-    "ranks differ in how they write": Scenario(2, (allreduce(6),), hints=(0, 7)),
+    "ranks differ in how they write": Scenario(2, (allreduce(5),), hints=(0, 7)),
+    "ranks differ in how they write three chunks": Scenario(2, (allreduce(6),), hints=(0, 7)),
     "allreduce of two chunks": Scenario(3, (allreduce(6), allreduce(2))),
     "reduce of two chunks": Scenario(3, (allreduce(6, root=2),)),
+    "reduce of three chunks": Scenario(2, (allreduce(5, root=1),)),
     "reduce of four chunks": Scenario(2, (allreduce(7, root=1),)),
     "broadcast of more chunks than slots": Scenario(2, (broadcast(9), broadcast(3, 1))),
     "movement in chunks": Scenario(3, (broadcast(4, 2), *MOVEMENT, broadcast(4, 1))),
@@ -39,22 +44,39 @@ SCENARIOS = {
 }
 FAILING = {
     "barrier that times out": Scenario(2, (BARRIER,) * 3, expires=((0, 1),)),
+    "allreduces of one chunk that time out": Scenario(2, (allreduce(2), allreduce(2)), expires=((0, 1),)),
     "allreduce of two chunks that times out": Scenario(2, (allreduce(4), allreduce(2)), expires=((0, 1),)),
+    "one broadcast that times out on both": Scenario(2, (broadcast(3),), expires=((0, 1), (1, 1))),
     "broadcast that times out on both": Scenario(2, (broadcast(3), broadcast(2)), expires=((0, 1), (1, 1))),
     "broadcast that fails after its kernel": Scenario(2, (broadcast(3, breaks=1), broadcast(2), allreduce(2))),
     "different calls": Scenario(2, ((broadcast(3, 0), allreduce(2)), (broadcast(3, 1), allreduce(2)))),
     "barrier of three that times out": Scenario(3, (BARRIER,), expires=((1, 1),)),
 }
+LONG = {
+    "allreduce of four chunks, then of one",
+    "allreduce past the caches, last chunk shorter",
+    "ranks differ in how they write three chunks",
+    "reduce of four chunks",
+    "allreduce of two chunks that times out",
+    "broadcast that times out on both",
+    "barrier of three that times out",
+}
+"""Scenarios of more than ten thousand states, of which others have the same steps with fewer calls or chunks."""
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+def named(scenarios: dict[str, Scenario]) -> list[Any]:
+    """The names of the scenarios as parameters of a test; the long ones are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in scenarios]
+
+
+@pytest.mark.parametrize("name", named(SCENARIOS))
 def test_every_execution_is_right(name):
     """With weak memory, so with strong memory as well."""
     explorer = Explorer(SCENARIOS[name]).run()
     assert len(explorer.outcomes) == 1 and explorer.num_states > 10
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", named(FAILING))
 def test_every_execution_with_a_failing_call_is_right(name):
     explorer = Explorer(FAILING[name]).run()
     by_rank = {each for outcomes in explorer.outcomes for rank in outcomes for each in rank}
