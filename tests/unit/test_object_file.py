@@ -143,7 +143,7 @@ def test_a_thread_ends_in_a_kernel_after_the_interpreter():
         time.sleep(0.05)
     """
     job = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parent)],
+        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parents[1])],
         capture_output=True,
         text=True,
         timeout=60,

@@ -375,16 +375,12 @@ def test_threads_create_and_free_tensors_concurrently():
 
 def test_fields_of_a_rank_that_others_write_or_read_do_not_overlap():
     """In 64-bit words: what a rank counts, what it has reduced, the entries of its ring."""
-    layout = memory_layout
-    areas = {
-        "status": range(layout.ENTERED, layout.COMPLETED + 1),
-        "ready": range(layout.READY, layout.READY + 1),
-        "reduced": range(layout.REDUCED, layout.REDUCED + 1),
-        "kept, two fields": range(layout.KEPT, layout.KEPT + 2),
-        "unread": range(layout.UNREAD, layout.UNREAD + 1),
-        "ring": range(layout.RING_START, layout.RING_START + layout.RING_LENGTH * layout.ENTRY_FIELDS),
-    }
-    fields = [field for area in areas.values() for field in area]
-    assert len(fields) == len(set(fields))
-    payload = range(layout.PAYLOAD, layout.ENTRY_FIELDS)
-    assert len(payload) * layout.FIELD_BYTES == layout.PAYLOAD_BYTES and layout.SEQUENCE not in payload
+    block, entry = memory_layout.Block, memory_layout.Entry
+    for record in (block, entry):
+        words = [range(each.number, each.number + each.size) for each in record.fields.values()]
+        numbers = [number for row in words for number in row]
+        assert len(numbers) == len(set(numbers)) and record.FIELDS == max(numbers) + 1
+    own_lines = {name: block.fields[name].number for name in ("entered", "ready", "reduced", "ring")}
+    assert all(number % 16 == 0 for number in (*own_lines.values(), entry.FIELDS)), "processors fetch lines in pairs"
+    assert len(set(own_lines.values())) == len(own_lines) and block.BYTES <= memory_layout.BLOCK_BYTES
+    assert entry.fields["payload"].size * memory_layout.FIELD_BYTES == memory_layout.PAYLOAD_BYTES
