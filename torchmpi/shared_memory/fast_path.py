@@ -335,7 +335,6 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)
         globals()[name] = _fast_paths[name].function
-    notes.build()
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:
