@@ -4,7 +4,7 @@
 same dtype, key and communicator, and one of the `enter_*` functions
 
 1. checks the tensors: contiguous, on the host, of the cached dtype, and with an `out` made for the result;
-2. writes the arguments of the kernel that follow the call record (from FIRST_ARGUMENT on);
+2. writes the arguments of the kernel that follow the call record (from `rest` on);
 3. takes the run lock if the call queue is idle, enters the call into the call log, and computes its signature
    (`begin_call`). Nothing before this step has an effect, so NOT_FAST can be returned up to here.
 

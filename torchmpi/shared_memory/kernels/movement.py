@@ -3,7 +3,7 @@
 Four routes by length; all ranks take the same route:
 
 * up to PAYLOAD_BYTES the data travels in the payload of the ring entry;
-* up to WHOLE_BYTES in the slot, written before the ranks synchronize; both routes synchronize once;
+* up to `whole_bytes` in the slot, written before the ranks synchronize; both routes synchronize once;
 * longer data, if all tensors are shared, is copied from tensor to tensor (`end_reads` waits for all readers);
 * otherwise it is read directly from the other processes (kernels.peer_memory), or goes through the slots in chunks
   (kernels.chunk_loop).
@@ -12,19 +12,19 @@ An allgather assumes equal lengths on all ranks. The lengths are in the payloads
 returns UNEVEN, and Python allocates the result and calls `exchange`.
 
 Memory order: payload and slot are published by the sequence number of the entry (`arrive`). A slot written whole also
-sets READY and REDUCED, so that the counters stay equal to CHUNKS on all ranks.
+sets `ready` and `reduced`, so that the counters stay equal to `chunks` on all ranks.
 
 reduce_scatter, alltoall and scatter divide dim 0 among the ranks: rank `r` gets rows `rows_before(r)` to
 `rows_before(r + 1)`; the first ranks take the remainder, one row each.
 
-In chunks of such collectives each rank writes one part for each rank into its slot, SPACING apart; a reduce_scatter
+In chunks of such collectives each rank writes one part for each rank into its slot, `spacing` apart; a reduce_scatter
 reduces where the others copy. alltoall assumes the same number of rows on all ranks (UNEVEN otherwise).
 
 A scatter is two kernels, or one in the fast path. `offer` synchronizes: the root writes a description of its tensor
 (dtype, dimensions, shape) to its payload, and its first chunk, or the whole tensor if the payload has room, or the
 address for direct reads. `take` moves the rest, after Python has allocated the result.
 
-`reduce_scatter` publishes REDUCED after a chunk has been read, before its slot is written again.
+`reduce_scatter` publishes `reduced` after a chunk has been read, before its slot is written again.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ scatter.
    (`prefers_reading`). Both routes are tried repeatedly: the system call looks up every page, and the faster route
    depends on machine and length.
 2. If all ranks have stored an address (`all_show`), each rank reads its data from all others (`read_all`).
-3. `end_reading` publishes REDUCED and waits for all, because the tensors are being read until then. A rank that could
-   not read also publishes UNREAD, and all ranks repeat the call through the slots.
+3. `end_reading` publishes `reduced` and waits for all, because the tensors are being read until then. A rank that could
+   not read also publishes `unread`, and all ranks repeat the call through the slots.
 
-Memory order: the address is published by the sequence number of the entry, UNREAD by REDUCED.
+Memory order: the address is published by the sequence number of the entry, `unread` by `reduced`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def announcement_of(group: GroupRecord, rank, seq) -> Announcement:
 def announce_memory(group: GroupRecord, seq, address, num_bytes):
     """Announce this rank's tensor if it is shared, and return whether it is.
 
-    Tensors up to WHOLE_BYTES go through the slots: reading shared tensors would take a second synchronization.
+    Tensors up to `whole_bytes` go through the slots: reading shared tensors would take a second synchronization.
     """
     announcement = announcement_of(group, group.rank, seq)
     segment = segment_of(group, address, num_bytes) if num_bytes > group.whole_bytes else SegmentRecord(0)

@@ -613,9 +613,9 @@ CHECKS = (
     "copy within one slot",
     "copy within the payload of the ring entry",
     "sequence numbers ascend",
-    "counters READY and REDUCED ascend within the chunks of the call",
-    "READY of a rank is at most two chunks ahead of this rank",
-    "REDUCED of a rank is at most two chunks ahead of this rank",
+    "the counters ready and reduced ascend within the chunks of the call",
+    "ready of a rank is at most two chunks ahead of this rank",
+    "reduced of a rank is at most two chunks ahead of this rank",
     "offset within the shared tensor",
 )
 """Descriptions by number; see kernels.access."""

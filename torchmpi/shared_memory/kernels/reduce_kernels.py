@@ -4,25 +4,25 @@ All routes reduce each element in rank order with the same code (:mod:`torchmpi.
 the same bits, and differ in speed only:
 
 * up to PAYLOAD_BYTES (one tensor) the data travels in the ring entry, and every rank reduces everything (`in_payload`);
-* up to WHOLE_BYTES the same through the slots (`whole`);
+* up to `whole_bytes` the same through the slots (`whole`);
 * longer data, if all tensors are shared, is divided among the ranks: each reduces its part of all tensors and writes
   the result into all of them (`combine_shared`);
 * otherwise it goes through the slots in chunks (`in_chunks`). Of chunk `c` each rank
 
-  1. copies the parts of the other ranks into its slot; READY = c + 1 (`copy_in`);
-  2. when READY > c everywhere, reduces its own part from the slots of the others and its own tensor, in rank order,
-     into its tensor and back into these slots; REDUCED = c + 1 (`combine_own`);
-  3. when REDUCED > c everywhere, copies the other parts from its slot into its tensor (`copy_out`).
+  1. copies the parts of the other ranks into its slot; `ready` = c + 1 (`copy_in`);
+  2. when `ready` > c everywhere, reduces its own part from the slots of the others and its own tensor, in rank order,
+     into its tensor and back into these slots; `reduced` = c + 1 (`combine_own`);
+  3. when `reduced` > c everywhere, copies the other parts from its slot into its tensor (`copy_out`).
 
   Two chunks are in progress, each in a slot of its own.
 
 The result is written to the slots of the operands, so that each cache line is transferred twice: once with the operand
-and once with the result. If the caches are bypassed, a rank writes its result to its own slot instead and sets KEPT
-before it publishes REDUCED.
+and once with the result. If the caches are bypassed, a rank writes its result to its own slot instead and sets `kept`
+before it publishes `reduced`.
 
-Memory order: READY is published after the slot is written and acquired before it is read in step 2; REDUCED (and KEPT
-before it) after the results are written, and acquired before step 3. A slot is written again for chunk `c + 2` after
-step 3 of chunk `c`; see docs/design/shared-memory.md.
+Memory order: `ready` is published after the slot is written and acquired before it is read in step 2; `reduced` (and
+`kept` before it) after the results are written, and acquired before step 3. A slot is written again for chunk `c + 2`
+after step 3 of chunk `c`; see docs/design/shared-memory.md.
 """
 
 from __future__ import annotations
