@@ -6,8 +6,8 @@
 
 Bodies are compared as trees: docstrings, annotations and decorators do not count, each constant is one of its type, and
 local names are numbered in their order. Copies of tests are cases of one parametrized test; copies of other functions
-belong into tests/helpers. `--least` is the number of nodes of the smallest body that is listed. The status is 1 if there
-are copies.
+belong into tests/helpers. `--least` is the number of nodes of the smallest body that is listed. The status is 1 if
+there are copies.
 """
 
 from __future__ import annotations
