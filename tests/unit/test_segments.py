@@ -386,5 +386,6 @@ def test_fields_of_a_rank_that_others_write_or_read_do_not_overlap():
     }
     fields = [field for area in areas.values() for field in area]
     assert len(fields) == len(set(fields))
+    assert max(fields) < layout.BLOCK_FIELDS and layout.slots_begin(2) >= 2 * layout.BLOCK_BYTES
     payload = range(layout.PAYLOAD, layout.ENTRY_FIELDS)
     assert len(payload) * layout.FIELD_BYTES == layout.PAYLOAD_BYTES and layout.SEQUENCE not in payload
