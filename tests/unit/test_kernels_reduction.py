@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torchmpi import errors
 from torchmpi.backends import rank_order
 from torchmpi.shared_memory.kernels import native_code, reduction, reduction_ir
+from torchmpi.shared_memory.kernels.reduction_key import FunctionKey
 from torchmpi.tensors import dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # experimental according to torch
@@ -168,7 +169,7 @@ def test_half_precision_without_instructions_of_the_processor(op):
     compiler = native_code.Compiler()
 
     def text_of(**_: bool) -> str:
-        return reduction_ir.module_text("f16", op, 1, has_half=False)
+        return reduction_ir.module_text(reduction.function_key(torch.float16, op), has_half=False)
 
     address = compiler.function("test_half", op, text_of)
     everything = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
@@ -208,7 +209,8 @@ def test_invalid_arguments_are_refused(dtype, op):
         reduction.address(dtype, op)
 
 
-SUM_TEXT = partial(reduction_ir.module_text, "f32", "sum", 1)
+PRODUCT_TEXT = partial(reduction_ir.module_text, FunctionKey("f32", "prod"))
+SUM_TEXT = partial(reduction_ir.module_text, FunctionKey("f32", "sum"))
 
 
 def adds(address: int) -> bool:
@@ -233,7 +235,7 @@ def test_other_code_and_other_processors_have_other_files(tmp_path, monkeypatch)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     native_code.Compiler().function("same_name", "sum", SUM_TEXT)
-    native_code.Compiler().function("same_name", "product", partial(reduction_ir.module_text, "f32", "prod", 1))
+    native_code.Compiler().function("same_name", "product", PRODUCT_TEXT)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert adds(native_code.Compiler().function("same_name", "sum", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 3
@@ -263,7 +265,7 @@ def test_files_unused_for_a_long_time_are_removed(tmp_path, monkeypatch):
         os.utime(tmp_path / name, times=(time.time() - age * 24 * 3600,) * 2)
     os.utime(used, times=(0, 0))
     native_code.Compiler().function("total", "recipe", SUM_TEXT)  # loads it
-    native_code.Compiler().function("product", "recipe", partial(reduction_ir.module_text, "f32", "prod", 1))
+    native_code.Compiler().function("product", "recipe", PRODUCT_TEXT)
     left = {path.name for path in tmp_path.iterdir()}
     assert {"torchmpi_young.native", "old.native", used.name} < left and len(left) == 4
 
