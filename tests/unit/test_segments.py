@@ -379,7 +379,7 @@ def test_fields_of_a_rank_that_others_write_or_read_do_not_overlap():
     for record in (block, entry):
         words = [range(each.number, each.number + each.size) for each in record.fields.values()]
         numbers = [number for row in words for number in row]
-        assert len(numbers) == len(set(numbers)) and record.FIELDS == max(numbers) + 1
+        assert len(numbers) == len(set(numbers)) and max(numbers) + 1 == record.FIELDS
     own_lines = {name: block.fields[name].number for name in ("entered", "ready", "reduced", "ring")}
     assert all(number % 16 == 0 for number in (*own_lines.values(), entry.FIELDS)), "processors fetch lines in pairs"
     assert len(set(own_lines.values())) == len(own_lines) and block.BYTES <= memory_layout.BLOCK_BYTES
