@@ -100,14 +100,6 @@ def test_tuning_selects_the_better_rate(compare, digits):
     assert "the last 288 training images are for validation" in outcome.stdout
 
 
-def test_programs_import_public_names_only():
-    for path in EXAMPLES.glob("*.py"):
-        text = path.read_text()
-        imports = [line for line in text.splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
-        public = ("import torchmpi as mpi", "import torchmpi.nn as mpinn", "import torchmpi.parameterserver as ps")
-        assert set(imports) <= set(public), path
-
-
 def test_unknown_method_is_rejected(launch):
     result = launch(1, [COMPARE, "--methods", "magic"])
     assert result.returncode == 2 and "invalid choice: 'magic'" in result.stderr

@@ -138,11 +138,3 @@ def test_own_text_and_too_high_a_loss(launch, tmp_path):
     assert result.returncode != 0
     assert result.stdout.count("failed: expected a validation loss of at most 0.1") == 1
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_programs_import_public_names_only(path):
-    text = path.read_text()
-    imports = [line for line in text.splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
-    public = ("import torchmpi as mpi", "import torchmpi.nn as mpinn", "from torchmpi.engine import")
-    assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)

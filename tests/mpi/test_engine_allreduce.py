@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers.small_nets import make_batches, network
 from torch import Tensor, nn
 
 import torchmpi as mpi
@@ -18,16 +19,6 @@ from torchmpi.session import recovery, runtime
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 Batch = tuple[Tensor, Tensor]
-
-
-def make_batches(num: int, seed: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(num)]
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def momentum(net: nn.Module) -> torch.optim.Optimizer:

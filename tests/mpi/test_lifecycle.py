@@ -30,7 +30,7 @@ def stopped():
 
 
 def quiet(**settings: object) -> mpi.Config:
-    return mpi.Config(verbose=False, **settings)
+    return mpi.Config(**{"verbose": False, "tuning_file": os.environ["TORCHMPI_TUNING_FILE"], **settings})
 
 
 def test_calls_outside_of_start_and_stop_are_refused(agree):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from helpers import updates_rig
-from helpers.updates_rig import refusal
+from helpers.outcomes import refusal
 from torch import nn
 
 import torchmpi as mpi

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 from helpers import updates_rig
-from helpers.updates_rig import LR, make_net, quadratic_step, refusal, set_gradients
+from helpers.outcomes import refusal
+from helpers.updates_rig import LR, make_net, quadratic_step, set_gradients
 from torch import nn
 
 import torchmpi as mpi

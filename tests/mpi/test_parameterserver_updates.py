@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import updates_rig
-from helpers.updates_rig import LR, make_net, quadratic_step, refusal, set_gradients, step_in_turn
+from helpers.outcomes import refusal
+from helpers.updates_rig import LR, make_net, quadratic_step, set_gradients, step_in_turn
 from torch import nn
 
 import torchmpi as mpi

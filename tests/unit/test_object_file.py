@@ -77,7 +77,7 @@ def test_every_kernel_is_loaded_without_llvm(monkeypatch):
     for which, kernels in SETS.items():
         assert all(compiler.load(f"torchmpi_{which}_{part}", source_digest()) for part in range(len(kernels.parts)))
         assert all(compiler.find(f"torchmpi_kernel_{name}") for name in kernels.names)
-    assert compiler.function("torchmpi_reduce_f16_avg_1", source_digest(), pytest.fail)
+    assert compiler.function("torchmpi_reduce_f16_sum_1_divide", source_digest(), pytest.fail)
 
 
 def test_llvm_loads_what_needs_memory_to_write(monkeypatch, tmp_path):

@@ -384,3 +384,4 @@ def test_fields_of_a_rank_that_others_write_or_read_do_not_overlap():
     assert all(number % 16 == 0 for number in (*own_lines.values(), entry.FIELDS)), "processors fetch lines in pairs"
     assert len(set(own_lines.values())) == len(own_lines) and block.BYTES <= memory_layout.BLOCK_BYTES
     assert entry.fields["payload"].size * memory_layout.FIELD_BYTES == memory_layout.PAYLOAD_BYTES
+    assert memory_layout.slots_begin(2) >= 2 * memory_layout.BLOCK_BYTES

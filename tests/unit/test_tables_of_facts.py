@@ -19,10 +19,16 @@ from torchmpi.backends.p2p import P2PMovement, P2PReduction
 from torchmpi.backends.p2p_backend import P2PBackend
 from torchmpi.backends.torch_groups import RowMovement
 from torchmpi.collective_specs import CODES, COLLECTIVES, IN_PLACE, SAME_SHAPE, SPECS, spec_of
+from torchmpi.tensors.operation_specs import OPERATIONS
 
 
 def test_types_name_the_collectives():
     assert get_args(config.CollectiveName) == COLLECTIVES
+
+
+def test_types_name_the_operations():
+    assert set(get_args(config.Operation)) == set(OPERATIONS)
+    assert set(get_args(config.NoAverage)) == {name for name, spec in OPERATIONS.items() if "integer" in spec.kinds}
 
 
 def test_codes_of_recorded_calls_stay_what_they_are():
@@ -33,6 +39,23 @@ def test_codes_of_recorded_calls_stay_what_they_are():
         "alltoall_splits", "sendreceive",
     )  # fmt: skip
     assert CODES[: len(known)] == known
+
+
+@pytest.mark.parametrize("spec", OPERATIONS.values(), ids=lambda spec: spec.name)
+def test_operations_have_operations_of_partial_results(spec):
+    partial = OPERATIONS[spec.partial]
+    assert (partial.prepare, partial.combine, partial.finish) == (spec.prepare, spec.combine, "")
+    assert set(spec.kinds) <= set(partial.kinds)
+
+
+def test_facts_of_operations():
+    def having(kind: str) -> list[str]:
+        return [name for name, spec in OPERATIONS.items() if kind in spec.kinds][:10]
+
+    assert having("float") == ["sum", "avg", "prod", "min", "max"]
+    assert having("complex") == ["sum", "avg", "prod"]
+    assert having("integer") == ["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
+    assert having("bool") == ["min", "max", "band", "bor", "bxor", "land", "lor"]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)

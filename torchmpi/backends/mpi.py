@@ -21,6 +21,7 @@ from ..communicators.group import Group
 from ..config import Config
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, dtypes, partition, streams
+from ..tensors.operation_specs import OperationSpec, form
 from ..tensors.writable import is_writable
 from . import ordered_reduction
 from .base import Operation, collectives_of
@@ -37,11 +38,6 @@ from .mpi_messages import (
 from .ordered_reduction import RangeReduction
 from .rank_order import combiner, divide
 
-_MPI_OPS = {
-    "sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX",
-    "band": "BAND", "bor": "BOR", "bxor": "BXOR", "land": "LAND", "lor": "LOR",
-}  # fmt: skip
-_BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": "LXOR", "land": "LAND", "lor": "LOR"}
 _TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
@@ -93,18 +89,16 @@ class NativeReduction:
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         MPI = group.context.MPI
-        name = dtypes.info(dtype).mpi_name
+        name, spec = dtypes.info(dtype).mpi_name, form(op, dtype)
         assert name is not None
         self.MPI, self.comm, self.rank, self.size = MPI, group.comm, group.rank, group.size
-        # A view may have given a bool any byte: only the logical operations treat 2 and 1 as equal.
-        names = _BOOL_OPS if dtype is torch.bool else _MPI_OPS
-        self.type, self.op = getattr(MPI, name), getattr(MPI, names[op])
+        self.type, self.op = getattr(MPI, name), getattr(MPI, spec.mpi_name)
         self.in_place, self.fromaddress = MPI.IN_PLACE, MPI.buffer.fromaddress
         # MPI_Reduce of MPICH 4.0.3 crashes with IN_PLACE on a root other than 0 (1000 floats); 4.1.3 does not.
         vendor, version = MPI.get_vendor()
         self.can_reduce_in_place = vendor != "MPICH" or version[:2] != (4, 0)
         self.itemsize = dtype.itemsize
-        self.finish = _finish_for(op, group.size, is_bool=dtype is torch.bool)
+        self.finish = _finish_for(spec, group.size)
         # Chunks that stay in the cache inside the library, and are divided while they are there.
         self.chunk_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
 
@@ -162,11 +156,11 @@ class NativeReduction:
                 self.reduce(chunk, None, owner)
 
 
-def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor], None] | None:
+def _finish_for(spec: OperationSpec, size: int) -> Callable[[torch.Tensor], None] | None:
     """Return the operation that completes MPI's result, if one is needed."""
-    if op == "avg":
+    if spec.finish == "divide":
         return partial(divide, size=size)
-    if size == 1 and (is_bool or op in ("land", "lor")):  # MPI returns the operand unchanged: 7 instead of 1
+    if size == 1 and spec.prepare == "truth":  # MPI returns the operand unchanged: 7 instead of 1
         return lambda result: buffers.overwrite(result, result != 0)
     return None
 

@@ -22,6 +22,7 @@ from ..shared_memory import fast_path
 from ..tensors import bucket_plan, buffers, writable
 from ..tensors.dtypes import OPS
 from ..tensors.numbers import as_tensor, is_number, restore
+from ..tensors.operation_specs import OPERATIONS
 from .prepared import PlanKey, PreparedPlan, no_cached_call, prepare
 
 _Tensor = torch.Tensor
@@ -117,7 +118,8 @@ def _checked_number(value: Any, op: str | None, collective: str, group: Group) -
         tensor = as_tensor(value, op)
     except DtypeError as error:
         raise DtypeError(f"{what}: {error}") from None
-    if op == "sum" and tensor.dtype is torch.int64 and not -(1 << 63) <= int(value) * group.size < 1 << 63:
+    is_sum = op in OPERATIONS and OPERATIONS[op].combine == "sum"
+    if is_sum and tensor.dtype is torch.int64 and not -(1 << 63) <= int(value) * group.size < 1 << 63:
         raise DtypeError(
             f"{what}: the sum of {group.size} integers like {value} does not fit into 64 bits. Add them in Python, "
             "which is exact: sum(mpi.allgather_object(number)); or pass a float."

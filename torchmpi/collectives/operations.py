@@ -17,7 +17,7 @@ from ..collective_specs import IN_PLACE, SPECS
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.levels import Comm, used
-from ..config import BackendName, Operation
+from ..config import BackendName, NoAverage, Operation
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
@@ -29,7 +29,6 @@ from .exchange import rows_task
 _T = TypeVar("_T")
 _Tensor = torch.Tensor
 _get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
-_NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
 _INTO = tuple(name.removesuffix("_into") for name in fast_path.INTO)
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
@@ -52,7 +51,7 @@ def allreduce(
 def allreduce(tensor: float, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None) -> float: ...
 @overload
 def allreduce(
-    tensor: Number, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+    tensor: Number, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
 ) -> Number: ...
 @overload
 def allreduce(
@@ -115,7 +114,7 @@ def reduce(
 ) -> float: ...
 @overload
 def reduce(
-    tensor: Number, root: int = 0, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+    tensor: Number, root: int = 0, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
 ) -> Number: ...
 @overload
 def reduce(

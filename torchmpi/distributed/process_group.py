@@ -26,6 +26,7 @@ from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
+from ..tensors.operation_specs import OPERATIONS
 from ..timeline import events
 from . import bucket_memory, monitored, torch_names, transfers
 from .arguments import (
@@ -144,13 +145,13 @@ class ProcessGroup(GroupExecution):
 
     def _allreduce_sparse(self, tensors: Tensors, op: str, opts: AllreduceOptions) -> dist.Work:
         tensor = tensors[0]
-        if op not in ("sum", "avg") or is_composed(opts.reduceOp, tensor.dtype):
+        if OPERATIONS[op].combine != "sum" or is_composed(opts.reduceOp, tensor.dtype):
             raise ArgumentError(
                 f"{self._where}: all_reduce: sparse tensors can only be summed, or averaged if they have a floating "
                 "dtype: sum integers and divide."
             )
         dtypes.check_reduction(tensor.dtype, op)
-        divisor = self.size() if op == "avg" else 1
+        divisor = self.size() if OPERATIONS[op].finish else 1
 
         def gather(rows: torch.Tensor) -> torch.Tensor:
             # The whole shape is compared among the ranks: each entry of another rank must have a place here.

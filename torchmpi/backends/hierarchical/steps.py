@@ -21,6 +21,7 @@ from ...communicators.handle import Handle
 from ...communicators.plan import Backends, Plan, Shape, no_shape
 from ...shared_memory import fast_path
 from ...tensors import dtypes, partition
+from ...tensors.operation_specs import OPERATIONS
 from ..base import Operation
 from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults
@@ -53,7 +54,7 @@ class StepRunner:
         `variant` distinguishes runners whose `bind_step` selects different backends, or with a `shape_of`, which
         replaces the shape that the ranks of a step compare.
         """
-        self._op = "sum" if op == "avg" else op  # an average is divided once, at the end
+        self._op = op and OPERATIONS[op].partial  # an average is divided once, at the end
         self._bind_step, self._variant, self._shape_of = bind_step, variant, shape_of
 
     def run(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
