@@ -252,6 +252,7 @@ def arrive(group: GroupRecord, seq, signature):
 
 @inner
 def leave(group: GroupRecord, seq, status):
-    """Store the end of a call, and return its status."""
-    store(own_block(group).left, seq)
+    """Return the status of a call that ends, and store its end unless it has failed or continues in another kernel."""
+    if status == 0:
+        store(own_block(group).left, seq)
     return outcome(group, status)
