@@ -13,6 +13,7 @@ The GIL is held throughout and orders the fast path with Python threads, so no a
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from ..memory_layout import MAX_LOG_DIMS, LockFields
@@ -374,7 +375,6 @@ _MOST_ARGUMENTS = 8
 _described, _written, _error, _word = (
     on_stack(num_fields) for num_fields in (DLTensor.FIELDS, Arguments.FIELDS + _MOST_ARGUMENTS, Error.FIELDS, 1)
 )
-_NO_RESULT = 0  # with an exception that is set
 
 
 @inner
@@ -389,7 +389,7 @@ def leave_to_python(path: FastPath):
     """Return None, because Python must run the call; after an error of Python, unless it ends the program."""
     if error_is_set() != 0:
         if error_matches(exception_class()) == 0:
-            return _NO_RESULT  # KeyboardInterrupt in Python code of a mode, or SystemExit
+            return 0  # KeyboardInterrupt in Python code of a mode, or SystemExit
         clear_error()
     return new_reference(path.none)
 
@@ -462,6 +462,7 @@ def settle(path: FastPath, status, tensor, out, cached_call: CachedCallRecord, s
     return result
 
 
+@cache
 def _runner(of: Function) -> Any:
     """Return a function that calls a kernel with a prepared call and the arguments of a record."""
     kernel, kind = of, of.records["call"].record
@@ -483,6 +484,36 @@ def _runner(of: Function) -> Any:
     return inner({2: with_two, 3: with_three, 4: with_four, 6: as_scatter}[num_others])
 
 
+@inner
+def describe(path: FastPath, tensor, out, backend, takes_tensor, takes_out, first: DLTensor, last: DLTensor):
+    """Describe the tensors of a call; False if Python must run it, perhaps because an exception is set."""
+    if not path.first_call or backend != path.none:
+        return False
+    if (not takes_tensor and tensor != path.none) or (not takes_out and out != path.none):
+        return False
+    # These run Python or release the GIL, so other threads may invalidate the fast path. Later steps do not, until the
+    # call is entered: `first_call` is loaded again, and the cached calls stay valid.
+    if (takes_tensor and not is_plain(path, tensor)) or (takes_out and not is_plain(path, out)):
+        return False
+    if is_communicator_chosen(path):
+        return False
+    first.num_dims_and_dtype = 0  # a barrier is cached without dtype and has no shape
+    if takes_tensor and describe_with(path.describe, tensor, first) != 0:
+        return False
+    return not takes_out or describe_with(path.describe, out, last) == 0
+
+
+@inner
+def finish(path: FastPath, status, tensor, out, result, writes, cached_call: CachedCallRecord, seq):
+    """End a call after its kernel, and return its result; 0 with an exception that is set."""
+    if status != 0:
+        return settle(path, status, tensor, out, cached_call, seq)
+    end_call(cached_call.call_log, cached_call.run_lock)
+    if writes and not count_write(path, result):
+        return 0
+    return new_reference(result)
+
+
 def entry(spec: FastPathKernel) -> Function:
     """Return the function of a fast path: the result of the call, None if Python must run it, 0 if it has raised."""
     enter, run = kernels[spec.enter], _runner(kernels[spec.kernel])
@@ -490,40 +521,19 @@ def entry(spec: FastPathKernel) -> Function:
     takes_tensor, takes_out, writes = spec.takes_tensor, spec.takes_out, spec.writes
 
     def fast_call(path: FastPath, tensor, out, key, comm, backend):
-        is_fast = path.first_call != 0 and backend == path.none
-        is_fast = is_fast and (takes_tensor or tensor == path.none) and (takes_out or out == path.none)
-        if not is_fast:
-            return new_reference(path.none)
-        # These run Python or release the GIL, so other threads may invalidate the fast path. Later steps do not, until
-        # the call is entered: `first_call` is loaded again, and the cached calls stay valid.
-        if (takes_tensor and not is_plain(path, tensor)) or (takes_out and not is_plain(path, out)):
-            return leave_to_python(path)
-        if is_communicator_chosen(path):
-            return leave_to_python(path)
         first, last = DLTensor(_described()), DLTensor(_described())
-        first.num_dims_and_dtype = 0  # a barrier is cached without dtype and has no shape
-        if takes_tensor and describe_with(path.describe, tensor, first) != 0:
-            return leave_to_python(path)
-        if takes_out and describe_with(path.describe, out, last) != 0:
+        if not describe(path, tensor, out, backend, takes_tensor, takes_out, first, last):
             return leave_to_python(path)
         source = first if takes_tensor or not takes_out else last
         target = last if takes_out else first
-        cached_call = find_cached_call(path.first_call, source, key, comm)
-        arguments = Arguments(_written())
+        cached_call, arguments = find_cached_call(path.first_call, source, key, comm), Arguments(_written())
         if not cached_call or enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
         thread = release_gil()
         status = run(cached_call.call, arguments)
         take_gil(thread)
-        if status != 0:
-            return settle(path, status, tensor, out, cached_call, arguments.seq)
-        end_call(cached_call.call_log, cached_call.run_lock)
-        result = out if takes_out else tensor
-        if not (takes_out or takes_tensor):
-            result = path.false
-        if writes and not count_write(path, result):
-            return _NO_RESULT
-        return new_reference(result)
+        result = out if takes_out else tensor if takes_tensor else path.false
+        return finish(path, status, tensor, out, result, writes, cached_call, arguments.seq)
 
     return Function(fast_call)
 
