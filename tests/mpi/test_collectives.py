@@ -16,7 +16,7 @@ from torchmpi.session import mpi_library
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("world")]
 
 
 GPU_BACKENDS = (None, "ipc", "nccl", "shm", "mpi")

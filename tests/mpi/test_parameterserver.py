@@ -30,7 +30,7 @@ import contract
 from leftovers import in_use
 from shard_rig import Twin
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.quick, pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES += (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from shm_rig import inputs_of, numels, shared, start
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.quick, pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
 
 # --- every collective, for lengths on both sides of every limit
 
