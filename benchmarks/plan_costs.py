@@ -19,7 +19,7 @@ from simulator.servers import request_cost
 from simulator.start import LibraryCall, kept_bytes, started
 
 from torchmpi.backends import schedule
-from torchmpi.backends.hierarchical.hierarchical_backend import COLLECTIVES
+from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
 from torchmpi.backends.p2p import SHORT_BYTES, chunk_bytes
 from torchmpi.backends.plan_cost import (
     HEADER_BYTES,
@@ -85,7 +85,7 @@ def placed_table() -> list[str]:
     num_bytes = 4 * PLACED_NUMEL
     title = "messages of a rank, bytes of a host, sent to other hosts; hosts x ranks:"
     lines = [f"| {title} | {' | '.join(PLACEMENTS)} |", "|---" * (len(PLACEMENTS) + 1) + "|"]
-    for collective in COLLECTIVES:
+    for collective in HierarchicalBackend.collectives:
         cells = []
         for placement in PLACEMENTS.values():
             num_messages, sent = counted(collective, [ord(host) for host in placement])

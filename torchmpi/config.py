@@ -21,7 +21,8 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
 # The names that calls and settings accept, as types.
-Operation = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
+NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]  # also of integers
+Operation = Literal[NoAverage, "avg"]
 BackendName = Literal["mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo"]
 CollectiveName = Literal[
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall"

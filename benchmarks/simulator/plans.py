@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from torchmpi.backends import base
-from torchmpi.backends.base import Operation
+from torchmpi.backends.base import Operation, refusal
 from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
 from torchmpi.backends.hierarchical.host_comparison import comparison_for
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.mpi_messages import rows_of
 from torchmpi.backends.p2p_backend import P2PBackend
 from torchmpi.backends.rank_order import combiner
-from torchmpi.backends.selection_table import REDUCING, Key, default_rule
+from torchmpi.backends.selection_table import Key, default_rule
+from torchmpi.collective_specs import COLLECTIVES, SPECS
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group, GroupContext
 from torchmpi.communicators.plan import Backends, Plan
@@ -31,6 +32,7 @@ class InHostBackend:
     name = "shm"
     announces = False
     enqueues = False
+    device_types, collectives = ("cpu",), COLLECTIVES
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory."""
@@ -50,7 +52,7 @@ class InHostBackend:
             num_bytes = max((each.nbytes for each in (source, destination) if each is not None), default=0)
             comm = group.comm
             result = comm.world.meet(comm.name, comm, (source, destination), work, num_bytes)
-            return result if collective in ("allgather", "gather") else source if destination is None else destination
+            return result if SPECS[collective].grows > 0 else source if destination is None else destination
 
         return run
 
@@ -58,7 +60,7 @@ class InHostBackend:
 def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]], root: int) -> torch.Tensor | None:
     """Do the work of all ranks; return gathered rows."""
     sources, destinations = [source for source, _ in values], [destination for _, destination in values]
-    if collective in REDUCING:
+    if SPECS[collective].reduces:
         assert op is not None
         parts = [source.reshape(-1) for source in sources]
         total = torch.empty_like(parts[0])
@@ -129,7 +131,7 @@ class Ranks:
         if self.across != "rule":
             return base.bind(self.backends[self.across], group, collective, dtype, op), ((None, self.across),)
         key = Key(collective, "cpu", "across", "sync")
-        able = {name for name in ("mpi", "p2p") if self.backends[name].why_not(collective, "cpu", group) is None}
+        able = {name for name in ("mpi", "p2p") if refusal(self.backends[name], collective, "cpu", group) is None}
         rule = default_rule(key, able.__contains__, compared=False)
         parts = [(limit, base.bind(self.backends[name], group, collective, dtype, op)) for limit, name in rule]
         return base.by_size(parts, dtype), rule

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers import failures
 from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,6 +165,7 @@ def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
     ) -> Result:
         is_cold = any(name.startswith(AT_START) for name in env or {})
         python = [sys.executable] if is_cold else warm_python
+        failures.jobs.append([*mpirun, "-n", str(n), "python", *map(str, arguments)])
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *python, *map(str, arguments)]
         begin = time.monotonic()
         done = subprocess.run(

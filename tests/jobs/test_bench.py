@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Result, fake_mpirun, job_environment, search_path
 
+from torchmpi.cli.bench import options
+from torchmpi.collective_specs import IN_PLACE
+
 BENCH = ["-m", "torchmpi", "bench"]
-COLLECTIVES = "allreduce,broadcast,allgather,reduce_scatter,reduce,alltoall,gather,scatter,sendreceive"
+COLLECTIVES = ",".join(name for name in options.COLLECTIVES if name != "barrier")
 
 
 def script_command(name: str) -> list[str]:
@@ -35,12 +38,12 @@ def rows_of(path: Path, result: Result) -> list[dict]:
 
 def test_every_collective_and_contestant(launch, tmp_path):
     file = tmp_path / "a.json"
-    options = ["--collectives", f"{COLLECTIVES},barrier", "--sizes", "4K", "--seconds", "0.1"]
-    rows = rows_of(file, launch(2, [*BENCH, *options, "--out-of-place", "--json", file]))
+    arguments = ["--collectives", f"{COLLECTIVES},barrier", "--sizes", "4K", "--seconds", "0.1"]
+    rows = rows_of(file, launch(2, [*BENCH, *arguments, "--out-of-place", "--json", file]))
     found = {(row["verb"], row["bytes"]) for row in rows}
     assert found == {(collective, 4096) for collective in COLLECTIVES.split(",")} | {("barrier", 0)}
     out_of_place = {row["verb"] for row in rows if row["mode"] == "sync out of place"}
-    assert out_of_place == {"allreduce", "broadcast", "reduce"}
+    assert out_of_place == set(IN_PLACE)
     for cell in found:
         here = {row["contestant"]: row for row in rows if (row["verb"], row["bytes"]) == cell}
         assert {"auto", "mpi", "auto shared", "mpi4py", "gloo", "horovod", "copy"} <= set(here)

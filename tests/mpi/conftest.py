@@ -18,11 +18,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import contract
 import pytest
 import torch
-from helpers import checks
-from shm_rig import slots, stopped  # noqa: F401, fixtures
+from helpers import checks, contract, failures
+from helpers.shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
 import torchmpi.nn
@@ -179,7 +178,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
     except Exception as error:
         problems.append("".join(traceback.format_exception(error, limit=-4)))
         # If the other ranks wait in a call, this is the only output.
-        print(problems[-1], file=sys.__stderr__, flush=True)
+        print(problems[-1], failures.how_to_repeat(pyfuncitem), sep="\n", file=sys.__stderr__, flush=True)
     agreement = _agreements.pop(pyfuncitem.nodeid, None)
     problems += agreement.problems if agreement is not None else []
     # mpi4py keeps no reference to the memory of a request.

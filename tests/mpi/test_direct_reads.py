@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import inputs_of, start, stopped
 
 import torchmpi as mpi
 from torchmpi.session import runtime
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import records
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import inputs_of, start, stopped
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import start, stopped
 from torch.overrides import TorchFunctionMode
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.shared_memory import fast_path
 from torchmpi.shared_memory.memory_layout import Block
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import start, stopped
 
 __all__ = ["stopped"]
 

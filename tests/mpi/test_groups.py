@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.leftovers import in_use
 from torch import nn
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from leftovers import in_use
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -499,6 +496,15 @@ def test_ranks_that_share_cores_sleep_while_they_wait(agree, monkeypatch, name):
         else:
             mpi.recv(torch.ones(3), 0, comm=communicator)
     agree(mpi.rank() != 0 or all(number >= 50 for number in more), f"waiting ranks have slept {more} times in 30 s")
+
+
+def test_communicators_of_mpi_are_freed_when_all_ranks_have_freed_the_group(agree):
+    null = runtime.current().MPI.COMM_NULL
+    with mpi.group(range(mpi.size())) as communicator:
+        comm, side_comm = communicator.intra.comm, communicator.intra.side_comm
+        agree(comm != null and side_comm != null)
+    mpi.group(range(mpi.size())).free()  # the next group of these ranks compares what each of them has freed
+    agree(comm == null and side_comm == null)
 
 
 @pytest.mark.any_mpi

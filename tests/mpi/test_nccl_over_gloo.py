@@ -6,15 +6,15 @@ The tests on GPUs are in test_nccl.py.
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import contract
 
 import torchmpi as mpi
+from torchmpi.backends.base import refusal
 from torchmpi.backends.gloo import GlooGroup
 from torchmpi.backends.gpus import Devices, RankDevice
 from torchmpi.backends.nccl.nccl_backend import NcclBackend
@@ -28,9 +28,6 @@ from torchmpi.config import Config
 from torchmpi.errors import DeviceError, TransportError
 from torchmpi.session import runtime
 from torchmpi.session.lost_ranks import LossWatch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
 OPS = {dtype: [op for op in ops if lacks(dtype, op) is None] for dtype, ops in contract.OPS_OF.items()}
@@ -199,12 +196,14 @@ def test_a_tensor_on_another_device_is_refused(torch_group):
         NcclReduction(torch_group, torch.float32, "sum").allreduce(torch.ones(2, device="meta"), None, 0)
 
 
-def test_why_not():
+def test_why_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
     def why(devices, offers, ranks=None, collective="allreduce", device_type="cuda"):
         backend = NcclBackend(Config(), devices)
         backend.agree(offers)
         among = None if ranks is None else SimpleNamespace(world_ranks=ranks)
-        return backend.why_not(collective, device_type, among)
+        return refusal(backend, collective, device_type, among)
 
     apart, shared = fake_devices("a", "b"), fake_devices("a", "a", "b", "")
     fine = [("", False)] * 4
@@ -218,7 +217,7 @@ def test_why_not():
     assert why(apart, [("", False), ("no NCCL", False)], (0, 1)) == "rank 1 cannot: no NCCL"
     assert why(apart, [("no NCCL", False)] * 2) == "no NCCL"
     assert why(apart, fine[:2], (0, 1), collective="scatter") is None
-    assert "synchronizes processes" in why(apart, fine[:2], (0, 1), collective="barrier")
+    assert "it has no barrier" in why(apart, fine[:2], (0, 1), collective="barrier")
 
 
 def test_the_table_of_backends_has_the_reason(agree):

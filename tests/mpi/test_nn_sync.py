@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nn_nets import KINDS, gradients, loss, make, mine, whole_batch_gradients
+from helpers.nn_nets import KINDS, gradients, loss, make, mine, whole_batch_gradients
 from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.communicators import call_log
+from torchmpi.collective_specs import CODES
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 from torchmpi.session import runtime
 
@@ -339,7 +339,7 @@ def synchronized_as(net: nn.Module) -> list[bool]:
     log = mpi.communicator().intra.call_log
     before = log.seq
     mpinn.synchronize_gradients(net)
-    entered = {call.seq: call_log.COLLECTIVES[call.code & 0xFF] for call in log.ring.calls()}
+    entered = {call.seq: CODES[call.code & 0xFF] for call in log.ring.calls()}
     return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, log.seq + 1)]
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import inputs_of, numels, shared, start
 
 import torchmpi as mpi
 from torchmpi.shared_memory import memory_layout
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import inputs_of, numels, shared, start
 
 pytestmark = [pytest.mark.quick, pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
 

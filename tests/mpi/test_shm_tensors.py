@@ -5,23 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
 from torchmpi.shared_memory.kernels import records
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
 

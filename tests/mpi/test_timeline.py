@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.communicators.call_log import COLLECTIVES
+from torchmpi.collective_specs import CODES
 from torchmpi.communicators.plan import Plan
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
@@ -360,7 +360,7 @@ def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypat
     agree(all(first.end <= second.begin for first, second in pairwise(calls)), f"{calls}")
     wait = own.intervals("wait")[0]
     agree(calls[4].queued <= wait.begin and calls[4].end <= wait.end + 0.001, f"{wait}, {calls[4]}")
-    noted = [each[1] for each in notes if len(each) == 11 and each[3] & 0xFF == COLLECTIVES.index("broadcast")]
+    noted = [each[1] for each in notes if len(each) == 11 and each[3] & 0xFF == CODES.index("broadcast")]
     agree.equal(noted, [each.seq for each in calls])
     origins = [each[9] for each in notes if len(each) == 11 and each[1] in noted[-3:]]
     agree.equal([type(each) for each in origins], [bytes] * 3)
@@ -483,7 +483,7 @@ def test_a_call_in_several_chunks_is_recorded_from_its_begin(agree, folder):
             entered.append(events.now())
             log.enter_next_chunk()
 
-    code = COLLECTIVES.index("allreduce") | OPS.index("sum") << 8
+    code = CODES.index("allreduce") | OPS.index("sum") << 8
     with mpi.timeline.start(folder):
         for _ in range(2):  # the first one makes the line known to machine code
             entered.clear()

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from kernel_rig import compiled
+from helpers.kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import arrival, compilation, intrinsics, records

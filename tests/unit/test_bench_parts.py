@@ -14,8 +14,9 @@ from torchmpi.cli import launching
 from torchmpi.cli.bench import collective_bench, models, options, timing, training
 from torchmpi.cli.bench.bench_job import BenchJob
 from torchmpi.cli.bench.contestants import Copy, Ours, TorchDistributed, our_contestants
-from torchmpi.cli.bench.workload import REDUCING, ROOTED, WITH_OUT, BenchCase, Workload
+from torchmpi.cli.bench.workload import BenchCase, Workload
 from torchmpi.cli.facts import Program
+from torchmpi.collective_specs import IN_PLACE, SPECS
 from torchmpi.session import launcher
 
 # --- the command line
@@ -24,7 +25,7 @@ from torchmpi.session import launcher
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--collectives", "allreduce,sing"], "'sing' is no collective; choose among allreduce, broadcast"),
+        (["--collectives", "allreduce,sing"], "'sing' is no collective; choose among allreduce, reduce"),
         (["--verbs", "sing"], "'sing' is no collective"),
         (["--dtypes", "float12"], "'float12' is no dtype; choose among float32"),
         (["--peers", "none,gloo"], "none stands alone"),
@@ -121,7 +122,7 @@ def write_results(works: list[Workload], collective: str, root: int) -> None:
     sources = [work.source.clone() for work in works]
     size = len(works)
     for rank, work in enumerate(works):
-        if collective in REDUCING:
+        if SPECS[collective].reduces:
             total = torch.stack([source.to(torch.int64) for source in sources]).sum(0)
             if collective != "reduce" or rank == root:
                 work.target.copy_(total.chunk(size)[rank] if collective == "reduce_scatter" else total)
@@ -140,7 +141,7 @@ def write_results(works: list[Workload], collective: str, root: int) -> None:
 @pytest.mark.parametrize(("size", "out_of_place"), [(1, False), (3, False), (3, True)])
 def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size, out_of_place):
     works = workloads(collective, dtype, size=size, out_of_place=out_of_place)
-    for root in range(size if collective in ROOTED else 1):
+    for root in range(size if SPECS[collective].is_rooted else 1):
         for work in works:
             work.fill()
         assert size == 1 or not all(work.is_right(root) for work in works), "nothing was done"
@@ -158,7 +159,7 @@ def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size, out_o
 def test_the_larger_tensor_has_the_requested_size(collective):
     work = workloads(collective, num_bytes=4096, size=4)[0]
     assert work.payload_bytes == 4096 == 4 * max(work.source.numel(), work.target.numel())
-    has_one_tensor = collective in (*WITH_OUT, "sendreceive")
+    has_one_tensor = collective in (*IN_PLACE, "sendreceive")
     assert work.is_in_place == (work.source is work.target) == has_one_tensor
     assert workloads(collective, out_of_place=True)[0].is_in_place == (collective == "sendreceive")
     tiny = workloads(collective, "float64", 4, size=4)[0]  # at least one element, or one per part
@@ -186,7 +187,7 @@ def test_copy_copies_the_payload():
 
 def test_peers_without_an_argument_for_the_result_copy_first(alone_on_gloo):
     gloo = TorchDistributed("gloo", None, asynchronous=False)
-    for collective in WITH_OUT:
+    for collective in IN_PLACE:
         (work,) = workloads(collective, size=1, out_of_place=True)
         work.fill()
         gloo.bind(work, 0)()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.kernel_rig import compiled
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import access, chunk_loop, copying, records

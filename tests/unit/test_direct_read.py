@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 import pytest
+from helpers.kernel_rig import compiled
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout, process_vm
 from torchmpi.shared_memory.kernels import peer_memory, records

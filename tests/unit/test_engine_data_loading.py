@@ -9,7 +9,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from device_model import Model
+from helpers.device_model import Model
 from torch.nn.utils.rnn import pack_sequence
 
 from torchmpi.engine import data_loading

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "fuzz_inputs.py"
-sys.path.insert(0, str(PROGRAM.parent))
 import fuzz_inputs  # noqa: E402
 from fuzz_inputs import Fuzzer, Target, is_equal  # noqa: E402
 

@@ -14,9 +14,10 @@ import urllib.request
 
 import pytest
 
+from torchmpi.collective_specs import CODES
 from torchmpi.communicators import call_counts
 from torchmpi.communicators.call_counts import OTHERS, CallCounts
-from torchmpi.communicators.call_log import COLLECTIVES, CallLog, call_code
+from torchmpi.communicators.call_log import CallLog, call_code
 from torchmpi.communicators.flight_record import FlightRecord
 from torchmpi.config import Config
 from torchmpi.log import logger
@@ -30,12 +31,12 @@ def call(log, collective="allreduce", num_bytes=4):
 
 
 def test_there_are_counters_for_all_collectives():
-    assert len(COLLECTIVES) <= MAX_COLLECTIVES
+    assert len(CODES) <= MAX_COLLECTIVES
     log = CallLog("world", 0, 1)
-    for number, collective in enumerate(COLLECTIVES):
+    for number, collective in enumerate(CODES):
         call(log, collective, number)
     assert [(name, numbers[:2]) for name, numbers in log.counters()] == [
-        (collective, [1, number]) for number, collective in enumerate(COLLECTIVES)
+        (collective, [1, number]) for number, collective in enumerate(CODES)
     ]
 
 

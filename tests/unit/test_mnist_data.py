@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "mnist"
-sys.path.insert(0, str(EXAMPLES))
 
 from mnist_data import Batches, Split, load  # noqa: E402
 from mnist_files import DataError, read_idx  # noqa: E402

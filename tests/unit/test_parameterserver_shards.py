@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
+from helpers.shard_rig import Rig
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_rig import Rig
 
 from torchmpi import errors
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from protocol_kernels import FIELD
-from protocol_model import Call, Explorer, Failure, Scenario
+from helpers.protocol_kernels import FIELD
+from helpers.protocol_model import Call, Explorer, Failure, Scenario
 
 BARRIER = Call("barrier")
 

@@ -25,6 +25,7 @@ from torchmpi.backends.selection_table import (
     with_limit,
 )
 from torchmpi.backends.selector import Selector
+from torchmpi.collective_specs import COLLECTIVES, SPECS
 from torchmpi.config import Config
 
 ALLREDUCE = Key("allreduce", "cpu", "host", "sync")
@@ -83,8 +84,9 @@ def test_movements_may_become_hierarchical_at_a_size():
 
 
 def test_there_is_a_key_for_every_combination_but_an_asynchronous_barrier():
+    num_cuda = sum(SPECS[name].is_everywhere for name in COLLECTIVES)
     everything = list(keys())
-    assert len(set(everything)) == len(everything) == (9 + 7) * 3 * 2 - 3
+    assert len(set(everything)) == len(everything) == (len(COLLECTIVES) + num_cuda) * 3 * 2 - 3
     assert Key("barrier", "cpu", "host", "async") not in everything
     with pytest.raises(errors.ArgumentError, match=r"span='rack' is unknown. Use one of: host, across, hosts"):
         list(keys(span="rack"))
@@ -98,7 +100,7 @@ def test_format_of_sizes():
 
 def test_the_table_has_one_line_per_collective_and_span():
     table = Table({key: ((None, "mpi"),) for key in keys()})
-    assert len(str(table).splitlines()) == 27
+    assert len(str(table).splitlines()) == 3 * len(COLLECTIVES)
     table[Key("allreduce", "cpu", "host", "async")] = ((4096, "mpi"), (None, "shm"))
     line = next(line for line in str(table).splitlines() if line.split()[:2] == ["allreduce", "host"])
     assert line.split(maxsplit=2)[2] == "cpu sync: mpi; cpu async: up to 4 KiB mpi, above shm; cuda: mpi"
@@ -151,6 +153,12 @@ def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expec
     assert default_transport(key, can, **options) == expected
 
 
+def test_the_setting_that_names_a_backend_names_it_for_tensors_on_a_gpu_too():
+    key, can = Key("allreduce", "cuda", "host", "sync"), (EVERYTHING | {"nccl", "ipc"}).__contains__
+    assert selection_table.device_transport(key, can, forced="ipc") == "ipc"
+    assert selection_table.device_transport(key, {"nccl"}.__contains__, forced="ipc") == "nccl"
+
+
 def test_staged_reductions_between_hosts_use_p2p_on_tcp():
     key = Key("allreduce", "cuda", "across", "sync")
     assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__) == ((None, "p2p"),)
@@ -167,11 +175,18 @@ def test_staged_reductions_between_hosts_use_p2p_on_tcp():
 # --- the selector
 
 
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    """The backends of these tests know themselves which devices there are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
 class Able:
     """Reports the availability of a backend that supports these spans."""
 
-    def __init__(self, name, *, spans=selection_table.SPANS, verbs=selection_table.COLLECTIVES, devices=("cpu",)):
-        self.name, self.spans, self.verbs, self.devices = name, spans, verbs, devices
+    def __init__(self, name, *, spans=selection_table.SPANS, verbs=COLLECTIVES, devices=("cpu",)):
+        self.name, self.spans, self.collectives, self.devices = name, spans, verbs, devices
+        self.device_types = ("cpu", "cuda")
 
     def takes(self, device_type, collective):
         return device_type == "cpu"
@@ -179,8 +194,6 @@ class Able:
     def why_not(self, collective, device_type, group=None):
         if device_type not in self.devices:
             return f"no {device_type} here"
-        if collective not in self.verbs:
-            return f"it has no {collective}"
         span = None if group is None else selection_table.span_of(group)
         return None if span is None or span in self.spans else "its ranks are on several hosts"
 
@@ -266,7 +279,7 @@ def test_the_text_of_a_part_of_the_table():
     assert across == "allreduce      across  p2p"
     assert hosts.startswith("allreduce      hosts   cpu sync: mpi; cpu async: p2p")
     assert selector.text(device="cuda") == ""
-    assert len(selector.text(span="across").splitlines()) == 9 < len(selector.text().splitlines())
+    assert len(selector.text(span="across").splitlines()) == len(COLLECTIVES) < len(selector.text().splitlines())
     for filters, reason in (
         ({"mode": "lazy"}, "mode='lazy' is unknown"),
         ({"collective": "sendreceive"}, "collective='sendreceive' is unknown"),
@@ -442,7 +455,7 @@ def test_availability_by_span():
         table["shm", "allreduce", "cpu", "sync"]
         == "available within a host (between hosts: its ranks are on several hosts)"
     )
-    assert table["p2p", "gather", "cpu", "sync"] == "unavailable: it has no gather"
+    assert table["p2p", "gather", "cpu", "sync"] == "unavailable: it has no gather, only allreduce, broadcast"
     alone, _, _ = job(0)
     assert alone.availability()["shm", "allreduce", "cpu", "sync"] == "available"
 

@@ -15,9 +15,9 @@ import time
 import tracemalloc
 from functools import partial
 
-import bench_rows
 import psutil
 import pytest
+from helpers import bench_rows
 
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
@@ -214,6 +214,13 @@ def test_ranks_wait_for_those_whose_data_they_need(tmp_path, collective, expecte
     parts = [[call(rank, 1, rank, 5, collective=collective, root=0)] for rank in range(2)]
     (aligned,) = align(write(tmp_path, parts))
     assert (aligned.awaited(0), aligned.awaited(1)) == expected
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_a_rank_that_is_alone_in_its_group_waits_for_nobody(tmp_path, collective):
+    root = 0 if collective == "broadcast" else -1
+    (aligned,) = align(write(tmp_path, [[call(0, 1, 3, 5, size=1, collective=collective, root=root)]]))
+    assert aligned.awaited(0) is None and aligned.ready(0) == pytest.approx(0.003)
 
 
 def test_clocks_of_hosts_are_aligned(tmp_path):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers.kernel_rig import compiled
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_rig import compiled
 from numba.core.errors import NumbaError
 
 from torchmpi.shared_memory.kernels.compilation import inner

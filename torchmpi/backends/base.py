@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
 
+from ..collective_specs import COLLECTIVES, SPECS
 from ..communicators.group import Group
 from ..config import BackendName
 
@@ -44,11 +45,21 @@ class Backend(Protocol):
     """Whether its operations on device tensors enqueue on the current stream and return. Other operations have
     completed when they return, and use device memory, if they accept it, without regard to streams."""
 
+    @property
+    def device_types(self) -> Collection[str]:
+        """The types of devices whose tensors it takes, staged or not."""
+
+    @property
+    def collectives(self) -> Collection[str]:
+        """The names of the collectives that it has, and of the other rows of `collective_specs`."""
+
     def takes(self, device_type: str, collective: str) -> bool:
         """Return whether the collective accepts tensors of this device type; others are staged through the host."""
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Return the reason why the collective cannot run on such tensors, staged or not; None if it can.
+        """Return a reason of its own against a collective and device that it has; None if it knows none.
+
+        :func:`refusal` asks, after the questions that are the same for all backends.
 
         With a group, the answer is for its ranks, and must be the same on all of them without communication. Without a
         group, it is None if the collective can run on some group.
@@ -56,6 +67,25 @@ class Backend(Protocol):
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective for repeated use on a group."""
+
+
+def refusal(backend: Backend, collective: str, device_type: str, group: Group | None = None) -> str | None:
+    """Return the reason why a backend cannot run a collective on such tensors, staged or not; None if it can.
+
+    The answer is for the ranks of a group, or for some group: see `Backend.why_not`.
+    """
+    if device_type not in backend.device_types:
+        return f"it takes {' and '.join(backend.device_types).upper()} tensors only"
+    if collective not in backend.collectives:
+        return f"it has no {collective}, only {', '.join(name for name in COLLECTIVES if name in backend.collectives)}"
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return "this torch or this host has no CUDA"
+    return backend.why_not(collective, device_type, group)
+
+
+def collectives_of(*classes: type) -> frozenset[str]:
+    """Return the collectives that are methods of some classes."""
+    return frozenset(name for name in SPECS if any(hasattr(each, name) for each in classes))
 
 
 def bind(backend: Backend, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:

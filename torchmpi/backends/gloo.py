@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
@@ -23,8 +24,7 @@ from ..errors import TorchMPIError, TransportError
 from ..shared_memory.memory_layout import Block, LogFields
 from ..tensors import buffers
 from . import network, ordered_reduction
-from .base import Operation
-from .ordered_reduction import REDUCTIONS
+from .base import Operation, refusal
 from .p2p import PipelinedReduction
 from .round_messages import TensorOf
 from .schedule import Round
@@ -55,7 +55,7 @@ def prepare(
     operation = _operation(config, group, torch_group, collective, dtype, op)
     if group.log_board is None:  # compared by a message already, or not at all
         compare: Callable[[], None] = _nothing
-    elif shared.why_not(collective, "cpu", group) is None:
+    elif refusal(shared, collective, "cpu", group) is None:
         compare = shared.comparison(group)
     else:
         compare = partial(_compare_by_message, group)
@@ -76,9 +76,9 @@ def prepare(
 def _operation(
     config: Config, group: Group, torch_group: GlooGroup, collective: str, dtype: torch.dtype | None, op: str | None
 ) -> Operation:
-    if collective == "barrier":
+    if not SPECS[collective].tensors:
         return torch_group.barrier
-    if collective in REDUCTIONS:
+    if SPECS[collective].reduces:
         assert dtype is not None and op is not None
         chunk_bytes = min(config.pipeline_bytes, config.message_bytes)  # gloo takes less than 2 GB
         reduction = GlooReduction(group, torch_group, dtype, op, chunk_bytes)

@@ -26,6 +26,11 @@ class GlooBackend:
     """Collectives over gloo, on host memory."""
 
     name = "gloo"
+    device_types = ("cpu", "cuda")
+    collectives = (
+        "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
+        "exchange_parts", "exchange_matching_parts",
+    )  # fmt: skip
     announces = True
     enqueues = False
 
@@ -38,9 +43,7 @@ class GlooBackend:
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept every collective."""
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
+        """Accept every collective, if torch has gloo."""
         return self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, dtypes, partition, streams
+from ..tensors.operation_specs import OperationSpec, form
 from ..tensors.writable import is_writable
 from . import ordered_reduction
-from .base import Operation
+from .base import Operation, collectives_of
 from .mpi_messages import (
     Range,
     broadcast_header,
@@ -33,18 +35,12 @@ from .mpi_messages import (
     row_counts,
     rows_of,
 )
-from .ordered_reduction import REDUCTIONS, RangeReduction
+from .ordered_reduction import RangeReduction
 from .rank_order import combiner, divide
 
-_MPI_OPS = {
-    "sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX",
-    "band": "BAND", "bor": "BOR", "bxor": "BXOR", "land": "LAND", "lor": "LOR",
-}  # fmt: skip
-_BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": "LXOR", "land": "LAND", "lor": "LOR"}
 _TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
-_MESSAGES = ("send", "recv", "sendreceive")
 """Calls that ranks without an MPI launcher have too."""
 
 
@@ -52,25 +48,31 @@ class MPIBackend:
     """Collectives of the MPI library, on host memory; a CUDA-aware library also moves device memory."""
 
     name = "mpi"
+    device_types = ("cpu", "cuda")
     announces = False
     enqueues = False
 
     def __init__(self, config: Config, *, is_cuda_aware: bool = False, problem: str = "") -> None:
         self.config, self.is_cuda_aware, self.problem = config, is_cuda_aware, problem
 
+    @cached_property
+    def collectives(self) -> frozenset[str]:
+        """Those of its classes, and messages."""
+        return collectives_of(OrderedReduction, MPIMovement).union(
+            row.name for row in SPECS.values() if row.kind == "message"
+        )
+
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; device memory if the library is CUDA-aware and the collective does not compute."""
-        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and collective not in REDUCTIONS)
+        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and not SPECS[collective].reduces)
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept every collective of an MPI job; CUDA tensors are staged if the library is not CUDA-aware."""
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
-        return None if collective in _MESSAGES else self.problem or None
+        """Accept every collective of an MPI job, and messages."""
+        return None if SPECS[collective].kind == "message" else self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        if collective not in REDUCTIONS:
+        if not SPECS[collective].reduces:
             operation: Operation = getattr(MPIMovement(group, self.config.message_bytes), collective)
             return operation
         assert dtype is not None and op is not None
@@ -87,18 +89,16 @@ class NativeReduction:
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         MPI = group.context.MPI
-        name = dtypes.info(dtype).mpi_name
+        name, spec = dtypes.info(dtype).mpi_name, form(op, dtype)
         assert name is not None
         self.MPI, self.comm, self.rank, self.size = MPI, group.comm, group.rank, group.size
-        # A view may have given a bool any byte: only the logical operations treat 2 and 1 as equal.
-        names = _BOOL_OPS if dtype is torch.bool else _MPI_OPS
-        self.type, self.op = getattr(MPI, name), getattr(MPI, names[op])
+        self.type, self.op = getattr(MPI, name), getattr(MPI, spec.mpi_name)
         self.in_place, self.fromaddress = MPI.IN_PLACE, MPI.buffer.fromaddress
         # MPI_Reduce of MPICH 4.0.3 crashes with IN_PLACE on a root other than 0 (1000 floats); 4.1.3 does not.
         vendor, version = MPI.get_vendor()
         self.can_reduce_in_place = vendor != "MPICH" or version[:2] != (4, 0)
         self.itemsize = dtype.itemsize
-        self.finish = _finish_for(op, group.size, is_bool=dtype is torch.bool)
+        self.finish = _finish_for(spec, group.size)
         # Chunks that stay in the cache inside the library, and are divided while they are there.
         self.chunk_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
 
@@ -156,11 +156,11 @@ class NativeReduction:
                 self.reduce(chunk, None, owner)
 
 
-def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor], None] | None:
+def _finish_for(spec: OperationSpec, size: int) -> Callable[[torch.Tensor], None] | None:
     """Return the operation that completes MPI's result, if one is needed."""
-    if op == "avg":
+    if spec.finish == "divide":
         return partial(divide, size=size)
-    if size == 1 and (is_bool or op in ("land", "lor")):  # MPI returns the operand unchanged: 7 instead of 1
+    if size == 1 and spec.prepare == "truth":  # MPI returns the operand unchanged: 7 instead of 1
         return lambda result: buffers.overwrite(result, result != 0)
     return None
 

@@ -7,12 +7,11 @@ from typing import Protocol
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators.group import Group
 from ..tensors import partition
 from .base import Operation
 from .mpi_messages import Range, destination_for, rows_of
-
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 
 
 class RangeReduction(Protocol):
@@ -30,9 +29,10 @@ class RangeReduction(Protocol):
 
 def operation(group: Group, reduction: RangeReduction, collective: str) -> Operation:
     """Return the operation of a collective that reduces."""
-    if collective == "reduce_scatter":
+    if SPECS[collective].divides:
         return RowReduceScatter(group, reduction).run
-    return reduction.allreduce if collective == "allreduce" else reduction.reduce
+    found: Operation = getattr(reduction, collective)
+    return found
 
 
 class RowReduceScatter:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
@@ -26,7 +27,6 @@ from . import ordered_reduction, schedule
 from .base import Operation
 from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, row_counts, rows_of
-from .ordered_reduction import REDUCTIONS
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
@@ -53,7 +53,7 @@ _MESSAGE_BYTES = 16 << 10
 
 def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
     """Prepare a collective on a group."""
-    if collective not in REDUCTIONS:
+    if not SPECS[collective].reduces:
         movement = P2PMovement(group, config.message_bytes)
         return movement.broadcast if collective == "broadcast" else movement.allgather
     assert dtype is not None and op is not None

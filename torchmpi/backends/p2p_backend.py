@@ -6,18 +6,18 @@ import importlib.util
 
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators.group import Group
 from ..config import Config
 from .base import Operation
-from .ordered_reduction import REDUCTIONS
-
-_MOVEMENTS = ("allgather", "broadcast")
 
 
 class P2PBackend:
     """Reductions in rank order, broadcast and allgather over messages between pairs of ranks; on host memory."""
 
     name = "p2p"
+    device_types = ("cpu", "cuda")
+    collectives = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
     announces = False
     enqueues = False
 
@@ -29,13 +29,9 @@ class P2PBackend:
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept reductions, broadcast and allgather."""
-        if collective not in REDUCTIONS + _MOVEMENTS:
-            return f"it has no {collective}, only {', '.join(REDUCTIONS + _MOVEMENTS)}"
-        if collective in REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
+        """Accept movements, and reductions if they can be compiled."""
+        if SPECS[collective].reduces and importlib.util.find_spec("llvmlite") is None:
             return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
         return None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:

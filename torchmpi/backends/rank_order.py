@@ -18,9 +18,7 @@ import torch
 from ..communicators import call_parts
 from ..shared_memory.kernels import reduction
 from ..tensors import buffers, dtypes
-
-# The result is one of the operands: nothing is rounded, so no wider type is needed.
-_EXACT = ("min", "max")
+from ..tensors.operation_specs import OPERATIONS, OperationSpec, form
 
 Combiner = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 """``combine(parts, out)``: combines flat tensors in host memory in their order; `out` may be one of them."""
@@ -59,52 +57,55 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     >>> result
     tensor([2., 4.])
     """
-    accumulator = accumulator_of(out.dtype, op)
+    spec, accumulator = form(op, out.dtype), accumulator_of(out.dtype, op)
     if not (out.is_floating_point() or out.is_complex()):
-        _combine_integers(parts, op, out)
+        _combine_integers(parts, spec, out)
         return
-    if out.is_complex() and op != "prod":
+    parts = _prepared(spec, parts)
+    if out.is_complex() and spec.combine != "prod":
         # Real and imaginary parts: torch's complex sum multiplies by (1+0j) first, which makes NaN of an infinite part.
         accumulator, out = accumulator.to_real(), torch.view_as_real(out)
         parts = [torch.view_as_real(part) for part in parts]
     total = out if accumulator is out.dtype else torch.empty_like(out, dtype=accumulator)
-    _fold(_STEPS[op], parts, total)
-    if op == "avg":
+    _fold(_STEPS[spec.combine], parts, total)
+    if spec.finish == "divide":
         divide(total, len(parts))
     if total is not out:
         out.copy_(total)
 
 
 def combination(parts: Sequence[torch.Tensor], op: str) -> Callable[[torch.Tensor], None]:
-    """Return :func:`combine` for fixed parts; `out` has their dtype. The frequent sums skip the checks of each call.
+    """Return :func:`combine` for fixed parts; `out` has their dtype. What is one step skips the checks of each call.
 
     >>> result = torch.empty(2)
     >>> combination([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])], "sum")(result)
     >>> result
     tensor([4., 8.])
     """
-    dtype = parts[0].dtype
-    if op == "sum" and dtype.is_floating_point and accumulator_of(dtype, op) is dtype:
-        return partial(_fold, _STEPS[op], parts)
+    dtype, spec = parts[0].dtype, OPERATIONS[op]
+    is_one_step = not (spec.prepare or spec.finish) and accumulator_of(dtype, op) is dtype
+    if is_one_step and dtype.is_floating_point:
+        return partial(_fold, _STEPS[spec.combine], parts)
     return partial(combine, parts, op)
 
 
-def _combine_integers(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    if out.dtype is torch.bool:  # as bytes: through a view a bool may hold any byte, and all but 0 are True
-        op, out, parts = _OF_BOOL.get(op, op), out.view(torch.uint8), [part.view(torch.uint8) for part in parts]
+def _combine_integers(parts: Sequence[torch.Tensor], spec: OperationSpec, out: torch.Tensor) -> None:
+    if out.dtype is torch.bool:
+        out, parts = out.view(torch.uint8), [part.view(torch.uint8) for part in parts]
     flipped = 0
     signed = _SIGNED.get(out.dtype)
     if signed is not None:  # torch has no arithmetic for it; signed numbers have the same bits, but another order
         out, parts = out.view(signed), [part.view(signed) for part in parts]
-        if op in _EXACT:
+        if spec.has_order:
             flipped = torch.iinfo(signed).min
             parts = [part ^ flipped for part in parts]
-    if len(parts) == 1 and op in _LOGICAL:
-        torch.ne(parts[0], 0, out=out)
-    else:
-        _fold(_INTEGER_STEPS[op], parts, out)
+    _fold(_INTEGER_STEPS[spec.combine], _prepared(spec, parts), out)
     if flipped:
         out.bitwise_xor_(flipped)
+
+
+def _prepared(spec: OperationSpec, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [_PREPARE[spec.prepare](part) for part in parts] if spec.prepare else parts
 
 
 def _fold(step: Callable[..., Any], parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
@@ -149,7 +150,6 @@ def _choose(is_better: Callable[..., torch.Tensor]) -> Callable[..., None]:
 
 _STEPS: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
-    "avg": torch.add,
     "prod": _multiply,
     "min": _choose(torch.lt),
     "max": _choose(torch.gt),
@@ -157,10 +157,8 @@ _STEPS: dict[str, Callable[..., Any]] = {
 _INTEGER_STEPS: dict[str, Callable[..., Any]] = {
     "sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum,
     "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
-    "land": torch.logical_and, "lor": torch.logical_or, "lxor": torch.logical_xor,
 }  # fmt: skip
-_LOGICAL = ("land", "lor", "lxor")
-_OF_BOOL = {"min": "land", "band": "land", "max": "lor", "bor": "lor", "bxor": "lxor"}
+_PREPARE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"truth": lambda part: (part != 0).to(part.dtype)}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -172,7 +170,7 @@ def accumulator_of(dtype: torch.dtype, op: str) -> torch.dtype:
     """
     accumulator = dtypes.info(dtype).accumulator
     assert accumulator is not None
-    return dtype if op in _EXACT else accumulator
+    return dtype if OPERATIONS[op].is_exact else accumulator
 
 
 def divide(total: torch.Tensor, size: int) -> None:
@@ -192,7 +190,7 @@ class PartialResults:
     def __init__(self, dtype: torch.dtype, op: str, size: int) -> None:
         self.dtype, self.accumulator = dtype, accumulator_of(dtype, op)
         self.is_rounded = self.accumulator is not dtype
-        self._divisor = size if op == "avg" else 1
+        self._divisor = size if OPERATIONS[op].finish == "divide" else 1
 
     def finish(self, total: torch.Tensor, out: torch.Tensor) -> None:
         """Divide if the result is an average, and round into `out`; overwrites `total`."""

@@ -10,23 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple, get_args
 
+from ..collective_specs import COLLECTIVES, SAME_SHAPE, SPECS
 from ..communicators.group import Group
-from ..config import CollectiveName, DeviceType, Mode, Span
+from ..config import DeviceType, Mode, Span
 from ..errors import ArgumentError
 
-COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
 DEVICES: tuple[str, ...] = get_args(DeviceType)
 SPANS: tuple[str, ...] = get_args(Span)
 """Placement of the ranks of a communicator: all on one host; each on a host of its own; several hosts, some shared."""
 MODES: tuple[str, ...] = get_args(Mode)
-BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
-"""Collectives whose tensors have the same shape on all ranks, so that all ranks select the same line of a rule."""
-REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _SHORT_BYTES = 64 << 10
 DEVICE_TRANSPORTS = ("nccl", "ipc")
 """Backends that run on the device itself, in order of preference."""
-OF_THE_HOST = ("barrier", "scatter")
-"""Collectives that use the rules for the CPU on any device, since ranks without a tensor have no device."""
 HIERARCHICAL = "hierarchical"
 """The backend that runs inside the hosts, then between them, and therefore adds group by group."""
 
@@ -62,8 +57,8 @@ def keys(
             raise ArgumentError(f"{name}={part!r} is unknown. Use one of: {', '.join(known)}.")
     for found in product(*([part] if part is not None else known for part, known in wanted.values())):
         key = Key(*found)
-        is_known = key.device == "cpu" or key.collective not in OF_THE_HOST
-        if is_known and (key.collective != "barrier" or key.mode == "sync"):  # there is no barrier_async()
+        spec = SPECS[key.collective]  # where some ranks have no tensor, the rules for the CPU are those of any device
+        if (key.device == "cpu" or spec.is_everywhere) and (key.mode == "sync" or spec.has_async):
             yield key
 
 
@@ -164,7 +159,8 @@ def default_rule(
         key, can, forced=forced, hierarchical=hierarchical, gpu_backends=gpu_backends, aware=aware
     )
     is_staged = device_transport(key, can, forced=forced, gpu_backends=gpu_backends, aware=aware) is None
-    if key.span != "across" or key.collective not in REDUCING or not is_staged or forced != "auto" or not can("p2p"):
+    is_reduction = SPECS[key.collective].reduces
+    if key.span != "across" or not is_reduction or not is_staged or forced != "auto" or not can("p2p"):
         return ((None, transport),)
     short = "p2p" if key.collective == "allreduce" and compared else transport
     long = "p2p" if is_tcp else transport
@@ -173,7 +169,7 @@ def default_rule(
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:
     """Return whether a rule must have one backend for all sizes: see `checked`."""
-    return key.collective in REDUCING and any(transport == HIERARCHICAL for _, transport in rule)
+    return SPECS[key.collective].reduces and any(transport == HIERARCHICAL for _, transport in rule)
 
 
 def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
@@ -192,10 +188,10 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
         raise ArgumentError(f"{rule}: sizes are whole numbers of bytes above 0; only the last one is None.")
     if limits != sorted(set(limits)):
         raise ArgumentError(f"{rule}: the sizes must increase.")
-    if len(rule) > 1 and key.collective not in BY_SIZE:
+    if len(rule) > 1 and key.collective not in SAME_SHAPE:
         raise ArgumentError(
             f"{key.collective} takes one backend for all sizes, since its ranks may differ in length; only "
-            f"{', '.join(BY_SIZE)} may select by size."
+            f"{', '.join(SAME_SHAPE)} may select by size."
         )
     rule = tuple(
         (limit, transport)

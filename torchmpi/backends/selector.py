@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..collective_specs import COLLECTIVES, SPECS
 from ..communicators.conditions import broadcast_short
 from ..communicators.group import Group
 from ..communicators.plan import Backends
@@ -16,7 +17,7 @@ from ..config import Config
 from ..errors import ArgumentError, BackendUnavailableError
 from ..log import logger
 from . import saved_tables, selection_table
-from .base import Backend, Operation, bind, by_size
+from .base import Backend, Operation, bind, by_size, refusal
 from .selection_table import (
     DEVICE_TRANSPORTS,
     Key,
@@ -125,7 +126,7 @@ class Selector:
         call = CallSpec(collective, device_type, dtype, op)
         if wanted is not None:
             return [Choice(None, self.choose(collective, device_type, wanted, group, dtype=dtype, op=op))]
-        key = Key(collective, "cpu" if collective in selection_table.OF_THE_HOST else device_type, span_of(group), mode)
+        key = Key(collective, device_type if SPECS[collective].is_everywhere else "cpu", span_of(group), mode)
         if key not in self.table:  # no backend accepts such tensors: raises with the reason
             return [Choice(None, self.choose(collective, device_type, "mpi", group))]
 
@@ -184,7 +185,7 @@ class Selector:
         if name not in self.backends:
             return "it is unknown"
         backend = self.backends[name]
-        reason = self._why_off(name) or backend.why_not(call.collective, call.device_type, group)
+        reason = self._why_off(name) or refusal(backend, call.collective, call.device_type, group)
         lacks = getattr(backend, "lacks", None)
         if reason is not None or lacks is None:
             return reason
@@ -206,7 +207,7 @@ class Selector:
     def network(self) -> Backend:
         """The backend with all collectives between any ranks: `mpi`, or `gloo` if no MPI launcher started them."""
         mpi = self.backends["mpi"]
-        return mpi if mpi.why_not("barrier", "cpu") is None else self.backends["gloo"]
+        return mpi if refusal(mpi, "barrier", "cpu") is None else self.backends["gloo"]
 
     def _gpu_backends(self, group: Group) -> tuple[str, ...]:
         """Return the backends of the GPU that the settings allow for a group without a request."""
@@ -322,11 +323,12 @@ class Selector:
             found = list(keys(*parts))
             if not found:
                 collective, device, *_ = parts
-                if collective in selection_table.OF_THE_HOST and device == "cuda":
+                assert collective is not None
+                if not SPECS[collective].is_everywhere and device == "cuda":
                     raise ArgumentError(
                         f"{collective} uses the rules of device 'cpu' for tensors on any device: set those."
                     )
-                raise ArgumentError("barrier has the mode 'sync' only.")
+                raise ArgumentError(f"{collective} has the mode 'sync' only.")
             return found
 
     def _where(self, key: Key) -> str:
@@ -373,7 +375,7 @@ class Selector:
         return (
             self._why_off(name)
             or selection_table.out_of_reach(name, key.span)
-            or self.backends[name].why_not(key.collective, key.device, among)
+            or refusal(self.backends[name], key.collective, key.device, among)
         )
 
     def _is_possible(self, key: Key, name: str) -> bool:
@@ -415,10 +417,10 @@ class Selector:
         table = Availability()
         for name in self.backends:
             for device in selection_table.DEVICES:
-                for collective in selection_table.COLLECTIVES:
+                for collective in COLLECTIVES:
                     status = self._status(name, collective, device)
                     for mode in selection_table.MODES:
-                        if collective != "barrier" or mode == "sync":
+                        if mode == "sync" or SPECS[collective].has_async:
                             table[name, collective, device, mode] = status
         return table
 

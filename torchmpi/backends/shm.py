@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from ..shared_memory.memory_layout import (
 )
 from ..shared_memory.shared_tensors import SharedHeap
 from ..tensors import dtypes, partition
-from .base import Operation, TensorTable
+from .base import Operation, TensorTable, collectives_of
 from .mpi_messages import destination_for, longest_part, rows_of
 
 WHOLE_BYTES = 16 << 10
@@ -57,6 +57,7 @@ class SharedMemoryBackend:
     """Collectives of ranks on one host."""
 
     name = "shm"
+    device_types = ("cpu", "cuda")
     announces = True
     enqueues = False
 
@@ -71,14 +72,17 @@ class SharedMemoryBackend:
         except Exception as error:  # of numba or LLVM: the job runs without shared memory
             self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
 
+    @cached_property
+    def collectives(self) -> frozenset[str]:
+        """Those of its classes."""
+        return collectives_of(SharedReduction, SharedMovement)
+
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Accept every collective among ranks that share memory."""
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
         if self.problem:
             return self.problem
         if group is not None and group.status_board is None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from .. import collectives
-from ..backends.selection_table import COLLECTIVES, Table
+from ..backends.selection_table import Table
 from ..backends.selector import AVAILABLE, Availability
+from ..collective_specs import COLLECTIVES
 from ..config import PREFIX, Config
 from ..errors import LaunchError, MissingMPIError, TorchMPIError
 from ..session import affinity, launcher, mpi_library, runtime

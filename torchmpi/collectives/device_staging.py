@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from ..backends.base import Operation
+from ..collective_specs import SPECS
 from ..communicators import call_parts
 from ..communicators.group import Group
 from ..tensors import buffers, partition, streams
@@ -94,13 +95,15 @@ class StagedOperation:
     """A collective on device tensors, in place or into `out`, by an operation that takes host memory."""
 
     def __init__(self, collective: str, operation: Operation, group: Group, pool: StagingPool) -> None:
-        self._collective, self._operation, self._group, self._pool = collective, operation, group, pool
+        self._spec, self._operation, self._group, self._pool = SPECS[collective], operation, group, pool
 
     def __call__(self, tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         """Run the collective."""
         is_root = self._group.rank == root
-        reads = self._collective != "broadcast" or is_root
-        writes = {"allreduce": True, "reduce": is_root, "broadcast": out is not None or not is_root}[self._collective]
+        receives = self._spec.receives(is_root)
+        # The root of a broadcast only sends, and the others only receive.
+        reads = self._spec.flow != "root to all" or is_root
+        writes = receives and (out is not None or self._spec.changes(is_root))
         source = buffers.plain(tensor, to_host=False)
         wanted = tensor if out is None else out
         target = source
@@ -110,7 +113,7 @@ class StagedOperation:
             target = out.detach() if is_usable else torch.empty_like(source)
         with torch.inference_mode(target.is_inference()):
             self._pump(source.view(-1) if reads else None, target.view(-1) if writes else None, source, root)
-        if self._collective == "reduce" and not is_root:
+        if not receives:
             return tensor
         if writes and (target.data_ptr() != wanted.data_ptr() or not buffers.is_direct(wanted)):
             buffers.overwrite(wanted, target)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import other_names
+from ..collective_specs import IN_PLACE, SPECS, spec_of
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle
@@ -21,13 +22,11 @@ from ..shared_memory import fast_path
 from ..tensors import bucket_plan, buffers, writable
 from ..tensors.dtypes import OPS
 from ..tensors.numbers import as_tensor, is_number, restore
-from .prepared import IN_PLACE, PlanKey, PreparedPlan, no_cached_call, prepare
+from ..tensors.operation_specs import OPERATIONS
+from .prepared import PlanKey, PreparedPlan, no_cached_call, prepare
 
 _Tensor = torch.Tensor
 _STRIDED = torch.strided
-_ROOTED = ("reduce", "broadcast", "gather", "scatter")
-_DIVIDING = ("scatter", "reduce_scatter", "alltoall")
-"""Collectives that divide a tensor, and so take no number."""
 
 
 class CheckedCall(NamedTuple):
@@ -91,13 +90,21 @@ def check_call(
     if is_number(tensor):
         refuse_number(collective, out, f"{group.where}: {collective}")
         tensor, finish = _checked_number(tensor, op, collective, group), _number_result
-    if collective in _ROOTED:
+    spec = SPECS[collective]
+    if spec.is_rooted:
         root = check_root(group, root, collective)
-    if tensor is None and not (collective == "scatter" and group.rank != root):
-        buffers.check(tensor, f"{group.where}: {collective}", or_number=collective not in _DIVIDING)
-    receives = collective not in ("reduce", "gather") or group.rank == root
+    is_root = group.rank == root
+    if tensor is None and spec.passes(is_root):
+        buffers.check(tensor, f"{group.where}: {collective}", or_number=not spec.divides)
     plan = plan_of(
-        communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous, receives=receives
+        communicator,
+        collective,
+        tensor,
+        out,
+        op=op,
+        backend=backend,
+        asynchronous=asynchronous,
+        receives=spec.receives(is_root),
     )
     if out is None:
         refuse_read_only(group, collective, tensor, root)
@@ -111,7 +118,8 @@ def _checked_number(value: Any, op: str | None, collective: str, group: Group) -
         tensor = as_tensor(value, op)
     except DtypeError as error:
         raise DtypeError(f"{what}: {error}") from None
-    if op == "sum" and tensor.dtype is torch.int64 and not -(1 << 63) <= int(value) * group.size < 1 << 63:
+    is_sum = op in OPERATIONS and OPERATIONS[op].combine == "sum"
+    if is_sum and tensor.dtype is torch.int64 and not -(1 << 63) <= int(value) * group.size < 1 << 63:
         raise DtypeError(
             f"{what}: the sum of {group.size} integers like {value} does not fit into 64 bits. Add them in Python, "
             "which is exact: sum(mpi.allgather_object(number)); or pass a float."
@@ -121,8 +129,7 @@ def _checked_number(value: Any, op: str | None, collective: str, group: Group) -
 
 def refuse_read_only(group: Group, collective: str, tensor: _Tensor | None, root: int) -> None:
     """Raise if a collective writes to the tensor of this rank, which is in memory that cannot be written."""
-    is_written = collective == "allreduce" or (collective == "reduce" and root == group.rank)
-    if tensor is not None and (is_written or (collective == "broadcast" and root != group.rank)):
+    if tensor is not None and SPECS[collective].changes(root == group.rank):
         writable.refuse_read_only(tensor, group.where, collective)
 
 
@@ -199,7 +206,7 @@ def plan_of(
         is_written = out is None and collective in IN_PLACE
         direct = (is_simple(tensor) and not tensor.is_conj()) or buffers.is_simple_on_gpu(tensor)
         if not direct:
-            what, or_number = f"{communicator.intra.where}: {collective}", collective not in _DIVIDING
+            what, or_number = f"{communicator.intra.where}: {collective}", not SPECS[collective].divides
             buffers.check(tensor, what, written=is_written, or_number=or_number)
             direct = buffers.is_direct(tensor)
         direct = direct and out is None
@@ -229,7 +236,7 @@ def check_root(group: Group, root: Any, collective: str) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < group.size:
-        op = None if collective != "reduce" else other_names.known_operation(root, OPS)
+        op = other_names.known_operation(root, OPS) if spec_of(collective).reduces else None
         remedy = f"Use 0 to {group.size - 1}" if op is None else f"Pass the operation by keyword: op={op!r}"
         raise ArgumentError(
             f"{group.where}: {collective}: root={root!r} is not a rank of communicator {group.name}. {remedy}."
@@ -261,7 +268,7 @@ def _not_out(value: Any) -> str:
 
 def refuse_number(collective: str, out: Any, what: str) -> None:
     """Raise if a collective does not take a number, or none with `out`."""
-    if collective in _DIVIDING:
+    if SPECS[collective].divides:
         raise DtypeError(f"{what}: a number cannot be split over ranks. Pass a tensor with one row per rank.")
     if out is not None:
         raise ArgumentError(f"{what}: a number has no out=. Use the returned value, or pass a tensor.")

@@ -20,8 +20,6 @@ from .dispatch import check_out, refuse_number
 from .prepared import checked_dtype, in_order
 
 T = TypeVar("T")
-_BACKENDS = ("shm", "mpi", "gloo")
-"""The backends in host memory with the operations of exchanges."""
 _ANY_PARTS, _MATCHING_PARTS = "exchange_parts", "exchange_matching_parts"
 """The operations of exchanges: the first one compares the sizes of all parts."""
 
@@ -80,7 +78,7 @@ def check(
     kinds = {part.dtype for part in (*sources, *destinations)}
     if len(kinds) > 1:
         raise ArgumentError(f"{what}: tensors of different dtypes ({', '.join(map(str, kinds))}). Convert them to one.")
-    checked_dtype(collective, kinds.pop(), None, what)
+    checked_dtype("alltoall", kinds.pop(), None, what)
     own = group.rank
     if sources[own].numel() != destinations[own].numel():
         raise ArgumentError(
@@ -169,7 +167,7 @@ def _plan(group: Group, dtype: torch.dtype, device_type: str, name: str) -> tupl
         on_device = backend.name == "nccl"
         if not on_device:
             backend = selector.select("alltoall", "cpu", group)[-1].backend
-            backend = backend if backend.name in _BACKENDS else selector.network
+            backend = backend if name in backend.collectives else selector.network
         operation = bind(backend, group, name, dtype, None)
         if on_device:
             operation, code = _in_order(operation, group), code | ON_DEVICE

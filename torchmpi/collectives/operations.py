@@ -13,10 +13,11 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 import numpy as np
 import torch
 
+from ..collective_specs import IN_PLACE, SPECS
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.levels import Comm, used
-from ..config import BackendName, Operation
+from ..config import BackendName, NoAverage, Operation
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
@@ -24,12 +25,11 @@ from ..tensors import buffers, writable
 from ..tensors.numbers import Number, Value
 from .dispatch import cache_barrier, cache_call, check_call, is_simple, plan_for, refuse_read_only
 from .exchange import rows_task
-from .prepared import IN_PLACE
 
 _T = TypeVar("_T")
 _Tensor = torch.Tensor
 _get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
-_NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
+_INTO = tuple(name.removesuffix("_into") for name in fast_path.INTO)
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
 
@@ -51,7 +51,7 @@ def allreduce(
 def allreduce(tensor: float, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None) -> float: ...
 @overload
 def allreduce(
-    tensor: Number, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+    tensor: Number, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
 ) -> Number: ...
 @overload
 def allreduce(
@@ -114,7 +114,7 @@ def reduce(
 ) -> float: ...
 @overload
 def reduce(
-    tensor: Number, root: int = 0, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+    tensor: Number, root: int = 0, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
 ) -> Number: ...
 @overload
 def reduce(
@@ -473,7 +473,9 @@ def _call(
     except RuntimeError:  # of data_ptr(), for the tensors of torch.func
         is_tensor = False
     if is_tensor or (
-        tensor is None and collective == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex))
+        tensor is None
+        and SPECS[collective].only_root_passes
+        and (out is None or (is_simple(out) and not out.dtype.is_complex))
     ):
         running = runtime.running
         if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
@@ -489,7 +491,7 @@ def _call(
                     plan = group.plans.get((collective, op, tensor.dtype, backend))
                 if plan is not None:
                     writable.refuse_read_only(out, group.where, f"{collective}: out")
-                    if collective != "reduce" and backend is None and (comm is None or type(comm) in _LASTING):
+                    if collective in _INTO and backend is None and (comm is None or type(comm) in _LASTING):
                         cache_call(group, collective, (tensor, out, root), op, comm)
                     return group.call_queue.run(group.perform_into, plan, tensor, out, root)
             plan = None

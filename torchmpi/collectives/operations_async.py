@@ -14,7 +14,7 @@ import torch
 
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
-from ..config import BackendName, Operation
+from ..config import BackendName, NoAverage, Operation
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors.numbers import Number, Value
@@ -22,7 +22,6 @@ from .dispatch import submit
 from .exchange import rows_task
 
 _Tensor = torch.Tensor
-_NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
 
 
 @overload
@@ -40,7 +39,7 @@ def allreduce_async(
 ) -> Handle[float]: ...
 @overload
 def allreduce_async(
-    tensor: Number, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+    tensor: Number, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
 ) -> Handle[Number]: ...
 @overload
 def allreduce_async(
@@ -99,7 +98,7 @@ def reduce_async(
 ) -> Handle[float]: ...
 @overload
 def reduce_async(
-    tensor: Number, root: int = 0, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+    tensor: Number, root: int = 0, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
 ) -> Handle[Number]: ...
 @overload
 def reduce_async(

@@ -19,7 +19,8 @@ import torch
 from ..backends.base import Backend, Operation, announced, bind, by_size
 from ..backends.hierarchical.spans import SpanCollective, is_composed
 from ..backends.hierarchical.steps import StepRunner
-from ..backends.selection_table import BY_SIZE, HIERARCHICAL
+from ..backends.selection_table import HIERARCHICAL
+from ..collective_specs import IN_PLACE, SPECS
 from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
@@ -33,7 +34,6 @@ from . import device_staging
 
 CHECKSUM_MODULUS = 1_000_000
 """Of the checksum of the shapes of a list of tensors."""
-IN_PLACE = ("allreduce", "reduce", "broadcast")
 
 PlanKey = tuple[str, str | None, torch.dtype | None, str, bool, str | None, bool]
 """Collective, operation, dtype, device type, whether the tensor is direct and in place, backend, asynchronous."""
@@ -78,9 +78,7 @@ class PreparedPlan(Plan):
 
 
 def _compared_shape(collective: str) -> Callable[[Any], Shape] | None:
-    if collective in BY_SIZE:
-        return None
-    return no_shape if collective in ("scatter", "barrier") else _row_shape
+    return {"shape": None, "rows": _row_shape, "nothing": no_shape}[SPECS[collective].compared]
 
 
 def _row_shape(tensor: torch.Tensor) -> Shape:
@@ -115,9 +113,9 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     operations = [(limit, operation) for limit, operation, _ in bound]
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=direct)
     runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
-    # Only the root has the tensor of a scatter, so dtype and device are no part of that signature.
-    code = call_code(collective, op, row.code if dtype is not None and collective != "scatter" else 0)
-    code |= ON_DEVICE if device_type != "cpu" and collective != "scatter" else 0
+    is_everywhere = SPECS[collective].is_everywhere  # else dtype and device are no part of the signature
+    code = call_code(collective, op, row.code if dtype is not None and is_everywhere else 0)
+    code |= ON_DEVICE if device_type != "cpu" and is_everywhere else 0
     plan = PreparedPlan(collective, code, by_size(runners, dtype))
     plan.backends = names
     plan.is_on_device = device_type != "cpu"
@@ -130,8 +128,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
             if run is not None:
                 plan.many = Plan("allreduce_many", as_many(code), run, operator.attrgetter("signature"))
                 plan.many.backends = names
-    # A receiver of a scatter may pass no dtype.
-    is_known = collective in ("scatter", "barrier") if dtype is None else not dtype.is_complex
+    is_known = not is_everywhere if dtype is None else not dtype.is_complex
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
         plan.bare.cached_call = getattr(plan.bare.run, "cached_call", no_cached_call)
@@ -168,14 +165,14 @@ def _packing(operation: Operation) -> Operation:
 def checked_dtype(collective: str, dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
     """Return the properties of a dtype; raise if the collective does not take it."""
     try:
-        return dtypes.check_reduction(dtype, op) if "reduce" in collective else dtypes.info(dtype)
+        return dtypes.check_reduction(dtype, op) if SPECS[collective].reduces else dtypes.info(dtype)
     except (DtypeError, ArgumentError) as error:
         raise type(error)(f"{where}: {error}") from None
 
 
 def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str | None) -> str:
     """Return the device type for which the backend is chosen; it must be the same on all ranks."""
-    if collective != "scatter":
+    if not SPECS[collective].only_root_passes:
         return device_type
     # Ranks that pass None have no device: use that of the host, unless a backend is given.
     backend = runtime.selector.backends.get(wanted or "")
@@ -216,7 +213,7 @@ def _runner(
     direct: bool,
 ) -> Operation:
     """Wrap an operation of a backend into a collective on tensors of the user."""
-    if collective == "barrier":
+    if not SPECS[collective].tensors:
         return operation
     takes = backend.takes(device_type, collective)
     if not takes and collective in IN_PLACE:
@@ -299,8 +296,10 @@ def _direct(operation: Operation) -> Operation:
 
 
 def _copying(collective: str, operation: Operation, group: Group) -> Operation:
+    spec = SPECS[collective]
+
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
-        receives = collective != "reduce" or group.rank == root
+        receives = spec.receives(group.rank == root)
         target = tensor if out is None else out
         begin = call_parts.begin()
         work = buffers.plain(tensor, to_host=False)

@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 from time import monotonic_ns
 from typing import NamedTuple
 
+from ..collective_specs import CODES, SPECS
 from ..errors import MismatchError, StallError
 from ..shared_memory.memory_layout import (
     ARRIVED,
@@ -42,12 +43,6 @@ from .flight_record import STARTS, WRITERS, Ring
 from .mismatches import mismatch_error, mismatch_message
 from .status_board import StatusBoard, request_status
 
-COLLECTIVES = (
-    "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-    "stop", "split", "allreduce_many", "server_init", "server_free",
-    "server_save", "server_load", "group", "free", "alltoall_splits", "sendreceive",
-)  # fmt: skip
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _NO_OP = len(OPS)
 
 _LAST = RECORD_LENGTH - 1
@@ -71,7 +66,7 @@ def call_code(collective: str, op: str | None = None, dtype_code: int = 0) -> in
     >>> call_code("barrier") != call_code("allreduce", "sum", 1)
     True
     """
-    return COLLECTIVES.index(collective) | (OPS.index(op) if op else _NO_OP) << 8 | dtype_code << 16
+    return CODES.index(collective) | (OPS.index(op) if op else _NO_OP) << 8 | dtype_code << 16
 
 
 def as_many(code: int) -> int:
@@ -80,7 +75,7 @@ def as_many(code: int) -> int:
     >>> describe(as_many(call_code("allreduce", "sum", 1)), (5, 2, 77))
     'allreduce_many(2 tensors of 5 float32 in all, shapes #77, sum)'
     """
-    return code & ~0xFF | COLLECTIVES.index("allreduce_many")
+    return code & ~0xFF | CODES.index("allreduce_many")
 
 
 @lru_cache(maxsize=1024)
@@ -91,8 +86,8 @@ def call_names(code: int) -> tuple[str, str, str, int]:
     ('broadcast', '', 'float32', 2)
     """
     op, dtype = (code >> 8) & 0xFF, from_code((code >> 16) & 0x7FFF)
-    collective = COLLECTIVES[code & 0xFF]
-    root = code >> 32 if collective in ROOTED else -1
+    collective = CODES[code & 0xFF]
+    root = code >> 32 if SPECS[collective].is_rooted else -1
     return collective, "" if op == _NO_OP else OPS[op], "" if dtype is None else short_name(dtype), root
 
 
@@ -113,7 +108,7 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     >>> describe(call_code("broadcast", None, 1) | 2 << 32, (3, 4))
     'broadcast(float32 [3, 4], root=2)'
     """
-    collective = COLLECTIVES[code & 0xFF]
+    collective = CODES[code & 0xFF]
     op, dtype, root = (code >> 8) & 0xFF, from_code((code >> 16) & 0x7FFF), code >> 32
     parts = []
     if collective == "allreduce_many" and shape is not None and dtype is not None:
@@ -126,7 +121,7 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
         parts.append(OPS[op])
     if code & ON_DEVICE:
         parts.append("on cuda")
-    if collective in ROOTED:
+    if SPECS[collective].is_rooted:
         parts.append(f"root={root}")
     return f"{collective}({', '.join(parts)})"
 
@@ -368,7 +363,7 @@ class CallLog:
         """Return the counters of each collective that has been called (fields of memory_layout)."""
         numbers = self.log_fields[LogFields.counters :].tolist()
         each = (numbers[at : at + CounterFields.FIELDS] for at in range(0, len(numbers), CounterFields.FIELDS))
-        found = zip(COLLECTIVES, each, strict=False)
+        found = zip(CODES, each, strict=False)
         return [(name, counts) for name, counts in found if counts[CounterFields.calls] or counts[CounterFields.stalls]]
 
     def compare(self) -> None:

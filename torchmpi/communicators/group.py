@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from ..collective_specs import SPECS
 from ..errors import MismatchError, RankLostError, StallError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
@@ -207,7 +208,7 @@ class Group:
 
     def perform_into(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
         """Run a collective that works in place on a copy of the tensor in `out`."""
-        if plan.collective == "reduce" and self.rank != root:  # it changes nothing there
+        if not SPECS[plan.collective].receives(self.rank == root):  # it changes nothing there
             self.perform(plan, tensor, None, root, 4)
             return tensor
         if out.is_inference():

@@ -24,7 +24,7 @@ class Plan:
     """A call that :meth:`~torchmpi.communicators.group.Group.perform` can run.
 
     Attributes:
-        collective: Name of the collective, one of :data:`~torchmpi.communicators.call_log.COLLECTIVES`.
+        collective: Name of the collective, one of :data:`~torchmpi.collective_specs.SPECS`.
         code: The signature that the ranks compare, without root and shape
             (see :func:`~torchmpi.communicators.call_log.call_code`).
         run: The function that does the work: ``run(tensor, out, root)``.

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..collective_specs import spec_of
 from ..tensors import partition
 from ..timeline import events
 from .call_queue import CallQueue
-
-_GATHERING, _SCATTERING = ("allgather", "gather"), ("scatter", "reduce_scatter")
 
 
 def message_sizes(collective: str, rank: int, size: int, given: Any, out: Any) -> tuple[int | None, int | None]:
@@ -32,18 +31,18 @@ def message_sizes(collective: str, rank: int, size: int, given: Any, out: Any) -
     >>> message_sizes("reduce_scatter", 1, 2, torch.ones(5, 2), None), message_sizes("barrier", 0, 2, None, None)
     ((10, 4), (0, 0))
     """
-    sent, received = _numel(given), _numel(out)
-    if collective == "scatter" and sent is None:
+    sent, received, spec = _numel(given), _numel(out), spec_of(collective)
+    if sent is None and spec.only_root_passes:
         return (None if received is None else received * size), received
     if sent is None:
         return 0, 0
-    if collective == "gather" or (collective in _GATHERING and received is None):
+    if spec.grows > 0 and (received is None or spec.is_rooted):
         return sent, sent * size
-    if received is None and collective in (*_SCATTERING, "alltoall"):
+    if received is None and spec.divides:
         if isinstance(given, Sequence) or not given.dim():  # parts of any length
             return sent, None
         own = partition.part_of(given.shape[0], size, rank)[1] * math.prod(given.shape[1:])
-        return sent, own if collective in _SCATTERING else own * size
+        return sent, own if spec.grows < 0 else own * size
     return sent, sent if received is None else received
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from ..collective_specs import SPECS
+
 GroupKind = Literal["intra", "inter"]
 CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier"]
 
@@ -174,7 +176,6 @@ _HIERARCHICAL: dict[CollectiveName, Callable[[_LevelGroup, int], Iterator[Step]]
     "broadcast": _broadcast,
     "barrier": _barrier,
 }
-_ROOTED = ("reduce", "broadcast")
 
 
 def _steps(collective: CollectiveName, group: _LevelGroup, root: int) -> Iterator[Step]:
@@ -183,7 +184,7 @@ def _steps(collective: CollectiveName, group: _LevelGroup, root: int) -> Iterato
     if group.splits:
         yield from _HIERARCHICAL[collective](group, root)
     else:
-        yield Step(group.level, "intra", collective, root if collective in _ROOTED else None)
+        yield Step(group.level, "intra", collective, root if SPECS[collective].is_rooted else None)
 
 
 def steps_for(collective: CollectiveName, rank: int, splits: Sequence[Split], *, root: int = 0) -> tuple[Step, ...]:

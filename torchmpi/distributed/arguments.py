@@ -13,6 +13,7 @@ from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
 from ..tensors.dtypes import DIVISIBLE_INTEGERS
+from ..tensors.operation_specs import OPERATIONS
 from .torch_names import Options, ReduceOp, WithoutFunctionModes, factor_of, has_function_mode, new_options
 
 Entry = TypeVar("Entry")
@@ -65,7 +66,7 @@ def run_on_all(task: Callable[[], object], tensors: Sequence[torch.Tensor], op: 
     first = tensors[0]
     if op:
         total = torch.empty_like(first, requires_grad=False)
-        rank_order.combine([each.detach() for each in tensors], "sum" if op == "avg" else op, total)
+        rank_order.combine([each.detach() for each in tensors], OPERATIONS[op].partial, total)
         buffers.overwrite(first, total)
     task()
     for other in tensors[1:]:

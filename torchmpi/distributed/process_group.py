@@ -26,6 +26,7 @@ from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
+from ..tensors.operation_specs import OPERATIONS
 from ..timeline import events
 from . import bucket_memory, monitored, torch_names, transfers
 from .arguments import (
@@ -144,13 +145,13 @@ class ProcessGroup(GroupExecution):
 
     def _allreduce_sparse(self, tensors: Tensors, op: str, opts: AllreduceOptions) -> dist.Work:
         tensor = tensors[0]
-        if op not in ("sum", "avg") or is_composed(opts.reduceOp, tensor.dtype):
+        if OPERATIONS[op].combine != "sum" or is_composed(opts.reduceOp, tensor.dtype):
             raise ArgumentError(
                 f"{self._where}: all_reduce: sparse tensors can only be summed, or averaged if they have a floating "
                 "dtype: sum integers and divide."
             )
         dtypes.check_reduction(tensor.dtype, op)
-        divisor = self.size() if op == "avg" else 1
+        divisor = self.size() if OPERATIONS[op].finish else 1
 
         def gather(rows: torch.Tensor) -> torch.Tensor:
             # The whole shape is compared among the ranks: each entry of another rank must have a place here.
@@ -419,6 +420,26 @@ class ProcessGroup(GroupExecution):
                 deliver_each(target, parts)
 
         return self._launch(task, [tensor], parts or [tensor], opts, "gather", root=root)
+
+    @apart_from_modes
+    def gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: GatherOptions = torch_names.GATHER
+    ) -> dist.Work:
+        """Gather one tensor of each rank into one tensor on the root; the other ranks pass anything (torch 2.14)."""
+        outputs = [output] if self.rank() == opts.rootRank else []
+        for whole in outputs:
+            check_sizes(whole, input, self.size(), f"{self._where}: gather_single")
+        self._check("gather", [], outputs)
+        plan = dispatch.plan_of(self._communicator, "gather", input)
+        root = dispatch.check_root(self._group, opts.rootRank, "gather_single")
+        target = result_rows(output, self.size()) if outputs else None
+
+        def task() -> None:
+            self._group.perform(plan, as_rows(input, 1), target, root)
+            if target is not None:
+                deliver(target, output)
+
+        return self._launch(task, [input], outputs or [input], opts, "gather", root=root)
 
     @overloaded(ScatterOptions, 2, "root", "timeout")
     def scatter(  # type: ignore[override]

@@ -20,6 +20,7 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from ..tensors import partition
+from ..tensors.operation_specs import OPERATIONS
 
 _Map = Callable[[Tensor], Tensor]
 
@@ -42,8 +43,8 @@ class _LinearMap(torch.autograd.Function):
 
 def linear_map(tensor: Tensor, function: _Map, transposed: _Map) -> Tensor:
     """Apply a linear function of which the transposed function is known. Both return new tensors."""
-    result: Tensor = _LinearMap.apply(tensor, function, transposed)  # type: ignore[no-untyped-call]
-    return result
+    apply: Callable[..., Tensor] = _LinearMap.apply
+    return apply(tensor, function, transposed)
 
 
 def allreduce(tensor: Tensor, *, op: Literal["sum", "avg"] = "sum", comm: Comm = None) -> Tensor:
@@ -167,7 +168,7 @@ def reduce_scatter(tensor: Tensor, *, op: Literal["sum", "avg"] = "sum", comm: C
 
     def gathered(gradient: Tensor) -> Tensor:
         result: Tensor = collectives.allgather(gradient, comm=communicator)
-        return (result / communicator.size if op == "avg" else result).view(shape)
+        return (result / communicator.size if OPERATIONS[op].finish else result).view(shape)
 
     return linear_map(tensor, scattered, gathered)
 
@@ -244,7 +245,7 @@ def _copy(values: Tensor) -> Tensor:
 
 
 def _check_op(op: str) -> None:
-    if op not in ("sum", "avg"):
+    if op not in OPERATIONS or OPERATIONS[op].combine != "sum":
         raise ArgumentError(
             f"{rank_prefix()}op={op!r} is not differentiable here. Use 'sum' or 'avg'; mpi.allreduce has the others."
         )

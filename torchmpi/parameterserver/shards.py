@@ -225,14 +225,30 @@ class Actor:
         """
         if rule.coefficients:
             self._coefficients[: len(rule.coefficients)] = rule.coefficients
-        self._prepare(shards, data, span, rule.num_states, rule.address if rule.function is None else fields.IN_PYTHON)
+        if rule.function is None:
+            self._prepare(shards, data, span, rule.num_states, rule.address)
+            self._run()
+            return
+        self._prepare(shards, data, span, rule.num_states, fields.IN_PYTHON)
+        # An interrupt may come before any instruction, and not all of them are in the try block that they are written
+        # in: neither the jump back to the condition of a loop (Python 3.12) nor the beginning of the finally block.
+        # Hence a loop in a function of its own, and a second block for an interrupt at the end of the first one.
         try:
-            while self._run() == fields.TAKEN:
-                self._call_function(shards, data - span[0] * shards.dtype.itemsize, rule)
-                self._end_chunk(self._address, 1)
+            self._apply_function(shards, data - span[0] * shards.dtype.itemsize, rule)
         finally:
-            if rule.function is not None:  # an interrupt may come at any time: release the chunk that is locked, if any
-                self._end_chunk(self._address, 0)
+            self._end_chunk(self._address, 0)
+
+    def _apply_function(self, shards: Shards, data: int, rule: PreparedRule) -> None:
+        """Apply a registered rule to all chunks, and release the chunk that is still locked after an exception."""
+        try:
+            self._visit_chunks(shards, data, rule)
+        finally:
+            self._end_chunk(self._address, 0)
+
+    def _visit_chunks(self, shards: Shards, data: int, rule: PreparedRule) -> None:
+        while self._run() == fields.TAKEN:
+            self._call_function(shards, data, rule)
+            self._end_chunk(self._address, 1)
 
     def read(self, shards: Shards, data: int, span: tuple[int, int]) -> None:
         """Copy the elements of `span` that are in `shards` to memory at address `data`.
@@ -287,8 +303,8 @@ class Actor:
             "arguments only, and make the call before send() or after wait()."
         )
         try:
-            with torch.no_grad(), forbidden:
-                rule.function(arrays[0], sent, *arrays[1:], *rule.coefficients)
+            with torch.no_grad():
+                forbidden.call(rule.function, arrays[0], sent, *arrays[1:], *rule.coefficients)
         except (Exception, SystemExit) as error:  # a SystemExit would end a server thread
             raise RuleFailure("".join(traceback.format_exception_only(type(error), error)).strip()) from error
 

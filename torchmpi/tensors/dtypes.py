@@ -5,21 +5,17 @@ The names of MPI types are those of mpi4py; the backends look them up.
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
 from .. import other_names
-from ..config import Operation
 from ..errors import ArgumentError, DtypeError
+from .operation_specs import OPERATIONS, Kind, form
 
-OPS: tuple[str, ...] = get_args(Operation)
+OPS = tuple(OPERATIONS)
 DIVISIBLE_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """The integers of which torch can compute quotients."""
-_ARITHMETIC = ("sum", "prod")
-_ORDER = ("min", "max")
-_BITWISE = ("band", "bor", "bxor")
-_LOGICAL = ("land", "lor")
 
 
 class DtypeInfo(NamedTuple):
@@ -31,10 +27,12 @@ class DtypeInfo(NamedTuple):
     ops: tuple[str, ...]
 
 
-_INTEGER_OPS = (*_ARITHMETIC, *_ORDER, *_BITWISE, *_LOGICAL)
-_FLOAT_OPS = ("sum", "avg", "prod", *_ORDER)
-_COMPLEX_OPS = ("sum", "avg", "prod")
-_BOOL_OPS = (*_ORDER, *_BITWISE, *_LOGICAL)
+def _ops_of(kind: Kind) -> tuple[str, ...]:
+    return tuple(op for op, spec in OPERATIONS.items() if kind in spec.kinds)
+
+
+_INTEGER_OPS, _FLOAT_OPS, _COMPLEX_OPS = _ops_of("integer"), _ops_of("float"), _ops_of("complex")
+_BOOL_OPS = _ops_of("bool")
 
 _TABLE: dict[torch.dtype, DtypeInfo] = {
     torch.float32: DtypeInfo(1, "FLOAT", torch.float32, _FLOAT_OPS),
@@ -107,11 +105,11 @@ def check_reduction(dtype: torch.dtype, op: str | None) -> DtypeInfo:
     name = short_name(dtype)
     if not found.ops:
         raise DtypeError(f"op={op!r} cannot be computed on {name}. Convert the tensor to bfloat16 or float32 first.")
-    if op == "avg":
+    if OPERATIONS[op].finish:
         remedy = "An average of integers is not an integer: use op='sum' and divide, or convert to a floating dtype."
     elif dtype is torch.bool:
         remedy = "Use op='land' or 'lor', or convert to an integer dtype."
-    elif op in _ORDER:
+    elif OPERATIONS[op].has_order:
         remedy = "Complex numbers have no order: reduce .abs(), or use op='sum'."
     else:
         remedy = "Bitwise and logical operations need integers or bool: pass (tensor != 0), or an integer view."
@@ -128,10 +126,9 @@ def may_use_mpi(dtype: torch.dtype, op: str, size: int) -> bool:
     >>> may_use_mpi(torch.float32, "sum", 2), may_use_mpi(torch.float32, "sum", 3)
     (True, False)
     """
+    spec = form(op, dtype)
     if info(dtype).mpi_name is None:
         return False
     if not (dtype.is_floating_point or dtype.is_complex):
-        return dtype.itemsize > 2 or op not in _ARITHMETIC
-    if size == 1:
-        return True
-    return size == 2 and (op in ("sum", "avg") or (op == "prod" and not dtype.is_complex))
+        return dtype.itemsize > 2 or spec.is_exact
+    return size == 1 or (size == 2 and not spec.is_exact and not (spec.combine == "prod" and dtype.is_complex))

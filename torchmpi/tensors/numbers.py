@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ..errors import DtypeError
+from .operation_specs import OPERATIONS
 
 Number = TypeVar("Number", int, float, complex)
 Value = TypeVar("Value", torch.Tensor, bool, int, float, complex)
-_ARITHMETIC = ("sum", "prod")
 
 
 def is_number(value: object) -> bool:
@@ -32,15 +32,15 @@ def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
     >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor"), as_tensor(True, "avg")
     (tensor(3), tensor(1), tensor(True), tensor(1., dtype=torch.float64))
     """
-    if isinstance(value, (bool, np.bool_)) and op != "avg":
-        value = bool(value)
-        return _cpu(int(value) if op in _ARITHMETIC else value)
+    spec = OPERATIONS.get(op or "")
+    if isinstance(value, (bool, np.bool_)) and (spec is None or "bool" in spec.kinds):
+        return _cpu(bool(value))
     if isinstance(value, (numbers.Integral, np.bool_)):
         if not -(1 << 63) <= int(value) < 1 << 63:
             raise DtypeError(
                 f"the integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."
             )
-        if op == "avg":
+        if spec is not None and "integer" not in spec.kinds:
             return _cpu(float(value), torch.float64)
         return _cpu(int(value))
     if isinstance(value, numbers.Real):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
+from ..collective_specs import spec_of
 from .step_times import CallSite
 
-_SAME_AS = {"allreduce_many": "allreduce"}
 _CONTESTANT, _MODE = "auto", "sync"
 
 
@@ -51,7 +51,7 @@ class BenchTimes:
         moving = (site.seconds - site.waiting) / site.num_calls
         if moving <= 0:
             return None
-        collective = _SAME_AS.get(site.collective, site.collective)
+        collective = spec_of(site.collective).form_of or site.collective
         num_bytes = payload_bytes(collective, site.num_bytes, site.num_ranks)
         seconds = self.seconds((collective, site.num_ranks, site.dtype), num_bytes)
         return None if seconds is None else seconds / moving
@@ -65,8 +65,9 @@ def payload_bytes(collective: str, num_bytes: int, num_ranks: int) -> int:
     >>> payload_bytes("allreduce", 1000, 4), payload_bytes("allgather", 250, 4), payload_bytes("scatter", 1750 // 4, 4)
     (1000, 1000, 999)
     """
-    if collective in ("allgather", "gather"):
+    spec = spec_of(collective)
+    if spec.grows > 0:
         return num_bytes * num_ranks
-    if collective == "scatter" and num_ranks:  # the root passes all parts, each other rank receives one
+    if spec.only_root_passes and num_ranks:  # the root passes all parts, each other rank receives one
         return round(num_bytes * num_ranks**2 / (2 * num_ranks - 1))
     return num_bytes

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import typing_extensions
 
+from ..collective_specs import spec_of
 from .clocks import TickClock
 
 _OWN_FOLDERS = (
@@ -31,7 +32,6 @@ _OWN_FOLDERS = (
 )
 _BETWEEN = tuple(module.__file__ for module in (contextlib, threading, typing_extensions, warnings))
 """Files of other modules whose functions call those of this package and of torch, or are called by them."""
-_WAITS_FOR_ROOT, _ROOT_WAITS, _DOES_NOT_SYNCHRONIZE = ("broadcast", "scatter"), ("reduce", "gather"), ("free", "stop")
 _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
@@ -228,11 +228,10 @@ def awaited_ranks(collective: str, rank: int, root: int, ranks: Sequence[int]) -
     >>> awaited_ranks("allreduce", 1, -1, (0, 1, 2)), awaited_ranks("scatter", 1, 2, (0, 1, 2))
     ((0, 1, 2), (2,))
     """
-    if collective in _WAITS_FOR_ROOT:
-        return () if rank == root else (root,)
-    if collective in _DOES_NOT_SYNCHRONIZE or (collective in _ROOT_WAITS and rank != root):
+    spec = spec_of(collective)
+    if spec.flow == "root to all" and rank == root:
         return ()
-    return ranks
+    return spec.sources(rank, root, ranks) if spec.is_rooted or spec.flow == "none" else ranks
 
 
 def _message_numbers(numbers: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..collective_specs import spec_of
 from .aligned_calls import AlignedCalls, align, earliest_result
 from .bench_times import BenchTimes
 from .step_times import (
@@ -190,8 +191,8 @@ class StepReport(NamedTuple):
             return ""
         for site in self.sites:
             per_step = site.num_calls / self.num_steps
-            is_reduction = site.collective in ("allreduce", "reduce_scatter", "allreduce_many")
-            if is_reduction and per_step >= _MANY_CALLS and site.num_bytes < _TINY_BYTES:
+            spec = spec_of(site.collective)
+            if spec.reduces and not spec.is_rooted and per_step >= _MANY_CALLS and site.num_bytes < _TINY_BYTES:
                 return (
                     f"Each step makes {per_step:.0f} calls of {site.num_bytes / 1024:.1f} KB at {site.line}: the "
                     "buckets are too small. Raise bucket_bytes (register_async_backward, synchronize_gradients), or "

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from ..collective_specs import spec_of
 from . import events
 
 _START, _STOP = "_run_on_profiler_start", "_run_on_profiler_stop"
 _RecordFunction: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)
-_EVENTS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-"""Names of torch.distributed, which tools look for."""
 _TORCH_NAMES = {"float32": "Float", "float64": "Double", "bfloat16": "BFloat16", "float16": "Half", "int64": "Long"}
 
 
@@ -85,7 +84,7 @@ def _open_event(call: events.ShownCall, kind: str = "") -> Any:
 
 def _name_of(collective: str, kind: str = "") -> str:
     """Return the name of an event; readers count those that begin or end with torchmpi:all_reduce as calls."""
-    return f"torchmpi{kind and f' {kind}'}:{_EVENTS.get(collective, collective)}"
+    return f"torchmpi{kind and f' {kind}'}:{spec_of(collective).torch_name or collective}"
 
 
 def _show_queued(description: str, task: Callable[[], Any]) -> Callable[[], Any]:

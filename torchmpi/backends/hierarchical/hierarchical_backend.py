@@ -21,13 +21,13 @@ from ..base import Operation
 if TYPE_CHECKING:
     from .steps import BindStep
 
-COLLECTIVES = ("barrier", "broadcast", "allgather", "allreduce", "reduce", "reduce_scatter")
-
 
 class HierarchicalBackend:
     """Collectives in steps; the backend of each step is selected for its group."""
 
     name = "hierarchical"
+    device_types = ("cpu", "cuda")
+    collectives = ("barrier", "broadcast", "allgather", "allreduce", "reduce", "reduce_scatter")
     announces = False
     enqueues = False
 
@@ -40,16 +40,12 @@ class HierarchicalBackend:
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Accept groups over several hosts of which one has several ranks."""
-        if collective not in COLLECTIVES:
-            return f"it has no {collective}, only {', '.join(COLLECTIVES)}"
         if group is not None:
             num_hosts = len(group.placement.groups)
             if num_hosts == 1:
                 return "all its ranks are on one host"
             if num_hosts == group.size:
                 return "each of its ranks is on a host of its own"
-        if device_type == "cuda" and not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
         return None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:

@@ -20,6 +20,7 @@ from ...shared_memory import fast_path
 from ...shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
 from ...shared_memory.memory_layout import WITH_COMPARISON, LogFields
 from ...tensors import buffers, partition
+from ...tensors.operation_specs import OPERATIONS
 from ..base import Operation
 from ..comparison import FastAllreduce, NumberExchange, most_carried
 from ..mpi_messages import can_call_from_kernels, destination_for, row_counts, rows_of
@@ -155,7 +156,7 @@ class ComparedHostAllreduce:
         self.group, self.comparison, self.longer = group, group.comparison, longer
         self.partial_results, self.op = partial_results, op
         self.runner = self.comparison.runner(op)
-        self.combine = combiner(partial_results.accumulator, "sum" if op == "avg" else op)
+        self.combine = combiner(partial_results.accumulator, OPERATIONS[op].partial)
         self.work = ChunkBuffers(partial_results.accumulator)
 
     def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
@@ -197,7 +198,7 @@ class ComparedHostAllreduce:
     def cached_call(self, root: int) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
         group, local, dtype = self.group, self.group.local, self.partial_results.dtype
-        if self.op == "avg" or self.partial_results.is_rounded or not can_call_from_kernels(group):
+        if OPERATIONS[self.op].finish or self.partial_results.is_rounded or not can_call_from_kernels(group):
             return None
         names = ("reduce", "broadcast") if local is not None else ()
         found = [self.runner.cached_call(_inside(group), name, torch.empty(0, dtype=dtype)) for name in names]

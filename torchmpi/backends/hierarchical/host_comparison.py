@@ -10,7 +10,7 @@ from ...communicators.call_log import CallNumber
 from ...communicators.group import Group
 from ...communicators.plan import Backends
 from ...errors import MismatchError
-from ..base import Backend, Operation, bind
+from ..base import Backend, Operation, bind, refusal
 from ..comparison import NumberExchange, can_carry
 from .steps import StepRunner
 
@@ -27,7 +27,7 @@ def comparison_for(group: Group, shared: Backend, network: Backend) -> HostCompa
         network: The backend for the ranks of a host that do not.
     """
     num_hosts = len(group.placement.groups)
-    if num_hosts in (1, group.size) or shared.why_not("barrier", "cpu") is not None:
+    if num_hosts in (1, group.size) or refusal(shared, "barrier", "cpu") is not None:
         return NumberExchange(group.context.MPI, group.comm)
     return HostComparison(group, shared, network)
 
@@ -59,7 +59,7 @@ class HostComparison:
         self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
     ) -> tuple[Operation, Backends]:
         # Not by the selector: among kernels, any two calls that differ end with an error.
-        has_memory = self._shared.why_not(collective, device_type, group) is None
+        has_memory = refusal(self._shared, collective, device_type, group) is None
         backend = self._shared if has_memory else self._network
         return bind(backend, group, collective, dtype, op), ((None, backend.name),)
 

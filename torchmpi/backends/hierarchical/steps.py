@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...collective_specs import SPECS
 from ...communicators import splits
 from ...communicators.call_log import call_code
 from ...communicators.group import Group
@@ -20,10 +21,10 @@ from ...communicators.handle import Handle
 from ...communicators.plan import Backends, Plan, Shape, no_shape
 from ...shared_memory import fast_path
 from ...tensors import dtypes, partition
+from ...tensors.operation_specs import OPERATIONS
 from ..base import Operation
 from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults
-from ..selection_table import BY_SIZE, REDUCING
 
 BindStep = Callable[[Group, str, torch.dtype | None, str | None, str], tuple[Operation, Backends]]
 """``bind_step(group, collective, dtype, op, device_type)``: a flat collective by the backends of the group."""
@@ -53,7 +54,7 @@ class StepRunner:
         `variant` distinguishes runners whose `bind_step` selects different backends, or with a `shape_of`, which
         replaces the shape that the ranks of a step compare.
         """
-        self._op = "sum" if op == "avg" else op  # an average is divided once, at the end
+        self._op = op and OPERATIONS[op].partial  # an average is divided once, at the end
         self._bind_step, self._variant, self._shape_of = bind_step, variant, shape_of
 
     def run(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
@@ -82,13 +83,13 @@ class StepRunner:
     def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> Plan:
         tensor = destination if source is None else source
         dtype, device_type = (None, "cpu") if tensor is None else (tensor.dtype, tensor.device.type)
-        op = self._op if collective in REDUCING else None
+        op = self._op if SPECS[collective].reduces else None
         key = ("step", collective, op, dtype, device_type, self._variant)
         plan: Plan | None = group.plans.get(key)
         if plan is None:
             # Steps over hosts need no shape: the ranks have compared the whole call. Over a span that message may be
             # switched off, and the groups within a host compare without one.
-            whole_shape = self._variant is not None and collective in BY_SIZE
+            whole_shape = self._variant is not None and SPECS[collective].compared == "shape"
             shape_of = self._shape_of or (None if whole_shape else no_shape)
             code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
             operation, backends = self._bind_step(group, collective, dtype, op, device_type)
@@ -205,7 +206,7 @@ def _phases(collective: str, steps: tuple[splits.Step, ...]) -> Phases:
     comes before and the others after: the ranks of a group must run their steps for all chunks in the same order.
     """
     if collective == "allreduce":
-        middles = [index for index, step in enumerate(steps) if step.collective in REDUCING][-1:]
+        middles = [index for index, step in enumerate(steps) if SPECS[step.collective].reduces][-1:]
     else:
         middles = [index for index, step in enumerate(steps) if step.group == "inter"][:1]
     if not middles:

@@ -14,13 +14,13 @@ from ..gpus import Devices
 if TYPE_CHECKING:
     from .staging_areas import CudaDevice
 
-COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
-
 
 class IpcBackend:
     """Collectives of ranks that share a GPU, or whose GPUs can access each other."""
 
     name = "ipc"
+    device_types = ("cuda",)
+    collectives = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
     announces = False
     enqueues = True
 
@@ -35,13 +35,7 @@ class IpcBackend:
         return device_type == "cuda"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Return why a call is refused: it has reductions, broadcast and allgather, on one host with peer access."""
-        if device_type != "cuda":
-            return "it is for CUDA tensors"
-        if collective not in COLLECTIVES:
-            return f"it has no {collective}"
-        if not torch.cuda.is_available():
-            return "this torch or this host has no CUDA"
+        """Accept ranks of one host with peer access."""
         if not self.config.staging_bytes:
             return "it is switched off (staging_bytes=0)"
         return self.problem or (None if group is None else self._why_not_among(group))

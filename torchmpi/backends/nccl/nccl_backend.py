@@ -39,6 +39,12 @@ class NcclBackend:
     """Collectives of NCCL, on CUDA tensors."""
 
     name = "nccl"
+    device_types = ("cuda",)
+    # A barrier synchronizes processes, which wait for no GPU.
+    collectives = (
+        "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
+        "exchange_parts", "exchange_matching_parts",
+    )  # fmt: skip
     announces = False
     enqueues = True
 
@@ -73,12 +79,8 @@ class NcclBackend:
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Accept collectives on the device, among ranks that have a GPU each."""
-        if device_type != "cuda":
-            return "it takes CUDA tensors only"
         if self.problem:
             return self.problem
-        if collective == "barrier":
-            return "a barrier synchronizes processes, which wait for no GPU"
         return None if group is None else self._why_not_among(group.world_ranks)
 
     def _why_not_among(self, ranks: Sequence[int]) -> str | None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from ...collective_specs import SPECS
 from ...communicators.group import Group
 from ...errors import TransportError
 from ...tensors import buffers, partition
 from ..base import Operation
 from ..gpus import Devices, index_of
 from ..mpi_messages import destination_for, rows_of
-from ..ordered_reduction import REDUCTIONS
 from ..torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, copy_own
 from .recipes import flat, recipe
 
@@ -33,7 +33,7 @@ def prepare(
     torch_group: NcclGroup, group: Group, collective: str, dtype: torch.dtype | None, op: str | None
 ) -> Operation:
     """Prepare a collective on a group."""
-    if collective in REDUCTIONS:
+    if SPECS[collective].reduces:
         assert dtype is not None and op is not None
         calls: NcclReduction | RowMovement = NcclReduction(torch_group, dtype, op)
     else:

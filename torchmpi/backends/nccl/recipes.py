@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import torch
 
+from ...tensors.operation_specs import OPERATIONS, OperationSpec, form
 from .. import rank_order
 
 _Tensor = torch.Tensor
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHORT = (torch.float16, torch.bfloat16)
-_TRUTH = {"land": "min", "band": "min", "min": "min", "lor": "max", "bor": "max", "max": "max", "bxor": "sum"}
+_OF_TRUTH = {"band": "min", "bor": "max", "bxor": "sum"}
 
 
 class Recipe(NamedTuple):
@@ -53,9 +54,10 @@ def lacks(dtype: torch.dtype, op: str) -> str | None:
     >>> lacks(torch.bool, "bxor") is None
     True
     """
-    if op in ("band", "bor", "bxor") and dtype is not torch.bool:
+    spec = form(op, dtype)
+    if spec.combine in _OF_TRUTH and spec.prepare != "truth":
         return f"NCCL has no {op} of integers"
-    if op == "prod" and dtype.is_complex:
+    if spec.combine == "prod" and dtype.is_complex:
         return "NCCL has no product of complex numbers"
     return None
 
@@ -69,25 +71,25 @@ def recipe(dtype: torch.dtype, op: str, size: int) -> Recipe:
     (torch.float32, torch.bfloat16)
     """
     dtype = _PARTS.get(dtype, dtype)
-    if dtype is torch.bool:
-        return _truth(_TRUTH[op])
-    if op in ("land", "lor"):
-        return _truth(_TRUTH[op])
+    spec = form(op, dtype)
+    if spec.prepare == "truth":
+        return _truth(spec)
     if dtype.is_floating_point:
-        return _ordered(dtype, op) if op in ("min", "max") else _sums(dtype, op, size)
+        return _ordered(dtype, spec.combine) if spec.has_order else _sums(dtype, spec, size)
     if dtype.itemsize == 2:  # NCCL has no integers of 16 bits; their results are the lower halves of longer ones
-        return Recipe(torch.int32, op, lambda values: values.to(torch.int32))
-    return _unsigned(dtype, op) if dtype in (torch.uint32, torch.uint64) else Recipe(dtype, op)
+        return Recipe(torch.int32, spec.combine, lambda values: values.to(torch.int32))
+    return _unsigned(dtype, spec.combine) if dtype in (torch.uint32, torch.uint64) else Recipe(dtype, spec.combine)
 
 
-def _truth(op: str) -> Recipe:
+def _truth(spec: OperationSpec) -> Recipe:
     """Return the recipe of logical operations: any number but 0 is true, and the result is 0 or 1."""
 
     def encode(values: _Tensor) -> _Tensor:
         # As signed integers: torch has few operations on unsigned ones, and a bool may be a view of any byte.
         return (values.view(_SIGNED[values.itemsize]) != 0).to(torch.uint8)
 
-    return Recipe(torch.uint8, op, encode, (lambda sums: sums.bitwise_and_(1)) if op == "sum" else None)
+    op = _OF_TRUTH[spec.combine]
+    return Recipe(torch.uint8, op, encode, None if OPERATIONS[op].is_exact else lambda sums: sums.bitwise_and_(1))
 
 
 def _unsigned(dtype: torch.dtype, op: str) -> Recipe:
@@ -96,13 +98,13 @@ def _unsigned(dtype: torch.dtype, op: str) -> Recipe:
     For min and max the highest bit is flipped, which keeps the order.
     """
     signed = _SIGNED[dtype.itemsize]
-    flipped = torch.iinfo(signed).min if op in ("min", "max") else 0
+    flipped = torch.iinfo(signed).min if OPERATIONS[op].has_order else 0
     return Recipe(
         signed, op, lambda values: values.view(signed) ^ flipped, lambda result: (result ^ flipped).view(dtype)
     )
 
 
-def _sums(dtype: torch.dtype, op: str, size: int) -> Recipe:
+def _sums(dtype: torch.dtype, spec: OperationSpec, size: int) -> Recipe:
     """Return the recipe of sums, means and products of floats.
 
     16-bit floats are reduced in 32 bits and rounded once. The sum of two is rounded once in any case.
@@ -111,11 +113,12 @@ def _sums(dtype: torch.dtype, op: str, size: int) -> Recipe:
     # For a mean NCCL multiplies by 1/n before it adds, which is exact for powers of two only; even then float16 would
     # lose the last bit of its smallest numbers.
     is_exact = size & (size - 1) == 0
-    if dtype in _SHORT and (size > 2 or (op == "avg" and dtype is torch.float16)):
+    is_mean = spec.finish == "divide"
+    if dtype in _SHORT and (size > 2 or (is_mean and dtype is torch.float16)):
         dtype, encode = torch.float32, lambda values: values.to(torch.float32)
-    if op == "avg" and not is_exact:
-        return Recipe(dtype, "sum", encode, partial(_divided, size))
-    return Recipe(dtype, op, encode)
+    if is_mean and not is_exact:
+        return Recipe(dtype, spec.partial, encode, partial(_divided, size))
+    return Recipe(dtype, spec.name, encode)
 
 
 def _divided(size: int, sums: _Tensor) -> _Tensor:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ... import files
+from ...collective_specs import spec_of
 from ...errors import ArgumentError, JobError
 from ..formatting import counted, section, table
 from .contestants import COPY
@@ -210,7 +211,7 @@ def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
         marker = None if name == COPY else _MARKERS[index % len(_MARKERS)]
         axis.plot(sizes, times, style, label=name, marker=marker, markersize=4)
         axis.fill_between(sizes, low, high, alpha=0.15)
-    axis.set_xscale("symlog" if collective == "barrier" else "log", base=2)
+    axis.set_xscale("log" if spec_of(collective).tensors else "symlog", base=2)
     axis.set_yscale("log")
     ticks = sorted({row["bytes"] for row in rows})[::2]
     axis.set_xticks(ticks, [short_size(tick) for tick in ticks])

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...collective_specs import IN_PLACE, SPECS
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
 from .bench_report import Row, grouped, has_figure, header, microseconds, reasons, time_and_spread, timing_of
 from .contestants import COPY, LAUNCH, Contestant, Copy, TorchDistributed, find_peers, open_group, our_contestants
 from .options import CPU_PEERS, DIST, PEERS, short_size
 from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls, timed_on
-from .workload import ROOTED, WITH_OUT, BenchCase, Workload
+from .workload import BenchCase, Workload
 
 _ASSUMED_BYTES_PER_SECOND = 2e9  # the speed of a slow contestant, to divide the time among sizes
 
@@ -43,7 +44,7 @@ def cases(options: argparse.Namespace) -> list[BenchCase]:
     """Return the cases to measure; a barrier has neither dtype nor size."""
     out_of_place = getattr(options, "out_of_place", False)
     found = (
-        BenchCase("barrier", "", 0) if collective == "barrier" else BenchCase(collective, dtype, size, out_of_place)
+        BenchCase(collective, dtype, size, out_of_place) if SPECS[collective].tensors else BenchCase(collective, "", 0)
         for collective in options.verbs
         for dtype in options.dtypes
         for size in options.sizes
@@ -71,7 +72,7 @@ class CaseMeasurement:
         figures = {call.name: dataclasses.asdict(found) for call, found in zip(timed, summaries, strict=True)}
         steps, sent_bytes = cost(self.case.collective, self.job.size, plain.payload_bytes)
         mode = "async" if self.asynchronous else "sync"
-        mode += " out of place" if self.case.out_of_place and self.case.collective in WITH_OUT else ""
+        mode += " out of place" if self.case.out_of_place and self.case.collective in IN_PLACE else ""
         head = {
             "ranks": self.job.size,
             "verb": self.case.collective,
@@ -89,7 +90,7 @@ class CaseMeasurement:
         reason = self.job.agreed(contestant.why_not(self.case.collective, self.case.dtype))
         if reason is not None:
             return reason
-        roots = range(self.job.size if self.case.collective in ROOTED else 1)
+        roots = range(self.job.size if SPECS[self.case.collective].is_rooted else 1)
         calls = []
         try:
             if contestant.allocate() is not None:
@@ -223,9 +224,14 @@ def cost(collective: str, size: int, payload_bytes: int) -> Cost:
     >>> cost("allreduce", 4, 1000), cost("broadcast", 4, 1000)
     (Cost(steps=6, sent_bytes=1500), Cost(steps=2, sent_bytes=1000))
     """
-    tree = math.ceil(math.log2(size))
-    steps = {"allreduce": 2 * (size - 1), "broadcast": tree, "reduce": tree, "barrier": tree, "sendreceive": 1}
-    return Cost(steps.get(collective, size - 1), round(bus_factor(collective, size) * payload_bytes))
+    spec = SPECS[collective]
+    if spec.flow == "neighbor":
+        steps = 1
+    elif not spec.tensors or (spec.in_place and spec.is_rooted):
+        steps = math.ceil(math.log2(size))
+    else:
+        steps = (size - 1) * (2 if spec.in_place else 1)
+    return Cost(steps, round(bus_factor(collective, size) * payload_bytes))
 
 
 def bus_factor(collective: str, size: int) -> float:
@@ -234,9 +240,10 @@ def bus_factor(collective: str, size: int) -> float:
     >>> bus_factor("allreduce", 2), bus_factor("allgather", 4)
     (1.0, 0.75)
     """
-    if collective in ("broadcast", "reduce", "sendreceive"):
+    spec = SPECS[collective]
+    if spec.in_place and spec.flow != "all to all":
         return 1.0 if size > 1 else 0.0
-    return (2 if collective == "allreduce" else 1) * (size - 1) / size
+    return (2 if spec.in_place else 1) * (size - 1) / size
 
 
 def gigabytes_per_second(num_bytes: float, microseconds: float) -> float:

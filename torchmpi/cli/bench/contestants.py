@@ -19,11 +19,12 @@ import torch.distributed
 import torchmpi
 
 from ...backends.selector import AVAILABLE
+from ...collective_specs import IN_PLACE, SPECS
 from ...distributed.registration import register
 from ...session import mpi_library, runtime
 from .bench_job import BenchJob
 from .options import AUTO, DIST, PEERS
-from .workload import REDUCING, ROOTED, WITH_OUT, Allocate, BenchCase, Workload
+from .workload import Allocate, BenchCase, Workload
 
 Call = Callable[..., Any]
 COPY = "copy"
@@ -59,11 +60,11 @@ class Ours(Contestant):
         self.backend, self.memory, self.asynchronous, self.device = backend, memory, asynchronous, device
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        if collective == "barrier" and (self.asynchronous or self.memory != "plain"):
-            return "there is no barrier_async()" if self.asynchronous else "a barrier has no tensors"
+        if not SPECS[collective].tensors and (self.asynchronous or self.memory != "plain"):
+            return f"there is no {collective}_async()" if self.asynchronous else f"a {collective} has no tensors"
         if self.backend is None:
             return None
-        if collective in ("barrier", "sendreceive"):
+        if SPECS[collective].kind == "message" or not SPECS[collective].tensors:
             return f"{collective} has no argument backend="
         mode = "async" if self.asynchronous else "sync"
         verdict = torchmpi.collective_availability()[self.backend, collective, self.device, mode]
@@ -80,15 +81,15 @@ class Ours(Contestant):
         return (lambda: call().wait()) if self.asynchronous and self.name != LAUNCH else call
 
     def _arguments(self, work: Workload, root: int) -> list[Any]:
-        if work.collective == "barrier":
+        if not work.spec.tensors:
             return []
-        if work.collective == "sendreceive":
+        if work.spec.flow == "neighbor":
             return [work.source, *_neighbors(work)]
         is_root = work.rank == root
-        positional: list[Any] = [None if work.collective == "scatter" and not is_root else work.source]
-        if work.collective in ROOTED:
+        positional: list[Any] = [work.source if work.spec.passes(is_root) else None]
+        if work.spec.is_rooted:
             positional.append(root)
-        if not work.is_in_place and (work.collective not in ("gather", "reduce") or is_root):
+        if not work.is_in_place and work.spec.receives(is_root):
             positional.append(work.target)
         return positional
 
@@ -114,7 +115,7 @@ def our_contestants(
 def _available(device_type: str) -> list[str]:
     table = torchmpi.collective_availability()
     names = (name for (name, collective, device, _), verdict in table.items()
-             if verdict in AVAILABLE and device == device_type and collective != "barrier")  # fmt: skip
+             if verdict in AVAILABLE and device == device_type and SPECS[collective].tensors)  # fmt: skip
     return list(dict.fromkeys(names))
 
 
@@ -125,7 +126,7 @@ class Copy(Contestant):
         super().__init__(COPY)
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        return "a barrier has no tensors" if collective == "barrier" else None
+        return None if SPECS[collective].tensors else f"a {collective} has no tensors"
 
     def bind(self, work: Workload, root: int) -> Call:
         source = max(work.source, work.target, key=torch.Tensor.numel)
@@ -151,11 +152,12 @@ def _on_copy(work: Workload, call: Call) -> Call:
 
 # --- other libraries ----------------------------------------------------------------------------------------
 
-_MPI_NAMES = {
-    "allreduce": "Allreduce", "broadcast": "Bcast", "allgather": "Allgather", "reduce_scatter": "Reduce_scatter_block",
-    "reduce": "Reduce", "alltoall": "Alltoall", "gather": "Gather", "scatter": "Scatter", "barrier": "Barrier",
-    "sendreceive": "Sendrecv_replace",
-}  # fmt: skip
+
+_OF_TORCH = (
+    "allreduce", "broadcast", "reduce", "gather", "scatter", "allgather", "reduce_scatter", "alltoall", "barrier",
+    "sendreceive",
+)  # fmt: skip
+_OF_HOROVOD = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier")
 
 
 class MPI4Py(Contestant):
@@ -166,14 +168,14 @@ class MPI4Py(Contestant):
         self._comm, self._asynchronous, self._MPI = comm, asynchronous, mpi_library.load()
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        return f"MPI cannot add {dtype}" if collective in REDUCING and dtype in ("bfloat16", "float16") else None
+        return f"MPI cannot add {dtype}" if SPECS[collective].reduces and dtype in ("bfloat16", "float16") else None
 
     def bind(self, work: Workload, root: int) -> Call:
-        name = _MPI_NAMES[work.collective]
+        name = work.spec.name_in_mpi
         call: Call = partial(
             getattr(self._comm, f"I{name.lower()}" if self._asynchronous else name), *self._arguments(work, root)
         )
-        if work.collective == "broadcast":
+        if work.spec.in_place and work.spec.flow == "root to all":
             call = _on_copy(work, call)
         return (lambda: call().Wait()) if self._asynchronous else call
 
@@ -182,7 +184,6 @@ class MPI4Py(Contestant):
         in_place = self._MPI.IN_PLACE if work.is_in_place else source
         is_root, (left, right) = work.rank == root, _neighbors(work)
         arguments: dict[str, tuple[Any, ...]] = {
-            "allreduce": (in_place, target),
             "broadcast": (target, root),
             "reduce": (in_place, target, add, root) if is_root else (source, None, add, root),
             "gather": (source, target if is_root else None, root),
@@ -190,15 +191,17 @@ class MPI4Py(Contestant):
             "sendreceive": (target, right, 0, left, 0),
             "barrier": (),
         }
-        return arguments.get(work.collective, (source, target))
+        return arguments.get(work.collective, (in_place, target))
 
 
 class StagedMPI4Py(MPI4Py):
     """mpi4py for tensors on a GPU, with explicit staging: copy to pinned memory, communicate, copy back."""
 
+    _COLLECTIVES = ("allreduce",)
+
     def why_not(self, collective: str, dtype: str) -> str | None:
-        if collective != "allreduce":
-            return f"only allreduce is staged by hand, not {collective}"
+        if collective not in self._COLLECTIVES:
+            return f"only {self._COLLECTIVES[0]} is staged by hand, not {collective}"
         return super().why_not(collective, dtype)
 
     def bind(self, work: Workload, root: int) -> Call:
@@ -231,13 +234,15 @@ class TorchDistributed(Contestant):
         self._group, self._asynchronous = group, asynchronous
 
     def why_not(self, collective: str, dtype: str) -> str | None:
+        if collective not in _OF_TORCH:
+            return f"torch.distributed has no {collective}"
         return "gloo does not support int16" if dtype == "int16" and self.name == "gloo" else None
 
     def bind(self, work: Workload, root: int) -> Call:
-        if work.collective == "sendreceive":
+        if work.spec.flow == "neighbor":
             return self._exchange(work)
         call: Call = partial(self._function(work, root), group=self._group)
-        if work.collective in WITH_OUT:
+        if work.collective in IN_PLACE:
             call = _on_copy(work, call)
         return (lambda: call(async_op=True).wait()) if self._asynchronous else call
 
@@ -281,18 +286,19 @@ class Horovod(Contestant):
         self._hvd.init()
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        if collective in ("reduce", "gather", "scatter", "sendreceive"):
+        if collective not in _OF_HOROVOD:
             return f"Horovod has no {collective}"
-        return "Horovod has no barrier_async" if collective == "barrier" and self._asynchronous else None
+        has_mode = SPECS[collective].has_async or not self._asynchronous
+        return None if has_mode else f"Horovod has no {collective}_async"
 
     def bind(self, work: Workload, root: int) -> Call:
         hvd, mode = self._hvd, "_async" if self._asynchronous else ""
-        if work.collective == "barrier":
+        if not work.spec.tensors:
             return partial(hvd.barrier)
-        has_in_place = work.is_in_place and work.collective in ("allreduce", "broadcast")
+        has_in_place = work.is_in_place and work.spec.in_place
         function = getattr(hvd, f"{work.collective.replace('_', '')}{mode}{'_' if has_in_place else ''}")
-        arguments = (root,) if work.collective == "broadcast" else ()
-        options = {"op": hvd.Sum} if work.collective in REDUCING else {}
+        arguments = (root,) if work.spec.is_rooted else ()
+        options = {"op": hvd.Sum} if work.spec.reduces else {}
         # The same name each time: Horovod caches its negotiation.
         call = partial(function, work.source, *arguments, name=f"bench.{work.collective}.{root}", **options)
 

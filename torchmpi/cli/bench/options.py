@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...backends.base import NAMES
+from ...collective_specs import SPECS
+from ...collective_specs import names as names_of
 
 AddOption = Callable[..., argparse.Action]
 """The method ``add_argument`` of a parser."""
 
-COLLECTIVES = (
-    "allreduce", "broadcast", "allgather", "reduce_scatter", "reduce", "alltoall", "gather", "scatter", "sendreceive",
-    "barrier",
-)  # fmt: skip
+_ROWS = [row for row in SPECS.values() if row.kind == "collective" or row.flow == "neighbor"]
+COLLECTIVES = names_of(sorted(_ROWS, key=lambda row: not row.tensors))
+"""Those with tensors first."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 PEERS = ("mpi4py", "gloo", "horovod", "nccl")
 CPU_PEERS = PEERS[:3]

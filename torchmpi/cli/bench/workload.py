@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-REDUCING = ("allreduce", "reduce", "reduce_scatter")
-WITH_OUT = ("allreduce", "broadcast", "reduce")
-"""In place unless `out` is given; the other collectives that return a tensor of their own are always out of place."""
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
-_SAME_SHAPE = (*WITH_OUT, "sendreceive", "barrier")
-_SMALL_SOURCE = ("allgather", "gather")
-_SMALL_TARGET = ("reduce_scatter", "scatter")
+from ...collective_specs import IN_PLACE, SPECS
+
 # A prime, so that a chunk at a wrong offset is detected; small values, so that 16-bit sums are exact up to 64 ranks.
 _PERIOD, _VALUES = 1021, 4
 _CPU = torch.device("cpu")
@@ -46,17 +41,19 @@ class Workload:
     ) -> None:
         allocate = allocate or partial(_plain, device)
         self.collective, self.rank, self.size = case.collective, rank, size
-        self.is_in_place = self.collective in _SAME_SHAPE and not (case.out_of_place and case.collective in WITH_OUT)
+        self.spec = SPECS[case.collective]
+        is_divided = self.spec.divides or self.spec.gathers
+        self.is_in_place = not is_divided and not (case.out_of_place and case.collective in IN_PLACE)
         self.dtype: torch.dtype = getattr(torch, case.dtype or "uint8")
-        numel = case.num_bytes // self.dtype.itemsize or int(case.collective != "barrier")
-        if self.collective not in _SAME_SHAPE:
+        numel = case.num_bytes // self.dtype.itemsize or int(self.spec.tensors)
+        if is_divided:
             numel = max(1, numel // size) * size
         self.numel, part = numel, numel // size
         self.payload_bytes = numel * self.dtype.itemsize
-        self.source = allocate(part if self.collective in _SMALL_SOURCE else numel, self.dtype)
+        self.source = allocate(part if self.spec.grows > 0 else numel, self.dtype)
         self.target = self.source
         if not self.is_in_place:
-            self.target = allocate(part if self.collective in _SMALL_TARGET else numel, self.dtype)
+            self.target = allocate(part if self.spec.grows < 0 else numel, self.dtype)
         self.touch()
 
     def touch(self) -> None:
@@ -68,7 +65,7 @@ class Workload:
     def fill(self) -> None:
         """Fill the source with the test pattern, and the target with zeros."""
         self.touch()
-        if self.collective in ("reduce_scatter", "alltoall", "scatter"):
+        if self.spec.divides:
             for index, part in enumerate(self.source.chunk(self.size)):
                 _write(part, self._pattern(self.rank + index))
         else:
@@ -76,18 +73,13 @@ class Workload:
 
     def is_right(self, root: int) -> bool:
         """Return whether the target has the result of the collective."""
-        if self.collective == "barrier" or (self.collective in ("reduce", "gather") and self.rank != root):
+        sources = self.spec.sources(self.rank, root, range(self.size)) if self.spec.tensors else ()
+        patterns = [self._pattern(rank + (self.rank if self.spec.divides else 0)) for rank in sources]
+        if not patterns:
             return True
-        if self.collective in ("allgather", "gather", "alltoall"):
-            shift = self.rank if self.collective == "alltoall" else 0
-            parts = self.target.chunk(self.size)
-            return all(_equals(part, self._pattern(index + shift)) for index, part in enumerate(parts))
-        if self.collective in REDUCING:
-            shift = self.rank if self.collective == "reduce_scatter" else 0
-            total = torch.stack([self._pattern(rank + shift).to(torch.int64) for rank in range(self.size)]).sum(0)
-            return _equals(self.target, total.to(self.dtype))
-        source = {"broadcast": root, "scatter": root + self.rank, "sendreceive": (self.rank - 1) % self.size}
-        return _equals(self.target, self._pattern(source[self.collective]))
+        if self.spec.reduces:
+            patterns = [torch.stack([pattern.to(torch.int64) for pattern in patterns]).sum(0).to(self.dtype)]
+        return all(map(_equals, self.target.chunk(len(patterns)), patterns))
 
     def _pattern(self, shift: int) -> torch.Tensor:
         return ((torch.arange(_PERIOD) + shift) % _VALUES).to(self.source.device, self.dtype)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from ...backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING, Key, Rule, at, checked
+from ...backends.selection_table import HIERARCHICAL, Key, Rule, at, checked
+from ...collective_specs import SPECS
 
 _MARGIN = 1.05
 """A change of backend must give this speedup in seven of eight rounds."""
@@ -28,7 +29,7 @@ def decide(
     """
     if not measured:
         return dict(current)
-    if collective in REDUCING:
+    if SPECS[collective].reduces:
         everything = [samples for sizes in measured.values() for samples in sizes.values()]
         in_steps = _adds_in_steps(everything, any(name == HIERARCHICAL for _, name in current["sync"]), margin)
         measured = {
@@ -41,7 +42,7 @@ def decide(
 
 def _rule(collective: str, mode: str, sizes: dict[int, Samples], current: Rule, margin: float) -> Rule:
     key = Key(collective, "cpu", "host", mode)
-    if collective not in BY_SIZE:
+    if SPECS[collective].compared != "shape":
         return checked(key, best(list(sizes.values()), current[0][1], margin))
     ordered = sorted(sizes)
     # The limit between two measured sizes is their geometric mean.

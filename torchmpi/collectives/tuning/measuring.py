@@ -16,6 +16,7 @@ import torch
 
 from ... import collectives
 from ...backends.selection_table import MODES, Key
+from ...collective_specs import SPECS
 from ...communicators.communicator import Communicator
 from ...config import BackendName
 from ...session import runtime
@@ -39,7 +40,7 @@ class Subject(NamedTuple):
 
     def modes(self) -> list[Key]:
         """Return the keys of the rule, one for each mode."""
-        return [Key(*self[:3], mode) for mode in (MODES if self.collective != "barrier" else MODES[:1])]
+        return [Key(*self[:3], mode) for mode in (MODES if SPECS[self.collective].has_async else MODES[:1])]
 
     def __str__(self) -> str:
         return f"{self.collective} {self.device} {self.span}"
@@ -58,7 +59,7 @@ class Session:
         """Return samples by mode and size, until the time is used up."""
         found: dict[str, dict[int, Samples]] = defaultdict(dict)
         modes = [key.mode for key in subject.modes()]
-        sizes = self._sizes if subject.collective != "barrier" else self._sizes[:1]
+        sizes = self._sizes if SPECS[subject.collective].tensors else self._sizes[:1]
         for mode in modes:
             for size in sizes:
                 samples = self._compete(Work(self._running, subject, size, mode), subject.names)
@@ -109,11 +110,12 @@ class Work:
         group = communicator.intra
         self._communicator, self._is_async = communicator, mode == "async"
         # The size is that of the largest tensor of the call: for a gather, of its result.
-        numel = max(1, size // torch.float32.itemsize // (group.size if collective in ("allgather", "gather") else 1))
+        spec = SPECS[collective]
+        numel = max(1, size // torch.float32.itemsize // (group.size if spec.grows > 0 else 1))
         self._tensor = torch.zeros(numel, device=running.device if device != "cpu" else "cpu")
-        given = None if collective == "scatter" and group.rank != 0 else self._tensor
+        given = self._tensor if spec.passes(group.rank == 0) else None
         self._call: Callable[[str], Any]
-        if collective == "barrier":
+        if not spec.tensors:
             self._call = partial(self._barrier, running, {})
         else:
             function = getattr(collectives, f"{collective}_async" if self._is_async else collective)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ... import collectives
 from ...backends import saved_tables
+from ...backends.base import refusal
 from ...backends.selection_table import (
-    COLLECTIVES,
     MODES,
-    OF_THE_HOST,
     SPANS,
     Key,
     Rule,
@@ -18,6 +17,7 @@ from ...backends.selection_table import (
     out_of_reach,
     span_of,
 )
+from ...collective_specs import COLLECTIVES, SPECS
 from ...communicators.communicator import NO_LEVEL, Communicator
 from ...communicators.levels import Comm
 from ...config import CollectiveName
@@ -101,12 +101,12 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
             for name, backend in selector.backends.items()
             if selector.may_choose(name)
             and out_of_reach(name, span) is None
-            and backend.why_not(collective, device, communicator.intra) is None
+            and refusal(backend, collective, device, communicator.intra) is None
         }
         for device in devices
         for span, communicator in targets.items()
         for collective in verbs
-        if device == "cpu" or collective not in OF_THE_HOST
+        if device == "cpu" or SPECS[collective].is_everywhere
     }
     everywhere = collectives.allgather_object(possible, comm=world)
     subjects = []

@@ -29,8 +29,8 @@ from .records import (
     CHECK_SEGMENT,
     CHECK_SLOT,
     VIOLATION,
-    KernelCall,
     GroupRecord,
+    KernelCall,
     Transfer,
 )
 

@@ -46,7 +46,7 @@ from .copying import (
 )
 from .intrinsics import copy, fence, now
 from .kernel_sets import ENABLE_CHECKS
-from .records import KernelCall, GroupRecord, Transfer
+from .records import GroupRecord, KernelCall, Transfer
 
 _LINE_BYTES = 64
 _STREAM_CHUNKS = 8  # of a stream, more if a slot is shorter: a chunk is written while the one before is read

@@ -32,9 +32,9 @@ from .records import (
     NOT_FAST,
     Arguments,
     CachedCallRecord,
-    KernelCall,
     DLTensor,
     FastPath,
+    KernelCall,
     ScatterArguments,
     TensorMessage,
 )

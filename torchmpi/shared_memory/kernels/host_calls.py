@@ -25,9 +25,9 @@ from .records import (
     STEP_ACROSS,
     STEP_AFTER,
     STEP_BEFORE,
-    KernelCall,
     ComparedNumber,
     Hosts,
+    KernelCall,
     RoundRecord,
     StepRecord,
 )

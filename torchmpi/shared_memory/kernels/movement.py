@@ -75,7 +75,7 @@ from .peer_memory import (
     shared_tensor_of,
     show_memory,
 )
-from .records import UNEVEN, UNMAPPED, UNREADABLE, KernelCall, GroupRecord, TensorMessage, Transfer
+from .records import UNEVEN, UNMAPPED, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
 from .reduce_kernels import combine, part_begin, set_operand
 
 _SHORT_BROADCAST_BYTES = 128 << 10  # shorter broadcasts bypass the caches, which was never slower

@@ -45,7 +45,7 @@ from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk,
 from .intrinsics import now, reduce
 from .kernel_sets import ENABLE_CHECKS
 from .peer_memory import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
-from .records import UNMAPPED, KernelCall, GroupRecord, TensorRecord
+from .records import UNMAPPED, GroupRecord, KernelCall, TensorRecord
 
 _LINE_BYTES = 64
 _MAX_IN_PROGRESS = 2  # chunks, each in a slot of its own

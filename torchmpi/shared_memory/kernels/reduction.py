@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...tensors import dtypes
+from ...tensors.operation_specs import form
+from .reduction_key import FunctionKey
 
 LANES = {
     torch.float64: "f64",
@@ -39,9 +41,9 @@ LANES = {
     **{getattr(torch, f"{sign}int{bits}"): f"i{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
 """Kind of the lanes of an element (see simd_ir); complex numbers have two."""
-_BOOL_OPS = {"min": "land", "band": "land", "land": "land", "max": "lor", "bor": "lor", "lor": "lor", "bxor": "lxor"}
 
-_addresses: dict[tuple[str, str, int], int] = {}
+
+_addresses: dict[FunctionKey, int] = {}
 
 
 def address(dtype: torch.dtype, op: str) -> int:
@@ -77,30 +79,28 @@ def called(address: int) -> Callable[[Sequence[int], Sequence[int], int], None]:
     return run
 
 
-def function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
-    """Return (kind of lane, operation, lanes per element), equal for dtypes that the same function can reduce.
+def function_key(dtype: torch.dtype, op: str) -> FunctionKey:
+    """Return the key of a function, equal for dtypes that the same function can reduce.
 
-    >>> function_key(torch.uint8, "max"), function_key(torch.complex64, "prod")
+    >>> function_key(torch.uint8, "max")[:3], function_key(torch.complex64, "prod")[:3]
     (('i8', 'umax', 1), ('f32', 'cprod', 2))
     """
-    lane = LANES[dtype]
+    spec, of_type = form(op, dtype), ""
     if dtype.is_complex:
-        return lane, "cprod" if op == "prod" else op, 2
-    if dtype is torch.bool:
-        return lane, _BOOL_OPS[op], 1
-    if not dtype.is_floating_point and op in ("min", "max"):
-        return lane, ("s" if dtype.is_signed else "u") + op, 1
-    return lane, op, 1
+        of_type = "c" if spec.combine == "prod" else ""
+    elif spec.has_order and not dtype.is_floating_point:
+        of_type = "s" if dtype.is_signed else "u"
+    num_parts = 2 if dtype.is_complex else 1
+    return FunctionKey(LANES[dtype], of_type + spec.combine, num_parts, spec.prepare, spec.finish)
 
 
-def _compiled(key: tuple[str, str, int]) -> int:
+def _compiled(key: FunctionKey) -> int:
     from . import native_code, source_digest  # here, so that programs without such reductions need no llvmlite
-
-    lane, op, num_parts = key
 
     def text(**options: bool) -> str:
         from . import reduction_ir  # here, so that LLVM is loaded only to compile
 
-        return reduction_ir.module_text(lane, op, num_parts, **options)
+        return reduction_ir.module_text(key, **options)
 
-    return native_code.compiler().function(f"torchmpi_reduce_{lane}_{op}_{num_parts}", source_digest(), text)
+    name = "_".join(("torchmpi_reduce", *(str(part) for part in key if part)))
+    return native_code.compiler().function(name, source_digest(), text)

@@ -9,18 +9,19 @@ from typing import Any
 
 from llvmlite import ir
 
+from .reduction_key import FunctionKey
 from .simd_ir import BYTE, I64, Lanes, constant, in_vectors, loop, pick, spread
 
 # Bytes of accumulators in flight: four of the widest registers there are, eight of AVX2.
 _BLOCK_BYTES = 256
 
 
-def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) -> str:
-    """Return a module with one function, `function`; `num_parts` lanes are one element (2 for complex numbers).
+def module_text(key: FunctionKey, *, has_half: bool = True) -> str:
+    """Return a module with one function, `function`.
 
     Without `has_half`, 16-bit floats are converted by integer arithmetic: for processors without such instructions.
 
-    >>> "fadd <64 x float>" in module_text("f32", "sum", 1)
+    >>> "fadd <64 x float>" in module_text(FunctionKey("f32", "sum"))
     True
     """
     module = ir.Module(name="reduction")
@@ -29,22 +30,22 @@ def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) ->
     kind = ir.FunctionType(ir.VoidType(), [pointers, I64, pointers, I64, I64])
     function = ir.Function(module, kind, "function")
     function.attributes.add("nounwind")
-    _Reduction(function, (lane, op, num_parts), has_half).emit()
+    _Reduction(function, key, has_half).emit()
     return str(module)
 
 
 class _Reduction:
-    def __init__(self, function: Any, key: tuple[str, str, int], has_half: bool) -> None:
-        lane, self.op, self.num_parts = key
+    def __init__(self, function: Any, key: FunctionKey, has_half: bool) -> None:
+        self.key, self.num_parts = key, key.num_parts
         self.outs, self.num_outs, self.sources, self.num_sources, self.numel = function.args
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        self.numbers = Lanes(self.builder, lane, has_half)
-        self.is_pairwise = self.op == "cprod"
+        self.numbers = Lanes(self.builder, key.lane, has_half)
+        self.is_pairwise = self.key.combine == "cprod"
         self.lanes = 0  # of the vectors being emitted
 
     def emit(self) -> None:
         b, kind = self.builder, self.numbers.kind
-        if self.op == "avg":
+        if self.key.finish == "divide":
             self.divisor = b.sitofp(self.num_sources, kind.wide_type)
         num_bytes = b.mul(self.numel, ir.Constant(I64, kind.itemsize * self.num_parts))
         each = 2 if self.is_pairwise else 1
@@ -70,7 +71,7 @@ class _Reduction:
         b = self.builder
         count = self.lanes * (2 if self.is_pairwise else 1)
         values = self.numbers.load(b.load(b.gep(self.sources, [source])), offset, count)
-        if self.op == "lxor":
+        if self.key.prepare == "truth":
             return [self._truth(values[0])]
         if self.is_pairwise:
             return [pick(b, values[0], values[0], range(part, count, 2)) for part in (0, 1)]
@@ -92,7 +93,9 @@ class _Reduction:
     def _combine(self, values: list[Any], others: list[Any]) -> list[Any]:
         if self.is_pairwise:
             return self._complex_product(values, others)
-        return [self.numbers.combine(self.op, value, other) for value, other in zip(values, others, strict=True)]
+        return [
+            self.numbers.combine(self.key.combine, value, other) for value, other in zip(values, others, strict=True)
+        ]
 
     def _complex_product(self, a: list[Any], other: list[Any]) -> list[Any]:
         b = self.builder
@@ -100,11 +103,9 @@ class _Reduction:
         return [real, b.fadd(b.fmul(a[0], other[1]), b.fmul(a[1], other[0]))]
 
     def _finish(self, values: list[Any]) -> list[Any]:
-        if self.op == "avg":
+        if self.key.finish == "divide":
             divisor = spread(self.builder, self.divisor, values[0].type)
             return [self.builder.fdiv(value, divisor) for value in values]
-        if self.op in ("land", "lor"):
-            return [self._truth(values[0])]
         return values
 
     def _truth(self, value: Any) -> Any:

@@ -137,7 +137,7 @@ class Lanes:
     def combine(self, op: str, value: Any, other: Any) -> Any:
         """Emit ``value op other`` for two vectors; integers are compared as signed (`smin`) or unsigned (`umin`)."""
         b = self.builder
-        if op in ("sum", "avg"):
+        if op == "sum":
             return (b.fadd if self.is_float else b.add)(value, other)
         if op == "prod":
             return (b.fmul if self.is_float else b.mul)(value, other)
@@ -150,10 +150,7 @@ class Lanes:
             return b.select(b.icmp_signed("<" if op == "smin" else ">", other, value), other, value)
         if op in ("umin", "umax"):
             return b.select(b.icmp_unsigned("<" if op == "umin" else ">", other, value), other, value)
-        if op == "land":
-            zero = constant(other.type, 0)
-            return b.select(b.icmp_unsigned("==", other, zero), zero, value)
-        return {"band": b.and_, "bor": b.or_, "bxor": b.xor, "lor": b.or_, "lxor": b.xor}[op](value, other)
+        return {"band": b.and_, "bor": b.or_, "bxor": b.xor}[op](value, other)
 
     # A bfloat16 is the upper half of a float32. Two neighbors form one 32-bit lane: a shift and a mask widen them in
     # place, without shuffles.

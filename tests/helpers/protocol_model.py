@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from protocol_kernels import (
+from helpers.protocol_kernels import (
     CALLS,
     FIELD,
     GROUP_ADDRESS,
@@ -41,7 +41,6 @@ from protocol_kernels import (
     load_kernels,
     run_as,
 )
-
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import records
 

@@ -6,15 +6,14 @@ Operations on host tensors have ended when they return, and so have those that s
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import torchmpi as mpi
+from helpers import contract
 from torchmpi import Config
 from torchmpi.backends import rank_order
 from torchmpi.backends.base import announced
@@ -29,9 +28,6 @@ from torchmpi.communicators.group import Group
 from torchmpi.shared_memory.kernels.records import StreamOperation
 from torchmpi.shared_memory.segments import Segment, Ticket
 from torchmpi.tensors import dtypes
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 _IS_WAIT = 4
 _FUNCTIONS = {"operate": 4, "launch": 11}

@@ -1,0 +1,102 @@
+"""The tables of facts: the types that must be written out name their rows, and the rows agree with each other."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from torchmpi import config
+from torchmpi.backends.base import collectives_of
+from torchmpi.backends.gloo import GlooReduction
+from torchmpi.backends.gloo_backend import GlooBackend
+from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
+from torchmpi.backends.ipc.ipc_backend import IpcBackend
+from torchmpi.backends.ipc.staged_group import IpcCollectives
+from torchmpi.backends.nccl.nccl_backend import NcclBackend
+from torchmpi.backends.nccl.nccl_group import NcclReduction
+from torchmpi.backends.p2p import P2PMovement, P2PReduction
+from torchmpi.backends.p2p_backend import P2PBackend
+from torchmpi.backends.torch_groups import RowMovement
+from torchmpi.collective_specs import CODES, COLLECTIVES, IN_PLACE, SAME_SHAPE, SPECS, spec_of
+from torchmpi.tensors.operation_specs import OPERATIONS
+
+
+def test_types_name_the_collectives():
+    assert get_args(config.CollectiveName) == COLLECTIVES
+
+
+def test_types_name_the_operations():
+    assert set(get_args(config.Operation)) == set(OPERATIONS)
+    assert set(get_args(config.NoAverage)) == {name for name, spec in OPERATIONS.items() if "integer" in spec.kinds}
+
+
+def test_codes_of_recorded_calls_stay_what_they_are():
+    """Flight records, and ranks of another version, name calls by these numbers, so that rows are added at the end."""
+    known = (
+        "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
+        "stop", "split", "allreduce_many", "server_init", "server_free", "server_save", "server_load", "group", "free",
+        "alltoall_splits", "sendreceive",
+    )  # fmt: skip
+    assert CODES[: len(known)] == known
+
+
+@pytest.mark.parametrize("spec", OPERATIONS.values(), ids=lambda spec: spec.name)
+def test_operations_have_operations_of_partial_results(spec):
+    partial = OPERATIONS[spec.partial]
+    assert (partial.prepare, partial.combine, partial.finish) == (spec.prepare, spec.combine, "")
+    assert set(spec.kinds) <= set(partial.kinds)
+
+
+def test_facts_of_operations():
+    def having(kind: str) -> list[str]:
+        return [name for name, spec in OPERATIONS.items() if kind in spec.kinds][:10]
+
+    assert having("float") == ["sum", "avg", "prod", "min", "max"]
+    assert having("complex") == ["sum", "avg", "prod"]
+    assert having("integer") == ["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
+    assert having("bool") == ["min", "max", "band", "bor", "bxor", "land", "lor"]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+def test_rows_make_sense(spec):
+    assert spec.tensors or not (spec.reduces or spec.divides or spec.gathers)
+    assert not spec.form_of or spec.form_of in COLLECTIVES
+    assert not (spec.changes(is_root=True) or spec.changes(is_root=False)) or spec.in_place
+    assert spec.compared != "rows" or not spec.in_place
+    assert spec.only_root_passes != spec.passes(is_root=False) or not spec.tensors
+
+
+def test_facts_of_the_collectives_of_mpi():
+    known = CODES[:9]
+
+    def having(fact: str) -> list[str]:
+        return [name for name in known if getattr(SPECS[name], fact)]
+
+    assert set(IN_PLACE) <= set(SAME_SHAPE)
+    assert having("is_rooted") == ["reduce", "broadcast", "gather", "scatter"]
+    assert having("reduces") == ["allreduce", "reduce", "reduce_scatter"]
+    assert having("divides") == ["reduce_scatter", "scatter", "alltoall"]
+    assert having("gathers") == ["allgather", "gather", "alltoall"]
+    assert having("only_root_passes") == ["scatter"]
+    assert having("in_place") == ["allreduce", "reduce", "broadcast"]
+    assert [name for name in known if not SPECS[name].has_async] == ["barrier"]
+    assert [name for name in known if not SPECS[name].receives(is_root=False)] == ["reduce", "gather"]
+    assert [name for name in known if name in SAME_SHAPE] == ["allreduce", "reduce", "broadcast", "reduce_scatter"]
+    assert [name for name in known if SPECS[name].compared == "nothing"] == ["barrier", "scatter"]
+
+
+def test_names_of_records_that_are_no_rows_have_tensors_of_no_kind():
+    spec = spec_of("a call of a later version")
+    assert not spec.tensors and spec.form_of == "" and spec not in SPECS.values()
+
+
+def test_backends_have_what_they_state():
+    """Where a class states names, since it is imported before the classes that have the methods."""
+    of_torch = collectives_of(RowMovement)
+    assert set(IpcBackend.collectives) == collectives_of(IpcCollectives)
+    assert set(NcclBackend.collectives) == of_torch | collectives_of(NcclReduction)
+    assert set(GlooBackend.collectives) == of_torch | {"barrier"} | collectives_of(GlooReduction)
+    assert set(P2PBackend.collectives) == collectives_of(P2PMovement, P2PReduction)
+    for backend in (IpcBackend, NcclBackend, GlooBackend, P2PBackend, HierarchicalBackend):
+        assert set(backend.collectives) <= set(SPECS)
