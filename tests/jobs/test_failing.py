@@ -48,6 +48,7 @@ def lines_of_ours(result) -> list[str]:
     return [line for line in lines if line.startswith("torchmpi: ") and " compil" not in line]
 
 
+@pytest.mark.quick
 def test_an_exception_ends_the_job_with_one_report(failing, tmp_path):
     """The report has the reason, what the others were doing, and announces the messages of the launcher."""
     file = tmp_path / "report.json"
@@ -198,6 +199,7 @@ raise ValueError(f"on rank {rank}")
     assert re.search(r"\n  rank 1: failed too, at .*job.py:\d+ in <module>.*: ValueError: on rank 1\n", result.stderr)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("inside_mpi", "n"), ((False, 3), (True, 2)), ids=("in Python", "inside MPI"))
 def test_sigterm_on_one_rank_ends_the_job(failing, tmp_path, inside_mpi, n):
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
@@ -283,6 +285,7 @@ mpinn.synchronize_gradients(net)
     assert named in result.stderr or "rank 0 of 2 failed" in result.stderr, result.output
 
 
+@pytest.mark.quick
 def test_os_exit_ends_the_job(failing):
     """Regression: MPICH killed the other ranks and returned the status 0."""
     result = failing("if rank == 1: os._exit(0)\nmpi.allreduce(torch.ones(3))", n=2)
@@ -291,6 +294,7 @@ def test_os_exit_ends_the_job(failing):
     assert re.search(rf"rank 1 called os._exit\(0\) without mpi.stop\(\), which ends the job. {where}", first), first
 
 
+@pytest.mark.quick
 def test_a_killed_rank_with_a_child_ends_the_job(failing):
     """Regression: the launcher waited for the child."""
     code = f"""
@@ -375,6 +379,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("one", "other", "names"), [DIFFERENT[0], pytest.param(*DIFFERENT[-1], marks=any_mpi)])
 def test_different_calls_end_the_job_and_are_named(failing, one, other, names):
     result = failing(f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n", n=2)
@@ -429,6 +434,7 @@ except mpi.TorchMPIError:
     assert "cannot complete: rank 1 has aborted it, or made a different call" in result.stderr, result.output
 
 
+@pytest.mark.quick
 def test_a_missing_rank_is_named_with_its_source_line(job):
     """Between (simulated) hosts the line is requested from the rank."""
     code = "if rank == 2: time.sleep(60)  # the missing rank\nmpi.allreduce(torch.ones(3))"
