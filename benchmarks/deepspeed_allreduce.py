@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ def main() -> None:
     # DeepSpeed's launcher sets it; without it the operation crashes (csrc/cpu/comm/shm_interface.cpp).
     os.environ.setdefault("LOCAL_SIZE", str(MPI.COMM_WORLD.size))
     deepspeed.init_distributed("torchmpi")
-    size, gloo = dist.get_world_size(), dist.new_group(backend="gloo")
+    size = dist.get_world_size()
+    gloo: Any = dist.new_group(backend="gloo")
     calls: dict[str, Callable[[torch.Tensor], object]] = {
         "torchmpi": dist.all_reduce,
         "DeepSpeed": deepspeed.comm.inference_all_reduce,

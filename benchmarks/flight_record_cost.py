@@ -12,28 +12,27 @@ from __future__ import annotations
 
 import argparse
 import time
-from array import array
 from collections.abc import Callable
 
 from torchmpi.communicators.call_log import CallLog, call_code
-from torchmpi.shared_memory.kernels import compilation, function_at, native_code, records, source_digest
+from torchmpi.shared_memory.kernels import compilation, function_at, native_code, source_digest
 from torchmpi.shared_memory.kernels.fast_path_code import begin_call
-from torchmpi.shared_memory.kernels.intrinsics import load_field, store_field, ticks
+from torchmpi.shared_memory.kernels.intrinsics import ticks
 from torchmpi.shared_memory.kernels.logged_calls import end_call
 from torchmpi.shared_memory.kernels.messages import begin_message, end_message
-from torchmpi.shared_memory.memory_layout import FIELD_BYTES, LOG_ALGORITHM, RECORD_FIELDS, RUN_LOCK_FIELDS
+from torchmpi.shared_memory.kernels.records import Arguments, CachedCallRecord, DLTensor
+from torchmpi.shared_memory.memory_layout import ChannelFields, LockFields, LogFields
+from torchmpi.shared_memory.typed_records import Words
 
 _PREFIX, _CALLS, _LOOPS = "torchmpi_bench_", 100_000, 30
-_CALL_LOG, _RUN_LOCK = records.CALL_LOG, records.RUN_LOCK
-_NUM_DIMS_AND_DTYPE, _SHAPE, _DLTENSOR_FIELDS = 2, 3, 6
 
 
 @compilation.kernel
-def enter_and_end(cached_call: int, tensor: int, arguments: int, count: int) -> int:
+def enter_and_end(cached_call: CachedCallRecord, tensor: DLTensor, arguments: Arguments, count: int) -> int:
     """Enter and end calls."""
     for _ in range(count):
         begin_call(cached_call, tensor, 4, arguments)
-        end_call(load_field(cached_call, _CALL_LOG), load_field(cached_call, _RUN_LOCK))
+        end_call(cached_call.call_log, cached_call.run_lock)
     return 0
 
 
@@ -47,12 +46,12 @@ def read_clock_twice(count: int) -> int:
 
 
 @compilation.kernel
-def count_messages(channels: int, log: int, count: int) -> int:
+def count_messages(channels: ChannelFields, log: LogFields, count: int) -> int:
     """Count the messages of exchanges, to one rank and from another."""
-    other = channels + RECORD_FIELDS * FIELD_BYTES
+    other = channels[1]
     for index in range(count):
         number = begin_message(channels, index, 1, 4) | begin_message(other, index, 1, 4) << 32
-        store_field(log, LOG_ALGORITHM, number)
+        log.algorithm = number
         end_message(channels, index)
         end_message(other, index)
     return 0
@@ -67,16 +66,17 @@ def main() -> None:
     compiler.build(f"{_PREFIX}record", source_digest(), compilation.link(_PREFIX, wrappers))
     enter, read, count = (function_at(name, compiler.find(_PREFIX + name)) for name in names)
     log, code = CallLog("example", 0, 1), call_code("allreduce", "sum", 1)
-    lock, arguments, shape = (array("q", bytes(8 * num_fields)) for num_fields in (RUN_LOCK_FIELDS, 16, 1))
-    tensor, cached_call = (array("q", bytes(8 * num)) for num in (_DLTENSOR_FIELDS, records.CACHED_CALL_FIELDS))
-    shape[0], tensor[_NUM_DIMS_AND_DTYPE], tensor[_SHAPE] = 1, 1, shape.buffer_info()[0]
-    cached_call[_CALL_LOG], cached_call[_RUN_LOCK] = log.log_fields.buffer_info()[0], lock.buffer_info()[0]
-    cached_call[records.CODE] = code
-    addresses = [each.buffer_info()[0] for each in (cached_call, tensor, arguments)]
+    lock, arguments, tensor, cached_call = LockFields.new(), Arguments.new(8), DLTensor.new(), CachedCallRecord.new()
+    shape = Words.new(1)
+    shape[0] = 1
+    tensor.shape, tensor.num_dims_and_dtype = shape, 1
+    cached_call.call_log, cached_call.run_lock = LogFields(log.log_fields.buffer_info()[0]), lock
+    cached_call.code = code
+    addresses = [int(each) for each in (cached_call, tensor, arguments)]
     show("enter and end a call of one dimension", lambda: enter(*addresses, _CALLS))
     show("two readings of the clock", lambda: read(_CALLS))
-    channels = array("q", bytes(FIELD_BYTES * 2 * RECORD_FIELDS))
-    places = channels.buffer_info()[0], log.log_fields.buffer_info()[0]
+    channels = ChannelFields.new(ChannelFields.FIELDS)
+    places = int(channels), log.log_fields.buffer_info()[0]
     show("count the messages of an exchange", lambda: count(*places, _CALLS))
     last = log.ring.read(_LOOPS * _CALLS)
     assert last is not None and last[:3] == (log.seq, code, (1,))

@@ -24,6 +24,7 @@ from torchmpi.shared_memory.kernels import compilation, kernel_sets
 from torchmpi.shared_memory.kernels.llvm import Llvm
 
 _SYMBOL = re.compile(r"_ZN[\w.$]+")
+_NUMBERED = re.compile(r"\b(message)\.\d+")
 _LABEL = re.compile(r"\.(LBB|LCPI|Ltmp|LJTI|Lfunc_end)[\d_]+")
 _FUNCTION = re.compile(r"^(?:\"[^\"]+\"|[A-Za-z_][\w.$]*):")
 
@@ -56,7 +57,7 @@ def functions_of(which: str, number: int) -> dict[str, list[str]]:
             texts.append("")
         elif texts is not None and line.startswith("\t") and not line.startswith("\t."):
             code = _SYMBOL.sub(lambda match: _plain_name(match[0]), line.split("#")[0].strip())
-            texts[-1] += _LABEL.sub(r".\1", code) + "\n"
+            texts[-1] += _NUMBERED.sub(r"\1", _LABEL.sub(r".\1", code)) + "\n"
     return {name: sorted(filter(None, known)) for name, known in found.items() if any(known)}
 
 

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,8 @@ def main() -> None:
     options = parser.parse_args()
     torchmpi.distributed.register()
     dist.init_process_group("torchmpi")
-    groups = {"torchmpi": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-    clock = dist.new_group(backend="gloo")
+    groups: dict[str, Any] = {"torchmpi": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    clock: Any = dist.new_group(backend="gloo")
     all_reduces = {name: partial(all_reduce, group=group) for name, group in groups.items()}
     for backend in filter(None, options.backends.split(",")):
         all_reduces[f"by {backend}"] = partial(mpi.allreduce, backend=backend)

@@ -78,14 +78,14 @@ Side = tuple[str, Callable[[], AbstractContextManager[object]]]
 def measure_calls(rounds: int, *sides: Side) -> None:
     """Print the time of calls of 4 bytes, in nanoseconds."""
     tensor, repeats = torch.zeros(1), 1000
-    synchronous = {
+    synchronous: dict[str, Callable[[], object]] = {
         "allreduce": partial(mpi.allreduce, tensor),
         "allreduce by MPI": partial(mpi.allreduce, tensor, backend="mpi"),
         "allreduce by p2p": partial(mpi.allreduce, tensor, backend="p2p"),
         "allreduce by gloo": partial(mpi.allreduce, tensor, backend="gloo"),
         "all_reduce of torch": partial(torch.distributed.all_reduce, tensor),
     }
-    asynchronous = {
+    asynchronous: dict[str, Callable[[], object]] = {
         "asynchronous": partial(mpi.allreduce_async, tensor, backend="mpi"),
         "async_op of torch": partial(torch.distributed.all_reduce, tensor, async_op=True),
     }

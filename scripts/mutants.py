@@ -13,7 +13,8 @@ The changes are made in a copy of the files of git, never in the checkout. A wor
 for each mutant. Which test executes which lines is measured once, and again after a change of a test or of the package.
 
 `OUTPUT.jsonl` has a line for each result. If it exists, mutants that were killed are not run again, the others are:
-give the same options after adding a test. `OUTPUT.md` has the table, and the survivors.
+give the same options after adding a test. After a change of the package, which changes the draw, `--again` takes the
+survivors of the file instead. `OUTPUT.md` has the table, and the survivors.
 `results/mutants-equivalent.tsv` says which of them no test can kill, and why: module, function, change and reason,
 separated by tabs.
 """
@@ -47,7 +48,7 @@ PACKAGE = ROOT / "torchmpi"
 EQUIVALENT = ROOT / "results" / "mutants-equivalent.tsv"
 LAUNCHED = {
     "backends/plan_cost": "test_two_level",
-    "backends/round_messages": "test_p2p",
+    "backends/round_messages": "test_p2p test_timeline",
     "backends/selection_table": "test_selector",
     "collectives/tuning": "test_selector",
     "communicators/flight_record": "test_flight_record",
@@ -59,6 +60,7 @@ LAUNCHED = {
     "engine/checkpoint": "test_engine_checkpoint",
     "engine/meters": "test_engine_meters",
     "engine/metrics": "test_engine_validation",
+    "engine/scheduling": "test_engine_allreduce",
     "engine/updates": "test_engine_allreduce",
     "horovod": "test_horovod",
     "nn/blocksequential": "test_nn_blocksequential",
@@ -73,12 +75,13 @@ LAUNCHED = {
     "parameterserver/updates": "test_parameterserver_updates",
     "parameterserver/updates/diloco": "test_parameterserver_periodic",
     "parameterserver/updates/localsgd": "test_parameterserver_periodic",
+    "session/host_ring": "test_host_ring",
     "tensors/buffers": "test_collectives",
     "tensors/dtypes": "test_collectives",
     "tensors/sparse": "test_nn_sync",
     "tensors/writable": "test_read_only",
 }
-"""The file of tests/mpi whose subject is a module, or a folder; the longest fitting name counts."""
+"""The files of tests/mpi whose subject is a module, or a folder; the longest fitting name counts."""
 MAX_TEST_SECONDS = 40.0
 """Of the tests that execute a line, the fastest are run, up to this sum of their times."""
 OTHER_SUBJECTS = (
@@ -417,10 +420,10 @@ def _is_open_mpi() -> bool:
     return "Open MPI" in answer.stdout
 
 
-def launched_file(module: str) -> str | None:
-    """Return the file of tests/mpi for a module.
+def launched_files(module: str) -> str | None:
+    """Return the files of tests/mpi for a module.
 
-    >>> launched_file("parameterserver/updates/diloco.py"), launched_file("log.py")
+    >>> launched_files("parameterserver/updates/diloco.py"), launched_files("log.py")
     ('test_parameterserver_periodic', None)
     """
     path = Path(module).with_suffix("")
@@ -465,11 +468,12 @@ class _Worker:
         finally:
             path.write_text(original)
 
-    def run_launched(self, mutant: Mutant | None, name: str, limit: float) -> dict[str, Any]:
-        """Run a file of tests/mpi on two ranks, without or with a change; a hang counts as failed."""
+    def run_launched(self, mutant: Mutant | None, names: str, limit: float) -> dict[str, Any]:
+        """Run files of tests/mpi on two ranks, without or with a change; a hang counts as failed."""
         command = ["mpirun", "-n", "2", sys.executable, "-m", "pytest", "--with-mpi", "-x", "-q"]
         command[1:1] = ["--oversubscribe"] if _is_open_mpi() else []
-        command += ["-p", "no:cacheprovider", "--capture=sys", "-m", "n2", f"tests/mpi/{name}.py"]
+        command += ["-p", "no:cacheprovider", "--capture=sys", "-m", "n2"]
+        command += [f"tests/mpi/{each}.py" for each in names.split()]
         path = self.folder / "torchmpi" / ("errors.py" if mutant is None else mutant.module)
         original, since = path.read_text(), time.monotonic()
         if mutant is not None:
@@ -508,17 +512,17 @@ def _digest(paths: Iterable[Path]) -> str:
     return digest.hexdigest()[:24]
 
 
-def traces(worker: _Worker) -> dict[str, dict[str, Any]]:
-    """Return the lines that each unit test executes, of all tests that pass."""
+def traces(worker: _Worker, only: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return the lines that each unit test executes, of all tests that pass; of these files only, if there are any."""
     kept = ROOT / "build" / "mutants"
     kept.mkdir(parents=True, exist_ok=True)
     units = sorted((ROOT / "tests" / "unit").glob("*.py"))
     shared = [each for each in units if not each.name.startswith("test_")]
     common = _digest([*sorted(PACKAGE.rglob("*.py")), *shared, *sorted((ROOT / "tests" / "helpers").glob("*.py"))])
     tests: dict[str, dict[str, Any]] = {}
+    names = set(only) or {path.stem for path in units if path.stem.removeprefix("test_") not in OTHER_SUBJECTS}
     for path in units:
-        is_other = path.stem.removeprefix("test_") in OTHER_SUBJECTS
-        if path in shared or is_other or not (worker.folder / path.relative_to(ROOT)).exists():
+        if path in shared or path.stem not in names or not (worker.folder / path.relative_to(ROOT)).exists():
             continue
         file = kept / f"{path.stem}-{common[:12]}-{_digest([path])[:12]}.json"
         if not file.exists():
@@ -623,14 +627,19 @@ def _files(names: Iterable[str]) -> Iterator[Path]:
 
 def campaign(arguments: argparse.Namespace) -> None:
     """Draw the mutants, run them and write the results."""
-    files = sorted(set(_files(arguments.modules)))
-    found = mutants_of(files)
-    drawn = random.Random(arguments.seed).sample(found, min(arguments.count, len(found)))
-    print(f"{len(drawn)} of {len(found)} mutants of {len(files)} modules", flush=True)
     output = arguments.output.with_suffix(".jsonl")
     output.parent.mkdir(parents=True, exist_ok=True)
     earlier = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
     killed = {Mutant(**each["mutant"]).key for each in earlier if each["result"] in ("killed", "timeout")}
+    survivors = [mutant for each in earlier if (mutant := Mutant(**each["mutant"])).key not in killed]
+    files = sorted(set(_files(arguments.modules or {each.module for each in survivors})))
+    found = mutants_of(files)
+    if arguments.again:
+        keys = {each.key for each in survivors}
+        drawn = [each for each in found if each.key in keys]
+    else:
+        drawn = random.Random(arguments.seed).sample(found, min(arguments.count, len(found)))
+    print(f"{len(drawn)} of {len(found)} mutants of {len(files)} modules", flush=True)
     todo: queue.Queue[Mutant] = queue.Queue()
     for mutant in drawn:
         if mutant.key not in killed:
@@ -638,7 +647,7 @@ def campaign(arguments: argparse.Namespace) -> None:
     lock = threading.Lock()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         workers = [_Worker(Path(folder) / str(index)) for index in range(arguments.jobs)]
-        chosen = tests_of(drawn, traces(workers[0]))
+        chosen = tests_of(drawn, traces(workers[0], arguments.tests))
 
         limits: dict[str, float] = {}
 
@@ -650,7 +659,7 @@ def campaign(arguments: argparse.Namespace) -> None:
                     return
                 tests = chosen[mutant]
                 answer = worker.run(mutant, tests) if tests else {"result": "not executed", "seconds": 0.0}
-                name = launched_file(mutant.module) if arguments.launched else None
+                name = launched_files(mutant.module) if arguments.launched else None
                 if name is not None and answer["result"] in ("survived", "not executed"):
                     with lock:
                         if name not in limits:
@@ -686,6 +695,8 @@ def main() -> None:
     parser.add_argument("--modules", nargs="+", default=[], help="files and folders, relative to torchmpi/")
     parser.add_argument("--count", type=int, default=100, help="the number of mutants (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="draws the mutants (default: 1)")
+    parser.add_argument("--again", action="store_true", help="run the survivors of the output, instead of drawn ones")
+    parser.add_argument("--tests", nargs="+", default=[], help="files of tests/unit to use, such as test_core")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("results/mutants"), help="without suffix")
     parser.add_argument("--launched", action="store_true", help="also run tests on two ranks")

@@ -1,1 +1,1 @@
-"""What tests of several folders use; ``tests`` is on the path of pytest (setup.cfg)."""
+"""What several test files use; ``tests`` is on the path of pytest (setup.cfg)."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers import failures
 from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,9 +114,9 @@ def search_path(first: Path | None = None) -> dict[str, str]:
 IN_CALL = """
 def wait_until_in_call(*ranks):
     import time
-    from torchmpi.shared_memory.memory_layout import ENTERED
+    from torchmpi.shared_memory.memory_layout import (Block)
     world = mpi.communicator(0).intra
-    while any(world.log_board.get(rank, ENTERED) <= world.call_log.seq for rank in ranks):
+    while any(world.log_board.get(rank, Block.entered) <= world.call_log.seq for rank in ranks):
         time.sleep(0.01)
 """
 """For programs of jobs on one host: wait until ranks have entered the call that follows the last one of this rank."""
@@ -164,6 +165,7 @@ def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
     ) -> Result:
         is_cold = any(name.startswith(AT_START) for name in env or {})
         python = [sys.executable] if is_cold else warm_python
+        failures.jobs.append([*mpirun, "-n", str(n), "python", *map(str, arguments)])
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *python, *map(str, arguments)]
         begin = time.monotonic()
         done = subprocess.run(

@@ -21,8 +21,8 @@ import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
 from torchmpi.session import launcherless, mpi_library
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
-import contract
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from helpers import contract
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
 SHAPES = ((), (7,), (50_001,))

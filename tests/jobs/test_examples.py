@@ -21,7 +21,6 @@ PARAMETER_SERVER = {
     "mnist_parameterserver_diloco": 0.95,
 }
 NAMES = ("mnist_sequential", *DISTRIBUTED, *PARAMETER_SERVER)
-MAX_LINES = 120
 
 pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
 pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
@@ -166,7 +165,6 @@ def test_sequential_needs_no_torchmpi(launch, digits):
     example = EXAMPLES / "mnist_sequential.py"
     code = f"""
 import runpy, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
 sys.argv = ["example", "--cpu", "--data", {str(digits)!r}, "--epochs", "1"]
 runpy.run_path({str(example)!r}, run_name="__main__")
 print("dirty" if any(name.startswith(("torchmpi", "mpi4py")) for name in sys.modules) else "clean")
@@ -226,7 +224,6 @@ def test_help():
     """All examples in one process, as each would import torch."""
     code = f"""
 import contextlib, io, json, runpy, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
 texts = {{}}
 for name in sys.argv[1:]:
     sys.argv = [name, "--help"]
@@ -245,12 +242,12 @@ print(json.dumps(texts))
         assert ("--momentum" in text) == (name in PARAMETER_SERVER), name
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_length_and_imports(path):
-    """Short, and with public names only."""
-    text = path.read_text()
-    assert len(text.splitlines()) < MAX_LINES
-    imports = [line for line in text.splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
+PROGRAMS = [path for folder in ("mnist", "llm", "async_sgd") for path in (EXAMPLES.parent / folder).glob("*.py")]
+
+
+@pytest.mark.parametrize("path", sorted(PROGRAMS), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_programs_import_public_names_only(path):
+    imports = [line for line in path.read_text().splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
     packages = ("torchmpi as mpi", "torchmpi.nn as mpinn", "torchmpi.parameterserver as ps")
     public = (*(f"import {package}" for package in packages), "from torchmpi.engine import")
     assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)

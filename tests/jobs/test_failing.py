@@ -136,7 +136,7 @@ try:
     next(iter(()))
 except StopIteration:
     if rank == 0: mpi.stop()
-while rank == 1 and not mpi.communicator().intra.log_board.get(0, memory_layout.DYING): time.sleep(0.01)
+while rank == 1 and not mpi.communicator().intra.log_board.get(0, memory_layout.Block.dying): time.sleep(0.01)
 raise RuntimeError("bad sample 17")
 """
     result = failing(f"from torchmpi.shared_memory import memory_layout\n{code}", n=2)
@@ -190,7 +190,7 @@ def test_the_same_exception_on_all_ranks_is_reported_once(failing):
 def test_another_error_on_another_rank_is_a_line_of_the_report(failing):
     """Regression: the other rank printed this line by itself, sometimes within the traceback of the first."""
     code = """
-while rank == 1 and not mpi.communicator().intra.log_board.get(0, memory_layout.DYING): time.sleep(0.01)
+while rank == 1 and not mpi.communicator().intra.log_board.get(0, memory_layout.Block.dying): time.sleep(0.01)
 raise ValueError(f"on rank {rank}")
 """
     result = failing(f"from torchmpi.shared_memory import memory_layout\n{code}", n=2)

@@ -169,11 +169,11 @@ except errors.MismatchError:
 
 
 PLANTED = {
-    "counters": ("fields[records.CHUNKS] -= 3", 40_000, "counters READY and REDUCED ascend"),
-    "slots": ("fields[records.SLOTS] += 1 << 40", 40_000, "slots within the shared segment"),
-    "sequence": ("fields[records.CURRENT_SEQ] += 10", 1, "sequence numbers ascend"),
-    "another rank": ("if rank == 0: board[memory_layout.REDUCED] += 3", 1, "REDUCED of a rank is at most two"),
-    "first chunk": ("if rank == 0: board[memory_layout.READY] += 3", 1, "READY of a rank is at most two"),
+    "counters": ("fields[records.GroupRecord.chunks] -= 3", 40_000, "counters READY and REDUCED ascend"),
+    "slots": ("fields[records.GroupRecord.slots] += 1 << 40", 40_000, "slots within the shared segment"),
+    "sequence": ("fields[records.GroupRecord.current_seq] += 10", 1, "sequence numbers ascend"),
+    "another rank": ("if rank == 0: board[memory_layout.Block.reduced] += 3", 1, "REDUCED of a rank is at most two"),
+    "first chunk": ("if rank == 0: board[memory_layout.Block.ready] += 3", 1, "READY of a rank is at most two"),
 }
 
 
@@ -186,13 +186,13 @@ for what, (plant, numel, _) in {PLANTED!r}.items():
     for _ in range(3):  # the last ones by the fast path
         mpi.allreduce(torch.ones(numel))
     shared = runtime.current().world.shared
-    fields, board, slots = shared.fields, shared.status_board.fields, int(shared.fields[records.SLOTS])
+    fields, board, slots = shared.fields, shared.status_board.fields, int(shared.fields[records.GroupRecord.slots])
     MPI.COMM_WORLD.Barrier()  # afterwards no rank is inside a kernel
     exec(plant)
     try:
         mpi.allreduce(torch.ones(numel))
     except (errors.InternalError, errors.MismatchError) as error:
-        fields[records.SLOTS] = slots
+        fields[records.GroupRecord.slots] = slots
         print(f"{{what}}:", error, flush=True)
     assert torch.equal(mpi.allreduce(torch.ones(40_000)), torch.full((40_000,), float(size)))
     print("right", flush=True)

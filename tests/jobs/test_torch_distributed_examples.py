@@ -19,13 +19,11 @@ from conftest import Result, job_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch_distributed"
 PROGRAMS = ("point_to_point", "collectives", "ring_allreduce", "distributed_sgd", "resnet")
-MAX_LINES = 120
 TINY = ("--model", "tiny", "--image-size", "32", "--classes", "4", "--cpu")
 pytestmark = pytest.mark.any_mpi
 
 pytest.importorskip("sklearn", reason="an example trains on the digits of scikit-learn: install the extra examples")
 pytest.importorskip("matplotlib", reason="matplotlib draws the chart: install the extra examples")
-sys.path.insert(0, str(EXAMPLES))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -192,7 +190,6 @@ def test_help():
     """The help text contains the commands that start the program."""
     code = f"""
 import runpy, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
 sys.argv = ["example", "--help"]
 for name in {PROGRAMS!r}:
     try:
@@ -211,10 +208,9 @@ for name in {PROGRAMS!r}:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_length_and_imports(path):
-    """Short, with public names only, and without torchmpi."""
+def test_programs_import_public_names_only(path):
+    """And without torchmpi."""
     text = path.read_text()
-    assert len(text.splitlines()) < MAX_LINES
     assert "environ" not in text
     for node in ast.walk(ast.parse(text)):
         names = []

@@ -18,11 +18,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import contract
 import pytest
 import torch
-from helpers import checks
-from shm_rig import slots, stopped  # noqa: F401, fixtures
+from helpers import checks, contract, failures
+from helpers.shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
 import torchmpi.nn
@@ -31,6 +30,8 @@ from torchmpi.session import launcher
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
+# What autotune() has measured for this user on this machine would choose other backends than those under test.
+os.environ.setdefault("TORCHMPI_TUNING_FILE", "/nowhere/tuning.json")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 NUMBERS_OF_RANKS = (1, 2, 3, 4)
@@ -172,7 +173,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
     except Exception as error:
         problems.append("".join(traceback.format_exception(error, limit=-4)))
         # If the other ranks wait in a call, this is the only output.
-        print(problems[-1], file=sys.__stderr__, flush=True)
+        print(problems[-1], failures.how_to_repeat(pyfuncitem), sep="\n", file=sys.__stderr__, flush=True)
     agreement = _agreements.pop(pyfuncitem.nodeid, None)
     problems += agreement.problems if agreement is not None else []
     # mpi4py keeps no reference to the memory of a request.

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import mpi_library
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 pytestmark = pytest.mark.usefixtures("world")
 

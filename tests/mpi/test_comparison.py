@@ -20,7 +20,7 @@ from torchmpi.config import BackendName, Config, Operation
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
-from torchmpi.shared_memory.memory_layout import ASKED
+from torchmpi.shared_memory.memory_layout import Block
 from torchmpi.timeline.trace_reader import read_folder
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -225,7 +225,7 @@ def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, place
     """Regression: a rank requested the call of another one of its host, which took half a second, for no message."""
     local = runtime.current().world.local
     board = None if local is None else local.call_log.log_board
-    num_requests = board and board.get(local.rank, ASKED)
+    num_requests = board and board.get(local.rank, Block.asked)
     for odd in range(SIZE):
         for numel in (OTHER, LONG):
             tensor = ones(numel if odd == RANK else SHORT)
@@ -235,7 +235,7 @@ def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, place
             following = ones(SHORT)
             agree(fast(following), "the next call is not by the fast path")
             agree.bits(following, torch.full((SHORT,), SIZE * (SIZE + 1) / 2), "the next call")
-    agree.equal(board and board.get(local.rank, ASKED), num_requests, "requests")
+    agree.equal(board and board.get(local.rank, Block.asked), num_requests, "requests")
 
 
 def test_both_paths_leave_the_same_records(agree, placement, cached):

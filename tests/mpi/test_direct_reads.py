@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import inputs_of, start, stopped
 
 import torchmpi as mpi
 from torchmpi.session import runtime
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import records
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import inputs_of, start, stopped
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
 
@@ -33,15 +29,15 @@ def fields() -> np.ndarray:
 
 def prefer(way: int) -> None:
     """Make this rank prefer one transfer, except in the trial calls."""
-    known = fields()[records.ALLGATHER_PACES : records.SPENT_BEFORE]
+    known = fields()[records.GroupRecord.allgather_paces : records.GroupRecord.spent_before]
     known[way::3], known[1 - way :: 3], known[2::3] = 1, 1 << 40, 1000  # calls
 
 
 def chunks_in(call) -> tuple[torch.Tensor, int]:
     """Return the result, and the number of chunks counted: one for a direct call of any length."""
-    before = int(fields()[records.CHUNKS])
+    before = int(fields()[records.GroupRecord.chunks])
     result = call()
-    return result, int(fields()[records.CHUNKS]) - before
+    return result, int(fields()[records.GroupRecord.chunks]) - before
 
 
 def often(call) -> set[int]:
@@ -52,7 +48,7 @@ def often(call) -> set[int]:
 @pytest.fixture
 def reads(stopped):
     start(slot_bytes=64 << 10)
-    if not fields()[records.PROCESSES]:
+    if not fields()[records.GroupRecord.processes]:
         pytest.skip("this system lets no process read another one's memory")
     prefer(DIRECTLY)
 
@@ -141,7 +137,7 @@ def test_memory_that_cannot_be_read_is_sent_through_the_slots(reads, agree, coll
 
 def test_measurements_of_gather_do_not_apply_to_allgather(reads, agree):
     """Regression: a rank that transfers no data needs half the time, and prevented the others from reading."""
-    known = slice(records.ALLGATHER_PACES, records.ALLTOALL_PACES)
+    known = slice(records.GroupRecord.allgather_paces, records.GroupRecord.alltoall_paces)
     before = fields()[known].copy()
     for root in range(mpi.size()):
         mpi.gather(inputs_of((100_000,), torch.float32)[mpi.rank()], root)
@@ -174,18 +170,23 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
         agree.bits(result, torch.cat(inputs), "all the same")
         agree(num_chunks > 1, "through the slots")
     known = fields()
-    agree((known[records.PROCESSES] == 0) == (rank == mpi.size() - 1), "the one that could not is against it now")
+    agree(
+        (known[records.GroupRecord.processes] == 0) == (rank == mpi.size() - 1),
+        "the one that could not is against it now",
+    )
     for numel in (8 << 10, 100_000):  # of one round, and of several
-        runtime.current().world.shared.fields[records.PROCESSES] = runtime.current().world.shared._processes.ctypes.data
+        runtime.current().world.shared.fields[records.GroupRecord.processes] = (
+            runtime.current().world.shared._processes.ctypes.data
+        )
         agree.bits(mpi.allgather(inputs[rank][:numel]), torch.cat([each[:numel] for each in inputs]), f"{numel} again")
         total = mpi.allreduce(inputs[rank].clone(), op="max")
         agree.bits(total, torch.stack(inputs).amax(0), "and the slots are in order")
         agree.bits(mpi.broadcast(inputs[rank].clone(), mpi.size() - 1), inputs[-1], "for all verbs")
-    assert runtime.current().world.log_board.get(rank, memory_layout.REFUSED) == 0
+    assert runtime.current().world.log_board.get(rank, memory_layout.Block.refused) == 0
 
 
 def test_direct_reads_can_be_disabled(stopped, agree):
     start(read_directly=False)
-    agree(fields()[records.PROCESSES] == 0, "not even tried")
+    agree(fields()[records.GroupRecord.processes] == 0, "not even tried")
     inputs = inputs_of((100_000,), torch.float32)
     agree.bits(mpi.allgather(inputs[mpi.rank()]), torch.cat(inputs), "through the slots")

@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import (
+from helpers.distributed_rig import (
     SMALL_BUCKETS,
     TIGHT,
     gradients,
@@ -20,7 +20,7 @@ from distributed_rig import (
     trained_alone,
     values,
 )
-from distributed_rig import share as rows_of_this_rank
+from helpers.distributed_rig import share as rows_of_this_rank
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torchmpi.distributed import bucket_memory, torch_names

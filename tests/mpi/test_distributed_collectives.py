@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-import contract
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch_rig
+from helpers import contract, torch_rig
+from helpers.torch_rig import CALLS, LAYOUTS, MODES, NEEDS_ROWS, REDUCING, Setting, is_asynchronous, ops_of, wrong
 from mpi4py import MPI
-from torch_rig import CALLS, LAYOUTS, MODES, NEEDS_ROWS, REDUCING, Setting, is_asynchronous, ops_of, wrong
 
 from torchmpi.errors import ArgumentError, TorchMPIError
 

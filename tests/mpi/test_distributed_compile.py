@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from distributed_rig import SMALL_BUCKETS, TIGHT, net, sgd, share, train, trained_alone, values
+from helpers.distributed_rig import SMALL_BUCKETS, TIGHT, net, sgd, share, train, trained_alone, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode

@@ -8,7 +8,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import net, same_everywhere, sgd, values
+from helpers.distributed_rig import net, same_everywhere, sgd, values
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import (
+from helpers.distributed_rig import (
     SMALL_BUCKETS,
     TIGHT,
     batch,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as differentiable
-from distributed_rig import everybodys, of_rank
+from helpers.distributed_rig import everybodys, of_rank
 
 from torchmpi.errors import MismatchError
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from leftovers import in_use
+from helpers.leftovers import in_use
+from helpers.outcomes import refusal
+from helpers.torch_rig import CALLS, Setting, wrong
 from mpi4py import MPI
-from torch_rig import CALLS, Setting, wrong
 
 import torchmpi as mpi
 from torchmpi.errors import StallError, TorchMPIError
@@ -53,14 +54,6 @@ def total_of(group=None) -> float:
     tensor = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
-
-
-def refusal(action) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 # --- members ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import (
+from helpers.distributed_rig import (
     SMALL_BUCKETS,
     gradients,
     loss_of,

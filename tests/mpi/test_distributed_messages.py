@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-import contract
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import contract
+from helpers.torch_rig import LAYOUTS, Setting
 from mpi4py import MPI
-from torch_rig import LAYOUTS, Setting
 
 import torchmpi as mpi
 from torchmpi.distributed.transfers import MAX_TAG

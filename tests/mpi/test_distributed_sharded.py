@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_rig import LOOSE, adam, net, same_everywhere, sharded, share, train, trained_alone, values
+from helpers.distributed_rig import LOOSE, adam, net, same_everywhere, sharded, share, train, trained_alone, values
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import TIGHT, everybodys, gradients, loss_of, net, numbers, of_rank, values
+from helpers.distributed_rig import TIGHT, everybodys, gradients, loss_of, net, numbers, of_rank, values
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor

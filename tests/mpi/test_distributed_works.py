@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch_rig
+from helpers import torch_rig
+from helpers.joint import try_together
+from helpers.torch_rig import CALLS, Setting, wrong
 from hypothesis import strategies
-from joint import try_together
-from torch_rig import CALLS, Setting, wrong
 
 from torchmpi.session import runtime
 

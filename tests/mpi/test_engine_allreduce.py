@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers.small_nets import make_batches, network
 from torch import Tensor, nn
 
 import torchmpi as mpi
@@ -18,16 +19,6 @@ from torchmpi.session import recovery, runtime
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
 
 Batch = tuple[Tensor, Tensor]
-
-
-def make_batches(num: int, seed: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(num)]
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def momentum(net: nn.Module) -> torch.optim.Optimizer:
@@ -145,6 +136,15 @@ def test_accumulation_equals_one_process_on_the_concatenated_batch(agree, accumu
     reference_data = concatenated(data, accumulate)
     agree.equal(state.t, 2 * len(reference_data))
     compare(agree, net, explicit_loop([reference_data]))
+
+
+def test_the_scheduler_may_belong_to_the_optimizer_inside_a_distributed_optimizer(agree):
+    net = network()
+    inner = momentum(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    optimizer = mpinn.DistributedOptimizer(inner, net)
+    train(AllReduceSGDEngine(progress=False), net, make_batches(1, 0), optimizer=optimizer, scheduler=scheduler)
+    agree.equal(inner.param_groups[0]["lr"], 0.05)
 
 
 def test_backward_passes_per_step_of_the_optimizer_are_respected(agree):

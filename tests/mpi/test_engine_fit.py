@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.small_nets import network
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -43,11 +44,6 @@ def test_the_parts_of_a_run_are_ranges_of_a_timeline(agree, tmp_path):
 def tensors(num: int = 45) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(num, 4, generator=generator), torch.randint(3, (num,), generator=generator)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from helpers.small_nets import Accuracy, make_batches, network
 from torch import Tensor, nn
 
 import torchmpi as mpi
@@ -13,28 +13,6 @@ from torchmpi.engine import AllReduceSGDEngine, ClassErrorMeter, EarlyStop, SGDE
 from torchmpi.errors import ArgumentError
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("world")]
-
-
-def make_batches(num: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(num)]
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-class Accuracy:
-    def reset(self):
-        self.num_correct, self.num_total = torch.tensor(0), 0
-
-    def update(self, output, target):
-        self.num_correct = self.num_correct + (output.argmax(1) == target).sum()
-        self.num_total += len(target)
-
-    def compute(self):
-        return self.num_correct / self.num_total
 
 
 def parts() -> list[list[tuple[Tensor, Tensor]]]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import start, stopped
 from torch.overrides import TorchFunctionMode
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.shared_memory import fast_path
-from torchmpi.shared_memory.memory_layout import ENTERED
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import start, stopped
+from torchmpi.shared_memory.memory_layout import Block
 
 __all__ = ["stopped"]
 
@@ -482,7 +478,8 @@ def test_the_watchdog_reports_a_call_of_the_fast_path(agree):
     if mpi.rank() == 0:  # the other ranks wait for this rank
         limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.log_board is not None else ()
         while (
-            any(group.log_board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit
+            any(group.log_board.get(row, Block.entered) <= group.call_log.seq for row in others)
+            and time.monotonic() < limit
         ):
             time.sleep(0.001)
         watcher.join(0.3)

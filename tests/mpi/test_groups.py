@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
+import re
 import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from helpers.leftovers import in_use
 from torch import nn
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from leftovers import in_use
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -476,18 +473,21 @@ def test_ranks_that_share_cores_sleep_while_they_wait(agree, monkeypatch, name):
     context = runtime.current().context
     monkeypatch.setattr(context, "sleeps_before_mpi", True)
     processes, hosts = mpi.allgather_object(os.getpid()), context.hosts
+    others = [pid for rank, pid in enumerate(processes) if rank and hosts[rank] == hosts[0]]
 
-    def used() -> list[float]:
-        others = [pid for rank, pid in enumerate(processes) if rank and hosts[rank] == hosts[0]]
-        return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in others]
+    def times_asleep() -> list[int]:
+        """How often the main thread of each other rank has gone to sleep; one that polls, or yields, does not."""
+        texts = [Path(f"/proc/{pid}/task/{pid}/status").read_text() for pid in others]
+        return [int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.M)[1]) for text in texts]
 
-    seconds: list[float] = []
+    more = [0 for _ in others]
     with mpi.group(range(mpi.size())) as communicator:
         mpi.barrier(comm=communicator)
         if mpi.rank() == 0:
-            before = used()
-            time.sleep(0.5)
-            seconds = [end - begin for begin, end in zip(before, used(), strict=True)]
+            before, limit = times_asleep(), time.monotonic() + 30
+            while any(number < 50 for number in more) and time.monotonic() < limit:
+                time.sleep(0.01)
+                more = [end - begin for begin, end in zip(before, times_asleep(), strict=True)]
         if name == "group":
             mpi.group(range(mpi.size())).free()
         elif mpi.rank() == 0:
@@ -495,8 +495,16 @@ def test_ranks_that_share_cores_sleep_while_they_wait(agree, monkeypatch, name):
                 mpi.send(torch.ones(3), other, comm=communicator)
         else:
             mpi.recv(torch.ones(3), 0, comm=communicator)
-    # Not afterwards, when the ranks poll in MPI and rank 0 may wait for a core.
-    agree(max(seconds, default=0) < 0.2, f"ranks that waited for 0.5 s used {seconds} s of a core")
+    agree(mpi.rank() != 0 or all(number >= 50 for number in more), f"waiting ranks have slept {more} times in 30 s")
+
+
+def test_communicators_of_mpi_are_freed_when_all_ranks_have_freed_the_group(agree):
+    null = runtime.current().MPI.COMM_NULL
+    with mpi.group(range(mpi.size())) as communicator:
+        comm, side_comm = communicator.intra.comm, communicator.intra.side_comm
+        agree(comm != null and side_comm != null)
+    mpi.group(range(mpi.size())).free()  # the next group of these ranks compares what each of them has freed
+    agree(comm == null and side_comm == null)
 
 
 @pytest.mark.any_mpi

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.small_nets import mlp
 from torch import nn
 
 import torchmpi as mpi
@@ -260,8 +261,7 @@ def test_process_sets(agree):
 
 
 def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    return mlp(4, 3, 2, seed=1).double()
 
 
 def batches() -> torch.Tensor:

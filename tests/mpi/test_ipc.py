@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import contract
+from helpers.ipc_ranks import COLLECTIVES, Call, Devices, HostDevice, HostDriver, Rig, ops_for
 
 import torchmpi as mpi
 from torchmpi import Config
@@ -21,10 +21,6 @@ from torchmpi.backends.base import refusal
 from torchmpi.backends.ipc import ipc_backend as ipc
 from torchmpi.backends.ipc import staging_areas
 from torchmpi.errors import BackendUnavailableError, DeviceError, MismatchError, StallError
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from ipc_rig import COLLECTIVES, Call, Devices, HostDevice, HostDriver, Rig, ops_for
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 # Of each kind of arithmetic one, in all lengths. GPUs have all dtypes, below and in test_collectives.py.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import contract
+from helpers.ipc_ranks import COLLECTIVES, REDUCING, Call, Rig, ops_for
 
 import torchmpi as mpi
 from torchmpi.backends import rank_order
@@ -18,10 +18,6 @@ from torchmpi.backends.ipc import staging_areas
 from torchmpi.backends.ipc.staged_group import StagedGroup
 from torchmpi.errors import BackendUnavailableError, DeviceError
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from ipc_rig import COLLECTIVES, REDUCING, Call, Rig, ops_for
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.leftovers import in_use
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-from leftovers import in_use
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +30,7 @@ def stopped():
 
 
 def quiet(**settings: object) -> mpi.Config:
-    return mpi.Config(verbose=False, **settings)
+    return mpi.Config(**{"verbose": False, "tuning_file": os.environ["TORCHMPI_TUNING_FILE"], **settings})
 
 
 def test_calls_outside_of_start_and_stop_are_refused(agree):

@@ -6,12 +6,12 @@ import itertools
 import threading
 from functools import partial
 
-import contract
 import pytest
 import torch
+from helpers import contract
+from helpers.joint import try_together
+from helpers.shm_rig import shared
 from hypothesis import strategies
-from joint import try_together
-from shm_rig import shared
 
 import torchmpi as mpi
 from torchmpi import errors

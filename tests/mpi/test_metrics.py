@@ -19,7 +19,7 @@ import torchmpi.parameterserver as ps
 from torchmpi.config import Config
 from torchmpi.engine import AllReduceSGDEngine, SGDEngine, TensorBoard
 from torchmpi.errors import MismatchError
-from torchmpi.shared_memory.memory_layout import LOG_WAITED
+from torchmpi.shared_memory.memory_layout import LogFields
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -151,7 +151,7 @@ def test_a_failed_call_leaves_no_wait_behind(agree):
         if RANK == 0:
             time.sleep(0.1)
         agree.raises(MismatchError, lambda: mpi.allreduce(torch.ones(2 + RANK), comm=comm))
-        agree.equal(comm.intra.call_log.log_fields[LOG_WAITED], 0)
+        agree.equal(comm.intra.call_log.log_fields[LogFields.waited], 0)
         mpi.barrier(comm=comm)
         comm.free()
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.backends.nccl.recipes import lacks
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world", "can_nccl")]
 OPS = [(dtype, op) for dtype, ops in contract.OPS_OF.items() for op in ops if lacks(dtype, op) is None]

@@ -6,13 +6,12 @@ The tests on GPUs are in test_nccl.py.
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import contract
 
 import torchmpi as mpi
 from torchmpi.backends.base import refusal
@@ -29,9 +28,6 @@ from torchmpi.config import Config
 from torchmpi.errors import DeviceError, TransportError
 from torchmpi.session import runtime
 from torchmpi.session.lost_ranks import LossWatch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
 OPS = {dtype: [op for op in ops if lacks(dtype, op) is None] for dtype, ops in contract.OPS_OF.items()}

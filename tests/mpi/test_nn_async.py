@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from nn_nets import KINDS, gradients, loss, make, mine, values, whole_batch_gradients
+from helpers.nn_nets import KINDS, gradients, loss, make, mine, values, whole_batch_gradients
 from torch import nn
 
 import torchmpi as mpi
@@ -450,22 +450,23 @@ def test_a_registered_net_is_freed_when_it_is_dropped(agree):
     close_private(private)
 
 
-def test_registering_twice_is_refused(agree):
-    net = linear()
-    with registered(net), pytest.raises(ArgumentError, match="registered already"):
-        mpinn.register_async_backward(net)
-
-
 def test_unregistered_nets_are_refused(agree):
     for call in (mpinn.synchronize_gradients_async, mpinn.unregister_async_backward):
         with pytest.raises(ArgumentError, match="register_async_backward"):
             call(linear())
 
 
-def test_synchronize_gradients_on_a_registered_net_is_refused(agree):
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (mpinn.register_async_backward, "registered already"),
+        (mpinn.synchronize_gradients, "synchronize_gradients_async"),
+    ],
+)
+def test_calls_on_a_registered_net_are_refused(agree, call, remedy):
     net = linear()
-    with registered(net), pytest.raises(ArgumentError, match="synchronize_gradients_async"):
-        mpinn.synchronize_gradients(net)
+    with registered(net), pytest.raises(ArgumentError, match=remedy):
+        call(net)
 
 
 def test_after_unregistering_backward_is_local_again(agree):

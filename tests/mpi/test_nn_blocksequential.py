@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nn_nets import gradients, loss, make, mine, values
+from helpers.nn_nets import gradients, loss, make, mine, values
 from torch import nn
 
 import torchmpi as mpi

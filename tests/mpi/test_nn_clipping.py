@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from nn_nets import gradients, loss, make, mine, values
+from helpers.nn_nets import gradients, loss, make, mine, values
 from torch import nn
 
 import torchmpi as mpi
@@ -96,6 +96,7 @@ def test_sparse_gradients(agree):
     dense = net.weight.grad.to_dense()
     norm = mpinn.clip_grad_norm_(net, 0.5)
     agree.close(norm, dense.norm())
+    mpinn.clip_grad_norm_(net, 1000.0)
     agree.close(net.weight.grad.to_dense(), dense * 0.5 / dense.norm())
     mpinn.clip_grad_value_(net, 0.01)
     agree.close(net.weight.grad.to_dense(), (dense * 0.5 / dense.norm()).clamp(max=0.01))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nn_nets import loss, make, mine
+from helpers.nn_nets import loss, make, mine
 
 import torchmpi.nn as mpinn
 from torchmpi.errors import GradientError

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from nn_nets import gradients, loss, make, mine, values
+from helpers.nn_nets import gradients, loss, make, mine, values
 from torch import nn
 
 import torchmpi as mpi

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from nn_nets import loss, make, mine, values
+from helpers.nn_nets import loss, make, mine, values
 from torch import nn
 
 import torchmpi as mpi

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nn_nets import values
+from helpers.nn_nets import values
+from helpers.small_nets import mlp
 from torch import nn
 
 import torchmpi as mpi
@@ -19,8 +20,7 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefi
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return mlp(2, 4, 1, seed=3).double()
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from nn_nets import gradients, loss, make, mine, values
+from helpers.nn_nets import gradients, loss, make, mine, values
 from torch import nn
 
 import torchmpi as mpi

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nn_nets import KINDS, gradients, loss, make, mine, whole_batch_gradients
+from helpers.nn_nets import KINDS, gradients, loss, make, mine, whole_batch_gradients
 from torch import nn
 
 import torchmpi as mpi

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import config, errors
 from torchmpi.backends import p2p, round_messages, schedule
 from torchmpi.backends.mpi_messages import can_call_from_kernels
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -168,6 +164,15 @@ def test_compiled_pieces_meet_those_of_python(agree, monkeypatch, compiled_at, d
             agree.bits(at_root, expected if rank == size - 1 else inputs[rank], f"reduce {numel}")
             agree.bits(part, contract.rows(expected, rank, size), f"reduce_scatter {numel}")
             agree.bits(gather(inputs[rank], None, 0), torch.cat(inputs), f"allgather {numel}")
+
+
+def test_the_room_for_pieces_grows_with_a_call_and_not_with_their_number(agree):
+    operation = bound("allreduce", torch.float32, "sum").__self__
+    rooms = []
+    for _ in range(30):
+        operation.allreduce(torch.ones(20_011), None, 0)
+        rooms.append(len(operation.messages._pieces) if hasattr(operation.messages, "_pieces") else 0)
+    agree.equal(rooms[1:], rooms[1:2] * 29)
 
 
 def test_an_error_of_mpi_in_a_piece_is_raised(agree):

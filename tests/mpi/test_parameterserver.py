@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -12,6 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import contract
+from helpers.leftovers import in_use
+from helpers.shard_rig import Twin
 
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
@@ -21,14 +25,6 @@ from torchmpi.parameterserver.shards import MESSAGE_BYTES
 from torchmpi.session import runtime
 from torchmpi.timeline import events
 from torchmpi.timeline.trace_reader import read_folder
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-import contextlib
-
-import contract
-from leftovers import in_use
-from shard_rig import Twin
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import updates_rig
+from helpers.outcomes import refusal
 from torch import nn
 
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ReplicaError
 from torchmpi.parameterserver.parameter_lists import _registry
-
-sys.path.insert(0, str(Path(__file__).parent))
-import updates_rig
-from updates_rig import refusal
 
 no_servers_left = updates_rig.no_servers_left
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import updates_rig
+from helpers.outcomes import refusal
+from helpers.updates_rig import LR, make_net, quadratic_step, set_gradients
 from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError
-
-sys.path.insert(0, str(Path(__file__).parent))
-import updates_rig
-from updates_rig import LR, make_net, quadratic_step, refusal, set_gradients
 
 levels = updates_rig.levels
 no_servers_left = updates_rig.no_servers_left

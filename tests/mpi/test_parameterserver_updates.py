@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import updates_rig
+from helpers.outcomes import refusal
+from helpers.updates_rig import LR, make_net, quadratic_step, set_gradients, step_in_turn
 from torch import nn
 
 import torchmpi as mpi
@@ -21,10 +23,6 @@ from torchmpi.errors import StallError
 from torchmpi.session import runtime
 from torchmpi.timeline.events import SERVER_CALL
 from torchmpi.timeline.trace_reader import read_folder
-
-sys.path.insert(0, str(Path(__file__).parent))
-import updates_rig
-from updates_rig import LR, make_net, quadratic_step, refusal, set_gradients, step_in_turn
 
 levels = updates_rig.levels
 no_servers_left = updates_rig.no_servers_left
@@ -211,6 +209,18 @@ def test_staleness_of_accumulated_gradients(agree):
     seen = staleness_of_steps(net, update, 8)
     # Odd steps send. Since the fetch two steps before, every other rank has sent; since the last, those before this.
     agree.equal(seen[3::2], [(others + mpi.rank()) / 2] * 3, str(seen))
+
+
+def test_the_end_waits_for_the_last_send(agree):
+    """Whose staleness is known then."""
+    net = make_net()
+    update = ps.DownpourUpdate(net, lr=LR, update_frequency=2, init_delay=0)
+    staleness_of_steps(net, update, 9)
+    set_gradients(net, 9)
+    update.update()
+    before = update.staleness.count
+    update.finish()
+    agree.equal(update.staleness.count, before + 1)
 
 
 def test_bounded_staleness_counts_accumulated_gradients(agree):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch_rig
-from torch_rig import Setting
+from helpers import torch_rig
+from helpers.torch_rig import Setting
 
 import torchmpi as mpi
 from torchmpi import collectives

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import inputs_of, numels, shared, start
 
 import torchmpi as mpi
 from torchmpi.shared_memory import memory_layout
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import inputs_of, numels, shared, start
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -186,13 +182,13 @@ def test_non_temporal_copies_give_the_same_bits(agree, slots, who):
     for numel in (5_003, 70_001):
         inputs = [contract.values((numel,), torch.float32, r) for r in range(size)]
         expected = contract.reduced(inputs, "sum")
-        group.status_board.set(rank, memory_layout.FETCHES_SLOWLY, int(who == "all" or rank == 0))
+        group.status_board.set(rank, memory_layout.Block.fetches_slowly, int(who == "all" or rank == 0))
         agree.bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), expected, f"allreduce {numel}")
         agree.bits(mpi.broadcast(inputs[rank].clone(), size - 1, backend="shm"), inputs[-1], "broadcast")
         agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), f"allgather {numel}")
         mine = contract.rows(expected, rank, size)
         agree.bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine, "reduce_scatter")
-        group.status_board.set(rank, memory_layout.FETCHES_SLOWLY, 0)
+        group.status_board.set(rank, memory_layout.Block.fetches_slowly, 0)
 
 
 def test_ranks_that_change_the_transfer_during_calls(agree, slots):
@@ -203,7 +199,7 @@ def test_ranks_that_change_the_transfer_during_calls(agree, slots):
     def change() -> None:
         way = random.Random(rank)
         while not over.wait(0.0002):
-            status_board.set(rank, memory_layout.FETCHES_SLOWLY, way.randrange(2))
+            status_board.set(rank, memory_layout.Block.fetches_slowly, way.randrange(2))
 
     inputs = [contract.values((5 * slots + 1,), torch.float32, r) for r in range(size)]  # twenty slots
     expected = contract.reduced(inputs, "sum")
@@ -214,7 +210,7 @@ def test_ranks_that_change_the_transfer_during_calls(agree, slots):
         finally:
             over.set()
         changing.result()
-    status_board.set(rank, memory_layout.FETCHES_SLOWLY, 0)
+    status_board.set(rank, memory_layout.Block.fetches_slowly, 0)
     agree(all(contract.same_bits(result, expected) for result in results), "allreduce")
 
 
@@ -227,7 +223,7 @@ def test_long_streams_by_either_transfer(agree, stopped, slow):
     inputs = [torch.arange(numel, dtype=torch.int64) * size + r for r in range(size)]
     root = size - 1
     if mpi.communicator().intra.status_board is not None:
-        mpi.communicator().intra.status_board.set(rank, memory_layout.FETCHES_SLOWLY, slow)
+        mpi.communicator().intra.status_board.set(rank, memory_layout.Block.fetches_slowly, slow)
     agree.bits(mpi.broadcast(inputs[rank].clone(), root, backend="shm"), inputs[root], "broadcast")
     agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), "allgather")
     room = torch.zeros(numel * size + 2, dtype=torch.int64)

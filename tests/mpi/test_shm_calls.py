@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import contract
+from helpers.joint import try_together
+from helpers.shm_rig import PAGE_SLOTS, any_slots, shared, start
 from hypothesis import strategies
 
 import torchmpi as mpi
 from torchmpi.backends import shm
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from joint import try_together
-from shm_rig import PAGE_SLOTS, any_slots, shared, start
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
+from helpers.shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
 from torchmpi.shared_memory.kernels import records
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
 
@@ -112,9 +108,9 @@ def chunks_of(call) -> int:
     """The number of chunks of a call: one if tensors are accessed in place, for any length."""
     mpi.barrier()
     fields = runtime.current().world.shared.fields
-    before = int(fields[records.CHUNKS])
+    before = int(fields[records.GroupRecord.chunks])
     call()
-    return int(fields[records.CHUNKS]) - before
+    return int(fields[records.GroupRecord.chunks]) - before
 
 
 def test_shared_tensors_do_not_use_slots(slots, agree):

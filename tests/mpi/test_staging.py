@@ -6,11 +6,11 @@ Here the device is host memory.
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
+from helpers.device_model import Model, plain
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -22,11 +22,6 @@ from torchmpi.collectives.short_messages import PACKED_BYTES
 from torchmpi.communicators.call_log import ON_DEVICE, call_code
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-import contract
-from device_model import Model, plain
 
 pytestmark = pytest.mark.usefixtures("world")
 BACKENDS = ("mpi", "shm", "p2p")

@@ -8,8 +8,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from mpi4py import MPI
-from recipe_rig import (
+from helpers.recipe_rig import (
     INTERFACES,
     Branches,
     Checkpointed,
@@ -30,6 +29,7 @@ from recipe_rig import (
     train_with_closure,
     train_with_engine,
 )
+from mpi4py import MPI
 from torch import Tensor, nn
 
 import torchmpi as mpi

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
 from mpi4py import MPI
 from torch import nn
 
@@ -21,9 +20,6 @@ import torchmpi.nn as mpinn
 from torchmpi.collectives import exchange
 from torchmpi.config import Config
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 # The host of each rank. All placements are tried with the present ranks.

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from strangers import STRANGER, error_of, needs_root, running
+from helpers.strangers import STRANGER, error_of, needs_root, running
 
 from torchmpi import files
 from torchmpi.backends import saved_tables

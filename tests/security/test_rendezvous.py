@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from strangers import STRANGER, Stranger, needs_root
+from helpers.strangers import STRANGER, Stranger, needs_root
 
 from torchmpi.errors import LaunchError
 from torchmpi.session.launcherless.step_file import MeetingPoint, StepFile

@@ -1,4 +1,4 @@
-"""Settings of Hypothesis, of the threads of torch, and of the garbage collector."""
+"""Settings of Hypothesis, the threads of torch and the garbage collector; what `pytest` without arguments runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 # A second thread does not help these small tensors, and waits for a core that another suite may have.
 torch.set_num_threads(1)
 
+_MOST_WORKERS = 4  # each one imports torch and collects the tests, which takes seconds
+# In the environment of the workers themselves, which also run this file, and of ranks.
+_STARTED = ("PYTEST_XDIST_WORKER", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> None:
@@ -31,19 +35,30 @@ def is_without_arguments(config: pytest.Config) -> bool:
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if is_without_arguments(config) and config.option.durations is None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Without arguments: leave out slow tests, and run the others on several cores."""
+    if not is_without_arguments(config):
+        return
+    config.stash[_header] = "under a minute on two free cores; with tests that are marked slow: pytest tests/unit"
+    config.option.markexpr = "not slow"
+    if config.option.durations is None:
         config.option.durations = 10
+    cores = len(os.sched_getaffinity(0))
+    if may_start_workers(config) and cores > 1:
+        config.option.numprocesses, config.option.dist = min(cores, _MOST_WORKERS), "worksteal"
+
+
+def may_start_workers(config: pytest.Config) -> bool:
+    """Return whether pytest-xdist is there, nobody has chosen how it works, and this is neither a worker nor a rank."""
+    if not config.pluginmanager.hasplugin("xdist") or any(name in os.environ for name in _STARTED):
+        return False
+    options = config.option
+    return options.numprocesses is None and not (options.tx or options.usepdb or options.collectonly)
+
+
+_header = pytest.StashKey[str]()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    if not is_without_arguments(config):
-        return None
-    return "two to three minutes, without the tests that are marked slow; those too: pytest tests/unit"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if is_without_arguments(config):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    return config.stash.get(_header, None)

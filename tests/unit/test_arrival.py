@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from kernel_rig import compiled
+from helpers.kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import arrival, compilation, intrinsics, records
@@ -21,16 +21,16 @@ ELSEWHERE = -5  # no core has this number
 def fields() -> tuple[np.ndarray, np.ndarray]:
     """The fields of rank 0 of 3, whose timeout has passed, and the blocks of all; no rank has arrived."""
     rows = np.zeros((3, memory_layout.BLOCK_FIELDS), np.int64)
-    rows[:, memory_layout.CORE] = ELSEWHERE
+    rows[:, memory_layout.Block.core] = ELSEWHERE
     own = np.zeros(records.group_fields(3), np.int64)
-    own[records.SIZE], own[records.BLOCKS] = 3, rows.ctypes.data
-    own[records.CURRENT_SEQ] = own[records.EXPIRED] = CALL
-    own[records.CROWDED] = 1
+    own[records.GroupRecord.size], own[records.GroupRecord.blocks] = 3, rows.ctypes.data
+    own[records.GroupRecord.current_seq] = own[records.GroupRecord.expired] = CALL
+    own[records.GroupRecord.crowded] = 1
     return own, rows
 
 
 def wait_same_core(own: np.ndarray) -> int:
-    return int(kernel.wait_same_core(own.ctypes.data, memory_layout.READY, 1))
+    return int(kernel.wait_same_core(own.ctypes.data, memory_layout.Block.ready, 1))
 
 
 def test_wait_for_a_rank_on_the_same_core(fields):
@@ -38,12 +38,12 @@ def test_wait_for_a_rank_on_the_same_core(fields):
     assert wait_same_core(own) == 0, "all are elsewhere"
     late = []
     for _ in range(100):  # until both looks find the same core
-        rows[2, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
+        rows[2, memory_layout.Block.core] = ctypes.CDLL(None).sched_getcpu()
         late.append(wait_same_core(own))
         if late[-1]:
             break
     assert late[-1] == records.TIMEOUT
-    rows[2, memory_layout.READY] = 1
+    rows[2, memory_layout.Block.ready] = 1
     assert wait_same_core(own) == 0, "it has come"
 
 
@@ -57,15 +57,15 @@ def test_delays_are_compiled_on_request_only(monkeypatch, seed):
 
 def test_core_of_the_rank_is_published(fields):
     own, rows = fields
-    rows[0, memory_layout.CORE] = ELSEWHERE
+    rows[0, memory_layout.Block.core] = ELSEWHERE
     wait_same_core(own)
-    assert rows[0, memory_layout.CORE] >= 0
+    assert rows[0, memory_layout.Block.core] >= 0
 
 
 def test_cores_are_not_compared_without_oversubscription(fields):
     own, rows = fields
-    own[records.CROWDED] = 0
-    rows[:, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
+    own[records.GroupRecord.crowded] = 0
+    rows[:, memory_layout.Block.core] = ctypes.CDLL(None).sched_getcpu()
     before = rows.copy()
     assert wait_same_core(own) == 0 and (rows == before).all()
 
@@ -76,14 +76,17 @@ class Crowd:
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
         self.own = np.zeros(records.group_fields(2), np.int64)
-        self.own[records.SIZE], self.own[records.BLOCKS] = 2, self.rows.ctypes.data
-        self.own[records.CURRENT_SEQ] = self.own[records.EXPIRED] = CALL
-        self.own[records.FREE_UNTIL] = CALL + 1
+        self.own[records.GroupRecord.size], self.own[records.GroupRecord.blocks] = 2, self.rows.ctypes.data
+        self.own[records.GroupRecord.current_seq] = self.own[records.GroupRecord.expired] = CALL
+        self.own[records.GroupRecord.free_until] = CALL + 1
         self.address = self.own.ctypes.data
 
     def announce(self, rank: int, signature: int) -> None:
         at = memory_layout.entry(rank, CALL & (memory_layout.RING_LENGTH - 1)) - rank * memory_layout.BLOCK_FIELDS
-        self.rows[rank, at + memory_layout.SEQUENCE], self.rows[rank, at + memory_layout.SIGNATURE] = CALL, signature
+        self.rows[rank, at + memory_layout.Entry.sequence], self.rows[rank, at + memory_layout.Entry.signature] = (
+            CALL,
+            signature,
+        )
 
 
 @pytest.mark.parametrize("seq", (1, 256, 512, 1 << 20))
@@ -91,7 +94,7 @@ def test_roots_that_differ_by_as_much_as_the_chunks_of_an_aborted_call(seq):
     """Regression: a rank that had aborted a call counts its chunks in the bits of the root; two roots seemed equal."""
     crowd = Crowd()
     chunks = seq << memory_layout.CHUNK_BITS
-    crowd.own[records.CHUNKS] = chunks
+    crowd.own[records.GroupRecord.chunks] = chunks
     crowd.announce(1, chunks)  # another root, and no aborted call
     assert kernel.arrive(crowd.address, CALL, 0) == records.MISMATCH + 1
     crowd.announce(1, memory_layout.signed_chunks(chunks))  # the same root, and the same aborted call
@@ -102,20 +105,20 @@ def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():
     """Regression: a rank still in the aborted call read data of the next call, and returned them."""
     ranks = Crowd()
     assert kernel.begin(ranks.address, CALL) == 0
-    ranks.own[records.LAST_ABORTED] = CALL - 1
-    ranks.rows[1, memory_layout.ENTERED] = CALL - 1
+    ranks.own[records.GroupRecord.last_aborted] = CALL - 1
+    ranks.rows[1, memory_layout.Block.entered] = CALL - 1
     assert kernel.begin(ranks.address, CALL) == records.TIMEOUT, "it is still in that call"
-    assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two ranks that aborted wait for each other"
-    ranks.rows[1, memory_layout.ENTERED] = CALL
+    assert ranks.rows[0, memory_layout.Block.entered] == CALL, "two ranks that aborted wait for each other"
+    ranks.rows[1, memory_layout.Block.entered] = CALL
     assert kernel.begin(ranks.address, CALL) == 0
-    assert ranks.own[records.LAST_ABORTED] == 0, "once is enough"
+    assert ranks.own[records.GroupRecord.last_aborted] == 0, "once is enough"
 
 
 def test_a_wait_can_end_while_it_yields():
     """Regression: beside other programs a yield takes milliseconds, so that aborts were noticed after many seconds."""
     ranks = Crowd()
-    ranks.own[records.YIELDS] = 1 << 40
-    ranks.own[records.LAST_ABORTED] = CALL - 1
+    ranks.own[records.GroupRecord.yields] = 1 << 40
+    ranks.own[records.GroupRecord.last_aborted] = CALL - 1
     assert kernel.begin(ranks.address, CALL) == records.TIMEOUT
 
 
@@ -129,5 +132,5 @@ def test_a_rank_that_aborts_two_consecutive_calls(refused, signature, is_over):
     ranks.announce(0, 5)
     if signature is not None:
         ranks.announce(1, signature)
-    ranks.rows[1, memory_layout.REFUSED] = refused
+    ranks.rows[1, memory_layout.Block.refused] = refused
     assert bool(kernel.has_aborted(ranks.address, 1)) is is_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from bench_rows import FACTS, cells_of, figures, row
+from helpers.bench_rows import FACTS, cells_of, figures, row
 
 import torchmpi.cli
 from torchmpi.cli.bench import bench_report as report

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_rows import FACTS, cells_of, figures, row
+from helpers.bench_rows import FACTS, cells_of, figures, row
 
 from torchmpi.cli.bench import bench_report as report
 from torchmpi.cli.bench import options, timing
@@ -26,7 +26,6 @@ from torchmpi.cli.bench.bench_report import draw
 from torchmpi.cli.bench.command import run_script
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
 import leaks  # noqa: E402
 import memory  # noqa: E402

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_facts import LAUNCH, MPI, MPIRUN, PROCESS, alone, job
+from helpers.cli_facts import LAUNCH, MPI, MPIRUN, PROCESS, alone, job
 
 from torchmpi.backends.gpus import Devices, RankDevice
 from torchmpi.cli.doctor import diagnosis

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.kernel_rig import compiled
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import access, chunk_loop, copying, records
@@ -33,25 +33,25 @@ class Rank:
     def __init__(self, num_slots: int = 2) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
         self.fields = np.zeros(records.group_fields(2), np.int64)
-        self.fields[records.SIZE], self.fields[records.BLOCKS] = 2, self.rows.ctypes.data
-        self.fields[records.CHUNKS], self.fields[records.NUM_SLOTS] = MANY, num_slots
+        self.fields[records.GroupRecord.size], self.fields[records.GroupRecord.blocks] = 2, self.rows.ctypes.data
+        self.fields[records.GroupRecord.chunks], self.fields[records.GroupRecord.num_slots] = MANY, num_slots
         self.address = self.fields.ctypes.data
 
     def call(self, *paces: int, sequence: int = 1, always_past: bool = False) -> list[int]:
         """Make a call whose chunks are copied at these paces; return the kind of copy of each."""
-        self.fields[records.CURRENT_SEQ] = sequence
+        self.fields[records.GroupRecord.current_seq] = sequence
         kernel.begin_measuring(self.address, len(paces), always_past)
         ways = []
         for index, pace in enumerate(paces):
-            ways.append(int(self.fields[records.CACHE_BYPASS]))
-            kernel.note_best(self.address, records.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
+            ways.append(int(self.fields[records.GroupRecord.cache_bypass]))
+            kernel.note_best(self.address, records.GroupRecord.put_pace, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
             kernel.note_chunk(self.address, index, 0)
         kernel.end_measuring(self.address)
         return ways
 
     @property
     def says_slow(self) -> bool:
-        return bool(self.rows[0, memory_layout.FETCHES_SLOWLY])
+        return bool(self.rows[0, memory_layout.Block.fetches_slowly])
 
 
 @pytest.mark.parametrize("num_slots", (2, 4))
@@ -85,10 +85,10 @@ def test_one_fast_chunk_overrides_slow_chunks(paces):
 def test_fragmented_calls_are_not_judged():
     """Most of the time is spent between the fragments."""
     rank = Rank()
-    rank.fields[records.CURRENT_SEQ] = 1
+    rank.fields[records.GroupRecord.current_seq] = 1
     kernel.begin_measuring(rank.address, 1, False)
-    rank.fields[records.FRAGMENTED] = 1
-    kernel.note_best(rank.address, records.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
+    rank.fields[records.GroupRecord.fragmented] = 1
+    kernel.note_best(rank.address, records.GroupRecord.put_pace, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
     kernel.note_chunk(rank.address, 0, CHUNK_BYTES)
     kernel.end_measuring(rank.address)
     assert not rank.says_slow
@@ -115,16 +115,16 @@ def test_a_successful_trial_clears_the_count():
 def test_interval_of_trials(num_chunks, every):
     """Trials take about the same share of the time for all sizes."""
     rank = Rank()
-    rank.rows[1, memory_layout.FETCHES_SLOWLY] = 7
+    rank.rows[1, memory_layout.Block.fetches_slowly] = 7
     assert trials_of(rank, num_chunks) == pytest.approx(128 * 64 / every, rel=0.2)
 
 
 def trials_of(rank: Rank, num_chunks: int) -> int:
     trials = 0
     for sequence in range(128 * 64):
-        rank.fields[records.CURRENT_SEQ] = sequence
+        rank.fields[records.GroupRecord.current_seq] = sequence
         kernel.begin_measuring(rank.address, num_chunks, False)
-        trials += int(rank.fields[records.CACHE_BYPASS] == 0)
+        trials += int(rank.fields[records.GroupRecord.cache_bypass] == 0)
     return trials
 
 
@@ -133,7 +133,7 @@ def test_first_trial_follows_soon():
     rank, tried = Rank(), []
     for times in range(1, 9):
         sequence = next(number for number in range(1, 10_000) if rank.call(*[SLOW] * 4, sequence=number)[0] == 0)
-        assert rank.rows[0, memory_layout.FETCHES_SLOWLY] == min(times, 7), sequence
+        assert rank.rows[0, memory_layout.Block.fetches_slowly] == min(times, 7), sequence
         tried.append(128 * 64 / trials_of(rank, 1))
     assert tried == pytest.approx([2, 4, 8, 16, 32, 64, 128, 128], rel=0.2)
     next(number for number in range(1, 10_000) if rank.call(*[FAST] * 4, sequence=number)[0] == 0)
@@ -148,7 +148,7 @@ def test_slower_non_temporal_copies_are_rejected():
     assert ways == [0] * 6 + [1] * 7 + [0] * 7 and not rank.says_slow
     judged = [sequence for sequence in range(2, 1000) if calls_it_slow(rank, sequence)]
     assert len(judged) == pytest.approx(500, rel=0.2), "not in every call from now on"
-    while rank.fields[records.REJECTED] < 7:
+    while rank.fields[records.GroupRecord.rejected] < 7:
         sequence = next(number for number in range(1, 10_000) if calls_it_slow(rank, number))
         assert rank.call(*[SLOW] * 6, *[SLOW + 100] * 14, sequence=sequence)[-1] == 0
     rank.call(*[FAST] * 8)
@@ -159,7 +159,7 @@ def test_slower_non_temporal_copies_are_rejected():
 def test_short_calls_after_rejections_bypass_the_caches():
     """Regression: each rejection cleared the count, and calls too short for a comparison used slow cached copies."""
     rank = Rank()
-    rank.fields[records.REJECTED] = 7
+    rank.fields[records.GroupRecord.rejected] = 7
     ways = [way for sequence in range(4000) for way in rank.call(*[SLOW] * 4, sequence=sequence)]
     assert sum(ways) > 0.9 * len(ways)
 
@@ -171,17 +171,17 @@ def test_non_temporal_copies_must_be_clearly_faster():
 
 def test_faster_non_temporal_copies_reset_the_rejections():
     rank = Rank()
-    rank.fields[records.REJECTED] = 3
+    rank.fields[records.GroupRecord.rejected] = 3
     sequence = next(number for number in range(1, 1000) if calls_it_slow(rank, number))
     assert rank.call(*[SLOW] * 7, *[FAST] * 6, sequence=sequence)[-1] == 1
-    assert rank.fields[records.REJECTED] == 0
+    assert rank.fields[records.GroupRecord.rejected] == 0
 
 
 def test_fast_ranks_follow_slow_ranks():
     rank = Rank()
-    rank.rows[1, memory_layout.FETCHES_SLOWLY] = 1
+    rank.rows[1, memory_layout.Block.fetches_slowly] = 1
     assert rank.call(*[FAST] * 20)[6:] == [1] * 14
-    assert not rank.says_slow and rank.fields[records.REJECTED] == 0
+    assert not rank.says_slow and rank.fields[records.GroupRecord.rejected] == 0
 
 
 def calls_it_slow(rank: Rank, sequence: int) -> bool:
@@ -208,21 +208,21 @@ def test_calls_that_always_bypass_the_caches():
 @given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26), st.sampled_from((128 << 10, 384 << 10)))
 def test_a_stream_is_divided_into_chunks_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
     fields = np.zeros(records.group_fields(size), np.int64)
-    fields[records.SIZE], fields[records.SLOT_BYTES] = size, slot_bytes // 64 * 64
+    fields[records.GroupRecord.size], fields[records.GroupRecord.slot_bytes] = size, slot_bytes // 64 * 64
     num_rounds = kernel.divide_stream(fields.ctypes.data, num_bytes, most_bytes)
-    piece = fields[records.CHUNK_BYTES]
+    piece = fields[records.GroupRecord.chunk_bytes]
     assert 0 < piece <= min(slot_bytes, most_bytes) and piece % 64 == 0
     assert (num_rounds - 1) * piece < num_bytes <= num_rounds * piece
-    assert fields[records.SPACING] == 0
-    assert piece in (fields[records.SLOT_BYTES], most_bytes) or num_rounds <= 8
+    assert fields[records.GroupRecord.spacing] == 0
+    assert piece in (fields[records.GroupRecord.slot_bytes], most_bytes) or num_rounds <= 8
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 64))
 def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
     """For any collectives; chunk c - 2 and earlier ones have been read when chunk c is written."""
     fields = np.zeros(records.group_fields(size), np.int64)
-    fields[records.SIZE], fields[records.SLOT_BYTES] = size, 1
-    fields[records.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
+    fields[records.GroupRecord.size], fields[records.GroupRecord.slot_bytes] = size, 1
+    fields[records.GroupRecord.num_slots] = num_slots = memory_layout.num_slots(size)
     ways = kernel.slot_of, kernel.transfer_slot_of
     for chunk in range(MANY, MANY + 4 * num_slots):
         before, now = (
@@ -236,7 +236,7 @@ def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
 
 def test_two_ranks_reuse_the_slots_they_have_read():
     rank = Rank(4)
-    rank.fields[records.SLOT_BYTES] = 1
+    rank.fields[records.GroupRecord.slot_bytes] = 1
     for chunk in range(MANY, MANY + 8):
         read_by_rank_0 = kernel.transfer_slot_of(rank.address, 1, chunk)
         assert kernel.transfer_slot_of(rank.address, 0, chunk + 4) == read_by_rank_0
@@ -248,11 +248,13 @@ def test_an_exchange_waits_for_earlier_transfers_of_its_call():
     slots, table = np.zeros(4 * CHUNK_BYTES, np.uint8), np.zeros((2, 4), np.int64)
     sent, received = np.ones(4 * CHUNK_BYTES, np.uint8), np.zeros(4 * CHUNK_BYTES, np.uint8)
     table[1] = sent.ctypes.data, sent.nbytes, received.ctypes.data, received.nbytes
-    rank.fields[records.SLOTS], rank.fields[records.SLOT_BYTES] = slots.ctypes.data, CHUNK_BYTES
-    rank.fields[records.CURRENT_SEQ] = rank.fields[records.EXPIRED] = 5  # no rank arrives, and the timeout has passed
-    plan = np.zeros(records.CALL_FIELDS, np.int64)
-    plan[records.GROUP] = rank.address
+    rank.fields[records.GroupRecord.slots], rank.fields[records.GroupRecord.slot_bytes] = slots.ctypes.data, CHUNK_BYTES
+    rank.fields[records.GroupRecord.current_seq] = rank.fields[records.GroupRecord.expired] = (
+        5  # no rank arrives, and the timeout has passed
+    )
+    plan = np.zeros(records.KernelCall.FIELDS, np.int64)
+    plan[records.KernelCall.group] = rank.address
     arguments = plan.ctypes.data, table.ctypes.data, 0, 4 * CHUNK_BYTES, 1
     assert kernel.exchange(*arguments) == records.TIMEOUT and not slots.any()
-    rank.rows[1, memory_layout.REDUCED] = MANY
+    rank.rows[1, memory_layout.Block.reduced] = MANY
     assert kernel.exchange(*arguments) == records.TIMEOUT and slots.any(), "everybody had fetched"

@@ -38,6 +38,29 @@ from torchmpi.shared_memory.kernels import native_code
 from torchmpi.shared_memory.segments import Segment
 from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers, sparse
 
+# --- dtypes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "size", "expected"),
+    [
+        (torch.int8, "sum", 2, False),
+        (torch.int16, "sum", 2, False),
+        (torch.int16, "bor", 3, True),
+        (torch.int32, "sum", 3, True),
+        (torch.float32, "sum", 2, True),
+        (torch.float32, "avg", 2, True),
+        (torch.float32, "sum", 3, False),
+        (torch.float32, "max", 2, False),
+        (torch.float32, "max", 1, True),
+        (torch.complex64, "prod", 2, False),
+    ],
+)
+def test_mpi_reduces_only_what_has_the_same_bits_in_every_order(dtype, op, size, expected):
+    """Open MPI saturates sums of short integers; the order counts for floats, except for two summands."""
+    assert dtypes.may_use_mpi(dtype, op, size) is expected
+
+
 # --- settings
 
 

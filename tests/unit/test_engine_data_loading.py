@@ -9,9 +9,10 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from device_model import Model
+from helpers.device_model import Model
 from torch.nn.utils.rnn import pack_sequence
 
+from torchmpi.engine import data_loading
 from torchmpi.engine.data_loading import DeviceCopy, Prefetcher
 from torchmpi.engine.state import Sample
 
@@ -91,7 +92,8 @@ def test_early_end_leaves_no_thread():
     assert not threads()
 
 
-def test_failed_run_does_not_wait_for_a_hanging_load():
+def test_failed_run_does_not_wait_for_a_hanging_load(monkeypatch):
+    monkeypatch.setattr(data_loading, "CLOSE_TIMEOUT_S", 0.1)
     release, count = threading.Event(), iter(range(100))
 
     def load():

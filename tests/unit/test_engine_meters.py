@@ -105,3 +105,13 @@ def test_sums_are_on_the_host_whatever_the_default_device_is():
             assert each.value() == 2.0
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_totals_of_all_ranks_are_the_same_on_another_number_of_ranks(rank):
+    meter = AverageValueMeter()
+    meter.add(3.0, num=4)
+    totals = {**meter.state_dict(), "is_global": True}
+    resumed = AverageValueMeter()
+    resumed.load_state_dict(meter.divided([totals, totals], rank))
+    assert resumed.value() == 3.0 and resumed.num_samples == 4

@@ -294,6 +294,13 @@ def test_no_rank_has_an_example():
         assert parameter.grad.tolist() == [3.0 * factor] * 2
 
 
+def test_an_update_without_examples_on_any_rank_leaves_the_gradients():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.zeros(2)
+    GradientUpdate(UpdateOptions(), torch.optim.SGD([parameter], lr=0.1), None).complete(0, 3)
+    assert parameter.grad.tolist() == [0.0, 0.0]
+
+
 def test_a_scheduler_of_another_optimizer_would_change_nothing():
     optimizer, other = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.small_nets import Accuracy, make_batches, network
 from torch import nn
 
 from torchmpi.engine import AverageValueMeter, ClassErrorMeter, EarlyStop, SGDEngine, SummedMetric
@@ -16,41 +17,19 @@ from torchmpi.engine.early_stop import BestEpoch
 from torchmpi.errors import ArgumentError
 
 
-def batches(num: int = 3, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(5, 4, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(num)]
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-class Accuracy:
-    def reset(self):
-        self.num_correct, self.num_total = torch.tensor(0), 0
-
-    def update(self, output, target):
-        self.num_correct = self.num_correct + (output.argmax(1) == target).sum()
-        self.num_total += len(target)
-
-    def compute(self):
-        return self.num_correct / self.num_total
-
-
 def train(net, engine=None, **options):
-    options = {"validate": batches(seed=1), "lr": 0.5, "max_epochs": 4, **options}
+    options = {"validate": make_batches(3, 1), "lr": 0.5, "max_epochs": 4, **options}
     engine = engine or SGDEngine(progress=False)
-    return engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=batches(), **options)
+    return engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=make_batches(3, 0), **options)
 
 
 def test_metrics_of_objects():
     engine, net, accuracy = SGDEngine(progress=False), network(), Accuracy()
     metrics = {"accuracy": accuracy, "second": ClassErrorMeter(topk=(2,))}
     for _ in range(2):  # the metrics are reset
-        result = engine.test(network=net, criterion=nn.CrossEntropyLoss(), iterator=batches(), metrics=metrics)
+        result = engine.test(network=net, criterion=nn.CrossEntropyLoss(), iterator=make_batches(3, 0), metrics=metrics)
     assert result.metrics["accuracy"] == pytest.approx(1 - result.error.value(1) / 100)
-    assert accuracy.num_total == 15
+    assert accuracy.num_total == 18
     assert result.value("second") == class_error(net, 2)
     assert result.value("loss") == result.loss.value() and result.value("error") == result.error.value(1)
     with pytest.raises(ArgumentError, match="no metric 'acc'; there are loss, error, accuracy, second"):
@@ -59,7 +38,7 @@ def test_metrics_of_objects():
 
 def class_error(net, k):
     meter = ClassErrorMeter(topk=(k,))
-    for x, y in batches():
+    for x, y in make_batches(3, 0):
         meter.add(net(x), y)
     return meter.value()
 
@@ -111,7 +90,7 @@ def test_validation_after_each_epoch():
     @engine.on("on_end_epoch")
     def look(state):
         expected = engine.test(
-            network=copy.deepcopy(net), criterion=nn.CrossEntropyLoss(), iterator=batches(seed=1)
+            network=copy.deepcopy(net), criterion=nn.CrossEntropyLoss(), iterator=make_batches(3, 1)
         ).loss.value()
         seen.append((state.validation.loss.value() == expected, state.validation.value("accuracy")))
 

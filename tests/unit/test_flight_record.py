@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import io
 import json
 import mmap
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path, PosixPath
 
 import pytest
+from helpers import processes
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -44,15 +46,7 @@ from torchmpi.communicators.flight_record import (
 )
 from torchmpi.communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, Channels
 from torchmpi.errors import TorchMPIError
-from torchmpi.shared_memory.memory_layout import (
-    MAX_LOG_DIMS,
-    RECORD_BEGIN,
-    RECORD_CODE,
-    RECORD_END,
-    RECORD_FIELDS,
-    RECORD_LENGTH,
-    RECORD_SEQUENCE,
-)
+from torchmpi.shared_memory.memory_layout import MAX_LOG_DIMS, RECORD_LENGTH, RecordFields
 
 BARRIER, SUM = call_code("barrier"), call_code("allreduce", "sum", 1)
 _PAGE_FIELDS = mmap.PAGESIZE // 8
@@ -131,8 +125,13 @@ def test_times_of_the_fast_path_are_converted_from_ticks(tmp_path):
     record.note_ticks()
     ring = record.ring(1, "world", [0])
     fields = ring.fields
-    at = _PAGE_FIELDS + 1 * RECORD_FIELDS  # the entry of call 1, as machine code writes it
-    for field, value in ((RECORD_CODE, BARRIER), (RECORD_BEGIN, 2000), (RECORD_END, 3000), (RECORD_SEQUENCE, 1)):
+    at = _PAGE_FIELDS + 1 * RecordFields.FIELDS  # the entry of call 1, as machine code writes it
+    for field, value in (
+        (RecordFields.code, BARRIER),
+        (RecordFields.begin, 2000),
+        (RecordFields.end, 3000),
+        (RecordFields.sequence, 1),
+    ):
         fields[at + field] = value
     record.note_ticks()
     first, last = record._fields[FIRST_NS], record._fields[LAST_NS]
@@ -441,24 +440,13 @@ def test_long_texts_keep_what_others_rely_on(tmp_path):
     assert record.take_request() == {}
 
 
-@contextmanager
-def started(code: str) -> Iterator[int]:
-    """The number of a process that runs the code, which prints a line and waits for input."""
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield process.pid
-        process.communicate(b"\n")
-
-
 def other_process(folder: str, about: dict[str, object]) -> AbstractContextManager[int]:
     """The number of a process with a flight record."""
-    return started(f"""
-from torchmpi.communicators.flight_record import FlightRecord
-record = FlightRecord({folder!r}, {about!r})
-print(flush=True)
-input()
-""")
+    return processes.child(lambda: kept.append(FlightRecord(folder, about)))
+
+
+kept: list[FlightRecord] = []
+"""In the other process, its record: the file is open as long as the record exists."""
 
 
 def dump(process: int, folder: Path) -> None:
@@ -478,17 +466,14 @@ def test_a_dump_into_the_folder_of_the_records_changes_nothing(tmp_path, capsys)
 
 def test_a_dump_takes_the_record_that_has_not_ended(tmp_path):
     """Regression: a worker that was forked before stop() and start() has the file of the earlier record open."""
-    code = """
-import fcntl
-from torchmpi.communicators.flight_record import FlightRecord
-earlier = FlightRecord("", {"rank": 0, "size": 9})
-fcntl.fcntl(earlier._file, fcntl.F_DUPFD, 200)
-earlier.close()
-record = FlightRecord("", {"rank": 0, "size": 2})
-print(flush=True)
-input()
-"""
-    with started(code) as process:
+
+    def work() -> None:
+        earlier = FlightRecord("", {"rank": 0, "size": 9})
+        fcntl.fcntl(earlier._file, fcntl.F_DUPFD, 200)
+        earlier.close()
+        kept.append(FlightRecord("", {"rank": 0, "size": 2}))
+
+    with processes.child(work) as process:
         (found,) = flight_commands.dump(process, tmp_path / "out")
     assert found.about["size"] == 2 and not found.has_ended
 
@@ -505,26 +490,21 @@ def test_a_dump_from_a_second_host_misses_the_ranks_of_others_only(tmp_path, mon
 
 def test_a_full_disk_is_an_error_with_the_remedy(tmp_path):
     """The limit on the size of files has the effect of a full disk."""
-    code = f"""
-import resource
-from torchmpi import log
-from torchmpi.communicators.flight_record import FlightRecord
-from torchmpi.errors import TorchMPIError
-about = {{"rank": 0, "size": 2}}
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
-record = FlightRecord({str(tmp_path)!r}, about)
-record.ring(1, "world", [0, 1]).enter(1, 0, ())
-record.close()
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    FlightRecord({str(tmp_path)!r}, about)
-except TorchMPIError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
+        record = record_of(tmp_path)
+        record.ring(1, "world", [0, 1]).enter(1, 0, ())
+        record.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        with pytest.raises(TorchMPIError) as refused:
+            record_of(tmp_path)
+        print(refused.value)
+
+    status, output = processes.output_of(work)
     path = tmp_path / "rank0.flight"
-    assert f"torchmpi: the calls on communicator world are not in {path}: " in done.stderr, done.stderr
-    assert f"cannot be written to {path}: " in done.stdout and "room for 3 MB per rank" in done.stdout, done.stderr
+    assert status == 0 and f"torchmpi: the calls on communicator world are not in {path}: " in output, output
+    assert f"cannot be written to {path}: " in output and "room for 3 MB per rank" in output, output
     assert [each.name for each in tmp_path.iterdir()] == ["rank0.flight.previous"]
 
 

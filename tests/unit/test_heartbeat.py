@@ -170,7 +170,14 @@ def test_a_goodbye_is_no_loss():
     ranks.close()
 
 
-def test_a_rank_that_ends_without_a_goodbye_is_reported_once():
+@pytest.fixture
+def quick(monkeypatch):
+    """A quarter of the times for which ranks wait for each other, and for the launcher, before they end."""
+    for name in ("_LOSS_SECONDS", "_GONE_SECONDS", "_GRACE_SECONDS"):
+        monkeypatch.setattr(heartbeat_module, name, getattr(heartbeat_module, name) / 4)
+
+
+def test_a_rank_that_ends_without_a_goodbye_is_reported_once(quick):
     ranks = Ranks([0, 0, 1, 1, 2])
     ranks.heartbeats[2]._is_closing = True
     for own in ranks.sockets[2].values():
@@ -186,14 +193,14 @@ def test_a_rank_that_ends_without_a_goodbye_is_reported_once():
     ranks.close()
 
 
-def test_all_ranks_end_with_the_status_of_the_first():
+def test_all_ranks_end_with_the_status_of_the_first(quick):
     ranks = Ranks([0, 0, 1, 1])
     ranks.heartbeats[3].announce_end(143)
     assert sorted(ranks.next_end() for _ in range(3)) == [(0, "", 143), (1, "", 143), (2, "", 143)]
     ranks.close()
 
 
-def test_a_forked_child_does_not_keep_the_connections():
+def test_a_forked_child_does_not_keep_the_connections(quick):
     ranks = Ranks([0, 1])
     child = os.fork()
     if child == 0:
@@ -221,4 +228,44 @@ def test_another_rank_reports_if_the_lowest_one_that_noticed_does_not(monkeypatc
     assert any("rank 2 on host h2 has ended" in message for message, _ in ends.values())
     silent.set()
     ranks.heartbeats[2].abandon()
+    ranks.close()
+
+
+def test_a_rank_behind_one_that_does_not_reply_is_reported_as_such():
+    """Rank 3 is asked through rank 2, the first one of its host."""
+    ranks, replies = Ranks([0, 0, 1, 1]), threading.Event()
+    ranks.heartbeats[2]._own_status = lambda group: replies.wait(WAIT_SECONDS) and status_of(2, group)
+    found = ranks.heartbeats[0].request({1, 2, 3}, 7, timeout_seconds=0.5)
+    replies.set()
+    assert found == {
+        1: status_of(1, 7),
+        3: RankStatus(0, False, "", "cannot be asked, since rank 2 does not reply"),
+    }
+    ranks.close()
+
+
+def test_a_rank_behind_ended_connections_is_reported_at_once():
+    ranks = Ranks([0, 1, 2])
+    for link in ranks.heartbeats[0]._links.values():
+        link.is_closed = True
+    found = ranks.heartbeats[0].request({1, 2}, 7, timeout_seconds=WAIT_SECONDS)
+    status = RankStatus(0, False, "", "cannot be asked: a connection between the hosts has ended")
+    assert found == {1: status, 2: status}
+    ranks.close()
+
+
+@pytest.mark.parametrize(("grace_seconds", "ends"), [(3600.0, False), (0.01, True)])
+def test_a_rank_leaves_the_launcher_time_to_end_it(monkeypatch, grace_seconds, ends):
+    monkeypatch.setattr(heartbeat_module, "_GRACE_SECONDS", grace_seconds)
+    ranks = Ranks([0, 1])
+    ranks.heartbeats[1].announce_end(143)
+    if ends:
+        assert ranks.next_end() == (0, "", 143)
+    else:
+        limit = time.monotonic() + WAIT_SECONDS
+        while ranks.heartbeats[0]._quiet_status is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        ranks.heartbeats[0].close()  # waits for its thread
+        assert ranks.heartbeats[0]._quiet_status == 143 and ranks.ends.empty()
+        assert ranks.heartbeats[0]._end_at > time.monotonic()
     ranks.close()

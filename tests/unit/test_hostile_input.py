@@ -282,6 +282,27 @@ def test_an_index_of_servers_names_no_file_outside_its_folder(tmp_path):
         read_servers(folder)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"versions": torch.zeros(1)},
+        {"steps": torch.zeros(1, dtype=torch.int32)},
+        {"versions": torch.zeros(2, dtype=torch.int64)},
+        {"steps": None},
+        {"values": torch.arange(39.0)},
+        {"values": torch.arange(40.0, dtype=torch.float64)},
+    ],
+    ids=str,
+)
+def test_a_shard_with_another_dtype_or_length_is_refused(tmp_path, damage):
+    content = torch.load(io.BytesIO(SHARDS))
+    content["0"] |= damage
+    (tmp_path / "servers.json").write_text(json.dumps(INDEX))
+    torch.save(content, tmp_path / "shards-abcd-0.pt")
+    with pytest.raises(CheckpointError, match=r"is damaged: it does not have 40 values of torch\.float32"):
+        read_servers(tmp_path)
+
+
 # --- checkpoints of engines ---------------------------------------------------------------------------------------
 
 

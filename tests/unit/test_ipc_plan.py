@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.ipc_model import Call, Model, Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchmpi.backends.ipc import area_kernels, chunk_plan
 from torchmpi.backends.ipc.chunk_plan import ALIGNMENT, EMPTIED, FILLED, REDUCED, Fill, Room, Sync, Take
 from torchmpi.tensors import partition
-
-sys.path.insert(0, str(Path(__file__).parent))
-from ipc_rig import Call, Model, Problem
 
 COLLECTIVES = ("allreduce 1", "allreduce 2", "reduce", "broadcast", "allgather", "reduce_scatter")
 

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.kernel_values import ALL, COMPLEX, GUARD_BYTES, REAL, differing, seeded, special_values, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,31 +23,13 @@ from torchmpi.tensors import dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # experimental according to torch
 
-REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
-INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
-ALL = (*REAL, *COMPLEX, *INTEGERS, torch.bool)
 NUM_SOURCES = (1, 2, 3, 5, 8)
 NUMELS = (0, 1, 2, 3, 63, 64, 65, 1000, 4099)
-GUARD_BYTES = 320  # more than a vector of any kind
 ALL_SOURCES = -1  # positions of the result: each of the sources
 _NUMPY = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _NUMPY |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 _NUMPY_BOOL = {"min": np.logical_and, "band": np.logical_and, "land": np.logical_and}
 _NUMPY_BOOL |= {"max": np.logical_or, "bor": np.logical_or, "lor": np.logical_or, "bxor": np.logical_xor}
-
-
-def seeded(*key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(hash(key) % (1 << 40))
-
-
-def values(dtype: torch.dtype, numel: int, generator: torch.Generator) -> torch.Tensor:
-    """Return integers and bools of any bits, floating-point numbers of moderate size."""
-    if dtype.is_complex:
-        return torch.view_as_complex(values(dtype.to_real(), 2 * numel, generator).view(numel, 2))
-    if dtype.is_floating_point:
-        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
 
 
 def twin(parts: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -102,19 +85,6 @@ def reduced(parts: list[torch.Tensor], address: int, place: int | None, offset: 
     return results[0].view(dtype)
 
 
-def differing(a: torch.Tensor, b: torch.Tensor) -> list[int]:
-    """The positions whose bits differ. All NaNs are equal, since the payload depends on the processor."""
-    assert a.shape == b.shape and a.dtype is b.dtype
-    if not a.numel():
-        return []
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    unlike = (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).view(-1, a.dtype.itemsize).any(1)
-    if a.is_floating_point():
-        unlike &= ~(a.isnan() & b.isnan()).view(-1)
-    return unlike.nonzero().view(-1).tolist()
-
-
 def places(num_sources: int) -> list[int | None]:
     return [None, ALL_SOURCES, *sorted({0, num_sources // 2, num_sources - 1})]
 
@@ -140,15 +110,6 @@ def test_finite_complex_numbers_have_the_bits_of_combine(dtype, op):
     expected = torch.empty_like(parts[0])
     rank_order.combine(parts, op, expected)
     assert not differing(reduced(parts, reduction.address(dtype, op), None, 0), expected)
-
-
-def special_values(dtype: torch.dtype) -> torch.Tensor:
-    """Numbers at the limits of the type: rounded to infinity, rounded to even, and nearly zero."""
-    limits = torch.finfo(dtype)
-    tiny = limits.smallest_normal
-    numbers = [0.0, 1.0, limits.max, tiny, tiny * limits.eps, tiny * 3 * limits.eps, limits.eps, 1 + limits.eps]
-    numbers = [sign * number for number in [*numbers, float("inf"), limits.eps / 2] for sign in (1, -1)]
-    return torch.tensor([*numbers, float("nan")], dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=dtypes.short_name)

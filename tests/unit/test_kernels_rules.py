@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.kernel_values import GUARD_BYTES, REAL, differing, seeded, special_values, values
+from helpers.shard_rig import power
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels_reduction import GUARD_BYTES, REAL, differing, seeded, special_values, values
 
 from torchmpi import errors
 from torchmpi.shared_memory.kernels import native_code, server_rules, source_digest
@@ -71,14 +72,6 @@ def twin(
 def root(tensor: torch.Tensor) -> torch.Tensor:
     """NumPy's square root, which is correctly rounded. That of torch sometimes differs in the last bit."""
     return torch.from_numpy(np.sqrt(tensor.numpy()))
-
-
-def power(base: float, exponent: int) -> float:
-    """Return the power by squaring, as the rule does."""
-    result = 1.0
-    while exponent:
-        result, base, exponent = result * (base if exponent & 1 else 1.0), base * base, exponent >> 1
-    return result
 
 
 def sgd(c, v, g, m):

@@ -8,30 +8,19 @@ import pytest
 
 from torchmpi.communicators import message_record
 from torchmpi.communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, NUMBER_MASK, Channels
-from torchmpi.shared_memory.memory_layout import (
-    FIELD_BYTES,
-    MESSAGE_BEGUN,
-    MESSAGE_BYTES,
-    MESSAGE_DTYPE,
-    MESSAGE_ENDED,
-    MESSAGE_IS_RECEIVE,
-    MESSAGE_PEER,
-    MESSAGE_TAG,
-    RECORD_FIELDS,
-    RECORD_LENGTH,
-)
+from torchmpi.shared_memory.memory_layout import FIELD_BYTES, RECORD_LENGTH, ChannelFields, RecordFields
 
 HEAD_FIELDS = 5  # before the entries
 
 
 class Memory:
     def __init__(self, number: int) -> None:
-        self.fields = memoryview(array("q", bytes(FIELD_BYTES * (HEAD_FIELDS + RECORD_LENGTH * RECORD_FIELDS))))
+        self.fields = memoryview(array("q", bytes(FIELD_BYTES * (HEAD_FIELDS + RECORD_LENGTH * RecordFields.FIELDS))))
         self.address = 10**6 * number
 
     def entry(self, index: int) -> list[int]:
-        begin = HEAD_FIELDS + index * RECORD_FIELDS
-        return self.fields[begin : begin + RECORD_FIELDS].tolist()
+        begin = HEAD_FIELDS + index * RecordFields.FIELDS
+        return self.fields[begin : begin + RecordFields.FIELDS].tolist()
 
 
 @pytest.fixture
@@ -52,14 +41,14 @@ def test_each_channel_has_an_entry_of_its_own(channels, memories):
     keys = [(peer, is_receive, tag) for peer in (0, 3) for is_receive in (False, True) for tag in (NO_TAG, 7)]
     made = [channels.channel(peer, is_receive=is_receive, tag=tag) for peer, is_receive, tag in keys]
     assert [channels.channel(peer, is_receive=is_receive, tag=tag) for peer, is_receive, tag in keys] == made
-    assert [each.address for each in made] == [10**6 + index * RECORD_FIELDS * FIELD_BYTES for index in range(8)]
+    assert [each.address for each in made] == [10**6 + index * RecordFields.FIELDS * FIELD_BYTES for index in range(8)]
     for index, (key, channel) in enumerate(zip(keys, made, strict=True)):
         assert [channel.begin(2, 100 + index), channel.begin(2, 100 + index)] == [1, 2]
         channel.end()
         entry = memories[0].entry(index)
-        assert (entry[MESSAGE_PEER], entry[MESSAGE_IS_RECEIVE], entry[MESSAGE_TAG]) == key
-        assert (entry[MESSAGE_BEGUN], entry[MESSAGE_ENDED]) == (2, 1)
-        assert (entry[MESSAGE_DTYPE], entry[MESSAGE_BYTES]) == (2, 100 + index)
+        assert (entry[ChannelFields.peer], entry[ChannelFields.is_receive], entry[ChannelFields.tag]) == key
+        assert (entry[ChannelFields.begun], entry[ChannelFields.ended]) == (2, 1)
+        assert (entry[ChannelFields.dtype], entry[ChannelFields.num_bytes]) == (2, 100 + index)
     assert not any(memories[0].entry(len(keys)))
 
 
@@ -67,19 +56,19 @@ def test_a_receive_that_is_withdrawn_is_not_counted(channels, memories):
     channel = channels.channel(1, is_receive=True)
     channel.begin(0, 0), channel.begin(0, 0)
     channel.withdraw()
-    assert memories[0].entry(0)[MESSAGE_BEGUN] == 1 and channel.begin(0, 0) == 2
+    assert memories[0].entry(0)[ChannelFields.begun] == 1 and channel.begin(0, 0) == 2
 
 
 def test_numbers_have_31_bits(channels, memories):
     channel = channels.channel(1, is_receive=False)
-    memories[0].fields[HEAD_FIELDS + MESSAGE_BEGUN] = NUMBER_MASK - 1
+    memories[0].fields[HEAD_FIELDS + ChannelFields.begun] = NUMBER_MASK - 1
     assert [channel.begin(0, 0) for _ in range(3)] == [2**31 - 1, 0, 1]
 
 
 def test_further_channels_get_more_memory(channels, memories):
     for peer in range(RECORD_LENGTH + 1):
         channels.channel(peer, is_receive=False)
-    assert len(memories) == 2 and memories[1].entry(0)[MESSAGE_PEER] == RECORD_LENGTH
+    assert len(memories) == 2 and memories[1].entry(0)[ChannelFields.peer] == RECORD_LENGTH
     assert channels.close() == memories
 
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import contract
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi.backends.nccl.recipes import flat, lacks, recipe
 from torchmpi.tensors import dtypes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
-import contract
 
 CASES = [
     (dtype, op) for dtype, ops in contract.OPS_OF.items() for op in ops if lacks(dtype, op) is None

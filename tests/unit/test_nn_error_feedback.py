@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchmpi.nn as mpinn
 from torchmpi.nn import PowerSGD, error_feedback
 
 
@@ -57,3 +60,12 @@ def test_products_and_packing():
     for one, other in zip(error_feedback._unpacked(flat, [left, right]), (left, right), strict=True):
         assert torch.equal(one, other)
     assert error_feedback._packed([], left).shape == (0,)
+
+
+def test_a_rank_alone_exchanges_nothing_that_could_be_compressed():
+    kinds = (mpinn.EightBit, mpinn.TopK, mpinn.PowerSGD)
+    for within_hosts in (False, True):
+        for num_ranks, num_nodes in ((1, 1), (4, 1), (4, 2)):
+            comm = SimpleNamespace(size=num_ranks, num_nodes=num_nodes)
+            applies = num_ranks > 1 and (within_hosts or num_nodes > 1)
+            assert [kind(within_hosts=within_hosts).applies(comm) for kind in kinds] == [applies] * 3

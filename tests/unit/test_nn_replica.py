@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from torchmpi.errors import ArgumentError
 from torchmpi.nn.replica import SHARDED, Attachment, Replica, attach, attached, sparse_by_declaration
+from torchmpi.nn.sharding import Sharding
 
 
 def test_parameters_and_buffers_in_module_order():
@@ -96,3 +98,19 @@ def test_modules_and_shards_are_listed_once():
     inner.weight = net[1][1].weight = shard
     assert [id(tensor) for tensor in Replica(net).shards] == [id(shard)]
     assert [id(tensor) for tensor in Replica(net).parameters] == [id(inner.bias)]
+
+
+def test_the_frozen_part_of_a_shard_is_not_trained(monkeypatch):
+    """Gradients are exchanged of the others only."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("mean", torch.zeros(2))
+    holders = SimpleNamespace(intra=object())
+    sharding = Sharding(None, None)
+    monkeypatch.setattr(sharding, "holders_in", lambda comm: holders, raising=False)
+    for tensor in (net.weight, net.bias, net.mean):
+        setattr(tensor, SHARDED, sharding)
+    net.bias.requires_grad_(False)
+    ((part, found),) = Replica(net).shard_parts(SimpleNamespace(size=2))
+    assert found is holders
+    assert part.names(part.trainable) == ["weight"]
+    assert part.names(part.parameters) == ["weight", "bias"] and part.names(part.buffers) == ["mean"]

@@ -124,7 +124,7 @@ def test_a_thread_ends_in_a_kernel_after_the_interpreter():
     program = """
         import ctypes, os, sys, threading, time
         sys.path.insert(0, sys.argv[1])
-        from kernel_rig import compiled
+        from helpers.kernel_rig import compiled
         from torchmpi.shared_memory.kernels.compilation import kernel
         from torchmpi.shared_memory.kernels.intrinsics import sleep
 
@@ -143,7 +143,7 @@ def test_a_thread_ends_in_a_kernel_after_the_interpreter():
         time.sleep(0.05)
     """
     job = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parent)],
+        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parents[1])],
         capture_output=True,
         text=True,
         timeout=60,

@@ -7,15 +7,15 @@ import math
 
 import pytest
 import torch
+from helpers.shard_rig import Rig
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_rig import Rig
 
 from torchmpi import errors
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
 from torchmpi.parameterserver.shards import MESSAGE_BYTES, chunk_numel, layout, message_ranges
 from torchmpi.shared_memory.kernels import server_rules as native
-from torchmpi.shared_memory.kernels.shard_layout import CHUNK_BYTES, HEADER_BYTES, NUM_ARRAYS
+from torchmpi.shared_memory.kernels.shard_layout import CHUNK_BYTES, NUM_ARRAYS, Header
 from torchmpi.tensors.partition import even_partition
 
 ITEMS = ((8, 8), (4, 4), (2, 4), (1, 4))
@@ -39,7 +39,7 @@ def test_arrays_of_all_shards_have_room_and_do_not_overlap():
             spans = []
             for own, headers, arrays in zip(numels, plan.headers, plan.arrays, strict=True):
                 assert len(arrays) == NUM_ARRAYS
-                spans.append((headers, num_chunks(own, chunk) * HEADER_BYTES))
+                spans.append((headers, num_chunks(own, chunk) * Header.BYTES))
                 spans += [(arrays[0], own * item_bytes), *((state, own * state_bytes) for state in arrays[1:])]
             assert all(begin % PAGE == 0 for begin, _ in spans), "an unused array must share no page with a used one"
             used = sorted((begin, begin + length) for begin, length in spans if length)

@@ -242,3 +242,19 @@ def test_a_subclass_must_implement_integrate():
 
     with pytest.raises(NotImplementedError, match="Nothing does not implement _integrate"):
         Nothing(nn.Linear(2, 2))._integrate()
+
+
+def test_before_the_start_alpha_is_beta_and_nobody_has_waited():
+    update = ps.EASGDUpdate(nn.Linear(2, 2), beta=0.6)
+    assert update.alpha == 0.6
+    update.num_clients = 3
+    assert update.alpha == pytest.approx(0.2)
+    metrics = update.metrics()
+    assert (metrics["num_waits"], metrics["waited_seconds"]) == (0, 0.0)
+
+
+def test_the_round_of_a_saved_update_is_that_of_the_next_save():
+    state = ps.EASGDUpdate(nn.Linear(2, 2)).state_dict() | {"rounds": 7}
+    resumed = ps.EASGDUpdate(nn.Linear(2, 2))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from protocol_kernels import FIELD
-from protocol_model import Call, Explorer, Failure, Scenario
+from helpers.protocol_kernels import FIELD
+from helpers.protocol_model import Call, Explorer, Failure, Scenario
 
 BARRIER = Call("barrier")
 
@@ -25,13 +27,16 @@ SCENARIOS = {
     "allreduce in the payload": Scenario(2, (allreduce(2),) * 6, 2, FIELD, constants=SHORT_RING),
     "allreduce as a whole": Scenario(3, (allreduce(2), allreduce(3, root=1), allreduce(2)), 3),
     "movement as a whole": Scenario(3, (broadcast(2, 1), Call("allgather", 2), broadcast(2)), 2),
+    "allreduce of three chunks, then of one": Scenario(2, (allreduce(6), allreduce(2))),
     "allreduce of four chunks, then of one": Scenario(2, (allreduce(7), allreduce(2))),
     "waits as loops": Scenario(2, (allreduce(2), broadcast(2)), polls=True),
     "allreduce past the caches, last chunk shorter": Scenario(2, (allreduce(7), allreduce(3)), hints=(7,)),
     "calls that are divided differently": Scenario(2, (allreduce(8), allreduce(2)), hints=(7,), chunk_lines=4),
-    "ranks differ in how they write": Scenario(2, (allreduce(6),), hints=(0, 7)),
+    "ranks differ in how they write": Scenario(2, (allreduce(5),), hints=(0, 7)),
+    "ranks differ in how they write three chunks": Scenario(2, (allreduce(6),), hints=(0, 7)),
     "allreduce of two chunks": Scenario(3, (allreduce(6), allreduce(2))),
     "reduce of two chunks": Scenario(3, (allreduce(6, root=2),)),
+    "reduce of three chunks": Scenario(2, (allreduce(5, root=1),)),
     "reduce of four chunks": Scenario(2, (allreduce(7, root=1),)),
     "broadcast of more chunks than slots": Scenario(2, (broadcast(9), broadcast(3, 1))),
     "movement in chunks": Scenario(3, (broadcast(4, 2), *MOVEMENT, broadcast(4, 1))),
@@ -39,22 +44,39 @@ SCENARIOS = {
 }
 FAILING = {
     "barrier that times out": Scenario(2, (BARRIER,) * 3, expires=((0, 1),)),
+    "allreduces of one chunk that time out": Scenario(2, (allreduce(2), allreduce(2)), expires=((0, 1),)),
     "allreduce of two chunks that times out": Scenario(2, (allreduce(4), allreduce(2)), expires=((0, 1),)),
+    "one broadcast that times out on both": Scenario(2, (broadcast(3),), expires=((0, 1), (1, 1))),
     "broadcast that times out on both": Scenario(2, (broadcast(3), broadcast(2)), expires=((0, 1), (1, 1))),
     "broadcast that fails after its kernel": Scenario(2, (broadcast(3, breaks=1), broadcast(2), allreduce(2))),
     "different calls": Scenario(2, ((broadcast(3, 0), allreduce(2)), (broadcast(3, 1), allreduce(2)))),
     "barrier of three that times out": Scenario(3, (BARRIER,), expires=((1, 1),)),
 }
+LONG = {
+    "allreduce of four chunks, then of one",
+    "allreduce past the caches, last chunk shorter",
+    "ranks differ in how they write three chunks",
+    "reduce of four chunks",
+    "allreduce of two chunks that times out",
+    "broadcast that times out on both",
+    "barrier of three that times out",
+}
+"""Scenarios of more than ten thousand states, of which others have the same steps with fewer calls or chunks."""
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+def named(scenarios: dict[str, Scenario]) -> list[Any]:
+    """The names of the scenarios as parameters of a test; the long ones are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in scenarios]
+
+
+@pytest.mark.parametrize("name", named(SCENARIOS))
 def test_every_execution_is_right(name):
     """With weak memory, so with strong memory as well."""
     explorer = Explorer(SCENARIOS[name]).run()
     assert len(explorer.outcomes) == 1 and explorer.num_states > 10
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", named(FAILING))
 def test_every_execution_with_a_failing_call_is_right(name):
     explorer = Explorer(FAILING[name]).run()
     by_rank = {each for outcomes in explorer.outcomes for rank in outcomes for each in rank}
@@ -72,18 +94,18 @@ def test_a_rank_that_fails_after_a_barrier_ends_it_on_no_other_rank():
 
 FAULTS = {
     "the chunk loop does not wait before it reuses a slot": (
-        ("chunk_loop", "wait_all(group, REDUCED, chunk) if index > 0 else 0", "0"),
+        ("chunk_loop", "wait_all(group, Block.reduced, chunk) if index > 0 else 0", "0"),
         "movement in chunks",
     ),
     "a transfer is announced before the data is there": (
-        ("chunk_loop", "num_put, since = 0, now()", "num_put, since = 0, publish(group, READY, chunk + 1)"),
+        ("chunk_loop", "num_put, since = 0, now()", "num_put, since = 0, publish(group, Block.ready, chunk + 1)"),
         "broadcast of more chunks than slots",
     ),
     "operands are announced before they are there": (
         (
             "reduce_kernels",
             "    put_range(group, target, base,",
-            "    publish(group, READY, chunk + 1)\n    put_range(group, target, base,",
+            "    publish(group, Block.ready, chunk + 1)\n    put_range(group, target, base,",
         ),
         "allreduce of two chunks",
     ),
@@ -98,7 +120,7 @@ FAULTS = {
     "results are copied out before they are there": (
         (
             "reduce_kernels",
-            "num_combined > num_out and have_all(group, REDUCED, base + num_out + 1)",
+            "num_combined > num_out and have_all(group, Block.reduced, base + num_out + 1)",
             "num_combined > num_out",
         ),
         "allreduce of two chunks",
@@ -106,8 +128,8 @@ FAULTS = {
     "the last chunk is divided at other offsets": (
         (
             "reduce_kernels",
-            "min(part_begin(load_field(group, CHUNK_BYTES), load_field(group, SIZE), rank), num_bytes)",
-            "part_begin(num_bytes, load_field(group, SIZE), rank)",
+            "min(part_begin(group.chunk_bytes, group.size, rank), num_bytes)",
+            "part_begin(num_bytes, group.size, rank)",
         ),
         "allreduce past the caches, last chunk shorter",
     ),
@@ -116,42 +138,46 @@ FAULTS = {
         "allreduce as a whole",
     ),
     "a transfer ends before the others have read": (
-        ("chunk_loop", "wait_all(group, REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0", "0"),
+        ("chunk_loop", "wait_all(group, Block.reduced, base + num_rounds - 1) if num_rounds > 1 else 0", "0"),
         "movement in chunks",
     ),
     "a rank does not wait for the others": (
-        ("arrival", "status = wait(group, theirs, seq)", "status = 0"),
+        ("arrival", "status = wait(group, theirs.sequence, seq)", "status = 0"),
         "allreduce in the payload",
     ),
     "no fence after non-temporal stores": (
-        ("copying", "    if load_field(group, CACHE_BYPASS) != 0:\n        fence()\n", ""),
+        ("copying", "    if group.cache_bypass != 0:\n        fence()\n", ""),
         "allreduce past the caches, last chunk shorter",
     ),
     "a rank waits for a chunk that nobody makes": (
-        ("reduce_kernels", "counter = REDUCED if num_combined > num_out else READY", "counter = REDUCED"),
+        (
+            "reduce_kernels",
+            "counter = Block.reduced if num_combined > num_out else Block.ready",
+            "counter = Block.reduced",
+        ),
         "allreduce of two chunks",
     ),
     "slots are written while others are in the failed call": (
-        ("arrival", "status = wait_all(group, ENTERED, aborted + 1)", "status = 0"),
+        ("arrival", "status = wait_all(group, Block.entered, aborted + 1)", "status = 0"),
         "allreduce of two chunks that times out",
     ),
     "a call after one that failed on some ranks is not refused": (
-        ("arrival", "signature ^= sign_chunks(load_field(group, CHUNKS))", ""),
+        ("arrival", "signature ^= sign_chunks(group.chunks)", ""),
         "broadcast that fails after its kernel",
     ),
 }
 ORDERS = {
     "READY and REDUCED are plain stores": (
         "access",
-        "store_field_release(own_block(group), counter",
-        "store_field(own_block(group), counter",
+        "store_release(field_address(own_block(group), counter), value)",
+        "own_block(group).cells[counter] = value",
     ),
     "the sequence number is a plain store": (
         "arrival",
-        "store_field_release(mine, SEQUENCE",
-        "store_field(mine, SEQUENCE",
+        "store_release(mine.sequence",
+        "store(mine.sequence",
     ),
-    "waits are plain loads": ("arrival", "while load_acquire(address) <", "while load_field(address, 0) <"),
+    "waits are plain loads": ("arrival", "while load_acquire(address) <", "while load(address) <"),
 }
 
 

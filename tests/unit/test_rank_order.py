@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from test_kernels_reduction import ALL, REAL, differing, seeded, special_values, values
+from helpers.kernel_values import ALL, REAL, differing, seeded, special_values, values
 
 from torchmpi.backends.rank_order import combine, combiner
 from torchmpi.tensors import dtypes

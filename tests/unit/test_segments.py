@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchmpi.distributed import torch_names
-from torchmpi.shared_memory import segments
+from torchmpi.shared_memory import memory_layout, segments
 from torchmpi.shared_memory.kernels import records
 from torchmpi.shared_memory.segments import Segment, Ticket
 from torchmpi.shared_memory.shared_tensors import SharedHeap
@@ -135,8 +135,8 @@ def test_lack_of_memory_is_an_error_without_leftovers(kind, tmp_path):
 
 def entries(heap: SharedHeap) -> list[list[int]]:
     """The rows of the table that are in use: begin, end, key, file."""
-    fields = heap.table[1:].reshape(-1, records.SEGMENT_FIELDS)[: heap.table[0]]
-    return [row.tolist() for row in fields if row[records.SEGMENT_END]]
+    fields = heap.table[1:].reshape(-1, records.SegmentRecord.FIELDS)[: heap.table[0]]
+    return [row.tolist() for row in fields if row[records.SegmentRecord.end]]
 
 
 def test_the_table_contains_the_addresses_of_tensors():
@@ -194,7 +194,7 @@ def test_records_are_reused_with_another_key():
     for _ in range(100):
         tensor = heap.empty((10,), torch.float32)
         (entry,) = entries(heap)
-        keys.add(entry[records.SEGMENT_KEY])
+        keys.add(entry[records.SegmentRecord.key])
         del tensor
     assert len(keys) == 100 and heap.table[0] == 1
 
@@ -371,3 +371,17 @@ def test_threads_create_and_free_tensors_concurrently():
         thread.join()
     gc.collect()
     assert not wrong and entries(heap) == []
+
+
+def test_fields_of_a_rank_that_others_write_or_read_do_not_overlap():
+    """In 64-bit words: what a rank counts, what it has reduced, the entries of its ring."""
+    block, entry = memory_layout.Block, memory_layout.Entry
+    for record in (block, entry):
+        words = [range(each.number, each.number + each.size) for each in record.fields.values()]
+        numbers = [number for row in words for number in row]
+        assert len(numbers) == len(set(numbers)) and max(numbers) + 1 == record.FIELDS
+    own_lines = {name: block.fields[name].number for name in ("entered", "ready", "reduced", "ring")}
+    assert all(number % 16 == 0 for number in (*own_lines.values(), entry.FIELDS)), "processors fetch lines in pairs"
+    assert len(set(own_lines.values())) == len(own_lines) and block.BYTES <= memory_layout.BLOCK_BYTES
+    assert entry.fields["payload"].size * memory_layout.FIELD_BYTES == memory_layout.PAYLOAD_BYTES
+    assert memory_layout.slots_begin(2) >= 2 * memory_layout.BLOCK_BYTES

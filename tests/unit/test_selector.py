@@ -153,6 +153,12 @@ def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expec
     assert default_transport(key, can, **options) == expected
 
 
+def test_the_setting_that_names_a_backend_names_it_for_tensors_on_a_gpu_too():
+    key, can = Key("allreduce", "cuda", "host", "sync"), (EVERYTHING | {"nccl", "ipc"}).__contains__
+    assert selection_table.device_transport(key, can, forced="ipc") == "ipc"
+    assert selection_table.device_transport(key, {"nccl"}.__contains__, forced="ipc") == "nccl"
+
+
 def test_staged_reductions_between_hosts_use_p2p_on_tcp():
     key = Key("allreduce", "cuda", "across", "sync")
     assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__) == ((None, "p2p"),)

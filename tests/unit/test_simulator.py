@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import simulate
+import torch
 from simulator import planned
 from simulator.coroutines import DeadlockError
 from simulator.messages import Comm, World

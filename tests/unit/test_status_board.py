@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torchmpi.communicators.status_board import StatusBoard, request_status, request_statuses
 from torchmpi.shared_memory import memory_layout as layout
-from torchmpi.shared_memory.memory_layout import ANSWERED, ASKED, BLOCK_BYTES, CLOSED, TEXT_START_BYTES
+from torchmpi.shared_memory.memory_layout import BLOCK_BYTES, TEXT_START_BYTES, Block
 
 
 def board(size: int) -> StatusBoard:
@@ -27,30 +27,30 @@ def test_the_texts_of_ranks_that_answer_or_have_closed():
     shared, asked = board(4), []
     shared.write_text(2, "the last of rank 2")
     shared.write_text(3, "an old one of rank 3")
-    shared.set(2, CLOSED, 1)
+    shared.set(2, Block.closed, 1)
 
     def answer() -> None:
-        asked.append(shared.get(0, ASKED))
+        asked.append(shared.get(0, Block.asked))
         shared.write_text(1, "of rank 1")
-        shared.set(1, ANSWERED, 1)
+        shared.set(1, Block.answered, 1)
 
     texts = request_statuses(shared, 0, [1, 2, 3], patience_seconds=0.1, meanwhile=answer)
     assert texts == {1: "of rank 1", 2: "the last of rank 2"} and set(asked) == {1}
     assert request_status(shared, 0, 2, patience_seconds=60) == "the last of rank 2"
     assert request_status(shared, 0, 1, patience_seconds=0) == ""  # not the old answer
-    assert shared.get(0, ASKED) == 3
+    assert shared.get(0, Block.asked) == 3
 
 
 def test_the_parts_of_a_block_lie_beside_each_other_in_cache_lines_of_their_own():
     """What a rank writes while others read the neighboring part."""
     parts = {
-        "calls": range(layout.COMPLETED + 1),
-        "ready": range(layout.READY, layout.READY + 1),
-        "reduced": range(layout.REDUCED, layout.UNREAD + 1),
-        "ring": range(layout.RING_START, layout.RING_START + layout.RING_LENGTH * layout.ENTRY_FIELDS),
+        "calls": range(layout.Block.completed + 1),
+        "ready": range(layout.Block.ready, layout.Block.ready + 1),
+        "reduced": range(layout.Block.reduced, layout.Block.unread + 1),
+        "ring": range(layout.Block.ring, layout.Block.ring + layout.RING_LENGTH * layout.Entry.FIELDS),
         "text": range(TEXT_START_BYTES // layout.FIELD_BYTES, layout.BLOCK_FIELDS),
     }
     lines = {name: {field * layout.FIELD_BYTES // 128 for field in fields} for name, fields in parts.items()}
     assert sum(map(len, lines.values())) == len(set().union(*lines.values()))
-    assert layout.READY < layout.REDUCED < layout.KEPT < layout.UNREAD < layout.RING_START
-    assert layout.ENTRY_FIELDS * layout.FIELD_BYTES % 128 == 0 and TEXT_START_BYTES < BLOCK_BYTES
+    assert layout.Block.ready < layout.Block.reduced < layout.Block.kept < layout.Block.unread < layout.Block.ring
+    assert layout.Entry.FIELDS * layout.FIELD_BYTES % 128 == 0 and TEXT_START_BYTES < BLOCK_BYTES

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from device_model import DEVICE, DeviceTensor, Model, compute, plain
+from helpers.device_model import DEVICE, DeviceTensor, Model, compute, plain
 
 from torchmpi import errors
 from torchmpi.collectives import device_staging, prepared

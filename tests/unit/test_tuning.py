@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from torchmpi.backends.selection_table import (
     keys,
 )
 from torchmpi.collective_specs import COLLECTIVES, SPECS
+from torchmpi.collectives.tuning import measuring
 from torchmpi.collectives.tuning.decision import best, decide, speedup
 
 MPI = ((None, "mpi"),)
@@ -226,3 +228,62 @@ def test_the_shape_counts_ranks_by_host_and_cores_by_rank():
     assert JOB.shape["cores_per_rank"] == 2.0
     assert JOB.shape["cpu"]
     assert set(JOB.versions) == {"mpi", "torch", "torchmpi"}
+
+
+# --- measuring
+
+
+class Machine:
+    """A clock that only calls of backends move, and the batches that were measured."""
+
+    def __init__(self, monkeypatch, seconds, first=0.0):
+        self.now, self.batches, self._seconds, self._first = 0.0, [], seconds, dict.fromkeys(seconds, first)
+        monkeypatch.setattr(measuring, "Work", lambda *_: SimpleNamespace(time=self._time))
+        monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(measuring.Session, "_slowest", lambda session, values: values)
+
+    def _time(self, name, count):
+        """The first call of a backend takes longer: it compiles, connects, allocates."""
+        self.batches.append((name, count))
+        elapsed = count * self._seconds[name] + self._first.pop(name, 0.0)
+        self.now += elapsed
+        return elapsed / count
+
+    def measure(self, seconds, num_left=1):
+        session = measuring.Session(None, [64], seconds)
+        session.num_left = num_left
+        subject = measuring.Subject("allreduce", "cpu", "host", None, tuple(self._seconds))
+        return session.measure(subject)
+
+
+def test_a_batch_of_short_calls_takes_two_milliseconds_and_the_first_call_counts_nowhere(monkeypatch):
+    machine = Machine(monkeypatch, {"shm": 1e-6, "p2p": 2.5e-4, "mpi": 0.5}, first=10.0)
+    found = machine.measure(1000.0, num_left=2)
+    assert {mode: set(sizes) for mode, sizes in found.items()} == {"sync": {64}, "async": {64}}
+    for samples in (samples for sizes in found.values() for samples in sizes.values()):
+        assert {name: set(round(value, 9) for value in values) for name, values in samples.items()} == {
+            "shm": {1e-6}, "p2p": {2.5e-4}, "mpi": {0.5},
+        }  # fmt: skip
+    rounds = machine.batches[6 : 6 + 3 * 24]
+    assert {name: {count for other, count in rounds if other == name} for name in ("shm", "p2p", "mpi")} == {
+        "shm": {50}, "p2p": {8}, "mpi": {1},
+    }  # fmt: skip
+
+
+def test_each_backend_comes_first_in_half_of_the_rounds(monkeypatch):
+    machine = Machine(monkeypatch, {"shm": 0.01, "mpi": 0.01})
+    machine.measure(1000.0, num_left=2)
+    names = [name for name, _ in machine.batches]
+    firsts = names[4 : 4 + 2 * 24 : 2]
+    assert firsts.count("shm") == firsts.count("mpi") == 12
+
+
+def test_no_more_rounds_than_the_remaining_time_has_room_for(monkeypatch):
+    """A round has two batches of 2 ms here; what is left is divided among what is still to measure."""
+    machine = Machine(monkeypatch, {"shm": 1e-4, "mpi": 1e-4})
+    found = machine.measure(0.124, num_left=2)
+    (first,), (second,) = (list(sizes.values()) for sizes in found.values())
+    assert {len(first[name]) for name in first} == {14}
+    assert {len(second[name]) for name in second} == {16}
+    assert machine.now <= 0.124
+    assert Machine(monkeypatch, {"shm": 1.0, "mpi": 1.0}).measure(10.0) == {}  # not even eight rounds

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchmpi.backends import rank_order
+from torchmpi.backends import ordered_reduction, rank_order
 from torchmpi.backends.hierarchical import steps
 from torchmpi.backends.nccl.recipes import recipe
 from torchmpi.backends.pipeline import run_pipelined
@@ -114,3 +115,38 @@ def test_other_collectives_have_their_first_step_between_groups_in_the_middle() 
             assert all(step.group == "intra" for step in before)
             assert (middle is None) == all(step.group == "intra" for step in plan)
             assert middle is None or middle.group == "inter"
+
+
+def test_a_reduce_scatter_of_rows_reduces_the_elements_of_these_rows() -> None:
+    source = torch.arange(28.0).view(7, 4)
+
+    class Copies:
+        """The ranges of a sum over one rank."""
+
+        def reduce_scatter(
+            self, source: torch.Tensor, destination: torch.Tensor, ranges: list[tuple[int, int]]
+        ) -> None:
+            first, count = ranges[rank]
+            destination.view(-1).copy_(source.view(-1)[first : first + count])
+
+    for rank, (first, last) in enumerate(((0, 3), (3, 5), (5, 7))):
+        group: Any = SimpleNamespace(rank=rank, size=3)
+        reduction: Any = Copies()
+        scattered = ordered_reduction.operation(group, reduction, "reduce_scatter")(source, None, 0)
+        assert torch.equal(scattered, source[first:last])
+
+
+def test_the_plan_of_a_step_names_its_backends() -> None:
+    """For timelines, which show the backend of each step; a plan is made once."""
+    bound: list[str] = []
+
+    def bind(group: Any, collective: str, *_: object) -> tuple[Any, Any]:
+        bound.append(collective)
+        return (lambda source, destination, root: source), ((4096, "p2p"), (None, "shm"))
+
+    group: Any = SimpleNamespace(plans={}, perform=lambda plan, *_: plan)
+    runner = steps.StepRunner("avg", bind)
+    plans = [runner.perform(group, "allreduce", torch.ones(2)) for _ in range(2)]
+    assert plans[0] is plans[1] and bound == ["allreduce"]
+    assert plans[0].backends == ((4096, "p2p"), (None, "shm"))
+    assert plans[0].names(plans[0].code)[1] == "sum"  # divided once, at the end

@@ -24,7 +24,7 @@ from ..communicators.call_log import call_code
 from ..communicators.group import Group
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records, reduction
-from ..shared_memory.memory_layout import LOG_ACTIVE, LOG_ALGORITHM, WITH_COMPARISON
+from ..shared_memory.memory_layout import WITH_COMPARISON, LogFields
 from ..tensors import buffers, dtypes
 from . import schedule
 from .base import Operation
@@ -237,39 +237,42 @@ class FastAllreduce:
         num_hosts = len(group.placement.groups)
         self._status, self._operands = np.zeros(STATUS_BYTES, np.uint8), np.zeros(num_hosts, np.int64)
         self._rounds = np.array([] if exchange is None else exchange.rounds, np.int64)
-        self._record = array("q", bytes(8 * records.HOSTS_FIELDS))
+        self._record = array("q", bytes(8 * records.Hosts.FIELDS))
         self._code = call_code("allreduce", op, dtypes.info(dtype).code)
         values = {
-            records.VALUE_BYTES: most_bytes,
-            records.EXCHANGE_LOG: group.call_log.log_fields.buffer_info()[0],
-            records.HOSTS_CODE: self._code,
+            records.Exchange.value_bytes: most_bytes,
+            records.Exchange.call_log: group.call_log.log_fields.buffer_info()[0],
+            records.Hosts.code: self._code,
         }
         if exchange is not None:
             sent, received, received_bytes = exchange.memory
             values |= kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV)
             values |= {
-                records.MOST_GATHERED: exchange.most_gathered,
-                records.RELAYED_BLOCKS: exchange.blocks_address,
-                records.SENT: sent,
-                records.RECEIVED: received,
-                records.RECEIVED_BYTES: received_bytes,
-                records.MESSAGE_TAG: exchange.tag,
-                records.ROUNDS: self._rounds.ctypes.data,
-                records.NUM_ROUNDS: len(exchange.rounds),
-                records.NUM_HOSTS: num_hosts,
-                records.OWN_HOST: exchange.comm.rank,
-                records.OPERANDS: self._operands.ctypes.data,
+                records.Hosts.most_gathered: exchange.most_gathered,
+                records.Hosts.relayed_blocks: exchange.blocks_address,
+                records.Exchange.sent: sent,
+                records.Exchange.received: received,
+                records.Exchange.received_bytes: received_bytes,
+                records.Exchange.tag: exchange.tag,
+                records.Hosts.rounds: self._rounds.ctypes.data,
+                records.Hosts.num_rounds: len(exchange.rounds),
+                records.Hosts.num_hosts: num_hosts,
+                records.Hosts.own_host: exchange.comm.rank,
+                records.Hosts.operands: self._operands.ctypes.data,
             }
-        for first, step in zip((records.REDUCE_STEP, records.BROADCAST_STEP), self._steps, strict=False):
-            values[records.LOCAL_LOG] = step.call_log.log_fields.buffer_info()[0]
-            values[first + records.STEP_CALL] = step.record
-            values[first + records.STEP_CODE] = step.code
-            values[first + records.STEP_SIGNED_CODE] = step.signed_code
+        for first, step in zip((records.Hosts.reduce_step, records.Hosts.broadcast_step), self._steps, strict=False):
+            values[records.Hosts.local_log] = step.call_log.log_fields.buffer_info()[0]
+            values[first + records.StepRecord.call] = step.record
+            values[first + records.StepRecord.code] = step.code
+            values[first + records.StepRecord.signed_code] = step.signed_code
         for field, value in values.items():
             self._record[field] = value
-        self._call = array("q", bytes(8 * records.CALL_FIELDS))
-        self._call[records.ITEM_BYTES], self._call[records.REDUCER] = dtype.itemsize, reduction.address(dtype, op)
-        self._call[records.HOSTS] = self._record.buffer_info()[0]
+        self._call = array("q", bytes(8 * records.KernelCall.FIELDS))
+        self._call[records.KernelCall.item_bytes], self._call[records.KernelCall.reducer] = (
+            dtype.itemsize,
+            reduction.address(dtype, op),
+        )
+        self._call[records.KernelCall.hosts] = self._record.buffer_info()[0]
         self._info = group.fast_call_info(self._code, backend, self._read_ticks)
 
     def cached_call(self) -> fast_path.CachedCall:
@@ -280,12 +283,12 @@ class FastAllreduce:
         )  # fmt: skip
 
     def _settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        step = self._record[records.FAILED_STEP]
+        step = self._record[records.Hosts.failed_step]
         return self._group.settle(self._info, self._read_ticks(), lambda: self._finish(step, status, tensor))
 
     def _abort(self) -> None:
         for step in self._steps:
-            if step.call_log.log_fields[LOG_ACTIVE]:
+            if step.call_log.log_fields[LogFields.active]:
                 step.abort()
         self._group.call_log.take_over(self._read_ticks())
         self._group.call_log.abandon()
@@ -309,7 +312,7 @@ class ComparedAllreduce:
             self.longer(buffer, None, root)
             return buffer
         flat = buffer if buffer.dim() == 1 else buffer.detach().view(-1)
-        self.group.call_log.log_fields[LOG_ALGORITHM] = WITH_COMPARISON
+        self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
         if not self.exchange.allreduce(self.group.call_number, flat, self.combine, self.group.call_log.count_wait):
             self.group.refuse_call()
         return buffer

@@ -21,7 +21,7 @@ from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
 from ..errors import TorchMPIError, TransportError
-from ..shared_memory.memory_layout import ENTERED, LOG_ALGORITHM
+from ..shared_memory.memory_layout import Block, LogFields
 from ..tensors import buffers
 from . import network, ordered_reduction
 from .base import Operation, refusal
@@ -95,7 +95,9 @@ def _compare_by_message(group: Group) -> None:
     """Compare the current call between all ranks, which have no kernels that compare it in shared memory."""
     assert group.log_board is not None and group.call_log.entered is not None
     seq, code, shape = group.call_log.entered
-    group.log_board.set(group.rank, ENTERED, seq)  # for stall reports; announced when no rank can leave the comparison
+    group.log_board.set(
+        group.rank, Block.entered, seq
+    )  # for stall reports; announced when no rank can leave the comparison
     # Not on group.comm: ranks that chose another backend may make other collective calls of MPI there.
     group.compare_headers(group.side_comm, code, shape)
     group.call_log.announce()
@@ -127,7 +129,7 @@ class GlooGroup(TorchGroup):
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank."""
-        self.log[LOG_ALGORITHM] = algorithms.DIRECT
+        self.log[LogFields.algorithm] = algorithms.DIRECT
         works = []
         for shift in range(1, self.size):
             origin = (self.rank - shift) % self.size

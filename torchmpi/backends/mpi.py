@@ -19,7 +19,7 @@ from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
-from ..shared_memory.memory_layout import LOG_ALGORITHM
+from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.operation_specs import OperationSpec, form
 from ..tensors.writable import is_writable
@@ -235,7 +235,7 @@ class OrderedReduction:
             out[begin : begin + own.numel()] = own
 
     def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-        self.log[LOG_ALGORITHM] = algorithms.PARTS
+        self.log[LogFields.algorithm] = algorithms.PARTS
         received, result = self._take_memory(ranges[self.rank][1])
         rows = partition.even_partition(received.numel(), self.size)
         self.comm.Alltoallv(self._parts_of(flat, ranges), self._parts_of(received, rows))
@@ -243,7 +243,7 @@ class OrderedReduction:
         return result
 
     def _gather_all(self, flat: torch.Tensor) -> None:
-        self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ALL
+        self.log[LogFields.algorithm] = algorithms.WHOLE_TO_ALL
         received, result = self._take_memory(flat.numel())
         self._allgather(flat, received, partition.even_partition(received.numel(), self.size))
         self.combine(received.unbind(), result)
@@ -384,7 +384,7 @@ class MPIMovement:
         self._exchange(sources, destinations)
 
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        self.group.call_log.log_fields[LOG_ALGORITHM] = algorithms.DIRECT
+        self.group.call_log.log_fields[LogFields.algorithm] = algorithms.DIRECT
         own = incoming[self.rank]  # of as many elements as the other one, but perhaps of another shape
         buffers.overwrite(own, outgoing[self.rank].view(own.shape))
         requests = []

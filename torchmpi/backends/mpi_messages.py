@@ -20,7 +20,7 @@ Range = tuple[int, int]
 """Offset and length in elements."""
 STATUS_BYTES = 64
 """More than an MPI_Status has in any library."""
-SENDRECV = {records.SENDRECV: "MPI_Sendrecv"}
+SENDRECV = {records.Exchange.sendrecv: "MPI_Sendrecv"}
 """The function that exchanges of short messages call."""
 
 
@@ -147,9 +147,9 @@ def kernel_fields(MPI: Any, comm: Any, status: np.ndarray, functions: Mapping[in
     library = ctypes.CDLL(MPI.__file__)
     addresses = {field: ctypes.cast(library[name], ctypes.c_void_p).value or 0 for field, name in functions.items()}
     return addresses | {
-        records.BYTE_TYPE: _handle(MPI, MPI.BYTE),
-        records.MPI_COMM: _handle(MPI, comm),
-        records.MPI_STATUS: int(status.ctypes.data),
+        records.Exchange.byte_type: _handle(MPI, MPI.BYTE),
+        records.Exchange.comm: _handle(MPI, comm),
+        records.Exchange.status: int(status.ctypes.data),
     }
 
 

@@ -21,7 +21,7 @@ from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
-from ..shared_memory.memory_layout import LOG_ALGORITHM
+from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, partition
 from . import ordered_reduction, schedule
 from .base import Operation
@@ -158,13 +158,13 @@ class PipelinedReduction(ABC):
         """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
         if self._is_short(flat):
-            self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ALL
+            self.log[LogFields.algorithm] = algorithms.WHOLE_TO_ALL
             self._gather_all(flat)
         elif self.size <= 2:  # whole vectors: as many bytes as two exchanges of halves, in one round
-            self.log[LOG_ALGORITHM] = algorithms.SWAP
+            self.log[LogFields.algorithm] = algorithms.SWAP
             self._pipeline(flat, self._swap_with_peer, self._combine_all)
         else:
-            self.log[LOG_ALGORITHM] = algorithms.PARTS
+            self.log[LogFields.algorithm] = algorithms.PARTS
             self._pipeline(flat, self._exchange_parts, self._combine_and_spread)
         return buffer
 
@@ -173,17 +173,17 @@ class PipelinedReduction(ABC):
         flat = buffer.detach().view(-1)
         step = schedule.collect(self.rank, self.size, root)
         if self.size <= 2 or self._is_short(flat):
-            self.log[LOG_ALGORITHM] = algorithms.WHOLE_TO_ROOT
+            self.log[LogFields.algorithm] = algorithms.WHOLE_TO_ROOT
             self._pipeline(flat, partial(self._collect_wholes, step), self._combine_all)
         else:
-            self.log[LOG_ALGORITHM] = algorithms.PARTS
+            self.log[LogFields.algorithm] = algorithms.PARTS
             self._pipeline(flat, self._exchange_parts, partial(self._combine_and_collect, step))
         return buffer
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
         """Write the result of this rank's range of the flat `source` to `destination`."""
         flat, out = source.detach().view(-1), destination.detach().view(-1)
-        self.log[LOG_ALGORITHM] = algorithms.PARTS
+        self.log[LogFields.algorithm] = algorithms.PARTS
         section = max(1, self.chunk_numel // self.size)
         # A chunk is the same section of every rank's range; some ranges end earlier.
         chunks = [
@@ -302,17 +302,17 @@ class P2PReduction(PipelinedReduction):
         """Reduce in place on all ranks; two ranks swap short vectors whole."""
         flat = buffer.detach().view(-1)
         if not self._is_short(flat) and flat.nbytes <= self.relayed_bytes:
-            self.log[LOG_ALGORITHM] = algorithms.RELAYED
+            self.log[LogFields.algorithm] = algorithms.RELAYED
             self.relayed.run(flat)
             return buffer
         if not 0 < flat.numel() <= self.swap_numel:
             if self.compiled is None or self._is_short(flat):
                 return super().allreduce(buffer, None, root)
-            self.log[LOG_ALGORITHM] = algorithms.SWAP if self.size == 2 else algorithms.PARTS
+            self.log[LogFields.algorithm] = algorithms.SWAP if self.size == 2 else algorithms.PARTS
             self.compiled.run(flat)
             return buffer
         other = self.received.take(0, flat.numel())
-        self.log[LOG_ALGORITHM] = algorithms.SWAP
+        self.log[LogFields.algorithm] = algorithms.SWAP
         self.swap(flat, 1 - self.rank, other, 1 - self.rank)
         self.combine((other, flat) if self.rank else (flat, other), flat)
         return buffer
@@ -340,10 +340,10 @@ class P2PMovement:
         """Copy the root's values to all ranks, in place."""
         flat = buffer.detach().view(-1)
         if flat.numel() * flat.element_size() > _TREE_BYTES and self.size > 2:
-            self.log[LOG_ALGORITHM] = algorithms.CHAIN
+            self.log[LogFields.algorithm] = algorithms.CHAIN
             self._along_chain(flat, root)
         else:
-            self.log[LOG_ALGORITHM] = algorithms.TREE
+            self.log[LogFields.algorithm] = algorithms.TREE
             for step in schedule.tree(self.rank, self.size, root):
                 self.messages.finish(self.messages.begin(step, lambda _: flat, lambda _: flat))
         return buffer
@@ -372,10 +372,10 @@ class P2PMovement:
         parts = [part.view(-1) for part in destination.detach().split_with_sizes(rows)]
         own = source.detach().view(-1)
         if sum(rows) * rows_of(source)[1] * source.element_size() <= SHORT_BYTES:
-            self.log[LOG_ALGORITHM] = algorithms.DOUBLING
+            self.log[LogFields.algorithm] = algorithms.DOUBLING
             self._gather_by_doubling(own, parts)
             return destination
-        self.log[LOG_ALGORITHM] = algorithms.DIRECT
+        self.log[LogFields.algorithm] = algorithms.DIRECT
         step, width = schedule.spread(self.rank, self.size), max(1, _CHUNK_BYTES // source.element_size())
         buffers.overwrite(parts[self.rank], own)
 

@@ -107,21 +107,21 @@ class CompiledPieces(RoundMessages):
         sizes = piece_sizes(group.size, group.context.MPI.get_vendor()[0])
         super().__init__(group, min(message_bytes, sizes.piece))
         self._add, self._finish = loaded["add_pieces"], loaded["finish_pieces"]
-        self._status, self._queue = np.zeros(STATUS_BYTES, np.uint8), np.zeros(records.QUEUE_FIELDS, np.int64)
+        self._status, self._queue = np.zeros(STATUS_BYTES, np.uint8), np.zeros(records.Queue.FIELDS, np.int64)
         self.queue_address = int(self._queue.ctypes.data)
-        functions = {records.IRECV: "MPI_Irecv", records.ISEND: "MPI_Isend", records.TEST: "MPI_Test"}
+        functions = {records.Queue.irecv: "MPI_Irecv", records.Queue.isend: "MPI_Isend", records.Queue.test: "MPI_Test"}
         for field, value in kernel_fields(self.MPI, self.comm, self._status, functions).items():
             self._queue[field] = value
-        self._queue[records.MESSAGE_TAG] = _TAG
+        self._queue[records.Exchange.tag] = _TAG
         limits = sizes.fewest, sizes.fewest, sizes.most, sizes.piece
-        self._queue[records.WINDOW_BYTES : records.WINDOW_STEP + 1] = limits
-        self._set_pieces(np.zeros((_NUM_PIECES, records.PIECE_FIELDS), np.int64))
-        self._long = np.zeros((2 * group.size, records.LONG_FIELDS), np.int64)
-        self._queue[records.LONG_MESSAGES] = self._long.ctypes.data
+        self._queue[records.Queue.window_bytes : records.Queue.window_step + 1] = limits
+        self._set_pieces(np.zeros((_NUM_PIECES, records.Piece.FIELDS), np.int64))
+        self._long = np.zeros((2 * group.size, records.LongMessage.FIELDS), np.int64)
+        self._queue[records.Queue.messages] = self._long.ctypes.data
 
     def _set_pieces(self, pieces: np.ndarray) -> None:
         self._pieces = pieces
-        self._queue[records.PIECES], self._queue[records.MOST_PIECES] = pieces.ctypes.data, len(pieces)
+        self._queue[records.Queue.pieces], self._queue[records.Queue.most_pieces] = pieces.ctypes.data, len(pieces)
 
     def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the number of the last piece."""
@@ -131,10 +131,10 @@ class CompiledPieces(RoundMessages):
         peers = [message.peer for message in chain(step.receives, step.sends)]
         rows = [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in zip(peers, tensors, strict=True)]
         table, piece_bytes = np.array(rows, np.int64), self.piece_bytes(tensors[0].element_size())
-        self.make_room(int((-(-table[:, records.LONG_BYTES] // piece_bytes)).sum()))
+        self.make_room(int((-(-table[:, records.LongMessage.num_bytes] // piece_bytes)).sum()))
         address = int(table.ctypes.data)
         self.check(self._add(self.queue_address, address, len(step.receives), len(step.sends), piece_bytes))
-        return [int(self._queue[records.PIECES_ADDED])]
+        return [int(self._queue[records.Queue.added])]
 
     def piece_bytes(self, item_bytes: int) -> int:
         """Return the length of a piece of such elements."""
@@ -142,10 +142,10 @@ class CompiledPieces(RoundMessages):
 
     def make_room(self, num_pieces: int) -> None:
         """Allocate the records of more pieces, unless there are enough."""
-        done, added = (int(self._queue[field]) for field in (records.PIECES_DONE, records.PIECES_ADDED))
+        done, added = (int(self._queue[field]) for field in (records.Queue.done, records.Queue.added))
         num_pieces += added - done
         if num_pieces > len(self._pieces):
-            larger = np.zeros((1 << (num_pieces - 1).bit_length(), records.PIECE_FIELDS), np.int64)
+            larger = np.zeros((1 << (num_pieces - 1).bit_length(), records.Piece.FIELDS), np.int64)
             numbers = np.arange(done, added)
             larger[numbers % len(larger)] = self._pieces[numbers % len(self._pieces)]
             self._set_pieces(larger)
@@ -180,16 +180,16 @@ class CompiledAllreduce:
         self._kernel = kernels.load()["allreduce_in_pieces"]
         self._operands = np.zeros(group.size, np.int64)
         piece_bytes = messages.piece_bytes(dtype.itemsize)
-        self._record = np.zeros(records.CHUNKS_FIELDS, np.int64)
+        self._record = np.zeros(records.Chunks.FIELDS, np.int64)
         values = {
-            records.CHUNK_QUEUE: messages.queue_address,
-            records.ITEM_BYTES: dtype.itemsize,
-            records.REDUCER: reduction.address(dtype, op),
-            records.CHUNK_NUMEL: chunk_numel,
-            records.CHUNK_PIECE_BYTES: piece_bytes,
-            records.CHUNK_RANK: group.rank,
-            records.CHUNK_SIZE: group.size,
-            records.CHUNK_OPERANDS: self._operands.ctypes.data,
+            records.Chunks.queue: messages.queue_address,
+            records.KernelCall.item_bytes: dtype.itemsize,
+            records.KernelCall.reducer: reduction.address(dtype, op),
+            records.Chunks.numel: chunk_numel,
+            records.Chunks.piece_bytes: piece_bytes,
+            records.Chunks.rank: group.rank,
+            records.Chunks.size: group.size,
+            records.Chunks.operands: self._operands.ctypes.data,
         }
         for field, value in values.items():
             self._record[field] = value
@@ -203,10 +203,10 @@ class CompiledAllreduce:
         for number in range(2):
             part = min(self._chunk_numel, max(0, numel - number * self._chunk_numel))
             memory = self._chunks.take(number, part + self._size)  # the lengths of the parts of all ranks, rounded up
-            record[records.CHUNK_MEMORY + number] = memory.data_ptr()
+            record[records.Chunks.memory + number] = memory.data_ptr()
         self._messages.make_room(self._most_pieces)
         times = np.zeros((-(-numel // self._chunk_numel), 2) if call_parts.begin() else (0, 2), np.int64)
-        record[records.CHUNK_TIMES] = times.ctypes.data if len(times) else 0
+        record[records.Chunks.times] = times.ctypes.data if len(times) else 0
         self._messages.check(self._kernel(int(record.ctypes.data), flat.data_ptr(), numel))
         call_parts.add("combining", times.tolist())
 

@@ -23,18 +23,14 @@ from ..errors import ArgumentError, InternalError
 from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import (
-    COUNTED_KNOWN_NS,
-    ENTRY_FIELDS,
     FIELD_BYTES,
-    LEFT,
-    LOG_ALGORITHM,
-    MEMORY,
-    PAYLOAD,
-    REFUSED,
     RING_LENGTH,
-    RUN_LOCK_PENDING,
-    SEQUENCE,
-    SIGNATURE,
+    Announcement,
+    Block,
+    CounterFields,
+    Entry,
+    LockFields,
+    LogFields,
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
@@ -51,7 +47,7 @@ _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 # Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
-_MAX_DIMS = ENTRY_FIELDS - PAYLOAD - 2
+_MAX_DIMS = Entry.FIELDS - Entry.payload - 2
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Kernels = dict[str, Callable[..., int]]
@@ -135,17 +131,20 @@ class SharedGroup:
         processes = [group.context.processes.get(rank, 0) for rank in group.world_ranks]
         self._processes = np.array(processes, np.int64)
         fields = self.fields
-        fields[records.RANK], fields[records.SIZE] = group.rank, size
-        fields[records.BLOCKS], fields[records.SEGMENT_BYTES] = segment.address, segment.ticket.num_bytes
-        fields[records.SLOTS] = segment.address + slots_begin
-        fields[records.NUM_SLOTS], fields[records.SLOT_BYTES] = num_slots, self.slot_bytes
-        fields[records.WHOLE_BYTES] = min(WHOLE_BYTES, self.slot_bytes)
-        fields[records.MAX_CHUNK_BYTES] = _CROWDED_CHUNK_BYTES if is_crowded else _MAX_CHUNK_BYTES
-        fields[records.CROWDED] = is_crowded
-        fields[records.OWN_SEGMENTS] = heap.table.ctypes.data
-        fields[records.MAPPINGS] = self.mappings.ctypes.data
-        fields[records.CALL_LOG_FIELDS] = group.call_log.log_fields.buffer_info()[0]
-        fields[records.PROCESSES] = self._processes.ctypes.data if all(processes) else 0
+        fields[records.GroupRecord.rank], fields[records.GroupRecord.size] = group.rank, size
+        fields[records.GroupRecord.blocks], fields[records.GroupRecord.segment_bytes] = (
+            segment.address,
+            segment.ticket.num_bytes,
+        )
+        fields[records.GroupRecord.slots] = segment.address + slots_begin
+        fields[records.GroupRecord.num_slots], fields[records.GroupRecord.slot_bytes] = num_slots, self.slot_bytes
+        fields[records.GroupRecord.whole_bytes] = min(WHOLE_BYTES, self.slot_bytes)
+        fields[records.GroupRecord.max_chunk_bytes] = _CROWDED_CHUNK_BYTES if is_crowded else _MAX_CHUNK_BYTES
+        fields[records.GroupRecord.crowded] = is_crowded
+        fields[records.GroupRecord.own_segments] = heap.table.ctypes.data
+        fields[records.GroupRecord.mappings] = self.mappings.ctypes.data
+        fields[records.GroupRecord.call_log] = group.call_log.log_fields.buffer_info()[0]
+        fields[records.GroupRecord.processes] = self._processes.ctypes.data if all(processes) else 0
         polls_less = is_crowded or len(set(group.context.hosts)) > 1
         self._eager = (_CROWDED_SPINS if polls_less else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
@@ -161,33 +160,35 @@ class SharedGroup:
             return
         seq = self._call_log.current[0]
         if self._call_log.log_board is not None:
-            self._call_log.spoil_entry(call_log.NATIVE ^ memory_layout.signed_chunks(int(self.fields[records.CHUNKS])))
-        elif self.fields[records.LAST_ABORTED] != seq:
-            own = self.payload(self._rank, seq) - PAYLOAD
-            if self.status_board.fields[own + SEQUENCE] == seq:
-                self.status_board.fields[own + SIGNATURE] ^= call_log.ABORTED
-        self.fields[records.LAST_ABORTED] = seq
-        self.status_board.set(self._rank, REFUSED, seq)
-        self.fields[records.CHUNKS] = seq << memory_layout.CHUNK_BITS
-        self.fields[records.VIOLATED_CHECK] = 0  # not reported as an error of the next call
+            self._call_log.spoil_entry(
+                call_log.NATIVE ^ memory_layout.signed_chunks(int(self.fields[records.GroupRecord.chunks]))
+            )
+        elif self.fields[records.GroupRecord.last_aborted] != seq:
+            own = self.payload(self._rank, seq) - Entry.payload
+            if self.status_board.fields[own + Entry.sequence] == seq:
+                self.status_board.fields[own + Entry.signature] ^= call_log.ABORTED
+        self.fields[records.GroupRecord.last_aborted] = seq
+        self.status_board.set(self._rank, Block.refused, seq)
+        self.fields[records.GroupRecord.chunks] = seq << memory_layout.CHUNK_BITS
+        self.fields[records.GroupRecord.violated_check] = 0  # not reported as an error of the next call
         self.heap.note_failed_call()
 
     def expire(self, seq: int) -> None:
         """Make the kernel that waits in this call return with TIMEOUT."""
-        self.fields[records.EXPIRED] = seq
+        self.fields[records.GroupRecord.expired] = seq
 
     def be_patient(self, *, polite: bool) -> None:
         """Set how kernels wait: `polite` with little polling beside a computation, otherwise for the lowest latency."""
         spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
-        self.fields[records.SPINS], self.fields[records.YIELDS] = spins, yields
+        self.fields[records.GroupRecord.spins], self.fields[records.GroupRecord.yields] = spins, yields
 
     def payload(self, rank: int, seq: int) -> int:
         """Return the index of the payload of a call in the fields of the status board."""
-        return entry(rank, seq & (RING_LENGTH - 1)) + PAYLOAD
+        return entry(rank, seq & (RING_LENGTH - 1)) + Entry.payload
 
     def map_segment(self, rank: int, seq: int) -> None:
         """Map the segment in which a rank has announced its tensor."""
-        at = self.payload(rank, seq) + MEMORY
+        at = self.payload(rank, seq) + Announcement.key
         key, file, num_bytes = self.status_board.fields[at : at + 3]
         index = self._num_mapped[rank] % records.MAPPINGS_PER_RANK
         self._num_mapped[rank] += 1
@@ -196,7 +197,7 @@ class SharedGroup:
 
     def take_violation(self) -> str:
         """Describe the check that has failed in a kernel of the checked build, and clear its record."""
-        first = records.VIOLATED_CHECK
+        first = records.GroupRecord.violated_check
         check, value, limit = self.fields[first : first + 3].tolist()
         self.fields[first] = 0
         return f"{records.CHECKS[check]} (value {value}, limit {limit})"
@@ -225,8 +226,8 @@ class SharedCalls:
         self.group, self.call_log, self.call_queue, self.kernels = group, group.call_log, group.call_queue, kernels
         self.shared: SharedGroup = group.shared
         self.rank, self.size = group.rank, group.size
-        self.transfers = np.zeros((self.size, records.TRANSFER_FIELDS), np.int64)
-        self.message = np.zeros(ENTRY_FIELDS - PAYLOAD, np.int64)
+        self.transfers = np.zeros((self.size, records.Transfer.FIELDS), np.int64)
+        self.message = np.zeros(Entry.FIELDS - Entry.payload, np.int64)
         self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
         self._records: dict[int, tuple[np.ndarray, int]] = {}
@@ -238,11 +239,17 @@ class SharedCalls:
         """Return the address of the call record for a root."""
         known = self._records.get(root)
         if known is None:
-            fields = np.zeros(records.CALL_FIELDS, np.int64)
-            fields[records.GROUP], fields[records.ITEM_BYTES] = self.shared.address, self._item_bytes
-            fields[records.REDUCER], fields[records.ROOT] = self._reducer, root
-            fields[records.TRANSFERS], fields[records.MESSAGE] = self.transfers.ctypes.data, self.message.ctypes.data
-            fields[records.DTYPE] = self._dtype
+            fields = np.zeros(records.KernelCall.FIELDS, np.int64)
+            fields[records.KernelCall.group], fields[records.KernelCall.item_bytes] = (
+                self.shared.address,
+                self._item_bytes,
+            )
+            fields[records.KernelCall.reducer], fields[records.KernelCall.root] = self._reducer, root
+            fields[records.KernelCall.transfers], fields[records.KernelCall.message] = (
+                self.transfers.ctypes.data,
+                self.message.ctypes.data,
+            )
+            fields[records.KernelCall.dtype] = self._dtype
             # Another thread may have made one meanwhile, and machine code may have its address: the first one stays.
             known = self._records.setdefault(root, (fields, int(fields.ctypes.data)))
         return known[1]
@@ -258,8 +265,8 @@ class SharedCalls:
         assert self.call_log.entered is not None
         seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ self.mark
-        self.call_log.time_field = COUNTED_KNOWN_NS
-        if self._lock_fields[RUN_LOCK_PENDING] == 0:
+        self.call_log.time_field = CounterFields.known_ns
+        if self._lock_fields[LockFields.pending] == 0:
             status = self.kernels[kernel](record, seq, signature, *arguments)
         else:
             status = self._in_kernel(kernel, record, seq, signature, *arguments)
@@ -303,7 +310,7 @@ class SharedCalls:
         try:
             self.shared.map_segment(rank, self.seq)
         except OSError:
-            if self.shared.status_board.get(rank, REFUSED) >= self.seq:
+            if self.shared.status_board.get(rank, Block.refused) >= self.seq:
                 self.call_log.raise_aborted(rank)  # so its tensor may have been freed
             raise
 
@@ -316,9 +323,9 @@ class SharedCalls:
         """Return the difference of the signatures of this and another rank; 0 if one of them has not arrived."""
         fields, seq = self.shared.status_board.fields, self.seq
         own, other = (entry(block, seq & (RING_LENGTH - 1)) for block in (self.rank, rank))
-        if fields[own + SEQUENCE] != seq or fields[other + SEQUENCE] != seq:
+        if fields[own + Entry.sequence] != seq or fields[other + Entry.sequence] != seq:
             return 0
-        difference: int = fields[own + SIGNATURE] ^ fields[other + SIGNATURE]
+        difference: int = fields[own + Entry.signature] ^ fields[other + Entry.signature]
         return difference
 
     def exchange(self, *, is_stream: bool, longest: int, has_sent: bool = False) -> None:
@@ -350,8 +357,8 @@ class SharedComparison(SharedCalls):
         except BaseException:
             self.shared.abort()
             raise
-        self.shared.status_board.set(self.rank, LEFT, self.seq - 1)  # the kernel has ended, but the call has not
-        self.call_log.log_fields[LOG_ALGORITHM] = 0
+        self.shared.status_board.set(self.rank, Block.left, self.seq - 1)  # the kernel has ended, but the call has not
+        self.call_log.log_fields[LogFields.algorithm] = 0
 
 
 class SharedReduction(SharedCalls):
@@ -498,8 +505,8 @@ class SharedMovement(SharedCalls):
         self.run("allgather", self.record(), sizes.data_ptr(), sizes.nbytes, all_sizes.data_ptr())
         longest = longest_part(all_sizes, self.group.where)
         self._send([part.data_ptr() for part in sources], sizes[0].tolist())
-        self.transfers[:, records.RECEIVE_ADDRESS] = [part.data_ptr() for part in destinations]
-        self.transfers[:, records.RECEIVE_BYTES] = sizes[1]
+        self.transfers[:, records.Transfer.receive_address] = [part.data_ptr() for part in destinations]
+        self.transfers[:, records.Transfer.receive_bytes] = sizes[1]
         # From seven ranks on the sizes go through the slots, because they do not fit into the payloads.
         has_sent = sizes.nbytes + FIELD_BYTES > memory_layout.PAYLOAD_BYTES
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
@@ -507,11 +514,17 @@ class SharedMovement(SharedCalls):
     exchange_matching_parts = exchange_parts  # also needs the length of the longest part
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        self.transfers[:, records.SEND_ADDRESS], self.transfers[:, records.SEND_BYTES] = addresses, lengths
+        self.transfers[:, records.Transfer.send_address], self.transfers[:, records.Transfer.send_bytes] = (
+            addresses,
+            lengths,
+        )
 
     def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
         addresses = np.cumsum(lengths) - lengths + target.data_ptr()
-        self.transfers[:, records.RECEIVE_ADDRESS], self.transfers[:, records.RECEIVE_BYTES] = addresses, lengths
+        self.transfers[:, records.Transfer.receive_address], self.transfers[:, records.Transfer.receive_bytes] = (
+            addresses,
+            lengths,
+        )
 
 
 class SharedOperation:

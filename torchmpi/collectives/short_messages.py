@@ -63,22 +63,22 @@ class _Exchange:
         self._status = np.zeros(STATUS_BYTES, np.uint8)
         ranks, channel = group.world_ranks, group.channels.channel
         code, queues = dtypes.info(dtype).code, (group.peer_queue("receive", src), group.peer_queue("send", dst))
-        self._record = array("q", bytes(8 * records.EXCHANGE_FIELDS))
+        self._record = array("q", bytes(8 * records.SendReceive.FIELDS))
         values = {
             **kernel_fields(group.context.MPI, group.side_comm, self._status, SENDRECV),
-            records.ITEM_BYTES: dtype.itemsize,
-            records.SENT_DTYPE: code,
-            records.SENT: sent.ctypes.data,
-            records.RECEIVED: self._received.ctypes.data,
-            records.RECEIVED_BYTES: self._received.nbytes,
-            records.VALUE_BYTES: PACKED_BYTES,
-            records.SEND_TO: dst,
-            records.RECEIVE_FROM: src,
-            records.MESSAGE_TAG: HEADER_TAG,
-            records.SEND_LOCK: queues[1].run_lock.address,
-            records.EXCHANGE_LOG: self._call_log.log_fields.buffer_info()[0],
-            records.SEND_CHANNEL: channel(ranks[dst], is_receive=False).address,
-            records.RECEIVE_CHANNEL: channel(ranks[src], is_receive=True).address,
+            records.KernelCall.item_bytes: dtype.itemsize,
+            records.Exchange.sent_dtype: code,
+            records.Exchange.sent: sent.ctypes.data,
+            records.Exchange.received: self._received.ctypes.data,
+            records.Exchange.received_bytes: self._received.nbytes,
+            records.Exchange.value_bytes: PACKED_BYTES,
+            records.Exchange.send_to: dst,
+            records.Exchange.receive_from: src,
+            records.Exchange.tag: HEADER_TAG,
+            records.Exchange.send_lock: queues[1].run_lock.address,
+            records.Exchange.call_log: self._call_log.log_fields.buffer_info()[0],
+            records.SendReceive.send_channel: channel(ranks[dst], is_receive=False).address,
+            records.SendReceive.receive_channel: channel(ranks[src], is_receive=True).address,
         }
         for field, value in values.items():
             self._record[field] = value

@@ -25,37 +25,17 @@ from ..errors import MismatchError, StallError
 from ..shared_memory.memory_layout import (
     ARRIVED,
     BLAMED_RANK_BITS,
-    BLAMES,
     BLOCK_FIELDS,
-    CLOSED,
-    COUNTED_BYTES,
-    COUNTED_CALLS,
-    COUNTED_KNOWN_NS,
-    COUNTED_NS,
-    COUNTED_STALLS,
-    COUNTED_TICKS,
-    COUNTED_WAITED_NS,
-    COUNTER_FIELDS,
-    ENTERED,
     EXIT_STATUS,
-    EXITED,
-    LEFT,
-    LOG_ACTIVE,
-    LOG_BEGUN,
-    LOG_COUNTERS,
-    LOG_FIELDS,
-    LOG_LAST_CHUNK,
-    LOG_RECORD,
-    LOG_SEQUENCE,
-    LOG_WAITED,
     MAX_LOG_DIMS,
     RECORD_LENGTH,
-    REFUSED,
     RING_LENGTH,
-    SEQUENCE,
-    SIGNATURE,
+    Block,
+    CounterFields,
+    Entry,
+    LogFields,
     entry,
-)  # fmt: skip
+)
 from ..tensors.dtypes import OPS, from_code, short_name
 from ..timeline import events
 from .conditions import sleep_until
@@ -189,16 +169,16 @@ class CallLog:
         self.name, self.rank, self.size, self.log_board = name, rank, size, log_board
         self.ring = Ring.private() if ring is None else ring
         """The part of the flight record with the calls on this group."""
-        self.log_fields = array("q", bytes(8 * LOG_FIELDS))
+        self.log_fields = array("q", bytes(8 * LogFields.FIELDS))
         """The number of the last call, whether the fast path has entered it, and counters of the ended ones."""
-        self.log_fields[LOG_RECORD] = self.ring.address
+        self.log_fields[LogFields.record] = self.ring.address
         self.address, _ = self.log_fields.buffer_info()
         self.entered: tuple[int, int, tuple[int, ...]] | None = None
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without overwriting entries that other ranks have not compared."""
         self.begin = 0
         """When the current call began."""
-        self.time_field = COUNTED_NS
+        self.time_field = CounterFields.ns
         """The counter of the time of the current call: COUNTED_KNOWN_NS if its waits for other ranks are measured."""
         self._fields = log_board.fields if log_board is not None else None
         self._neighbors = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
@@ -220,7 +200,7 @@ class CallLog:
     @property
     def seq(self) -> int:
         """The sequence number of the last call that was entered."""
-        return self.log_fields[LOG_SEQUENCE]
+        return self.log_fields[LogFields.sequence]
 
     @property
     def current(self) -> tuple[int, int, tuple[int, ...]] | None:
@@ -230,28 +210,28 @@ class CallLog:
     def _fast_path_call(self) -> tuple[int, int, tuple[int, ...]] | None:
         """Return the call that the fast path has entered, perhaps in another thread that writes at the same time."""
         log_fields = self.log_fields
-        while seq := log_fields[LOG_ACTIVE]:
+        while seq := log_fields[LogFields.active]:
             call = self.ring.read(seq)
-            if call is not None and log_fields[LOG_ACTIVE] == seq:
+            if call is not None and log_fields[LogFields.active] == seq:
                 return seq, call.code, CallNumber(call.shape) if call.is_number else call.shape
         return None
 
     def take_over(self, ticks: int) -> None:
         """Continue in Python the call that the fast path has entered. `ticks`: the time of the fast path now."""
         self.entered = self._fast_path_call()
-        self.begin, self.time_field = monotonic_ns(), COUNTED_KNOWN_NS
-        if (waited := self.log_fields[LOG_WAITED]) < 0:
-            self.begin, self.time_field, self.log_fields[LOG_WAITED] = -waited, COUNTED_NS, 0
+        self.begin, self.time_field = monotonic_ns(), CounterFields.known_ns
+        if (waited := self.log_fields[LogFields.waited]) < 0:
+            self.begin, self.time_field, self.log_fields[LogFields.waited] = -waited, CounterFields.ns, 0
         elif self.entered is not None and (call := self.ring.read(self.entered[0])) is not None:
-            counters = LOG_COUNTERS + (call.code & 0xFF) * COUNTER_FIELDS
-            self.log_fields[counters + COUNTED_TICKS] += ticks - int(call.begin)
-        self.log_fields[LOG_ACTIVE] = 0
+            counters = LogFields.counters + (call.code & 0xFF) * CounterFields.FIELDS
+            self.log_fields[counters + CounterFields.ticks] += ticks - int(call.begin)
+        self.log_fields[LogFields.active] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
         """Enter the next call; the other ranks see it after `announce`."""
         seq = self.log_fields[0] = self.log_fields[0] + 1
         self.begin = begin = monotonic_ns()
-        self.time_field = COUNTED_NS
+        self.time_field = CounterFields.ns
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
         self.entered = (seq, code, shape)
@@ -267,13 +247,13 @@ class CallLog:
         (_, code, shape), begun = self.current, self.begun
         self.leave(num_calls=0)
         self.enter(code, shape)
-        self.log_fields[LOG_BEGUN], self.log_fields[LOG_LAST_CHUNK] = begun, self.seq
+        self.log_fields[LogFields.begun], self.log_fields[LogFields.last_chunk] = begun, self.seq
 
     @property
     def begun(self) -> int:
         """When the current call of the program began; `begin` is that of its chunk."""
         fields = self.log_fields
-        return fields[LOG_BEGUN] if fields[LOG_LAST_CHUNK] == fields[LOG_SEQUENCE] else self.begin
+        return fields[LogFields.begun] if fields[LogFields.last_chunk] == fields[LogFields.sequence] else self.begin
 
     def announce(self) -> None:
         """Publish the call that was entered and compare it with the neighbors, as kernels also do."""
@@ -285,14 +265,14 @@ class CallLog:
         own, others = self._slots[seq & (RING_LENGTH - 1)]
         signature = code ^ hash(shape)
         if not code & ON_DEVICE:  # where calls may end when they are enqueued
-            fields[own + ARRIVED], self.time_field = self.begin, COUNTED_KNOWN_NS
-        fields[own + SIGNATURE] = signature
-        fields[own + SEQUENCE] = seq  # last: until then the entry has the number of an old call
-        fields[self.rank * BLOCK_FIELDS + ENTERED] = seq
+            fields[own + ARRIVED], self.time_field = self.begin, CounterFields.known_ns
+        fields[own + Entry.signature] = signature
+        fields[own + Entry.sequence] = seq  # last: until then the entry has the number of an old call
+        fields[self.rank * BLOCK_FIELDS + Block.entered] = seq
         for slot in others:
-            if fields[slot + SEQUENCE] != seq:
+            if fields[slot + Entry.sequence] != seq:
                 self._missing += (slot,)
-            elif fields[slot + SIGNATURE] != signature:
+            elif fields[slot + Entry.signature] != signature:
                 self._refuse_entry(slot)
 
     def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
@@ -302,7 +282,7 @@ class CallLog:
         others = [rank for rank in range(self.size) if rank != self.rank]
         while seq > self.free:
             # One less than the ring: a rank that has entered a call may not have compared it yet.
-            self.free = min((self.log_board.get(rank, ENTERED) for rank in others), default=seq) + RING_LENGTH - 1
+            self.free = min((self.log_board.get(rank, Block.entered) for rank in others), default=seq) + RING_LENGTH - 1
             if seq > self.free:
                 if self.is_ended:
                     self.expired()
@@ -320,14 +300,14 @@ class CallLog:
         Calls on device tensors may end when they are enqueued: of these, no waits are counted.
         """
         if self.entered is not None and not self.entered[1] & ON_DEVICE:
-            self.log_fields[LOG_WAITED], self.time_field = monotonic_ns() - self.begin, COUNTED_KNOWN_NS
+            self.log_fields[LogFields.waited], self.time_field = monotonic_ns() - self.begin, CounterFields.known_ns
 
     def _have_all_arrived(self, log_board: StatusBoard, seq: int) -> bool:
         if self.is_ended:
             self.expired()
         # Not ENTERED: kernels publish it before the entry that `compare` reads.
         slots = (entry(rank, seq & (RING_LENGTH - 1)) for rank in range(self.size))
-        return all(log_board.fields[slot + SEQUENCE] >= seq for slot in slots)
+        return all(log_board.fields[slot + Entry.sequence] >= seq for slot in slots)
 
     def leave(self, num_bytes: int = 0, *, num_calls: int = 1) -> int:
         """End the call, count it, and compare it with the neighbors that had not arrived when it began.
@@ -347,19 +327,19 @@ class CallLog:
                 raise
             self._missing = ()
         if self._fields is not None:
-            self._fields[self.rank * BLOCK_FIELDS + LEFT] = self.log_fields[0]
+            self._fields[self.rank * BLOCK_FIELDS + Block.left] = self.log_fields[0]
         end, fields = self.ring.leave(self.log_fields[0]), self.log_fields
         if self.entered is not None:
-            counters = LOG_COUNTERS + (self.entered[1] & 0xFF) * COUNTER_FIELDS
-            fields[counters + COUNTED_CALLS] += num_calls
-            fields[counters + COUNTED_BYTES] += num_bytes
+            counters = LogFields.counters + (self.entered[1] & 0xFF) * CounterFields.FIELDS
+            fields[counters + CounterFields.calls] += num_calls
+            fields[counters + CounterFields.num_bytes] += num_bytes
             duration = end - self.begin
             fields[counters + self.time_field] += duration
-            if duration > _SHORT_NS and not fields[LOG_WAITED]:
-                fields[LOG_WAITED] = self._waited_until(end)
-            if waited := fields[LOG_WAITED]:
-                fields[counters + COUNTED_WAITED_NS] += waited
-                fields[LOG_WAITED] = 0
+            if duration > _SHORT_NS and not fields[LogFields.waited]:
+                fields[LogFields.waited] = self._waited_until(end)
+            if waited := fields[LogFields.waited]:
+                fields[counters + CounterFields.waited_ns] += waited
+                fields[LogFields.waited] = 0
         self.entered = None
         return end
 
@@ -372,19 +352,19 @@ class CallLog:
         collective, _, _, root = call_names(code)
         awaited = events.awaited_ranks(collective, self.rank, root, range(self.size))
         slots = [entry(rank, seq & (RING_LENGTH - 1)) for rank in awaited]
-        times = [self._fields[slot + ARRIVED] for slot in slots if self._fields[slot + SEQUENCE] == seq]
+        times = [self._fields[slot + ARRIVED] for slot in slots if self._fields[slot + Entry.sequence] == seq]
         return max(0, min(max(times, default=0), end) - self.begin)
 
     def count_stall(self, code: int) -> None:
         """Count a call that waits too long; called by the watchdog, the only thread that writes this counter."""
-        self.log_fields[LOG_COUNTERS + (code & 0xFF) * COUNTER_FIELDS + COUNTED_STALLS] += 1
+        self.log_fields[LogFields.counters + (code & 0xFF) * CounterFields.FIELDS + CounterFields.stalls] += 1
 
     def counters(self) -> list[tuple[str, list[int]]]:
         """Return the counters of each collective that has been called (fields of memory_layout)."""
-        numbers = self.log_fields[LOG_COUNTERS:].tolist()
-        each = (numbers[at : at + COUNTER_FIELDS] for at in range(0, len(numbers), COUNTER_FIELDS))
+        numbers = self.log_fields[LogFields.counters :].tolist()
+        each = (numbers[at : at + CounterFields.FIELDS] for at in range(0, len(numbers), CounterFields.FIELDS))
         found = zip(CODES, each, strict=False)
-        return [(name, counts) for name, counts in found if counts[COUNTED_CALLS] or counts[COUNTED_STALLS]]
+        return [(name, counts) for name, counts in found if counts[CounterFields.calls] or counts[CounterFields.stalls]]
 
     def compare(self) -> None:
         """Compare the call with the neighbors that had not arrived when it began."""
@@ -393,7 +373,7 @@ class CallLog:
             return
         seq, code, shape = call
         for slot in self._missing:
-            if fields[slot + SEQUENCE] == seq and fields[slot + SIGNATURE] != code ^ hash(shape):
+            if fields[slot + Entry.sequence] == seq and fields[slot + Entry.signature] != code ^ hash(shape):
                 self._refuse_entry(slot)
 
     def abandon(self) -> None:
@@ -403,14 +383,14 @@ class CallLog:
         """
         if self.current is not None:
             self.ring.fail(self._abort(has_done_its_part=True).seq)
-        self.entered, self._missing, self.log_fields[LOG_WAITED] = None, (), 0
+        self.entered, self._missing, self.log_fields[LogFields.waited] = None, (), 0
 
     def _refuse_entry(self, slot: int) -> None:
         assert self._fields is not None and self.current is not None
         seq, code, shape = self.current
         time.sleep(0.001)  # processors may show the writes of another core out of order: read again before raising
-        difference = self._fields[slot + SIGNATURE] ^ code ^ hash(shape)
-        if self._fields[slot + SEQUENCE] == seq and difference:
+        difference = self._fields[slot + Entry.signature] ^ code ^ hash(shape)
+        if self._fields[slot + Entry.sequence] == seq and difference:
             if difference == ABORTED:
                 self.raise_aborted(slot // BLOCK_FIELDS)
             self.refuse(slot // BLOCK_FIELDS)
@@ -422,7 +402,7 @@ class CallLog:
             raise MismatchError(f"The step {call} belongs to different calls on ranks {self.rank} and {other}.")
         theirs = self._describe_call_of(other, call.seq)
         calls = {self.rank: str(call), other: theirs}
-        fields = {} if self.log_board is None else {rank: self.log_board.get(rank, EXITED) for rank in calls}
+        fields = {} if self.log_board is None else {rank: self.log_board.get(rank, Block.exited) for rank in calls}
         left = {rank: how_it_left(field) for rank, field in fields.items() if field}
         message = mismatch_message(self.name, calls, left)
         if theirs == str(call):
@@ -440,7 +420,7 @@ class CallLog:
         if self.log_board is not None:
             if not has_done_its_part:
                 self.spoil_entry()
-            self.log_board.set(self.rank, REFUSED, call.seq)
+            self.log_board.set(self.rank, Block.refused, call.seq)
         return call
 
     def spoil_entry(self, kernel: int = 0) -> None:
@@ -451,11 +431,11 @@ class CallLog:
         assert self._fields is not None and self.current is not None
         call = Call(*self.current)
         own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
-        if self._fields[own + SEQUENCE] != call.seq:
-            self._fields[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ ABORTED
-            self._fields[own + SEQUENCE] = call.seq
+        if self._fields[own + Entry.sequence] != call.seq:
+            self._fields[own + Entry.signature] = call.code ^ hash(call.shape) ^ kernel ^ ABORTED
+            self._fields[own + Entry.sequence] = call.seq
         elif call.seq != self._spoiled:
-            self._fields[own + SIGNATURE] ^= ABORTED
+            self._fields[own + Entry.signature] ^= ABORTED
         self._spoiled = call.seq
 
     def raise_aborted(self, other: int) -> None:
@@ -474,9 +454,9 @@ class CallLog:
         if self.log_board is None or self.current is None:
             return other
         seq = self.current[0]
-        blamed = self.log_board.get(other, BLAMES)
+        blamed = self.log_board.get(other, Block.blames)
         first = blamed & (1 << BLAMED_RANK_BITS) - 1 if blamed >> BLAMED_RANK_BITS == seq else other
-        self.log_board.set(self.rank, BLAMES, seq << BLAMED_RANK_BITS | first)
+        self.log_board.set(self.rank, Block.blames, seq << BLAMED_RANK_BITS | first)
         return first
 
     def expired(self) -> None:
@@ -515,17 +495,17 @@ class CallLog:
         """Publish the last calls for ranks that are still in a call that this rank has aborted."""
         if self.log_board is not None:
             self.log_board.write_text(self.rank, "\n".join(["has freed this communicator", *self.recent_in_words()]))
-            self.log_board.set(self.rank, CLOSED, 1)
+            self.log_board.set(self.rank, Block.closed, 1)
 
 
 def is_stopping(board: StatusBoard, rank: int) -> bool:
     """Return whether a rank of this host has entered ``stop()``, according to the status board of the world."""
-    entered = board.get(rank, ENTERED)
+    entered = board.get(rank, Block.entered)
     at = entry(rank, entered & (RING_LENGTH - 1))
     return bool(
-        entered > board.get(rank, LEFT)
-        and board.fields[at + SEQUENCE] == entered
-        and board.fields[at + SIGNATURE] == call_code("stop") ^ hash(())
+        entered > board.get(rank, Block.left)
+        and board.fields[at + Entry.sequence] == entered
+        and board.fields[at + Entry.signature] == call_code("stop") ^ hash(())
     )
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..errors import CommunicatorError
-from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_FIELDS, RUN_LOCK_HELD, RUN_LOCK_PENDING
+from ..shared_memory.memory_layout import LockFields
 from ..tensors import streams
 from ..timeline import events
 from .conditions import sleep_until
@@ -47,7 +47,7 @@ class RunLock:
     def __init__(self) -> None:
         self.mutex = threading.Lock()
         """Excludes other Python threads; acquire it through `acquire`, or check the fields as `CallQueue.run` does."""
-        self.fields = array("q", bytes(8 * RUN_LOCK_FIELDS))
+        self.fields = array("q", bytes(8 * LockFields.FIELDS))
         self.address, _ = self.fields.buffer_info()
 
     def acquire(self, blocking: bool = True) -> bool:
@@ -55,8 +55,8 @@ class RunLock:
         if not self.mutex.acquire(blocking):
             return False
         fields = self.fields
-        fields[RUN_LOCK_HELD] = 1
-        if fields[RUN_LOCK_ENTERED]:
+        fields[LockFields.held] = 1
+        if fields[LockFields.entered]:
             if not blocking:
                 self.release()
                 return False
@@ -69,15 +69,15 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock."""
-        self.fields[RUN_LOCK_HELD] = 0
+        self.fields[LockFields.held] = 0
         self.mutex.release()
 
     def locked(self) -> bool:
         """Return whether a thread or the fast path holds the lock."""
-        return self.mutex.locked() or self.fields[RUN_LOCK_ENTERED] != 0
+        return self.mutex.locked() or self.fields[LockFields.entered] != 0
 
     def _wait_for_fast_path(self) -> None:
-        sleep_until(lambda: not self.fields[RUN_LOCK_ENTERED])
+        sleep_until(lambda: not self.fields[LockFields.entered])
 
     def __enter__(self) -> None:
         self.acquire()
@@ -127,7 +127,7 @@ class CallQueue:
     @property
     def doing(self) -> str | None:
         """The description of the running call for stall reports, a separate string for each call."""
-        if self._doing is not None or not self.run_lock.fields[RUN_LOCK_ENTERED]:
+        if self._doing is not None or not self.run_lock.fields[LockFields.entered]:
             return self._doing
         return next(filter(None, (call.doing() for call in list(self.fast_calls.values()))), None)
 
@@ -138,7 +138,7 @@ class CallQueue:
     @property
     def pending(self) -> int:
         """The number of submitted calls that have not ended."""
-        return self.run_lock.fields[RUN_LOCK_PENDING]
+        return self.run_lock.fields[LockFields.pending]
 
     def run(self, task: Callable[..., Any], *arguments: Any, subject: object = None) -> Any:
         """Run ``task(*arguments)`` in the order of the queue and return its result.
@@ -148,13 +148,13 @@ class CallQueue:
         # RunLock.acquire(False) inlined: two method calls less on the path of every synchronous call.
         lock = self.run_lock
         fields = lock.fields
-        if fields[RUN_LOCK_PENDING] == 0 and lock.mutex.acquire(False):
+        if fields[LockFields.pending] == 0 and lock.mutex.acquire(False):
             try:
-                fields[RUN_LOCK_HELD] = 1
-                if not fields[RUN_LOCK_ENTERED]:
+                fields[LockFields.held] = 1
+                if not fields[LockFields.entered]:
                     return task(*arguments)
             finally:
-                fields[RUN_LOCK_HELD] = 0
+                fields[LockFields.held] = 0
                 lock.mutex.release()
         if not getattr(subject, "is_cuda", False) and (not self._threaded or self.is_worker()):
             if self.closed:
@@ -196,7 +196,7 @@ class CallQueue:
             origin: events.PlainOrigin | None = None
             if recorder is not None:
                 origin = recorder.note_origin(depth) or recorder.origin(events.now(), depth + 1)
-            self.run_lock.fields[RUN_LOCK_PENDING] += 1
+            self.run_lock.fields[LockFields.pending] += 1
             self._tasks.put((task, handle, origin))
         return handle
 
@@ -219,7 +219,7 @@ class CallQueue:
             self.drain()
             with self._counting:
                 self.closed = True
-                self.run_lock.fields[RUN_LOCK_PENDING] += 1  # never idle again, so all calls reach submit()
+                self.run_lock.fields[LockFields.pending] += 1  # never idle again, so all calls reach submit()
                 if self._worker is not None:
                     self._tasks.put(None)
             if self._worker is not None:
@@ -237,7 +237,7 @@ class CallQueue:
                     thread = threading.current_thread()
                     threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
                 with self._counting:
-                    self.run_lock.fields[RUN_LOCK_PENDING] -= 1
+                    self.run_lock.fields[LockFields.pending] -= 1
             del entry  # otherwise the tensors of the last call would live until the next call
 
     def _finish(self, task: Task, handle: Handle[Any], origin: events.PlainOrigin | None) -> None:

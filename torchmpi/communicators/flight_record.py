@@ -12,7 +12,7 @@ each ring    one page with STATE, KEY, KIND and a JSON object: name and ranks of
              of calls or of channels (:mod:`.message_record`)
 ============ ======================================================================================================
 
-The fields of an entry are those of :mod:`torchmpi.shared_memory.memory_layout` (RECORD_SEQUENCE and following ones).
+The fields of an entry are those of :class:`torchmpi.shared_memory.memory_layout.RecordFields`.
 docs/design/flight-record.md has the reasons.
 """
 
@@ -36,19 +36,7 @@ import numpy as np
 from .. import files
 from ..errors import TorchMPIError
 from ..log import logger
-from ..shared_memory.memory_layout import (
-    FIELD_BYTES,
-    MAX_LOG_DIMS,
-    RECORD_BEGIN,
-    RECORD_CODE,
-    RECORD_DIMS,
-    RECORD_END,
-    RECORD_FIELDS,
-    RECORD_IS_NUMBER,
-    RECORD_LENGTH,
-    RECORD_NUM_DIMS,
-    RECORD_SEQUENCE,
-)
+from ..shared_memory.memory_layout import FIELD_BYTES, MAX_LOG_DIMS, RECORD_IS_NUMBER, RECORD_LENGTH, RecordFields
 from .message_record import LoggedMessages, messages_in
 
 FILE_NAME = "torchmpi-flight-record"
@@ -61,7 +49,7 @@ OF_CALLS, OF_MESSAGES = range(2)
 """Kinds of rings."""
 _TEXT_BYTES = 128
 _PAGE_BYTES = 4096
-_ENTRY_BYTES = RECORD_FIELDS * FIELD_BYTES
+_ENTRY_BYTES = RecordFields.FIELDS * FIELD_BYTES
 _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
@@ -71,12 +59,12 @@ MOST_BYTES = 256 << 20
 """The largest record that is read: that of about 2,000 groups that exist at the same time."""
 _CUT = ("program", "name", "ranks")  # in a text that is too long; the other values are short
 _HAS_FAILED = 1 << 33
-"""Added to RECORD_NUM_DIMS of a call that has ended with an error."""
+"""Added to `num_dims` of a call that has ended with an error."""
 STARTS = tuple(_PAGE_BYTES + index * _ENTRY_BYTES for index in range(RECORD_LENGTH))
 """The position of each entry in a ring, in bytes."""
-_ENDS = tuple(start // FIELD_BYTES + RECORD_END for start in STARTS)
-"""The position of the field RECORD_END of each entry, in fields."""
-WRITERS = tuple(struct.Struct(f"<{RECORD_DIMS + num_dims}q").pack_into for num_dims in range(MAX_LOG_DIMS + 1))
+_ENDS = tuple(start // FIELD_BYTES + RecordFields.end for start in STARTS)
+"""The position of the field `end` of each entry, in fields."""
+WRITERS = tuple(struct.Struct(f"<{RecordFields.dims + num_dims}q").pack_into for num_dims in range(MAX_LOG_DIMS + 1))
 """Functions that write an entry, by the number of dimensions."""
 
 
@@ -122,14 +110,14 @@ class Ring:
     def fail(self, seq: int) -> None:
         """Write that a call has ended with an error."""
         start = STARTS[seq & (RECORD_LENGTH - 1)] // FIELD_BYTES
-        if self.fields[start + RECORD_SEQUENCE] == seq:  # a call that found no room has no entry
-            self.fields[start + RECORD_NUM_DIMS] |= _HAS_FAILED
+        if self.fields[start + RecordFields.sequence] == seq:  # a call that found no room has no entry
+            self.fields[start + RecordFields.num_dims] |= _HAS_FAILED
             self.leave(seq)
 
     def read(self, seq: int) -> LoggedCall | None:
         """Return the entry of a call; None if it has been overwritten."""
-        start = _PAGE_BYTES // FIELD_BYTES + (seq & (RECORD_LENGTH - 1)) * RECORD_FIELDS
-        call = _as_call(self.fields[start : start + RECORD_FIELDS].tolist(), abs)
+        start = _PAGE_BYTES // FIELD_BYTES + (seq & (RECORD_LENGTH - 1)) * RecordFields.FIELDS
+        call = _as_call(self.fields[start : start + RecordFields.FIELDS].tolist(), abs)
         return call if call is not None and call.seq == seq else None
 
     def calls(self) -> list[LoggedCall]:
@@ -481,20 +469,20 @@ def _clock(head: Sequence[int]) -> Callable[[int], float]:
 
 def _calls_in(fields: Sequence[int], time_of: Callable[[int], float]) -> list[LoggedCall]:
     first = _PAGE_BYTES // FIELD_BYTES
-    entries = (fields[at : at + RECORD_FIELDS] for at in range(first, len(fields), RECORD_FIELDS))
+    entries = (fields[at : at + RecordFields.FIELDS] for at in range(first, len(fields), RecordFields.FIELDS))
     calls = [call for entry in entries if (call := _as_call(entry, time_of)) is not None]
     return sorted(calls, key=lambda call: call.seq)
 
 
 def _as_call(entry: Sequence[int], time_of: Callable[[int], float]) -> LoggedCall | None:
     """Return the call of an entry; None for an empty one, or one that is being written."""
-    seq, num_dims = entry[RECORD_SEQUENCE], entry[RECORD_NUM_DIMS] & (RECORD_IS_NUMBER - 1)
+    seq, num_dims = entry[RecordFields.sequence], entry[RecordFields.num_dims] & (RECORD_IS_NUMBER - 1)
     if seq <= 0 or num_dims > MAX_LOG_DIMS:
         return None
-    shape = tuple(entry[RECORD_DIMS : RECORD_DIMS + num_dims])
-    is_number, has_failed = (bool(entry[RECORD_NUM_DIMS] & flag) for flag in (RECORD_IS_NUMBER, _HAS_FAILED))
-    begin, end = (time_of(entry[field]) for field in (RECORD_BEGIN, RECORD_END))
-    return LoggedCall(seq, entry[RECORD_CODE], shape, is_number, begin, end, has_failed)
+    shape = tuple(entry[RecordFields.dims : RecordFields.dims + num_dims])
+    is_number, has_failed = (bool(entry[RecordFields.num_dims] & flag) for flag in (RECORD_IS_NUMBER, _HAS_FAILED))
+    begin, end = (time_of(entry[field]) for field in (RecordFields.begin, RecordFields.end))
+    return LoggedCall(seq, entry[RecordFields.code], shape, is_number, begin, end, has_failed)
 
 
 def _write_text(memory: memoryview, values: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ..collective_specs import SPECS
 from ..errors import MismatchError, RankLostError, StallError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LOG_ALGORITHM, LOG_BYTES, num_slots, slots_begin
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from ..tensors import buffers
 from ..tensors.dtypes import short_name
@@ -161,7 +161,7 @@ class Group:
         event = None
         if recorder is not None:
             if recorder is not self._recorder:
-                self._recorder, call_log.log_fields[LOG_ALGORITHM] = recorder, 0
+                self._recorder, call_log.log_fields[LogFields.algorithm] = recorder, 0
             if events.show_call is not None:
                 event = self._begin_event(plan, tensor, out, root)
         try:
@@ -203,7 +203,7 @@ class Group:
         origin = self.call_queue.origin or recorder.origin(0, depth + 2)
         # Noted with the origin that Python has found, the call is behind the notes of its parts.
         if error or not recorder.note(self.info, plan, origin, 0, num_bytes, log.address):
-            algorithm, log.log_fields[LOG_ALGORITHM] = log.log_fields[LOG_ALGORITHM], 0
+            algorithm, log.log_fields[LogFields.algorithm] = log.log_fields[LogFields.algorithm], 0
             recorder.call(self.info, log.seq, plan, code, num_bytes, algorithm, log.begun, end, origin, error)
 
     def perform_into(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
@@ -266,17 +266,17 @@ class Group:
                 raise TransportError(f"{self.where}: {call} failed: {error}.") from error
             raise
         self.record_settled(info)
-        call_log.leave(call_log.log_fields[LOG_BYTES])
+        call_log.leave(call_log.log_fields[LogFields.num_bytes])
         return result
 
     def record_settled(self, info: events.FastCallInfo, error: str = "") -> None:
         """Report a call that the fast path has begun and that Python ends now."""
         recorder, log = events.recorder, self.call_log
         if recorder is not None and (call := log.ring.read(log.seq)) is not None:
-            begin, num_bytes = info.clock.nanoseconds(int(call.begin)), log.log_fields[LOG_BYTES]
+            begin, num_bytes = info.clock.nanoseconds(int(call.begin)), log.log_fields[LogFields.num_bytes]
             where = events.origin_of(recorder.origin(0))
-            algorithm = algorithm_name(log.log_fields[LOG_ALGORITHM], info.backend)
-            log.log_fields[LOG_ALGORITHM] = 0
+            algorithm = algorithm_name(log.log_fields[LogFields.algorithm], info.backend)
+            log.log_fields[LogFields.algorithm] = 0
             recorder.report(
                 events.CallRecord(
                     info.group, log.seq, *info.names, num_bytes, info.backend, algorithm, begin, events.now(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ class CallsForbidden:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    def __enter__(self) -> None:
-        self._token = used.set(self)
-
-    def __exit__(self, *_: object) -> None:
-        used.reset(self._token)
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call the function, in a context of its own: an interrupt before a reset would leave calls forbidden."""
+        context = contextvars.copy_context()
+        context.run(used.set, self)
+        context.run(function, *arguments)
 
 
 used: contextvars.ContextVar[Communicator | CallsForbidden | None]

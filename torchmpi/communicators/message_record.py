@@ -4,7 +4,7 @@ A channel is a direction, another rank of a group, and a tag. MPI keeps the mess
 message with a number is the same one on both ranks: timelines connect its two parts, and the analysis of a flight
 record knows whether the message for which a rank waits has been sent. Only the first tags have channels of their own:
 a program that counts its messages by tags would otherwise need ever more memory. The fields of an entry are
-MESSAGE_BEGUN and the following ones of :mod:`torchmpi.shared_memory.memory_layout`; the fast path writes them too.
+those of :class:`torchmpi.shared_memory.memory_layout.ChannelFields`; the fast path writes them too.
 """
 
 from __future__ import annotations
@@ -16,20 +16,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ..shared_memory.memory_layout import (
-    FIELD_BYTES,
-    MESSAGE_BEGIN,
-    MESSAGE_BEGUN,
-    MESSAGE_BYTES,
-    MESSAGE_DTYPE,
-    MESSAGE_END,
-    MESSAGE_ENDED,
-    MESSAGE_IS_RECEIVE,
-    MESSAGE_PEER,
-    MESSAGE_TAG,
-    RECORD_FIELDS,
-    RECORD_LENGTH,
-)
+from ..shared_memory.memory_layout import FIELD_BYTES, RECORD_LENGTH, ChannelFields, RecordFields
 from ..tensors.dtypes import from_code, short_name
 
 ANY_RANK = -1
@@ -62,39 +49,39 @@ class Channel:
 
     def __init__(self, memory: Memory, index: int, *, is_receive: bool, peer: int, tag: int) -> None:
         fields = memory.fields
-        self._fields, self._at = fields, len(fields) - (RECORD_LENGTH - index) * RECORD_FIELDS
-        self.address = memory.address + index * RECORD_FIELDS * FIELD_BYTES
+        self._fields, self._at = fields, len(fields) - (RECORD_LENGTH - index) * RecordFields.FIELDS
+        self.address = memory.address + index * RecordFields.FIELDS * FIELD_BYTES
         self._lock = threading.Lock()
         self.is_exact = peer != ANY_RANK
         """Whether the numbers of receives are those of the sender."""
-        fields[self._at + MESSAGE_IS_RECEIVE], fields[self._at + MESSAGE_PEER] = is_receive, peer
-        fields[self._at + MESSAGE_TAG] = tag
+        fields[self._at + ChannelFields.is_receive], fields[self._at + ChannelFields.peer] = is_receive, peer
+        fields[self._at + ChannelFields.tag] = tag
 
     def begin(self, dtype: int, num_bytes: int) -> int:
         """Count a message that begins now; return its number."""
         with self._lock:
             fields, at = self._fields, self._at
-            fields[at + MESSAGE_DTYPE], fields[at + MESSAGE_BYTES] = dtype, num_bytes
-            fields[at + MESSAGE_BEGIN] = monotonic_ns()
-            number = fields[at + MESSAGE_BEGUN] = fields[at + MESSAGE_BEGUN] + 1
+            fields[at + ChannelFields.dtype], fields[at + ChannelFields.num_bytes] = dtype, num_bytes
+            fields[at + ChannelFields.begin] = monotonic_ns()
+            number = fields[at + ChannelFields.begun] = fields[at + ChannelFields.begun] + 1
         return number & NUMBER_MASK
 
     def end(self) -> None:
         """Count a message that ends now."""
         with self._lock:
             fields, at = self._fields, self._at
-            fields[at + MESSAGE_END] = monotonic_ns()
-            fields[at + MESSAGE_ENDED] += 1
+            fields[at + ChannelFields.end] = monotonic_ns()
+            fields[at + ChannelFields.ended] += 1
 
     def withdraw(self) -> None:
         """Do not count a receive that has begun and has taken no message."""
         with self._lock:
-            self._fields[self._at + MESSAGE_BEGUN] -= 1
+            self._fields[self._at + ChannelFields.begun] -= 1
 
     def close(self) -> None:
         """Leave the memory to another group: a message of torch.distributed may end later."""
         with self._lock:
-            self._fields, self._at = memoryview(array("q", bytes(FIELD_BYTES * RECORD_FIELDS))), 0
+            self._fields, self._at = memoryview(array("q", bytes(FIELD_BYTES * RecordFields.FIELDS))), 0
 
 
 class Channels(Generic[M]):
@@ -178,16 +165,15 @@ class LoggedMessages(NamedTuple):
 
 def messages_in(key: int, group: str, fields: Sequence[int]) -> list[LoggedMessages]:
     """Return the messages of the channels with these fields."""
-    first = len(fields) - RECORD_LENGTH * RECORD_FIELDS
-    entries = (fields[at : at + RECORD_FIELDS] for at in range(first, len(fields), RECORD_FIELDS))
+    at, first = ChannelFields, len(fields) - RECORD_LENGTH * RecordFields.FIELDS
+    entries = (fields[begin : begin + RecordFields.FIELDS] for begin in range(first, len(fields), RecordFields.FIELDS))
     return [
         LoggedMessages(
-            key, group, entry[MESSAGE_PEER], bool(entry[MESSAGE_IS_RECEIVE]), entry[MESSAGE_TAG], entry[MESSAGE_BEGUN],
-            entry[MESSAGE_ENDED], entry[MESSAGE_BYTES], _dtype(entry[MESSAGE_DTYPE]), float(entry[MESSAGE_BEGIN]),
-            float(entry[MESSAGE_END]),
+            key, group, entry[at.peer], bool(entry[at.is_receive]), entry[at.tag], entry[at.begun], entry[at.ended],
+            entry[at.num_bytes], _dtype(entry[at.dtype]), float(entry[at.begin]), float(entry[at.end]),
         )
         for entry in entries
-        if entry[MESSAGE_BEGUN] > 0
+        if entry[at.begun] > 0
     ]  # fmt: skip
 
 

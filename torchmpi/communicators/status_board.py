@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..shared_memory.memory_layout import ANSWERED, ASKED, BLOCK_BYTES, BLOCK_FIELDS, CLOSED, TEXT_START_BYTES
+from ..shared_memory.memory_layout import BLOCK_BYTES, BLOCK_FIELDS, TEXT_START_BYTES, Block
 from ..shared_memory.segments import Segment
 
 _POLL_SECONDS = 0.02
@@ -81,13 +81,15 @@ def request_statuses(
     Returns:
         The texts of the ranks that have answered in time.
     """
-    before = {other: board.get(other, ANSWERED) for other in others}
-    board.set(rank, ASKED, board.get(rank, ASKED) + 1)
+    before = {other: board.get(other, Block.answered) for other in others}
+    board.set(rank, Block.asked, board.get(rank, Block.asked) + 1)
     limit = time.monotonic() + patience_seconds
     waiting = set(others)
     while True:
         waiting = {
-            each for each in waiting if board.get(each, ANSWERED) == before[each] and not board.get(each, CLOSED)
+            each
+            for each in waiting
+            if board.get(each, Block.answered) == before[each] and not board.get(each, Block.closed)
         }
         if not waiting or time.monotonic() > limit:
             return {other: board.read_text(other) for other in others if other not in waiting}

@@ -421,6 +421,26 @@ class ProcessGroup(GroupExecution):
 
         return self._launch(task, [tensor], parts or [tensor], opts, "gather", root=root)
 
+    @apart_from_modes
+    def gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: GatherOptions = torch_names.GATHER
+    ) -> dist.Work:
+        """Gather one tensor of each rank into one tensor on the root; the other ranks pass anything (torch 2.14)."""
+        outputs = [output] if self.rank() == opts.rootRank else []
+        for whole in outputs:
+            check_sizes(whole, input, self.size(), f"{self._where}: gather_single")
+        self._check("gather", [], outputs)
+        plan = dispatch.plan_of(self._communicator, "gather", input)
+        root = dispatch.check_root(self._group, opts.rootRank, "gather_single")
+        target = result_rows(output, self.size()) if outputs else None
+
+        def task() -> None:
+            self._group.perform(plan, as_rows(input, 1), target, root)
+            if target is not None:
+                deliver(target, output)
+
+        return self._launch(task, [input], outputs or [input], opts, "gather", root=root)
+
     @overloaded(ScatterOptions, 2, "root", "timeout")
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions

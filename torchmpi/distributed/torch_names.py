@@ -70,6 +70,7 @@ ALLGATHER = new_options(AllgatherOptions)
 ALLREDUCE = new_options(AllreduceOptions)
 ALLREDUCE_COALESCED = new_options(AllreduceCoalescedOptions)
 ALLTOALL = new_options(AllToAllOptions)
+GATHER = new_options(GatherOptions)
 REDUCE_SCATTER = new_options(ReduceScatterOptions)
 
 
@@ -263,8 +264,8 @@ def group_of_gloo(options: BackendOptions) -> dist.ProcessGroup:
     """Create the group that torch would create for the name ``gloo``."""
     rank, size = options.group_rank, options.group_size
     backend = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
-    backend.options.global_ranks_in_group = options.global_ranks_in_group
-    backend.options.group_name = options.group_id  # type: ignore[assignment]
+    own_options: Any = backend.options  # the type of group_name depends on the version of torch
+    own_options.global_ranks_in_group, own_options.group_name = options.global_ranks_in_group, options.group_id
     backend._set_sequence_number_for_group()
     group = dist.ProcessGroup(options.store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ class _ScaledGradient(torch.autograd.Function):
 
 def _with_gradient_times(factor: float, tensor: Tensor) -> Tensor:
     """Return the tensor; its gradient will be multiplied, where Horovod's differs from that of the summed losses."""
-    result: Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return result
+    apply: Callable[..., Tensor] = _ScaledGradient.apply
+    return apply(tensor, factor)
 
 
 def _is_recorded(tensor: Tensor) -> bool:

@@ -43,8 +43,8 @@ class _LinearMap(torch.autograd.Function):
 
 def linear_map(tensor: Tensor, function: _Map, transposed: _Map) -> Tensor:
     """Apply a linear function of which the transposed function is known. Both return new tensors."""
-    result: Tensor = _LinearMap.apply(tensor, function, transposed)  # type: ignore[no-untyped-call]
-    return result
+    apply: Callable[..., Tensor] = _LinearMap.apply
+    return apply(tensor, function, transposed)
 
 
 def allreduce(tensor: Tensor, *, op: Literal["sum", "avg"] = "sum", comm: Comm = None) -> Tensor:

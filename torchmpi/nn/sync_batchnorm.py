@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -88,8 +89,8 @@ class SyncBatchNorm(_BatchNorm):
         comm = runtime.communicator(None) if chosen is None else chosen.comm
         mean, variance, count = _global_statistics(input, comm)
         self._track(mean, variance, count)
-        output: Tensor = _Normalize.apply(input, self.weight, self.bias, mean, variance, self.eps, count, comm)  # type: ignore[no-untyped-call]
-        return output
+        normalize: Callable[..., Tensor] = _Normalize.apply
+        return normalize(input, self.weight, self.bias, mean, variance, self.eps, count, comm)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:

@@ -24,7 +24,7 @@ from .. import files
 from ..communicators.levels import Comm
 from ..errors import CheckpointError
 from ..session import runtime
-from ..shared_memory.kernels.shard_layout import MOST_STATES, STEPS, VERSION
+from ..shared_memory.kernels.shard_layout import MOST_STATES, Header
 from ..tensors import archive
 from ..tensors.dtypes import short_name
 from ..tensors.partition import part_of
@@ -164,10 +164,10 @@ def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
     for number, server in enumerate(_servers(context)):
         headers = server.shards.headers(index)
         # Reading states that no rule has written to would allocate their memory.
-        arrays = _ARRAYS if headers[:, STEPS].any() else _ARRAYS[:1]
+        arrays = _ARRAYS if headers[:, Header.steps].any() else _ARRAYS[:1]
         content[str(number)] = {
-            "versions": headers[:, VERSION].clone(),
-            "steps": headers[:, STEPS].clone(),
+            "versions": headers[:, Header.version].clone(),
+            "steps": headers[:, Header.steps].clone(),
             **{name: server.shards.array(index, array).clone() for array, name in enumerate(arrays)},
         }
     archive.write(folder / _file_name(token, context.group.rank), content)
@@ -296,10 +296,10 @@ def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
 def _fill(server: Server, own: int, parts: list[_Saved]) -> None:
     headers = server.shards.headers(own)
     own_begin, own_numel = server.parts[server.group.rank]
-    if headers[:, STEPS].any() or any(_ARRAYS[1] in saved for _, saved in parts):
+    if headers[:, Header.steps].any() or any(_ARRAYS[1] in saved for _, saved in parts):
         for array in range(1, len(_ARRAYS)):
             server.shards.array(own, array).zero_()
-    headers[:, VERSION:] = 0
+    headers[:, Header.version :] = 0
     for begin, saved in parts:
         first, last = max(begin, own_begin), min(begin + saved["values"].numel(), own_begin + own_numel)
         for array, name in enumerate(_ARRAYS):
@@ -307,8 +307,8 @@ def _fill(server: Server, own: int, parts: list[_Saved]) -> None:
                 target = server.shards.array(own, array)[first - own_begin : last - own_begin]
                 target.copy_(saved[name][first - begin : last - begin])
         for old, new in _common_chunks(server.shards.chunk_numel, (begin, own_begin), (first, last)):
-            headers[new, VERSION] = max(int(headers[new, VERSION]), int(saved["versions"][old]))
-            headers[new, STEPS] = max(int(headers[new, STEPS]), int(saved["steps"][old]))
+            headers[new, Header.version] = max(int(headers[new, Header.version]), int(saved["versions"][old]))
+            headers[new, Header.steps] = max(int(headers[new, Header.steps]), int(saved["steps"][old]))
 
 
 def _common_chunks(chunk: int, begins: tuple[int, int], span: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -64,7 +64,7 @@ def layout(numels: tuple[int, ...], item_bytes: int, state_bytes: int) -> Layout
     chunk = chunk_numel(item_bytes, state_bytes)
     for numel in numels:
         headers.append(position)
-        position += _whole_pages(-(-numel // chunk) * fields.HEADER_BYTES)
+        position += _whole_pages(-(-numel // chunk) * fields.Header.BYTES)
         own = []
         for array in range(fields.NUM_ARRAYS):
             own.append(position)
@@ -107,23 +107,23 @@ class Shards:
         self.dtype, self.state_dtype = dtypes
         self.chunk_numel = chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
         self.parts = parts
-        self.table = np.zeros((len(parts), fields.SHARD_FIELDS), np.int64)
+        self.table = np.zeros((len(parts), fields.Shard.FIELDS), np.int64)
         for entry, (begin, numel), headers, arrays in zip(
             self.table, parts, layout.headers, layout.arrays, strict=True
         ):
-            entry[fields.SHARD_HEADERS] = address + headers
-            entry[fields.SHARD_ARRAYS : fields.SHARD_BEGIN] = [address + array for array in arrays]
-            entry[fields.SHARD_BEGIN], entry[fields.SHARD_NUMEL] = begin, numel
+            entry[fields.Shard.headers] = address + headers
+            entry[fields.Shard.arrays : fields.Shard.begin] = [address + array for array in arrays]
+            entry[fields.Shard.begin], entry[fields.Shard.numel] = begin, numel
 
     def array(self, index: int, which: int = 0) -> torch.Tensor:
         """Return the values (`which` = 0) or a state of one shard, without a lock and without keeping it alive."""
         entry, (_, numel) = self.table[index], self.parts[index]
-        return _tensor_at(int(entry[fields.SHARD_ARRAYS + which]), numel, self.state_dtype if which else self.dtype)
+        return _tensor_at(int(entry[fields.Shard.arrays + which]), numel, self.state_dtype if which else self.dtype)
 
     def headers(self, index: int) -> torch.Tensor:
         """Return the headers of the chunks of one shard, a row for each: LOCK, VERSION, STEPS, and padding."""
         num_chunks = -(-self.parts[index][1] // self.chunk_numel)
-        flat = _tensor_at(int(self.table[index, fields.SHARD_HEADERS]), num_chunks * 8, torch.int64)
+        flat = _tensor_at(int(self.table[index, fields.Shard.headers]), num_chunks * 8, torch.int64)
         return flat.view(num_chunks, 8)
 
     def close(self) -> None:
@@ -185,26 +185,26 @@ class Actor:
     ) -> None:
         loaded = kernels.load(which="sharding")
         self._pass_over, self._end_chunk = loaded["pass_over"], loaded["end_chunk"]
-        self._plan = np.zeros(fields.PLAN_FIELDS, np.int64)
+        self._plan = np.zeros(fields.Pass.FIELDS, np.int64)
         self._coefficients = np.zeros(fields.NUM_COEFFICIENTS, np.float64)
         self._scratch = np.empty(fields.NUM_ARRAYS * fields.CHUNK_BYTES, np.uint8)
         self._ranks = ranks or {}
         self._index, self._address = index, int(self._plan.ctypes.data)
         spins = _CROWDED_SPINS if is_crowded else _SPINS
         addresses = self._scratch.ctypes.data, self._coefficients.ctypes.data
-        self._plan[fields.ACTOR : fields.YIELDS + 1] = 2 * os.getpid() + kind, *addresses, spins, _YIELDS
+        self._plan[fields.Pass.actor : fields.Pass.yields + 1] = 2 * os.getpid() + kind, *addresses, spins, _YIELDS
         self.on_wait: Callable[[int], object] = lambda rank: None
         """Called every tenth of a second of a wait for a lock, with the rank of its holder."""
 
     @property
     def versions(self) -> int:
         """Sum of the VERSIONs that the last call found in its chunks."""
-        return int(self._plan[fields.VERSIONS])
+        return int(self._plan[fields.Pass.versions])
 
     @property
     def num_chunks(self) -> int:
         """Number of chunks of the last call."""
-        return int(self._plan[fields.POSITION])
+        return int(self._plan[fields.Pass.position])
 
     def applied(self, shards: Shards) -> list[tuple[int, int]]:
         """Return the ranges of elements that the last call has processed, which is all unless it has failed."""
@@ -225,14 +225,30 @@ class Actor:
         """
         if rule.coefficients:
             self._coefficients[: len(rule.coefficients)] = rule.coefficients
-        self._prepare(shards, data, span, rule.num_states, rule.address if rule.function is None else fields.IN_PYTHON)
+        if rule.function is None:
+            self._prepare(shards, data, span, rule.num_states, rule.address)
+            self._run()
+            return
+        self._prepare(shards, data, span, rule.num_states, fields.IN_PYTHON)
+        # An interrupt may come before any instruction, and not all of them are in the try block that they are written
+        # in: neither the jump back to the condition of a loop (Python 3.12) nor the beginning of the finally block.
+        # Hence a loop in a function of its own, and a second block for an interrupt at the end of the first one.
         try:
-            while self._run() == fields.TAKEN:
-                self._call_function(shards, data - span[0] * shards.dtype.itemsize, rule)
-                self._end_chunk(self._address, 1)
+            self._apply_function(shards, data - span[0] * shards.dtype.itemsize, rule)
         finally:
-            if rule.function is not None:  # an interrupt may come at any time: release the chunk that is locked, if any
-                self._end_chunk(self._address, 0)
+            self._end_chunk(self._address, 0)
+
+    def _apply_function(self, shards: Shards, data: int, rule: PreparedRule) -> None:
+        """Apply a registered rule to all chunks, and release the chunk that is still locked after an exception."""
+        try:
+            self._visit_chunks(shards, data, rule)
+        finally:
+            self._end_chunk(self._address, 0)
+
+    def _visit_chunks(self, shards: Shards, data: int, rule: PreparedRule) -> None:
+        while self._run() == fields.TAKEN:
+            self._call_function(shards, data, rule)
+            self._end_chunk(self._address, 1)
 
     def read(self, shards: Shards, data: int, span: tuple[int, int]) -> None:
         """Copy the elements of `span` that are in `shards` to memory at address `data`.
@@ -245,7 +261,7 @@ class Actor:
 
     def _prepare(self, shards: Shards, data: int, span: tuple[int, int], num_states: int, rule: int) -> None:
         num_shards = len(shards.parts)
-        self._plan[fields.SHARDS : fields.FIRST_SHARD + 1] = (
+        self._plan[fields.Pass.shards : fields.Pass.first_shard + 1] = (
             shards.table.ctypes.data,
             num_shards,
             shards.chunk_numel,
@@ -255,13 +271,13 @@ class Actor:
             rule,
             data,
             *span,
-            *(0, 0, 0, 0, 0, 0),  # POSITION to HEADER
+            *(0, 0, 0, 0, 0, 0),  # position to header
             self._index % num_shards,
         )
 
     def _run(self) -> int:
         while (status := self._pass_over(self._address)) == fields.HELD:
-            process = int(self._plan[fields.HOLDER]) // 2
+            process = int(self._plan[fields.Pass.holder]) // 2
             rank = self._ranks.get(process, -1)
             if has_ended(process):
                 raise TransportError(
@@ -274,9 +290,9 @@ class Actor:
     def _call_function(self, shards: Shards, data: int, rule: PreparedRule) -> None:
         """Call a registered rule on the scratch memory; `data` is the address where element 0 would be."""
         assert rule.function is not None
-        begin, end = int(self._plan[fields.CHUNK_BEGIN]), int(self._plan[fields.CHUNK_END])
+        begin, end = int(self._plan[fields.Pass.chunk_begin]), int(self._plan[fields.Pass.chunk_end])
         sent = _tensor_at(data + begin * shards.dtype.itemsize, end - begin, shards.dtype).clone()  # may be changed
-        scratch = int(self._plan[fields.SCRATCH])
+        scratch = int(self._plan[fields.Pass.scratch])
         arrays = [
             _tensor_at(scratch + array * fields.CHUNK_BYTES, end - begin, shards.state_dtype if array else shards.dtype)
             for array in range(1 + rule.num_states)
@@ -287,8 +303,8 @@ class Actor:
             "arguments only, and make the call before send() or after wait()."
         )
         try:
-            with torch.no_grad(), forbidden:
-                rule.function(arrays[0], sent, *arrays[1:], *rule.coefficients)
+            with torch.no_grad():
+                forbidden.call(rule.function, arrays[0], sent, *arrays[1:], *rule.coefficients)
         except (Exception, SystemExit) as error:  # a SystemExit would end a server thread
             raise RuleFailure("".join(traceback.format_exception_only(type(error), error)).strip()) from error
 

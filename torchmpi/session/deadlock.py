@@ -59,7 +59,7 @@ class WaitingRanks:
         return [
             rank
             for index, rank in enumerate(group.world_ranks)
-            if index != group.rank and board.get(index, memory_layout.ENTERED) < seq
+            if index != group.rank and board.get(index, memory_layout.Block.entered) < seq
         ]
 
     def _blocking_call(self) -> tuple[tuple[int, int], Group, int] | None:

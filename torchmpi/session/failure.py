@@ -33,7 +33,7 @@ from ..communicators.status_board import StatusBoard
 from ..config import Config
 from ..errors import MismatchError, StallError
 from ..log import log_fatal, write_directly
-from ..shared_memory.memory_layout import DYING, EXIT_STATUS, EXITED
+from ..shared_memory.memory_layout import EXIT_STATUS, Block
 from . import children, launcher, mpi_library, report
 from .program_lines import line_of_program
 from .signals import SignalWatch
@@ -242,7 +242,7 @@ class FailureHandling:
         rank = self.world.rank
         self.world.context.exit_field = self._left
         if self._board is not None:
-            self._board.set(self._board_rank, EXITED, self._left)
+            self._board.set(self._board_rank, Block.exited, self._left)
         try:
             self._stop()
         except BaseException as error:
@@ -262,7 +262,7 @@ class FailureHandling:
         group, board = self.board_group, self._board
         fields = list(error.exited.items()) if isinstance(error, MismatchError) else []
         if group is not None and board is not None:
-            fields += [(rank, board.get(index, EXITED)) for index, rank in enumerate(group.world_ranks)]
+            fields += [(rank, board.get(index, Block.exited)) for index, rank in enumerate(group.world_ranks)]
         return next((_LeavingRank(rank, field) for rank, field in fields if field), None)
 
     def _terminate(self, frame: FrameType | None) -> None:
@@ -313,14 +313,14 @@ class FailureHandling:
         """
         self._is_failing = True
         board, rank = self._board, self._board_rank
-        if board is None or board.get(rank, DYING):
+        if board is None or board.get(rank, Block.dying):
             return True
-        board.set(rank, DYING, _FAILING)
+        board.set(rank, Block.dying, _FAILING)
         with self._apart_from_other_ranks():
-            states = {board.get(index, DYING) for index in range(board.num_blocks) if index != rank}
+            states = {board.get(index, Block.dying) for index in range(board.num_blocks) if index != rank}
             is_first = _REPORTING not in states and (is_cause or _ANNOUNCED not in states)
             if is_first or mark == _ANNOUNCED:
-                board.set(rank, DYING, mark)
+                board.set(rank, Block.dying, mark)
         return is_first
 
     @contextlib.contextmanager
@@ -340,7 +340,7 @@ class FailureHandling:
         seconds = _OUTPUT_SECONDS if len(set(self.world.context.hosts)) == 1 else _FIRST_HOST_SECONDS
         board, limit = self._board, time.monotonic() + seconds
         while time.monotonic() < limit and not (
-            board is not None and any(board.get(index, DYING) > _FAILING for index in range(board.num_blocks))
+            board is not None and any(board.get(index, Block.dying) > _FAILING for index in range(board.num_blocks))
         ):
             time.sleep(_POLL_SECONDS)
 

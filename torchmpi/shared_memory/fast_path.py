@@ -131,32 +131,32 @@ class _FastPath:
         self.name = name
         self.cached_calls: dict[Name, tuple[CachedCall, array[int]]] = {}
         self._retired: dict[int, tuple[CachedCall, array[int]]] = {}
-        self.fields = array("q", bytes(8 * records.FAST_PATH_FIELDS))
+        self.fields = array("q", bytes(8 * records.FastPath.FIELDS))
         # Machine code uses the addresses of these objects, so they are never freed.
         self._objects = {
-            records.CHOSEN_COMM: chosen,
-            records.NONE: None,
-            records.TENSOR_TYPE: torch.Tensor,
-            records.IS_NEG: torch.Tensor.is_neg,
-            records.FALSE: False,
-            records.INCREMENT_VERSION: buffers.increment_version,
-            records.SETTLE: self._settle,
-            records.TOUCH: buffers.touch,
-            records.ABORT: self._abort,
-            records.FRAME_AT: sys._getframe,
-            records.ONE: 1,
+            records.FastPath.chosen_comm: chosen,
+            records.FastPath.none: None,
+            records.FastPath.tensor_type: torch.Tensor,
+            records.FastPath.is_neg: torch.Tensor.is_neg,
+            records.FastPath.false: False,
+            records.FastPath.increment_version: buffers.increment_version,
+            records.FastPath.settle: self._settle,
+            records.FastPath.touch: buffers.touch,
+            records.FastPath.abort: self._abort,
+            records.FastPath.frame_at: sys._getframe,
+            records.FastPath.one: 1,
         }
         for index, item in self._objects.items():
             self.fields[index] = id(item)
-        self.fields[records.DESCRIBE], self.fields[records.NOTES] = dlpack.describer(), notes.address
+        self.fields[records.FastPath.describe], self.fields[records.FastPath.notes] = dlpack.describer(), notes.address
         self.function = kernels.fast_path(name, self.fields.buffer_info()[0])
 
     def invalidate(self) -> None:
         """Drop all cached calls; do not free the records, which another thread may use."""
-        self.fields[records.FIRST_CALL] = 0
+        self.fields[records.FastPath.first_call] = 0
         known = dict(self._retired)
         known.update((fields.buffer_info()[0], (call, fields)) for call, fields in self.cached_calls.values())
-        entered = memory_layout.RUN_LOCK_ENTERED
+        entered = memory_layout.LockFields.entered
         self._retired = {address: item for address, item in known.items() if item[0].run_lock.fields[entered]}
         self.cached_calls.clear()
 
@@ -168,18 +168,21 @@ class _FastPath:
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
         key, dtype, comm = name
-        fields = array("q", bytes(8 * records.CACHED_CALL_FIELDS))
-        fields[records.NEXT_CALL] = self.fields[records.FIRST_CALL]
-        fields[records.KEY], fields[records.COMM] = id(key), id(comm)
-        fields[records.DLPACK_DTYPE] = 0 if dtype is None else dlpack.dtype_number(dtype)
-        fields[records.PREPARED_CALL] = cached_call.record
-        fields[records.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
-        fields[records.RUN_LOCK] = cached_call.run_lock.address
-        fields[records.CODE], fields[records.SIGNED_CODE] = cached_call.code, cached_call.signed_code
-        fields[records.DESCRIPTION] = id(cached_call.description)
-        fields[records.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
+        fields = array("q", bytes(8 * records.CachedCallRecord.FIELDS))
+        fields[records.CachedCallRecord.following] = self.fields[records.FastPath.first_call]
+        fields[records.CachedCallRecord.key], fields[records.CachedCallRecord.comm] = id(key), id(comm)
+        fields[records.CachedCallRecord.dlpack_dtype] = 0 if dtype is None else dlpack.dtype_number(dtype)
+        fields[records.CachedCallRecord.call] = cached_call.record
+        fields[records.CachedCallRecord.call_log] = cached_call.call_log.log_fields.buffer_info()[0]
+        fields[records.CachedCallRecord.run_lock] = cached_call.run_lock.address
+        fields[records.CachedCallRecord.code], fields[records.CachedCallRecord.signed_code] = (
+            cached_call.code,
+            cached_call.signed_code,
+        )
+        fields[records.CachedCallRecord.description] = id(cached_call.description)
+        fields[records.CachedCallRecord.first_dim] = _FIRST_DIMS.get(self.name, 0)
         self.cached_calls[name] = cached_call, fields
-        self.fields[records.FIRST_CALL] = fields.buffer_info()[0]
+        self.fields[records.FastPath.first_call] = fields.buffer_info()[0]
 
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
         """Continue in Python a call that machine code has entered, and release its run lock."""
@@ -189,7 +192,7 @@ class _FastPath:
         try:
             result = cached_call.settle(status, tensor, out)
         finally:
-            cached_call.run_lock.fields[memory_layout.RUN_LOCK_ENTERED] = 0
+            cached_call.run_lock.fields[memory_layout.LockFields.entered] = 0
         if self.name == "barrier":
             return False  # None means that Python must run the call
         if result is None:  # a gather on another rank than the root
@@ -213,11 +216,11 @@ class Notes:
 
     def __init__(self) -> None:
         # 5 MB, which the system provides page by page when they are written.
-        num_fields = records.FIRST_NOTE + records.NUM_NOTES * records.NOTE_FIELDS
+        num_fields = records.NoteRing.notes + records.NUM_NOTES * records.Note.FIELDS
         self._fields = np.zeros(num_fields, np.int64)
         self.address = self._fields.ctypes.data
         self._taking = threading.Lock()
-        self._record = array("q", bytes(8 * records.FAST_PATH_FIELDS))
+        self._record = array("q", bytes(8 * records.FastPath.FIELDS))
         self.note: Callable[[Any, Any, Any, int, int, int], int] = _noting_nothing
         """Notes a call that Python has run (:class:`.kernels.noting_code.NotingCalls`)."""
         self.note_interval: Callable[[str, str, int], int] = _noting_nothing
@@ -229,10 +232,14 @@ class Notes:
 
     def build(self) -> None:
         """Make the functions of machine code, which has the addresses of these objects."""
-        self._objects = {records.NONE: None, records.FRAME_AT: sys._getframe, records.LABELS: self.labels}
+        self._objects = {
+            records.FastPath.none: None,
+            records.FastPath.frame_at: sys._getframe,
+            records.FastPath.labels: self.labels,
+        }
         for index, item in self._objects.items():
             self._record[index] = id(item)
-        self._record[records.NOTES] = self.address
+        self._record[records.FastPath.notes] = self.address
         self.note, self.note_interval, self.note_origin = (
             kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_interval", "note_origin")
         )
@@ -243,12 +250,12 @@ class Notes:
         The code must live as long as the process.
         """
         address = id(code)
-        position = records.KNOWN_CODES + ((address >> records.CODE_SHIFT) & (records.NUM_CODES - 1))
+        position = records.NoteRing.known_codes + ((address >> records.CODE_SHIFT) & (records.NUM_CODES - 1))
         self._fields[position] = address + is_own * records.IS_OWN
 
     def num_waiting(self) -> int:
         """Return the number of notes."""
-        return int(self._fields[records.NUM_NOTED] - self._fields[records.NUM_TAKEN])
+        return int(self._fields[records.NoteRing.num_noted] - self._fields[records.NoteRing.num_taken])
 
     def take(self) -> list[tuple[Any, ...]]:
         """Return some of the oldest notes and remove them; none only if there are none.
@@ -260,18 +267,18 @@ class Notes:
             Of an interval: category, text, begin, end, thread.
         """
         with self._taking:
-            num_noted, num_taken = self._fields[[records.NUM_NOTED, records.NUM_TAKEN]].tolist()
+            num_noted, num_taken = self._fields[[records.NoteRing.num_noted, records.NoteRing.num_taken]].tolist()
             position = num_taken % records.NUM_NOTES
             count = min(num_noted - num_taken, records.NUM_NOTES - position, _MOST_TAKEN)
-            begin = records.FIRST_NOTE + position * records.NOTE_FIELDS
-            block = self._fields[begin : begin + count * records.NOTE_FIELDS].reshape(count, records.NOTE_FIELDS)
+            begin = records.NoteRing.notes + position * records.Note.FIELDS
+            block = self._fields[begin : begin + count * records.Note.FIELDS].reshape(count, records.Note.FIELDS)
             taken: list[tuple[Any, ...]] = []
             notes = block.tolist()
-            addresses = block[:, : records.NOTED_OFFSET].ravel()
+            addresses = block[:, : records.Note.offset].ravel()
             addresses = addresses[addresses != 0].tolist()
             objects = {address: ctypes.cast(address, ctypes.py_object).value for address in set(addresses)}
             # All above are copies. First, so that an interrupt in the loop leaves references and takes none twice.
-            self._fields[records.NUM_TAKEN] = num_taken + count
+            self._fields[records.NoteRing.num_taken] = num_taken + count
             for address in addresses:  # the references of the notes; `objects` has one too
                 _decrease_count(address)
             for info, plan, code, offset, thread, seq, begin, end, num_bytes, signature, algorithm in notes:
@@ -291,7 +298,7 @@ class Notes:
     def forget(self) -> None:
         """Remove all notes, in a forked process."""
         self._taking = threading.Lock()
-        self._fields[records.NUM_TAKEN] = self._fields[records.NUM_NOTED]
+        self._fields[records.NoteRing.num_taken] = self._fields[records.NoteRing.num_noted]
 
 
 def _noting_nothing(*arguments: object) -> int:
@@ -346,7 +353,7 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
         if _is_paused or name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
             return
         cached_call = find()
-        is_recorded = fast_path.fields[records.NOTE] != 0
+        is_recorded = fast_path.fields[records.FastPath.note] != 0
         if cached_call is not None and not (cached_call.has_steps and is_recorded):
             fast_path.add(name, cached_call)
 
@@ -367,7 +374,7 @@ def record_by(note: Callable[[Any, bytes], None] | None) -> None:
     """
     with _changing:
         for fast_path in _fast_paths.values():
-            fast_path.fields[records.NOTE] = 0 if note is None else id(note)
+            fast_path.fields[records.FastPath.note] = 0 if note is None else id(note)
             if any(cached_call.has_steps for cached_call, _ in fast_path.cached_calls.values()):
                 fast_path.invalidate()
 

@@ -29,7 +29,7 @@ class SharedHeap:
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
-        self.table = np.zeros(1 + _MOST_SEGMENTS * records.SEGMENT_FIELDS, np.int64)
+        self.table = np.zeros(1 + _MOST_SEGMENTS * records.SegmentRecord.FIELDS, np.int64)
         """The number of segment records, then the records, for the kernels."""
         self._most = _affordable(num_ranks)
         self._process = os.getpid()
@@ -97,11 +97,11 @@ class SharedHeap:
         self._own[index] = segment
         fields = self._fields(index)
         file = int(segment.ticket.path.rsplit("/", 1)[1])
-        fields[records.SEGMENT_BEGIN] = address
-        fields[records.SEGMENT_KEY] = self._num_made << 32 | segment.ticket.inode & _INODE_BITS
-        fields[records.SEGMENT_FILE] = os.getpid() << 32 | file
+        fields[records.SegmentRecord.begin] = address
+        fields[records.SegmentRecord.key] = self._num_made << 32 | segment.ticket.inode & _INODE_BITS
+        fields[records.SegmentRecord.file] = os.getpid() << 32 | file
         # Last, since a kernel may be reading: until now the record contains no address.
-        fields[records.SEGMENT_END] = address + segment.ticket.num_bytes
+        fields[records.SegmentRecord.end] = address + segment.ticket.num_bytes
         self.table[0] = max(self.table[0], index + 1)
 
     def _release(self, index: int, segment: Segment) -> None:
@@ -116,14 +116,14 @@ class SharedHeap:
     def _withdraw(self, index: int, segment: Segment | None) -> bool:
         if segment is None or self._own.get(index) is not segment:
             return False
-        self._fields(index)[records.SEGMENT_END] = 0
+        self._fields(index)[records.SegmentRecord.end] = 0
         self._adopted.pop(index, None)
         del self._own[index]
         return True
 
     def _fields(self, index: int) -> Any:
-        begin = 1 + index * records.SEGMENT_FIELDS
-        return self.table[begin : begin + records.SEGMENT_FIELDS]
+        begin = 1 + index * records.SegmentRecord.FIELDS
+        return self.table[begin : begin + records.SegmentRecord.FIELDS]
 
     def holds(self, address: int) -> bool:
         """Return whether an address is within a segment of this process.
@@ -131,8 +131,8 @@ class SharedHeap:
         >>> SharedHeap().holds(4096)
         False
         """
-        segments = self.table[1:].reshape(-1, records.SEGMENT_FIELDS)[: int(self.table[0])]
-        begins, ends = segments[:, records.SEGMENT_BEGIN], segments[:, records.SEGMENT_END]
+        segments = self.table[1:].reshape(-1, records.SegmentRecord.FIELDS)[: int(self.table[0])]
+        begins, ends = segments[:, records.SegmentRecord.begin], segments[:, records.SegmentRecord.end]
         return bool(((begins <= address) & (address < ends)).any())
 
     def map(self, key: int, file: int, num_bytes: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from features import Wrong, equal, feature, finished, ones, other, rank
-from torch_rig import CALLS, LAYOUTS, OPS, Setting
+from helpers.torch_rig import CALLS, LAYOUTS, OPS, Setting
 
 BOTH_ROOTS = (0, 1)
 COLLECTIVES: dict[str, tuple[str, tuple[int, ...]]] = {

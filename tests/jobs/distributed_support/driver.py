@@ -38,6 +38,7 @@ def main() -> None:
     import groups  # noqa: F401
     import sharding  # noqa: F401
     import training  # noqa: F401
+    import versions  # noqa: F401
     from features import FEATURES, without_addresses
 
     chosen = [feature for feature in FEATURES if re.search(pattern or "", f"{feature.section}: {feature.name}")]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "mpi"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 class Feature(NamedTuple):

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from distributed_rig import loss_of, net, sgd, share, train, values
 from features import close, equal, feature, ones, other, rank
 from groups import agreed
+from helpers.distributed_rig import loss_of, net, sgd, share, train, values
+from helpers.small_nets import mlp
 from torch import nn
 from torch.distributed import checkpoint, fsdp, pipelining
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -176,8 +177,7 @@ def _() -> None:
 
 def even_net() -> nn.Sequential:
     """Return layers that two ranks can split evenly."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    return mlp(6, 8, 4, seed=3).double()
 
 
 @feature("Tensor and pipeline parallel", "`ColwiseParallel`, `RowwiseParallel`")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_rig import TIGHT, gradients, loss_of, net, sgd, share, train, trained_alone, values
 from features import Wrong, close, equal, feature, ones, raises, rank
 from groups import short_group
+from helpers.distributed_rig import TIGHT, gradients, loss_of, net, sgd, share, train, trained_alone, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,

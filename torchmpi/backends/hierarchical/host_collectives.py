@@ -18,7 +18,7 @@ from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...shared_memory import fast_path
 from ...shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
-from ...shared_memory.memory_layout import LOG_ALGORITHM, WITH_COMPARISON
+from ...shared_memory.memory_layout import WITH_COMPARISON, LogFields
 from ...tensors import buffers, partition
 from ...tensors.operation_specs import OPERATIONS
 from ..base import Operation
@@ -96,10 +96,10 @@ class HostAllreduce:
     def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         if self.group.is_grid and buffer.numel() * buffer.element_size() > _SHORT_BYTES:
-            self.group.call_log.log_fields[LOG_ALGORITHM] = algorithms.SLICES
+            self.group.call_log.log_fields[LogFields.algorithm] = algorithms.SLICES
             self._in_slices(chunks_of(buffer, self.chunk_numel))
         else:
-            self.group.call_log.log_fields[LOG_ALGORITHM] = algorithms.FIRST_RANKS
+            self.group.call_log.log_fields[LogFields.algorithm] = algorithms.FIRST_RANKS
             self.by_first_ranks(buffer, None, root)
         return buffer
 
@@ -164,7 +164,7 @@ class ComparedHostAllreduce:
         if not self.comparison.can_carry(buffer.numel() * self.partial_results.accumulator.itemsize):
             self.group.announce()
             return self.longer(buffer, None, root)
-        self.group.call_log.log_fields[LOG_ALGORITHM] = WITH_COMPARISON
+        self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
         flat = buffer.detach().view(-1)
         # A copy at the first rank, which is not to change the tensor of a call that differs.
         work = flat
@@ -232,7 +232,7 @@ class ComparedHostAllreduce:
 
 def _note_algorithm(group: Group) -> None:
     """Store the algorithm of the current call of a group."""
-    group.call_log.log_fields[LOG_ALGORITHM] = algorithms.SLICES if group.is_grid else algorithms.FIRST_RANKS
+    group.call_log.log_fields[LogFields.algorithm] = algorithms.SLICES if group.is_grid else algorithms.FIRST_RANKS
 
 
 class HostAllgather:

@@ -11,7 +11,7 @@ import torch
 
 from ...communicators.algorithms import ONE_SHOT
 from ...shared_memory.kernels import load, records
-from ...shared_memory.memory_layout import BLOCK_BYTES, FIELD_BYTES, LOG_ALGORITHM, LOG_SEQUENCE, STAGE_BITS
+from ...shared_memory.memory_layout import BLOCK_BYTES, FIELD_BYTES, STAGE_BITS, LogFields
 from . import area_kernels, chunk_plan, driver
 from .chunk_plan import EMPTIED, FILLED, stage_number
 from .stage_sync import StageSync
@@ -47,10 +47,11 @@ class ShortAllreduce:
         blocks = [first_block + rank * BLOCK_BYTES for rank in range(group.size)]
         self._blocks = np.array([blocks[other] for other in others], np.int64)
         self._waits = staging.operations(awaits=others)
-        self._record = np.zeros(records.GPU_CALL_FIELDS, np.int64)
+        self._record = np.zeros(records.GpuCall.FIELDS, np.int64)
         self._address = int(self._record.ctypes.data)
         tensor, numel, number = (
-            self._address + field * FIELD_BYTES for field in (records.GPU_TENSOR, records.GPU_NUMEL, records.GPU_NUMBER)
+            self._address + field * FIELD_BYTES
+            for field in (records.GpuCall.tensor, records.GpuCall.numel, records.GpuCall.number)
         )
         areas = [[area.data_ptr() for area in staging.areas(dtype, half)] for half in range(2)]
         ended, numbers = [staging.num_ended_blocks.data_ptr()], staging.addresses_of_numbers()
@@ -60,21 +61,21 @@ class ShortAllreduce:
         self._sum = [area_kernels.Parameters(each, tensor, numel) for each in areas]
         operate, launch = staging.device.driver_functions()
         values = {
-            records.STREAM_OPERATIONS: operate,
-            records.LAUNCH_KERNEL: launch,
-            records.STREAM_WAITS: self._waits.address,
-            records.NUM_STREAM_WAITS: self._waits.count,
-            records.OWN_BLOCK: blocks[group.rank],
-            records.BLOCKS_OF_OTHERS: self._blocks.ctypes.data,
-            records.FILL_KERNEL: kernels.fill,
-            records.ADD_KERNEL: kernels.add,
-            records.KERNEL_THREADS: area_kernels.NUM_THREADS,
-            records.MOST_BLOCKS: kernels.most_blocks,
-            records.NUMEL_OF_BLOCK: kernels.numel_of_block,
+            records.GpuCall.stream_operations: operate,
+            records.GpuCall.launch_kernel: launch,
+            records.GpuCall.waits: self._waits.address,
+            records.GpuCall.num_waits: self._waits.count,
+            records.GpuCall.own_block: blocks[group.rank],
+            records.GpuCall.others: self._blocks.ctypes.data,
+            records.GpuCall.fill_kernel: kernels.fill,
+            records.GpuCall.add_kernel: kernels.add,
+            records.GpuCall.kernel_threads: area_kernels.NUM_THREADS,
+            records.GpuCall.most_blocks: kernels.most_blocks,
+            records.GpuCall.numel_of_block: kernels.numel_of_block,
         }
         for half in range(2):
-            values[records.FILL_PARAMETERS + half] = self._fill[half].address
-            values[records.ADD_PARAMETERS + half] = self._sum[half].address
+            values[records.GpuCall.fill_parameters + half] = self._fill[half].address
+            values[records.GpuCall.add_parameters + half] = self._sum[half].address
         for field, value in values.items():
             self._record[field] = value
 
@@ -86,7 +87,7 @@ class ShortAllreduce:
             RuntimeError: The driver refuses the work, for example because the device has failed.
         """
         sync, numel, address = self._sync, tensor.numel(), tensor.data_ptr()
-        seq, is_free = self._log_fields[LOG_SEQUENCE], sync.is_free
+        seq, is_free = self._log_fields[LogFields.sequence], sync.is_free
         half = seq & 1
         if not (
             0 < numel <= self._most_numel
@@ -96,7 +97,7 @@ class ShortAllreduce:
             and tensor.device == self._device
         ):
             return False
-        first, self._log_fields[LOG_ALGORITHM] = seq << STAGE_BITS, ONE_SHOT
+        first, self._log_fields[LogFields.algorithm] = seq << STAGE_BITS, ONE_SHOT
         sync.seq, sync.last_use[half], is_free[half] = seq, first | _EMPTIED, False  # also if the call fails
         number, stream = first | _FILLED, self._current_stream()
         status = self._allreduce(self._address, half, stream, address, numel, number)

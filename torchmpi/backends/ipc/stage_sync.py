@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from ...communicators.group import Group
-from ...shared_memory.memory_layout import BLOCK_FIELDS, COMPLETED, ENQUEUED, REFUSED, STAGE_BITS
+from ...shared_memory.memory_layout import BLOCK_FIELDS, STAGE_BITS, Block
 
 # Polling takes a fraction of a microsecond, yielding to other threads about one. The device needs longer for a chunk.
 _NUM_POLLS, _YIELD_SECONDS = 20, 0.002
@@ -29,7 +29,7 @@ class StageSync:
         self._status_board, self._call_log = group.status_board, group.call_log
         self._rank, self.size = group.rank, group.size
         self._fields = group.status_board.fields
-        self._own = group.rank * BLOCK_FIELDS + ENQUEUED
+        self._own = group.rank * BLOCK_FIELDS + Block.enqueued
         self.seq = 0
         """Sequence number of the current call."""
         self.expired_seq = 0
@@ -67,17 +67,17 @@ class StageSync:
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
         """Wait until these ranks have published `number` or a later one; raise if one of them has aborted."""
         fields = self._fields
-        latest = [fields[rank * BLOCK_FIELDS + ENQUEUED] for rank in ranks]
+        latest = [fields[rank * BLOCK_FIELDS + Block.enqueued] for rank in ranks]
         if min(latest, default=number) < number:
             self._poll(ranks, number)
-            latest = [fields[rank * BLOCK_FIELDS + ENQUEUED] for rank in ranks]
+            latest = [fields[rank * BLOCK_FIELDS + Block.enqueued] for rank in ranks]
         if max(latest, default=0) >> STAGE_BITS > self.seq:
             self._check(ranks)  # a rank in a later call has completed this one, or aborted it
 
     def _poll(self, ranks: Sequence[int], number: int) -> None:
         fields, missing = self._fields, ranks
         num_polls, limit = 0, 0.0
-        while missing := [rank for rank in missing if fields[rank * BLOCK_FIELDS + ENQUEUED] < number]:
+        while missing := [rank for rank in missing if fields[rank * BLOCK_FIELDS + Block.enqueued] < number]:
             num_polls += 1
             if num_polls == _NUM_POLLS:
                 limit = time.perf_counter() + _YIELD_SECONDS
@@ -100,24 +100,24 @@ class StageSync:
                 self._call_log.expired()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MOST_SLEEP_SECONDS)
-            missing = [rank for rank in missing if self._fields[rank * BLOCK_FIELDS + ENQUEUED] < number]
+            missing = [rank for rank in missing if self._fields[rank * BLOCK_FIELDS + Block.enqueued] < number]
 
     def _check(self, ranks: Sequence[int]) -> None:
         """Raise if one of the ranks has aborted this call."""
         board, seq = self._status_board, self.seq
         for rank in ranks:
-            refused = 0 if rank == self._rank else board.get(rank, REFUSED)
+            refused = 0 if rank == self._rank else board.get(rank, Block.refused)
             # A rank may have completed this call and aborted a later one.
-            if refused == seq or (refused > seq and board.get(rank, COMPLETED) < seq):
+            if refused == seq or (refused > seq and board.get(rank, Block.completed) < seq):
                 self._call_log.compare()  # raises the more informative error if the calls differ
                 self._call_log.raise_aborted(rank)
 
     def complete(self) -> None:
         """Publish that this rank has completed its current call."""
-        self._status_board.set(self._rank, COMPLETED, self.seq)
+        self._status_board.set(self._rank, Block.completed, self.seq)
 
     def abort(self) -> None:
         """Publish that this rank aborts its current call."""
         current = self._call_log.current
         if current is not None:
-            self._status_board.set(self._rank, REFUSED, current[0])
+            self._status_board.set(self._rank, Block.refused, current[0])

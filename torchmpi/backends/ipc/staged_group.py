@@ -19,7 +19,7 @@ import torch
 from ...communicators import algorithms
 from ...communicators.group import Group
 from ...errors import BackendUnavailableError, DeviceError, StallError
-from ...shared_memory.memory_layout import LOG_ALGORITHM
+from ...shared_memory.memory_layout import LogFields
 from ...tensors import buffers, partition
 from ..base import Operation
 from ..mpi_messages import destination_for, row_counts, rows_of
@@ -273,7 +273,7 @@ class IpcCollectives:
         """Reduce in place on all ranks."""
         rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
         flat, num_shots = _flat(buffer), shots(size, buffer.nbytes, has_kernel=self.has_kernel)
-        self.log[LOG_ALGORITHM] = algorithms.ONE_SHOT if num_shots == 1 else algorithms.TWO_SHOTS
+        self.log[LogFields.algorithm] = algorithms.ONE_SHOT if num_shots == 1 else algorithms.TWO_SHOTS
         self.staged.run(
             ("allreduce", numel),
             lambda: chunk_plan.allreduce(rank, size, numel, half, shots=num_shots),

@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from ...shared_memory.kernels.records import OPERATION_FIELDS, OPERATION_VALUE
+from ...shared_memory.kernels.records import StreamOperation
 from . import driver
 
 _WAIT_64, _WRITE_64 = 4, 5  # CU_STREAM_MEM_OP_*; the default flags wait for >=, and write after all earlier work
@@ -52,8 +52,8 @@ class StreamOperations:
         self._operations = (_Operation * self.count)(*operations)
         self.address = ctypes.addressof(self._operations)
         """Of the operations, as CUDA takes them."""
-        self._words = (ctypes.c_uint64 * (OPERATION_FIELDS * self.count)).from_buffer(self._operations)
-        self._positions = range(OPERATION_VALUE, OPERATION_FIELDS * self.count, OPERATION_FIELDS)
+        self._words = (ctypes.c_uint64 * (StreamOperation.FIELDS * self.count)).from_buffer(self._operations)
+        self._positions = range(StreamOperation.value, StreamOperation.FIELDS * self.count, StreamOperation.FIELDS)
 
     def __call__(self, stream: int, number: int) -> None:
         """Enqueue the operations on a stream, given by its address.

@@ -141,8 +141,9 @@ class Offloaded(nn.Module):
         self.weights, self.layer_seconds = nn.ParameterList(resnet18().parameters()), layer_seconds
 
     def forward(self, x: Tensor) -> Tensor:
+        wait: Callable[..., Tensor] = _Waiting.apply
         for weight in self.weights:
-            x = _Waiting.apply(x, weight, self.layer_seconds if weight.dim() > 1 else 0.0)  # type: ignore[no-untyped-call]
+            x = wait(x, weight, self.layer_seconds if weight.dim() > 1 else 0.0)
         return x
 
 

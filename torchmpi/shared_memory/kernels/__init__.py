@@ -192,7 +192,8 @@ def source_digest() -> str:
     """Return a digest of all sources of this package that the compiled code depends on."""
     digest = hashlib.sha256((b"checks" if ENABLE_CHECKS else b"") + DELAYS.encode())
     folder = Path(__file__).parent
-    for path in (*sorted(folder.glob("*.py")), folder.parent / "memory_layout.py"):
+    shared = (folder.parent / name for name in ("memory_layout.py", "typed_records.py"))
+    for path in (*sorted(folder.glob("*.py")), *shared):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

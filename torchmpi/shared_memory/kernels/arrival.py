@@ -21,54 +21,24 @@ is not over after the first polls is measured, and added to the call log.
 
 from __future__ import annotations
 
-from ..memory_layout import (
-    CORE,
-    ENTERED,
-    IN_RING,
-    LEFT,
-    LOG_ALGORITHM,
-    LOG_WAITED,
-    REDUCED,
-    REFUSED,
-    RING_LENGTH,
-    SEQUENCE,
-    SIGNATURE,
-    signed_chunks,
-)
+from ..memory_layout import IN_RING, RING_LENGTH, Block, signed_chunks
 from .access import block_of, entry_of, fail_check, outcome, own_block, peer_at, ring_field, set_counter
 from .compilation import inlined, inner
 from .intrinsics import (
     fence,
     field_address,
     give_way,
+    load,
     load_acquire,
-    load_field,
-    load_field_acquire,
     now,
     pause,
     sleep,
-    store_field,
-    store_field_release,
+    store,
+    store_release,
     this_core,
 )
 from .kernel_sets import ENABLE_CHECKS
-from .records import (
-    ABORTED,
-    CALL_LOG_FIELDS,
-    CHECK_SEQUENCE,
-    CHUNKS,
-    CROWDED,
-    CURRENT_SEQ,
-    EXPIRED,
-    FREE_UNTIL,
-    LAST_ABORTED,
-    MISMATCH,
-    RANK,
-    SIZE,
-    SPINS,
-    TIMEOUT,
-    YIELDS,
-)
+from .records import ABORTED, CHECK_SEQUENCE, MISMATCH, TIMEOUT, GroupRecord
 
 _LONGEST_SLEEP_MICROSECONDS = 1000
 _SHORTEST_SLEEP_MICROSECONDS = 20
@@ -80,43 +50,41 @@ sign_chunks = inner(signed_chunks)  # Python computes the same for an aborted ca
 
 
 @inner
-def has_aborted(group, rank):
+def has_aborted(group: GroupRecord, rank):
     """Return whether a rank will not finish the current call.
 
     True if the rank has aborted this call, or a later call without taking part in this one.
     """
-    seq = load_field(group, CURRENT_SEQ)
-    refused = load_field_acquire(block_of(group, rank), REFUSED)
+    seq = group.current_seq
+    refused = load_acquire(block_of(group, rank).refused)
     if refused <= seq:
         return refused == seq
-    mine, theirs = entry_of(group, load_field(group, RANK), seq), entry_of(group, rank, seq)
-    return load_field(mine, SEQUENCE) == seq and (
-        load_field(theirs, SEQUENCE) != seq or load_field(theirs, SIGNATURE) != load_field(mine, SIGNATURE)
-    )
+    mine, theirs = entry_of(group, group.rank, seq), entry_of(group, rank, seq)
+    return load(mine.sequence) == seq and (load(theirs.sequence) != seq or theirs.signature != mine.signature)
 
 
 @inner
-def check_reads(group):
+def check_reads(group: GroupRecord):
     """Check for aborts after reading other ranks' tensors: 0, or ABORTED and a rank that may have modified its tensor.
 
     A rank publishes the abort before its program continues, so one check afterwards suffices.
     """
     fence()
-    for rank in range(load_field(group, SIZE)):
-        if rank != load_field(group, RANK) and has_aborted(group, rank):
+    for rank in range(group.size):
+        if rank != group.rank and has_aborted(group, rank):
             return ABORTED + rank
     return 0
 
 
 @inner
-def end_of_wait(group, address, value):
+def end_of_wait(group: GroupRecord, address, value):
     """Return the status with which a wait must end, because a rank aborts or the call times out: 0 if it continues.
 
     A rank that aborts after a step of all ranks has seen them arrive. If this rank has looked for arrivals before, it
     looks again: otherwise it would end the step with an error, and the others would go on.
     """
-    status = TIMEOUT if load_field_acquire(group, EXPIRED) == load_field(group, CURRENT_SEQ) else 0
-    for rank in range(load_field(group, SIZE)):
+    status = TIMEOUT if load_acquire(group.expired) == group.current_seq else 0
+    for rank in range(group.size):
         if has_aborted(group, rank):
             status = ABORTED + rank
             break
@@ -124,9 +92,9 @@ def end_of_wait(group, address, value):
 
 
 @inner
-def wait_asleep(group, address, value):
+def wait_asleep(group: GroupRecord, address, value):
     """Yield, then sleep with growing intervals; end with a status if a rank aborts or the call times out."""
-    for count in range(load_field(group, YIELDS)):
+    for count in range(group.yields):
         if load_acquire(address) >= value:
             return 0
         if count % _YIELDS_PER_CHECK == _YIELDS_PER_CHECK - 1:
@@ -145,7 +113,7 @@ def wait_asleep(group, address, value):
 
 
 @inner
-def wait_long(group, address, value, spins):
+def wait_long(group: GroupRecord, address, value, spins):
     """Poll, then wait asleep, and add the time to that of the call: return 0, or a status on failure."""
     begin = now()
     for _ in range(spins):
@@ -153,16 +121,16 @@ def wait_long(group, address, value, spins):
             break
         pause()
     status = wait_asleep(group, address, value)
-    call_log = load_field(group, CALL_LOG_FIELDS)
-    if call_log != 0:
-        store_field(call_log, LOG_WAITED, load_field(call_log, LOG_WAITED) + now() - begin)
+    call_log = group.call_log
+    if call_log:
+        call_log.waited += now() - begin
     return status
 
 
 @inner
-def wait(group, address, value):
+def wait(group: GroupRecord, address, value):
     """Wait until a field of a rank on another core has reached a value: return 0, or a status on failure."""
-    spins = load_field(group, SPINS)
+    spins = group.spins
     for _ in range(min(spins, _FIRST_POLLS)):
         if load_acquire(address) >= value:
             return 0
@@ -171,13 +139,13 @@ def wait(group, address, value):
 
 
 @inner
-def wait_core(group, field, value):
+def wait_core(group: GroupRecord, field, value):
     """Wait for a field in the blocks of the ranks on this core, which run only when this rank yields: do not poll."""
-    rank, size, core = load_field(group, RANK), load_field(group, SIZE), this_core()
-    store_field(block_of(group, rank), CORE, core)
+    rank, size, core = group.rank, group.size, this_core()
+    block_of(group, rank).core = core
     for shift in range(1, size):
         other = peer_at(rank, size, shift)
-        if load_field(block_of(group, other), CORE) == core:
+        if block_of(group, other).core == core:
             status = wait_long(group, field_address(block_of(group, other), field), value, 0)
             if status != 0:
                 return status
@@ -185,15 +153,15 @@ def wait_core(group, field, value):
 
 
 @inlined
-def wait_same_core(group, field, value):
+def wait_same_core(group: GroupRecord, field, value):
     """Wait for the ranks on this core first, where ranks share cores."""
-    return wait_core(group, field, value) if load_field(group, CROWDED) != 0 else 0
+    return wait_core(group, field, value) if group.crowded != 0 else 0
 
 
 @inner
-def wait_all(group, field, value):
+def wait_all(group: GroupRecord, field, value):
     """Wait until a field has reached a value in the blocks of all other ranks."""
-    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    rank, size = group.rank, group.size
     status = wait_same_core(group, field, value)
     if status != 0:
         return status
@@ -206,25 +174,25 @@ def wait_all(group, field, value):
 
 
 @inner
-def have_all(group, field, value):
+def have_all(group: GroupRecord, field, value):
     """Return whether a field has reached a value in the blocks of all other ranks."""
-    for other in range(load_field(group, SIZE)):
-        if other != load_field(group, RANK) and load_field_acquire(block_of(group, other), field) < value:
+    for other in range(group.size):
+        if other != group.rank and load_acquire(field_address(block_of(group, other), field)) < value:
             return False
     return True
 
 
 @inner
-def set_algorithm(group, algorithm):
+def set_algorithm(group: GroupRecord, algorithm):
     """Store how the current call moves its data, for timelines."""
-    call_log = load_field(group, CALL_LOG_FIELDS)
-    if call_log != 0:
-        store_field(call_log, LOG_ALGORITHM, algorithm)
+    call_log = group.call_log
+    if call_log:
+        call_log.algorithm = algorithm
     return 0
 
 
 @inner
-def end_reads(group):
+def end_reads(group: GroupRecord):
     """End a call in which ranks read each other's tensors: wait until all reads are done, then tensors may be modified.
 
     Counts as one chunk.
@@ -232,57 +200,57 @@ def end_reads(group):
     status = check_reads(group)
     if status != 0:
         return status
-    chunk = load_field(group, CHUNKS)
-    set_counter(group, REDUCED, chunk + 1)
-    store_field(group, CHUNKS, chunk + 1)
-    return wait_all(group, REDUCED, chunk + 1)
+    chunk = group.chunks
+    set_counter(group, Block.reduced, chunk + 1)
+    group.chunks = chunk + 1
+    return wait_all(group, Block.reduced, chunk + 1)
 
 
 @inner
-def begin(group, seq):
+def begin(group: GroupRecord, seq):
     """Enter a call: wait until this rank's ring entry may be written and, after an aborted call, its slots."""
-    if ENABLE_CHECKS and seq < load_field(group, CURRENT_SEQ):
-        fail_check(group, CHECK_SEQUENCE, seq, load_field(group, CURRENT_SEQ))
-    store_field(group, CURRENT_SEQ, seq)
+    if ENABLE_CHECKS and seq < group.current_seq:
+        fail_check(group, CHECK_SEQUENCE, seq, group.current_seq)
+    group.current_seq = seq
     set_algorithm(group, IN_RING)  # unless a function for longer data sets another one
-    store_field_release(own_block(group), ENTERED, seq)
-    aborted = load_field(group, LAST_ABORTED)
+    store_release(own_block(group).entered, seq)
+    aborted = group.last_aborted
     if aborted != 0:
-        status = wait_all(group, ENTERED, aborted + 1)
+        status = wait_all(group, Block.entered, aborted + 1)
         if status != 0:
             return status
-        store_field(group, LAST_ABORTED, 0)
-    return wait_all(group, ENTERED, seq - _RING_REUSE) if seq > load_field(group, FREE_UNTIL) else 0
+        group.last_aborted = 0
+    return wait_all(group, Block.entered, seq - _RING_REUSE) if seq > group.free_until else 0
 
 
 @inner
-def arrive(group, seq, signature):
+def arrive(group: GroupRecord, seq, signature):
     """Publish this rank's entry, after its payload, and wait for all other ranks; all signatures must be equal.
 
     The number of chunks so far is part of the signature: it differs after a call that failed on some ranks only.
     """
-    rank, size = load_field(group, RANK), load_field(group, SIZE)
-    signature ^= sign_chunks(load_field(group, CHUNKS))
+    rank, size = group.rank, group.size
+    signature ^= sign_chunks(group.chunks)
     mine = entry_of(group, rank, seq)
-    store_field(mine, SIGNATURE, signature)
-    store_field_release(mine, SEQUENCE, seq)
+    mine.signature = signature
+    store_release(mine.sequence, seq)
     status = wait_same_core(group, ring_field(seq), seq)
     if status != 0:
         return status
     for shift in range(1, size):
         other = peer_at(rank, size, shift)
         theirs = entry_of(group, other, seq)
-        status = wait(group, theirs, seq)
+        status = wait(group, theirs.sequence, seq)
         if status != 0:
             return status
-        if load_field(theirs, SIGNATURE) != signature:
+        if theirs.signature != signature:
             return MISMATCH + other
-    store_field(group, FREE_UNTIL, seq + _RING_REUSE)  # all ranks are past the call before this one
+    group.free_until = seq + _RING_REUSE  # all ranks are past the call before this one
     return 0
 
 
 @inner
-def leave(group, seq, status):
+def leave(group: GroupRecord, seq, status):
     """Store the end of a call, and return its status."""
-    store_field(own_block(group), LEFT, seq)
+    store(own_block(group).left, seq)
     return outcome(group, status)

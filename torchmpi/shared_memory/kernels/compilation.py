@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar, cast, get_type_hints
 
 from llvmlite import binding, ir
 from numba import types
 from numba.core import codegen, compiler, compiler_machinery, lowering, registry, typed_passes, untyped_passes
+from numba.core.errors import TypingError
+
+from ..typed_records import RecordType
+from .addresses import Address
 
 # mypy knows only some of Numba's functions.
 _types: Any = types
@@ -113,12 +118,32 @@ class Function(_registry.CPUDispatcher):  # type: ignore[misc]
         super().__init__(function, targetoptions=options, pipeline_class=_Pipeline)
         functions.append(self)
 
+    @cached_property
+    def records(self) -> dict[str, Address]:
+        """The types of the parameters, and of the result, that are annotated as records."""
+        hints = get_type_hints(self.py_func)
+        return {name: Address(hint) for name, hint in hints.items() if isinstance(hint, RecordType)}
+
     def get_call_template(self, args: Iterable[Any], kws: Any) -> Any:
-        """Type a call; Numba would compile the function again for each constant argument."""
-        return super().get_call_template([_types.unliteral(each) for each in args], kws)
+        """Type a call: a parameter that is annotated as a record takes nothing else, and the others take numbers.
+
+        Numba would compile the function again for each constant argument.
+        """
+        names = self.py_func.__code__.co_varnames
+        taken = [self._taken(name, _types.unliteral(each)) for name, each in zip(names, args, strict=False)]
+        return super().get_call_template(taken, kws)
+
+    def _taken(self, name: str, given: Any) -> Any:
+        expected = self.records.get(name)
+        if expected is not None and given != expected:
+            raise TypingError(f"{self.py_func.__name__}: {name} is of type {expected}, and a call passes {given}")
+        return _types.int64 if expected is None and isinstance(given, Address) else given
 
     def add_overload(self, result: Any) -> None:
         """Keep a compiled function, without making it callable."""
+        expected, returned = self.records.get("return"), result.signature.return_type
+        if expected is not None and returned != expected:
+            raise TypingError(f"{self.py_func.__name__} returns {returned} instead of {expected}")
         self.overloads[tuple(result.signature.args)] = result
         Function.on_compiled()
 
@@ -129,26 +154,30 @@ class Function(_registry.CPUDispatcher):  # type: ignore[misc]
         return count
 
     def native(self) -> Any:
-        """Compile the function for integers, unless already compiled, and return Numba's result."""
-        arguments = (_types.int64,) * self.num_arguments
+        """Compile the function for words, unless already compiled, and return Numba's result."""
+        names = self.py_func.__code__.co_varnames[: self.num_arguments]
+        arguments = tuple(self.records.get(name, _types.int64) for name in names)
         self.compile(arguments)
         return self.overloads[arguments]
 
 
-def inner(function: Callable[..., Any]) -> Any:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def inner(function: F) -> F:
     """Mark a function that kernels call; LLVM may inline it."""
-    return Function(function)
+    return cast("F", Function(function))
 
 
-def inlined(function: Callable[..., Any]) -> Any:
+def inlined(function: F) -> F:
     """Mark a function that must be inlined, although LLVM would not inline it."""
-    return Function(function, is_inlined=True)
+    return cast("F", Function(function, is_inlined=True))
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: F) -> F:
     """Mark a function of addresses and numbers that Python and other kernels may call."""
     kernels[function.__name__] = Function(function)
-    return kernels[function.__name__]
+    return cast("F", kernels[function.__name__])
 
 
 def link(prefix: str, wrappers: Iterable[Wrapper]) -> Any:

@@ -19,7 +19,6 @@ KEPT (see reduce_kernels) determines where a result is. Non-temporal stores are 
 
 from __future__ import annotations
 
-from ..memory_layout import FETCHES_SLOWLY
 from .access import block_of, is_in_slot, own_block, set_counter
 from .compilation import inner
 from .intrinsics import (
@@ -30,28 +29,12 @@ from .intrinsics import (
     fence,
     field_address,
     load,
-    load_field,
     now,
     prefetch_lines,
     store,
-    store_field,
 )
 from .kernel_sets import ENABLE_CHECKS
-from .records import (
-    CACHE_BYPASS,
-    CACHED_PACE,
-    CALL_CHUNKS,
-    CHUNKS,
-    CURRENT_SEQ,
-    FRAGMENTED,
-    NUM_MEASURED,
-    NUM_SLOTS,
-    PACE,
-    PUT_PACE,
-    REJECTED,
-    SIZE,
-    SPENT,
-)
+from .records import GroupRecord
 
 _LINE_BYTES = 64
 _BLOCK_BYTES = 1 << 10  # copied to two places while it is in the first-level cache
@@ -105,11 +88,11 @@ def copy_near(target, source, num_bytes):
 
 
 @inner
-def copy_into_slot(group, target, source, num_bytes):
+def copy_into_slot(group: GroupRecord, target, source, num_bytes):
     """Copy to a slot of this rank."""
     if ENABLE_CHECKS and not is_in_slot(group, target, num_bytes):
         return 0
-    if load_field(group, CACHE_BYPASS) != 0:
+    if group.cache_bypass != 0:
         copy_past(target, source, num_bytes)
     else:
         copy_near(target, source, num_bytes)
@@ -117,7 +100,7 @@ def copy_into_slot(group, target, source, num_bytes):
 
 
 @inner
-def copy_into_slot_and(group, target, also, source, num_bytes):
+def copy_into_slot_and(group: GroupRecord, target, also, source, num_bytes):
     """Copy to a slot and, with non-temporal stores, to a second target; the source is read from memory once."""
     done = 0
     while done < num_bytes:
@@ -129,9 +112,9 @@ def copy_into_slot_and(group, target, also, source, num_bytes):
 
 
 @inner
-def publish(group, counter, value):
+def publish(group: GroupRecord, counter, value):
     """Publish READY or REDUCED after writing slots, with or without non-temporal stores."""
-    if load_field(group, CACHE_BYPASS) != 0:
+    if group.cache_bypass != 0:
         fence()
     set_counter(group, counter, value)
     return 0
@@ -141,144 +124,137 @@ def publish(group, counter, value):
 
 
 @inner
-def slow_trials(group):
+def slow_trials(group: GroupRecord):
     """Return the highest number of consecutive slow trials of any rank."""
     most = 0
-    for rank in range(load_field(group, SIZE)):
-        most = max(most, load_field(block_of(group, rank), FETCHES_SLOWLY))
+    for rank in range(group.size):
+        most = max(most, block_of(group, rank).fetches_slowly)
     return most
 
 
 @inner
-def phase_of_call(group, every):
+def phase_of_call(group: GroupRecord, every):
     """Return a number below `every`, equal on all ranks, that decides in which calls an alternative is tried."""
     # Scrambled, so that programs whose calls repeat every 16 or 128 do not always try the same calls.
-    return (load_field(group, CURRENT_SEQ) * _SCRAMBLER >> 16) % every
+    return (group.current_seq * _SCRAMBLER >> 16) % every
 
 
 @inner
-def is_trial(group, every):
+def is_trial(group: GroupRecord, every):
     """Return whether the current call is one of the calls, one in `every`, that try an alternative."""
     return phase_of_call(group, every) == 0
 
 
 @inner
-def begin_measuring(group, num_chunks, always_bypass):
+def begin_measuring(group: GroupRecord, num_chunks, always_bypass):
     """Choose how a call with chunks writes its slots: around the caches if any rank was slow, except in a trial."""
     every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // num_chunks)
     # The first repetition is early, since the call may have been slow for another reason, such as new memory.
     trials = slow_trials(group)
     bypass = trials > 0 and not is_trial(group, min(every, 1 << trials))
-    store_field(group, CACHE_BYPASS, _BYPASS_ALWAYS if always_bypass else bypass)
-    store_field(group, CALL_CHUNKS, num_chunks)
-    for field in (FRAGMENTED, CACHED_PACE, NUM_MEASURED, SPENT, SPENT + 1):
-        store_field(group, field, 0)  # a call that failed may have left values
+    group.cache_bypass = _BYPASS_ALWAYS if always_bypass else bypass
+    group.call_chunks = num_chunks
+    group.fragmented = group.cached_pace = group.num_measured = 0  # a call that failed may have left values
+    group.spent[0] = group.spent[1] = 0
     reset_paces(group)
     return 0
 
 
 @inner
-def reset_paces(group):
-    store_field(group, PACE, 0)
-    store_field(group, PUT_PACE, 0)
+def reset_paces(group: GroupRecord):
+    group.pace = 0
+    group.put_pace = 0
     return 0
 
 
 @inner
-def spent_on(group, chunk):
-    """Return the address of the time spent on a chunk."""
-    return field_address(group, SPENT + (chunk & 1))
-
-
-@inner
-def note_time(group, chunk, since):
+def note_time(group: GroupRecord, chunk, since):
     """Add the time since `since`, in which this rank did not wait, to a chunk."""
-    spent = spent_on(group, chunk)
-    store(spent, load(spent) + now() - since)
+    group.spent[chunk & 1] += now() - since
     return 0
 
 
 @inner
-def note_best(group, field, index, nanoseconds, num_bytes):
+def note_best(group: GroupRecord, field, index, nanoseconds, num_bytes):
     """Keep the pace of a chunk if it is the best of the call, since slower chunks may have been interrupted.
 
     In calls of four chunks and more the first use of each slot is ignored, up to half of the chunks: if the program has
     worked on other data since the last call, the slots have left the caches and are written quickly, also with cores
     that share no cache.
     """
-    if load_field(group, FRAGMENTED) != 0:
+    if group.fragmented != 0:
         return 0
-    num_first = min(load_field(group, NUM_SLOTS), load_field(group, CALL_CHUNKS) // 2)
-    if num_bytes < _MIN_BYTES or (index < num_first and load_field(group, CALL_CHUNKS) >= _MIN_CHUNKS):
+    num_first = min(group.num_slots, group.call_chunks // 2)
+    if num_bytes < _MIN_BYTES or (index < num_first and group.call_chunks >= _MIN_CHUNKS):
         return 0
-    pace, best = nanoseconds * 1024 // num_bytes + 1, load_field(group, field)
+    pace, best = nanoseconds * 1024 // num_bytes + 1, load(field_address(group, field))
     if best == 0 or pace < best:
-        store_field(group, field, pace)
+        store(field_address(group, field), pace)
     return 0
 
 
 @inner
-def note_put(group, chunk, since, num_bytes):
+def note_put(group: GroupRecord, chunk, since, num_bytes):
     """Record the copy of a chunk into the slot.
 
     Before writing, a core must invalidate the lines in the caches of their readers: without a common cache this may be
     slow even if reading is fast.
     """
-    note_best(group, PUT_PACE, chunk - load_field(group, CHUNKS), now() - since, num_bytes)
+    note_best(group, GroupRecord.put_pace, chunk - group.chunks, now() - since, num_bytes)
     return 0
 
 
 @inner
-def judge(group):
+def judge(group: GroupRecord):
     """Store in this rank's block whether the chunks that went through the caches were slow."""
-    pace, put_pace = load_field(group, PACE), load_field(group, PUT_PACE)
-    is_warm = load_field(group, CHUNKS) >= _WARM_CHUNKS or load_field(group, NUM_MEASURED) >= _TRIAL_CHUNKS
-    if pace + put_pace != 0 and is_warm and load_field(group, CACHE_BYPASS) == 0:
+    pace, put_pace = group.pace, group.put_pace
+    is_warm = group.chunks >= _WARM_CHUNKS or group.num_measured >= _TRIAL_CHUNKS
+    if pace + put_pace != 0 and is_warm and group.cache_bypass == 0:
         is_slow = pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS
-        trials = field_address(own_block(group), FETCHES_SLOWLY)
-        is_believed = is_slow and (is_trial(group, 1 << load_field(group, REJECTED)) or load(trials) > 0)
-        store(trials, min(load(trials) + 1, _MAX_TRIALS) if is_believed else 0)
-        store_field(group, CACHED_PACE, pace + put_pace if is_believed else 0)
+        block = own_block(group)
+        trials = block.fetches_slowly
+        is_believed = is_slow and (is_trial(group, 1 << group.rejected) or trials > 0)
+        block.fetches_slowly = min(trials + 1, _MAX_TRIALS) if is_believed else 0
+        group.cached_pace = pace + put_pace if is_believed else 0
         if not is_slow:
-            store_field(group, REJECTED, 0)
+            group.rejected = 0
     return 0
 
 
 @inner
-def compare(group):
+def compare(group: GroupRecord):
     """Revert the decision for non-temporal stores if they were no faster, because memory itself is slow."""
-    cached, pace = load_field(group, CACHED_PACE), load_field(group, PACE) + load_field(group, PUT_PACE)
+    cached, pace = group.cached_pace, group.pace + group.put_pace
     if cached != 0 and pace != 0:
         is_no_better = pace * 8 >= cached * 7  # the best of six chunks against the best of two or three
-        rejected = min(load_field(group, REJECTED) + 1, _MAX_TRIALS)
-        store_field(group, REJECTED, rejected if is_no_better else 0)
+        rejected = min(group.rejected + 1, _MAX_TRIALS)
+        group.rejected = rejected if is_no_better else 0
         if is_no_better:
-            store_field(own_block(group), FETCHES_SLOWLY, 0)
+            own_block(group).fetches_slowly = 0
     return 0
 
 
 @inner
-def note_chunk(group, chunk, num_bytes):
+def note_chunk(group: GroupRecord, chunk, num_bytes):
     """Record a finished chunk; decide how to write the next ones after the first chunks of either kind."""
-    num_measured = load_field(group, NUM_MEASURED) + 1
-    spent = spent_on(group, chunk)
-    note_best(group, PACE, num_measured - 1, load(spent), num_bytes)
-    store(spent, 0)
-    store_field(group, NUM_MEASURED, num_measured)
+    num_measured = group.num_measured + 1
+    note_best(group, GroupRecord.pace, num_measured - 1, group.spent[chunk & 1], num_bytes)
+    group.spent[chunk & 1] = 0
+    group.num_measured = num_measured
     if num_measured == _TRIAL_CHUNKS:
         judge(group)
     elif num_measured == _TRIAL_CHUNKS + 1:  # written partly before, partly after the decision
         reset_paces(group)
     elif num_measured == 2 * _TRIAL_CHUNKS + 1:
         compare(group)
-    if num_measured >= _TRIAL_CHUNKS and load_field(group, CACHE_BYPASS) != _BYPASS_ALWAYS:
-        store_field(group, CACHE_BYPASS, slow_trials(group) > 0)
+    if num_measured >= _TRIAL_CHUNKS and group.cache_bypass != _BYPASS_ALWAYS:
+        group.cache_bypass = slow_trials(group) > 0
     return 0
 
 
 @inner
-def end_measuring(group):
+def end_measuring(group: GroupRecord):
     """Decide at the end of a call that was too short for an earlier decision."""
-    if load_field(group, NUM_MEASURED) < _TRIAL_CHUNKS:
+    if group.num_measured < _TRIAL_CHUNKS:
         judge(group)
     return 0

@@ -5,55 +5,33 @@ The same steps as the plan of one shot (torchmpi.backends.ipc.chunk_plan), so th
 
 from __future__ import annotations
 
-from ..memory_layout import COMPLETED, ENQUEUED, STAGE_BITS
+from ..memory_layout import STAGE_BITS, Block
 from .compilation import inner, kernel
 from .intrinsics import (
     call_batch,
     call_launch,
     give_way,
-    load_field,
-    load_field_acquire,
+    load_acquire,
     now,
     pause,
-    store_field,
-    store_field_release,
+    store_release,
 )
-from .records import (
-    ADD_KERNEL,
-    ADD_PARAMETERS,
-    BLOCKS_OF_OTHERS,
-    FILL_KERNEL,
-    FILL_PARAMETERS,
-    GPU_NUMBER,
-    GPU_NUMEL,
-    GPU_TENSOR,
-    IS_LATE,
-    KERNEL_THREADS,
-    LAUNCH_KERNEL,
-    MOST_BLOCKS,
-    NUM_STREAM_WAITS,
-    NUMEL_OF_BLOCK,
-    OPERATION_FIELDS,
-    OPERATION_VALUE,
-    OWN_BLOCK,
-    STREAM_OPERATIONS,
-    STREAM_WAITS,
-)
+from .records import IS_LATE, GpuCall
 
 # Polling takes a fraction of a microsecond. Later the core is offered to others, and then Python continues.
 _NUM_POLLS, _PATIENCE_NANOSECONDS = 50, 500_000
 
 
 @inner
-def have_others_enqueued(call, number):
+def have_others_enqueued(call: GpuCall, number):
     """Wait until all other ranks have published a number, for a limited time; return whether they have.
 
     A rank in a later call has completed this one, or aborted it: Python examines that.
     """
-    blocks, begin, num_polls = load_field(call, BLOCKS_OF_OTHERS), 0, 0
-    for index in range(load_field(call, NUM_STREAM_WAITS)):
-        block = load_field(blocks, index)
-        while load_field_acquire(block, ENQUEUED) < number:
+    begin, num_polls = 0, 0
+    for index in range(call.num_waits):
+        block = Block(call.others[index])
+        while load_acquire(block.enqueued) < number:
             num_polls += 1
             if num_polls < _NUM_POLLS:
                 pause()
@@ -63,51 +41,51 @@ def have_others_enqueued(call, number):
             elif now() - begin > _PATIENCE_NANOSECONDS:
                 return False
             give_way()
-        if load_field_acquire(block, ENQUEUED) >> STAGE_BITS != number >> STAGE_BITS:
+        if load_acquire(block.enqueued) >> STAGE_BITS != number >> STAGE_BITS:
             return False
     return True
 
 
 @inner
-def launch(call, kernel, parameters, stream):
+def launch(call: GpuCall, kernel, parameters, stream):
     """Launch a kernel for the elements of the tensor; return the error of CUDA."""
-    numel_of_block = load_field(call, NUMEL_OF_BLOCK)
-    num_blocks = (load_field(call, GPU_NUMEL) + numel_of_block - 1) // numel_of_block
+    numel_of_block = call.numel_of_block
+    num_blocks = (call.numel + numel_of_block - 1) // numel_of_block
     return call_launch(
-        load_field(call, LAUNCH_KERNEL), load_field(call, kernel), min(num_blocks, load_field(call, MOST_BLOCKS)),
-        load_field(call, KERNEL_THREADS), stream, load_field(call, parameters),
+        call.launch_kernel, kernel, min(num_blocks, call.most_blocks),
+        call.kernel_threads, stream, parameters,
     )  # fmt: skip
 
 
 @kernel
-def add_on_gpu(call, half, stream):
+def add_on_gpu(call: GpuCall, half, stream):
     """Make the stream wait for the areas of the other ranks, and add all areas; return the error of CUDA."""
     waits, count, number = (
-        load_field(call, STREAM_WAITS),
-        load_field(call, NUM_STREAM_WAITS),
-        load_field(call, GPU_NUMBER),
+        call.waits,
+        call.num_waits,
+        call.number,
     )
     for index in range(count):
-        store_field(waits, index * OPERATION_FIELDS + OPERATION_VALUE, number)
-    error = call_batch(load_field(call, STREAM_OPERATIONS), stream, count, waits)
+        waits[index].value = number
+    error = call_batch(call.stream_operations, stream, count, waits)
     if error == 0:
-        error = launch(call, ADD_KERNEL, ADD_PARAMETERS + half, stream)
+        error = launch(call, call.add_kernel, call.add_parameters[half], stream)
     if error == 0:
-        store_field_release(load_field(call, OWN_BLOCK), COMPLETED, number >> STAGE_BITS)
+        store_release(call.own_block.completed, number >> STAGE_BITS)
     return error
 
 
 @kernel
-def allreduce_on_gpu(call, half, stream, address, numel, number):
+def allreduce_on_gpu(call: GpuCall, half, stream, address, numel, number):
     """Enqueue an allreduce in place through a half of the areas; `number`: of the stage *filled*.
 
     Returns 0, the error of CUDA, or IS_LATE before the stream waits for other ranks: then `add_on_gpu` is left.
     """
-    store_field(call, GPU_TENSOR, address)
-    store_field(call, GPU_NUMEL, numel)
-    store_field(call, GPU_NUMBER, number)
-    error = launch(call, FILL_KERNEL, FILL_PARAMETERS + half, stream)
+    call.tensor = address
+    call.numel = numel
+    call.number = number
+    error = launch(call, call.fill_kernel, call.fill_parameters[half], stream)
     if error != 0:
         return error
-    store_field_release(load_field(call, OWN_BLOCK), ENQUEUED, number)
+    store_release(call.own_block.enqueued, number)
     return add_on_gpu(call, half, stream) if have_others_enqueued(call, number) else IS_LATE

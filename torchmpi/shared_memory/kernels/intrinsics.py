@@ -27,10 +27,6 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _WORD.as_pointer())
 
 
-def _field_pointer(builder: Any, record: Any, field: Any) -> Any:
-    return _pointer(builder, builder.add(record, builder.mul(field, _WORD(8))))
-
-
 def _delay(builder: Any) -> None:
     """Generate a pause of random length, mostly none, if the kernels are compiled with delays."""
     if DELAYS:
@@ -108,54 +104,10 @@ def store_release(typing_context, address, value):
     def generate(context, builder, signature, arguments):
         _delay(builder)
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), ordering="release", align=8)
+        _delay(builder)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def load_field(typing_context, record, field):
-    """Load a field of a record, by its number."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(_field_pointer(builder, *arguments), align=8)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def store_field(typing_context, record, field, value):
-    """Store a field of a record."""
-
-    def generate(context, builder, signature, arguments):
-        builder.store(arguments[2], _field_pointer(builder, *arguments[:2]), align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def load_field_acquire(typing_context, record, field):
-    """Load a field as `load_acquire` does."""
-
-    def generate(context, builder, signature, arguments):
-        _delay(builder)
-        return builder.load_atomic(_field_pointer(builder, *arguments), ordering="acquire", align=8)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def store_field_release(typing_context, record, field, value):
-    """Store a field as `store_release` does."""
-
-    def generate(context, builder, signature, arguments):
-        _delay(builder)
-        builder.store_atomic(arguments[2], _field_pointer(builder, *arguments[:2]), ordering="release", align=8)
-        _delay(builder)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic

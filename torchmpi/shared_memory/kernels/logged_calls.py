@@ -2,56 +2,10 @@
 
 from __future__ import annotations
 
-from ..memory_layout import (
-    COUNTED_BYTES,
-    COUNTED_CALLS,
-    COUNTED_NS,
-    COUNTED_TICKS,
-    COUNTED_WAITED_NS,
-    COUNTER_FIELDS,
-    LOG_ACTIVE,
-    LOG_ALGORITHM,
-    LOG_BEGUN,
-    LOG_BYTES,
-    LOG_COUNTERS,
-    LOG_LAST_CHUNK,
-    LOG_RECORD,
-    LOG_SEQUENCE,
-    LOG_WAITED,
-    RECORD_BEGIN,
-    RECORD_CODE,
-    RECORD_DIMS,
-    RECORD_END,
-    RECORD_FIELDS,
-    RECORD_LENGTH,
-    RECORD_NUM_DIMS,
-    RECORD_SEQUENCE,
-    RUN_LOCK_ENTERED,
-)
+from ..memory_layout import RECORD_LENGTH, LockFields, LogFields, RecordFields
 from .compilation import inner, kernel
-from .intrinsics import load_field, now, store_field, store_field_release, ticks
-from .records import (
-    CODE_SHIFT,
-    FIRST_NOTE,
-    IS_ORIGIN,
-    IS_OWN,
-    KNOWN_CODES,
-    NOTE_FIELDS,
-    NOTED_CODE,
-    NOTED_INFO,
-    NOTED_NUMBERS,
-    NOTED_OFFSET,
-    NOTED_PLAN,
-    NOTED_THREAD,
-    NUM_CODES,
-    NUM_NOTED,
-    NUM_NOTES,
-    NUM_NUMBERS,
-    NUM_TAKEN,
-    ORIGIN_CODE,
-    ORIGIN_OFFSET,
-    ORIGIN_QUEUED,
-)
+from .intrinsics import copy, now, store, store_release, ticks
+from .records import CODE_SHIFT, IS_ORIGIN, IS_OWN, NUM_CODES, NUM_NOTES, Noted, NoteRing, OriginRecord
 
 # CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.
 _PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
@@ -75,140 +29,120 @@ def hash_end(total, length):
 
 
 @inner
-def record_of(call_log, seq):
+def record_of(call_log: LogFields, seq) -> RecordFields:
     """Return the entry of the flight record for a call."""
-    return load_field(call_log, LOG_RECORD) + (seq & (RECORD_LENGTH - 1)) * (RECORD_FIELDS * 8)
+    return call_log.record[seq & (RECORD_LENGTH - 1)]
 
 
 @inner
-def open_entry(call_log, seq):
-    """Begin to write the entry of a call that begins now; return its address."""
+def open_entry(call_log: LogFields, seq) -> RecordFields:
+    """Begin to write the entry of a call that begins now, and return it."""
     record = record_of(call_log, seq)
-    store_field_release(record, RECORD_SEQUENCE, 0)  # until the entry is complete, for readers in other processes
+    store_release(record.sequence, 0)  # until the entry is complete, for readers in other processes
     return record
 
 
 @inner
-def set_dim(record, index, number):
+def set_dim(record: RecordFields, index, number):
     """Write a dimension of the shape of a call."""
-    store_field(record, RECORD_DIMS + index, number)
+    record.dims[index] = number
     return 0
 
 
 @inner
-def close_entry(call_log, record, seq, code, num_dims, num_bytes):
+def close_entry(call_log: LogFields, record: RecordFields, seq, code, num_dims, num_bytes):
     """Complete the entry of a call, and enter the call into the call log."""
-    store_field(record, RECORD_NUM_DIMS, num_dims)
-    store_field(record, RECORD_CODE, code)
-    store_field(record, RECORD_END, 0)
-    store_field(record, RECORD_BEGIN, ticks())
-    store_field_release(record, RECORD_SEQUENCE, seq)
-    store_field(call_log, LOG_BYTES, num_bytes)
-    store_field(call_log, LOG_ACTIVE, seq)
-    store_field(call_log, LOG_SEQUENCE, seq)
+    record.num_dims = num_dims
+    record.code = code
+    record.end = 0
+    record.begin = ticks()
+    store_release(record.sequence, seq)
+    call_log.num_bytes = num_bytes
+    call_log.active = seq
+    call_log.sequence = seq
     return 0
 
 
 @inner
-def count(counters, field, number):
-    """Add to a counter of a collective."""
-    store_field(counters, field, load_field(counters, field) + number)
-
-
-@inner
-def count_call(call_log):
+def count_call(call_log: LogFields):
     """End the call that has been entered, and count it."""
-    record, end = record_of(call_log, load_field(call_log, LOG_SEQUENCE)), ticks()
-    store_field(record, RECORD_END, end)
-    counters = call_log + (LOG_COUNTERS + (load_field(record, RECORD_CODE) & 0xFF) * COUNTER_FIELDS) * 8
-    count(counters, COUNTED_CALLS, 1)
-    count(counters, COUNTED_BYTES, load_field(call_log, LOG_BYTES))
-    waited = load_field(call_log, LOG_WAITED)
+    record, end = record_of(call_log, call_log.sequence), ticks()
+    record.end = end
+    counters = call_log.counters[record.code & 0xFF]
+    counters.calls += 1
+    counters.num_bytes += call_log.num_bytes
+    waited = call_log.waited
     if waited < 0:
-        count(counters, COUNTED_NS, now() + waited)
+        counters.ns += now() + waited
     else:
-        count(counters, COUNTED_TICKS, end - load_field(record, RECORD_BEGIN))
-        count(counters, COUNTED_WAITED_NS, waited)
-    store_field(call_log, LOG_WAITED, 0)
-    store_field(call_log, LOG_ACTIVE, 0)
+        counters.ticks += end - record.begin
+        counters.waited_ns += waited
+    call_log.waited = 0
+    call_log.active = 0
     return 0
 
 
 @kernel
-def end_call(call_log, run_lock):
+def end_call(call_log: LogFields, run_lock: LockFields):
     """End the call that `begin_call` has entered, count it, and release the run lock."""
     count_call(call_log)
-    store_field(run_lock, RUN_LOCK_ENTERED, 0)
+    store(run_lock.entered, 0)
     return 0
 
 
 @inner
-def known_code(notes, code):
-    return load_field(notes, KNOWN_CODES + ((code >> CODE_SHIFT) & (NUM_CODES - 1)))
+def known_code(notes: NoteRing, code):
+    return notes.known_codes[(code >> CODE_SHIFT) & (NUM_CODES - 1)]
 
 
 @kernel
-def is_own_code(notes, code):
+def is_own_code(notes: NoteRing, code):
     """Return whether code is known to be of torchmpi or torch, and not of the program."""
     return known_code(notes, code) == code + IS_OWN
 
 
 @kernel
-def note_call(call_log, noted):
+def note_call(call_log: LogFields, noted: Noted):
     """Write number, begin, end, bytes, code and algorithm of the call that has just ended."""
-    seq = load_field(call_log, LOG_SEQUENCE)
+    seq = call_log.sequence
     record = record_of(call_log, seq)
-    begin = load_field(record, RECORD_BEGIN)
-    if load_field(call_log, LOG_LAST_CHUNK) == seq:
-        begin = -load_field(call_log, LOG_BEGUN)
-    store_field(noted, 0, seq)
-    store_field(noted, 1, begin)
-    store_field(noted, 2, load_field(record, RECORD_END))
-    store_field(noted, 3, load_field(call_log, LOG_BYTES))
-    store_field(noted, 4, load_field(record, RECORD_CODE))
-    store_field(noted, 5, load_field(call_log, LOG_ALGORITHM))
+    begin = record.begin
+    if call_log.last_chunk == seq:
+        begin = -call_log.begun
+    noted.seq, noted.begin, noted.end = seq, begin, record.end
+    noted.num_bytes, noted.code, noted.algorithm = call_log.num_bytes, record.code, call_log.algorithm
     return 0
 
 
 @kernel
-def note_interval(begin, noted):
+def note_interval(begin, noted: Noted):
     """Write begin and end of an interval that ends now, in the fields of a call."""
-    store_field(noted, 0, 0)
-    store_field(noted, 1, begin)
-    store_field(noted, 2, now())
-    for index in range(3, NUM_NUMBERS):
-        store_field(noted, index, 0)
+    noted.seq, noted.begin, noted.end = 0, begin, now()
+    noted.num_bytes = noted.code = noted.algorithm = 0
     return 0
 
 
 @kernel
-def note_origin(notes, code, offset, noted):
+def note_origin(notes: NoteRing, code, offset, origin: OriginRecord):
     """Write the fields of an origin, with the time of now; 1 if the code is not known to be of the program."""
     if known_code(notes, code) != code:
         return 1
-    store_field(noted, ORIGIN_QUEUED, now())
-    store_field(noted, ORIGIN_CODE, code)
-    store_field(noted, ORIGIN_OFFSET, offset)
+    origin.queued, origin.code, origin.offset = now(), code, offset
     return 0
 
 
 @kernel
-def add_note(notes, info, plan, code, offset, thread, numbers):
+def add_note(notes: NoteRing, info, plan, code, offset, thread, numbers: Noted):
     """Note a call that has ended; 1 if there is no room, or if the code is not known to be of the program."""
-    noted = load_field(notes, NUM_NOTED)
-    if noted - load_field(notes, NUM_TAKEN) >= NUM_NOTES:
+    noted = notes.num_noted
+    if noted - notes.num_taken >= NUM_NOTES:
         return 1
     if offset != IS_ORIGIN and known_code(notes, code) != code:
         return 1
-    note = notes + (FIRST_NOTE + (noted & (NUM_NOTES - 1)) * NOTE_FIELDS) * 8
-    store_field(note, NOTED_INFO, info)
-    store_field(note, NOTED_PLAN, plan)
-    store_field(note, NOTED_CODE, code)
-    store_field(note, NOTED_OFFSET, offset)
-    store_field(note, NOTED_THREAD, thread)
-    for index in range(NUM_NUMBERS):
-        store_field(note, NOTED_NUMBERS + index, load_field(numbers, index))
-    store_field(notes, NUM_NOTED, noted + 1)
+    note = notes.notes[noted & (NUM_NOTES - 1)]
+    note.info, note.plan, note.code, note.offset, note.thread = info, plan, code, offset, thread
+    copy(note.numbers, numbers, Noted.BYTES)
+    notes.num_noted = noted + 1
     return 0
 
 

@@ -5,124 +5,86 @@ A message is the number of its dtype, the number of dimensions, the shape, and t
 
 from __future__ import annotations
 
-from ..memory_layout import (
-    LOG_ALGORITHM,
-    LOG_WAITED,
-    MESSAGE_BEGIN,
-    MESSAGE_BEGUN,
-    MESSAGE_BYTES,
-    MESSAGE_DTYPE,
-    MESSAGE_END,
-    MESSAGE_ENDED,
-    RUN_LOCK_ENTERED,
-    RUN_LOCK_HELD,
-    RUN_LOCK_PENDING,
-)
+from ..memory_layout import ChannelFields
 from .compilation import inner, kernel
-from .fast_path_code import begin_call, data, dim, num_dims, plain_numel
-from .intrinsics import call_sendrecv, copy, load_field, now, store_field, store_field_release
-from .records import (
-    BYTE_TYPE,
-    EXCHANGE_LOG,
-    FIRST_ARGUMENT,
-    ITEM_BYTES,
-    MESSAGE_TAG,
-    MISMATCH,
-    MPI_COMM,
-    MPI_STATUS,
-    NOT_FAST,
-    PREPARED_CALL,
-    RECEIVE_CHANNEL,
-    RECEIVE_FROM,
-    RECEIVED,
-    RECEIVED_BYTES,
-    SEND_CHANNEL,
-    SEND_LOCK,
-    SEND_TO,
-    SENDRECV,
-    SENT,
-    SENT_DTYPE,
-    VALUE_BYTES,
-)
-
-_SHAPE = 2  # first field of the shape
+from .fast_path_code import begin_call, data, dim, is_free, num_dims, plain_numel
+from .intrinsics import call_sendrecv, copy, now, store, store_release
+from .records import MISMATCH, NOT_FAST, Arguments, CachedCallRecord, DLTensor, SendReceive, TensorMessage
 
 
 @kernel
-def enter_sendreceive(cached_call, tensor, _, arguments):
+def enter_sendreceive(cached_call: CachedCallRecord, tensor: DLTensor, _, arguments: Arguments):
     """Enter an exchange if the queues of both directions are idle, and write the message to send."""
-    call = load_field(cached_call, PREPARED_CALL)
-    numel, send_lock = plain_numel(cached_call, tensor), load_field(call, SEND_LOCK)
-    num_bytes = numel * load_field(call, ITEM_BYTES)
-    if numel < 0 or num_bytes > load_field(call, VALUE_BYTES):
+    call = SendReceive(cached_call.call)
+    numel, send_lock = plain_numel(cached_call, tensor), call.send_lock
+    num_bytes = numel * call.item_bytes
+    if numel < 0 or num_bytes > call.value_bytes:
         return NOT_FAST
-    for field in (RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING):
-        if load_field(send_lock, field) != 0:
-            return NOT_FAST
+    if not is_free(send_lock):
+        return NOT_FAST
     status = begin_call(cached_call, tensor, num_bytes, arguments)
     if status != 0:
         return status
-    store_field(send_lock, RUN_LOCK_ENTERED, 1)
-    sent, length = load_field(call, SENT), num_dims(tensor)
-    store_field(sent, 0, load_field(call, SENT_DTYPE))
-    store_field(sent, 1, length)
+    store(send_lock.entered, 1)
+    sent, length = TensorMessage(call.sent), num_dims(tensor)
+    sent.dtype, sent.num_dims = call.sent_dtype, length
     for index in range(length):
-        store_field(sent, _SHAPE + index, dim(tensor, index))
-    copy(sent + (_SHAPE + length) * 8, data(tensor), num_bytes)
-    store_field(arguments, FIRST_ARGUMENT, data(tensor))
-    store_field(arguments, FIRST_ARGUMENT + 1, _SHAPE + length)
-    store_field(arguments, FIRST_ARGUMENT + 2, num_bytes)
+        sent.shape[index] = dim(tensor, index)
+    copy(sent.shape + length * 8, data(tensor), num_bytes)
+    arguments.rest[0] = data(tensor)
+    arguments.rest[1] = TensorMessage.shape + length
+    arguments.rest[2] = num_bytes
     return 0
 
 
 @inner
-def begin_message(channel, time, dtype, num_bytes):
+def begin_message(channel: ChannelFields, time, dtype, num_bytes):
     """Count a message that begins; return its number."""
-    number = load_field(channel, MESSAGE_BEGUN) + 1
-    store_field(channel, MESSAGE_DTYPE, dtype)
-    store_field(channel, MESSAGE_BYTES, num_bytes)
-    store_field(channel, MESSAGE_BEGIN, time)
-    store_field(channel, MESSAGE_BEGUN, number)
+    number = channel.begun + 1
+    channel.dtype = dtype
+    channel.num_bytes = num_bytes
+    channel.begin = time
+    channel.begun = number
     return number
 
 
 @inner
-def end_message(channel, time):
+def end_message(channel: ChannelFields, time):
     """Count a message that ends."""
-    store_field(channel, MESSAGE_END, time)
-    store_field(channel, MESSAGE_ENDED, load_field(channel, MESSAGE_ENDED) + 1)
+    channel.end = time
+    channel.ended += 1
     return 0
 
 
 @kernel
-def sendreceive(call, seq, signature, target, num_fields, num_bytes):
+def sendreceive(call: SendReceive, seq, signature, target, num_fields, num_bytes):
     """Send a message and receive one; copy its values to the target, unless its header differs from the sent one.
 
     Returns 0, MISMATCH, or the error of MPI.
     """
-    byte, tag = load_field(call, BYTE_TYPE), load_field(call, MESSAGE_TAG)
-    sent, received, begin = load_field(call, SENT), load_field(call, RECEIVED), now()
-    to, source, log = load_field(call, SEND_CHANNEL), load_field(call, RECEIVE_CHANNEL), load_field(call, EXCHANGE_LOG)
-    dtype = load_field(call, SENT_DTYPE)
+    byte, tag = call.byte_type, call.tag
+    sent, received, begin = call.sent, call.received, now()
+    to, source, log = call.send_channel, call.receive_channel, call.call_log
+    dtype = call.sent_dtype
     number = begin_message(to, begin, dtype, num_bytes) & 0x7FFFFFFF
     number |= (begin_message(source, begin, dtype, num_bytes) & 0x7FFFFFFF) << 32
-    store_field(log, LOG_ALGORITHM, number)
+    log.algorithm = number
     error = call_sendrecv(
-        load_field(call, SENDRECV),
-        sent, num_fields * 8 + num_bytes, byte, load_field(call, SEND_TO), tag,
-        received, load_field(call, RECEIVED_BYTES), byte, load_field(call, RECEIVE_FROM), tag,
-        load_field(call, MPI_COMM), load_field(call, MPI_STATUS),
+        call.sendrecv,
+        sent, num_fields * 8 + num_bytes, byte, call.send_to, tag,
+        received, call.received_bytes, byte, call.receive_from, tag,
+        call.comm, call.status,
     )  # fmt: skip
     end = now()
-    store_field(log, LOG_WAITED, end - begin)
+    log.waited = end - begin
     if error == 0:
         end_message(to, end)
         end_message(source, end)
-    store_field_release(load_field(call, SEND_LOCK), RUN_LOCK_ENTERED, 0)
+    store_release(call.send_lock.entered, 0)
     if error != 0:
         return error
     for field in range(num_fields):
-        if load_field(received, field) != load_field(sent, field):
+        if received[field] != sent[field]:
             return MISMATCH
     copy(target, received + num_fields * 8, num_bytes)
     return 0

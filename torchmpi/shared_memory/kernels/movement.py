@@ -29,7 +29,7 @@ address for direct reads. `take` moves the rest, after Python has allocated the 
 
 from __future__ import annotations
 
-from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, PAYLOAD_BYTES, READY, REDUCED
+from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, PAYLOAD_BYTES, Block
 from .access import (
     copy_from_slot,
     copy_to_payload,
@@ -58,12 +58,13 @@ from .chunk_loop import (
 )
 from .compilation import inner, kernel
 from .copying import begin_measuring, end_measuring, note_chunk, note_time
-from .intrinsics import copy, load, load_field, now, store, store_field
+from .intrinsics import copy, load, now, store
 from .kernel_sets import ENABLE_CHECKS
 from .peer_memory import (
     ALL_SHARED,
     all_show,
     announce_memory,
+    announcement_of,
     can_read,
     end_reading,
     find_memory,
@@ -74,31 +75,14 @@ from .peer_memory import (
     shared_tensor_of,
     show_memory,
 )
-from .records import (
-    ALLGATHER_PACES,
-    ALLTOALL_PACES,
-    CHUNK_BYTES,
-    CHUNKS,
-    GATHER_PACES,
-    GATHERS_READ,
-    RANK,
-    ROOT,
-    SCATTER_PACES,
-    SIZE,
-    SPENT_BEFORE,
-    TRANSFERS,
-    UNEVEN,
-    UNMAPPED,
-    UNREADABLE,
-    WHOLE_BYTES,
-)
+from .records import UNEVEN, UNMAPPED, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
 from .reduce_kernels import combine, part_begin, set_operand
 
 _SHORT_BROADCAST_BYTES = 128 << 10  # shorter broadcasts bypass the caches, which was never slower
 
 
 @kernel
-def barrier(call, seq, signature, message, num_bytes):
+def barrier(call: KernelCall, seq, signature, message, num_bytes):
     """Synchronize; the message of each rank can be read in the payload of its entry afterwards."""
     group = group_of(call)
     status = begin(group, seq)
@@ -109,30 +93,30 @@ def barrier(call, seq, signature, message, num_bytes):
 
 
 @inner
-def put_whole(group, address, num_bytes):
+def put_whole(group: GroupRecord, address, num_bytes):
     """Copy short data into the slot before arriving."""
-    chunk = load_field(group, CHUNKS)
-    slot = transfer_slot_of(group, load_field(group, RANK), chunk)
+    chunk = group.chunks
+    slot = transfer_slot_of(group, group.rank, chunk)
     if not ENABLE_CHECKS or is_in_slot(group, slot, num_bytes):
         copy(slot, address, num_bytes)
-    set_counter(group, READY, chunk + 1)
+    set_counter(group, Block.ready, chunk + 1)
     return 0
 
 
 @inner
-def end_whole(group):
+def end_whole(group: GroupRecord):
     """Count the chunk of `put_whole` after reading the slots."""
-    chunk = load_field(group, CHUNKS)
+    chunk = group.chunks
     set_algorithm(group, IN_WHOLE_SLOTS)
-    set_counter(group, REDUCED, chunk + 1)
-    store_field(group, CHUNKS, chunk + 1)
+    set_counter(group, Block.reduced, chunk + 1)
+    group.chunks = chunk + 1
     return 0
 
 
 @inner
-def broadcast_shared(group, address, num_bytes, root):
+def broadcast_shared(group: GroupRecord, address, num_bytes, root):
     """Broadcast between shared tensors; the root writes the first part of all others: equal amounts on all ranks."""
-    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    rank, size = group.rank, group.size
     share = part_begin(num_bytes, size, 1)
     set_algorithm(group, IN_SHARED_TENSORS)
     if rank != root:
@@ -145,25 +129,25 @@ def broadcast_shared(group, address, num_bytes, root):
 
 
 @inner
-def broadcast_chunks(call, address, num_bytes):
+def broadcast_chunks(call: KernelCall, address, num_bytes):
     """Broadcast through the slots of the root."""
     group = group_of(call)
-    rank, root = load_field(group, RANK), load_field(call, ROOT)
+    rank, root = group.rank, call.root
     transfers = send_to_all(call, address, num_bytes if rank == root else 0)
-    for other in range(load_field(group, SIZE)):
+    for other in range(group.size):
         set_receive(transfers, other, address, num_bytes if other == root and rank != root else 0)
     num_rounds = divide_stream(group, num_bytes, ONE_SENDS_BYTES)
     begin_measuring(group, num_rounds, num_bytes <= _SHORT_BROADCAST_BYTES)
-    put(group, load_field(group, CHUNKS), transfers, False)
+    put(group, group.chunks, transfers, False)
     return run_rounds(group, transfers, num_rounds)
 
 
 @kernel
-def broadcast(call, seq, signature, address, num_bytes):
+def broadcast(call: KernelCall, seq, signature, address, num_bytes):
     """Copy the root's bytes to all ranks, in place."""
     group = group_of(call)
-    rank, root = load_field(group, RANK), load_field(call, ROOT)
-    is_short, is_whole = num_bytes <= PAYLOAD_BYTES, num_bytes <= load_field(group, WHOLE_BYTES)
+    rank, root = group.rank, call.root
+    is_short, is_whole = num_bytes <= PAYLOAD_BYTES, num_bytes <= group.whole_bytes
     status = begin(group, seq)
     if status != 0:
         return status
@@ -179,7 +163,7 @@ def broadcast(call, seq, signature, address, num_bytes):
             copy(address, payload_of(group, root, seq), num_bytes)
     elif status == 0 and is_whole:
         if rank != root:
-            copy_from_slot(group, address, transfer_slot_of(group, root, load_field(group, CHUNKS)), num_bytes)
+            copy_from_slot(group, address, transfer_slot_of(group, root, group.chunks), num_bytes)
         end_whole(group)
     elif status == 0:
         memory = find_memory(group, seq, address)
@@ -193,18 +177,18 @@ def broadcast(call, seq, signature, address, num_bytes):
 
 
 @inner
-def are_even(group, seq, length):
+def are_even(group: GroupRecord, seq, length):
     """Return whether all ranks have announced the same length, in bytes or rows, in their payloads."""
-    for other in range(load_field(group, SIZE)):
-        if load(payload_of(group, other, seq)) != length:
+    for other in range(group.size):
+        if announcement_of(group, other, seq).length != length:
             return False
     return True
 
 
 @inner
-def gather_shared(group, first, num_bytes, target):
+def gather_shared(group: GroupRecord, first, num_bytes, target):
     """Copy `num_bytes` from offset `first` of every rank's shared tensor."""
-    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    rank, size = group.rank, group.size
     set_algorithm(group, IN_SHARED_TENSORS)
     for shift in range(size):
         other = peer_at(rank, size, shift)
@@ -213,28 +197,27 @@ def gather_shared(group, first, num_bytes, target):
 
 
 @kernel
-def allgather(call, seq, signature, source, num_bytes, target):
+def allgather(call: KernelCall, seq, signature, source, num_bytes, target):
     """Concatenate the bytes of all ranks, on all ranks or on the root of the call, if the lengths are equal.
 
     Returns UNEVEN otherwise, with the lengths in the payloads.
     """
     group = group_of(call)
-    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
-    payload = payload_of(group, rank, seq)
+    rank, size, root = group.rank, group.size, call.root
     status = begin(group, seq)
     if status != 0:
         return status
-    store(payload, num_bytes)
-    is_short, is_whole = num_bytes <= PAYLOAD_BYTES - 8, num_bytes <= load_field(group, WHOLE_BYTES)
+    announcement_of(group, rank, seq).length = num_bytes
+    is_short, is_whole = num_bytes <= PAYLOAD_BYTES - 8, num_bytes <= group.whole_bytes
     num_sent = num_bytes if rank != root else 0
     num_received = num_bytes if root < 0 or rank == root else 0
     transfers, num_rounds = send_to_all(call, source, num_sent), divide_stream(group, num_bytes, ALL_SEND_BYTES)
-    only_sends, paces = root >= 0 and rank != root, ALLGATHER_PACES if root < 0 else GATHER_PACES
+    only_sends, paces = root >= 0 and rank != root, group.allgather_paces if root < 0 else group.gather_paces
     # The root of a gather decides. The other ranks always publish the address of their data, and also write their
     # slots unless the last long gather was read directly.
     shows = not is_whole and (can_read(group, num_bytes) if only_sends else prefers_reading(group, paces, num_bytes))
     is_shared = not is_short and announce_memory(group, seq, source, num_bytes)
-    puts = not is_shared and (load_field(group, GATHERS_READ) == 0 if only_sends else not shows)
+    puts = not is_shared and (group.gathers_read == 0 if only_sends else not shows)
     spent = 0
     if is_short:
         copy_to_payload(group, seq, 8, source, num_bytes)
@@ -259,7 +242,7 @@ def allgather(call, seq, signature, source, num_bytes, target):
             if other == rank:
                 copy(target + other * num_bytes, source, num_received)
             else:
-                slot = transfer_slot_of(group, other, load_field(group, CHUNKS))
+                slot = transfer_slot_of(group, other, group.chunks)
                 copy_from_slot(group, target + other * num_bytes, slot, num_received)
         end_whole(group)
     else:
@@ -270,7 +253,7 @@ def allgather(call, seq, signature, source, num_bytes, target):
             return leave(group, seq, gather_shared(group, 0, num_received, target))
         since, reads = now(), all_show(group, seq)
         if only_sends:
-            store_field(group, GATHERS_READ, reads)
+            group.gathers_read = reads
         status = read_all(group, seq, source, 0, num_received, target) if reads else UNREADABLE
         if status == UNREADABLE:
             if reads or not puts:
@@ -279,12 +262,8 @@ def allgather(call, seq, signature, source, num_bytes, target):
                 set_receive(transfers, other, target + other * num_bytes, num_received)
             status = run_rounds(group, transfers, num_rounds)
         if not only_sends and status == 0:
-            note_pace(group, paces, num_bytes, reads, now() - since + spent)
+            note_pace(paces, num_bytes, reads, now() - since + spent)
     return leave(group, seq, status)
-
-
-MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE = range(3)
-"""Fields of the description of a tensor that a scatter sends."""
 
 
 @inner
@@ -294,15 +273,15 @@ def rows_before(num_rows, size, rank):
 
 
 @inner
-def divide_rows(group, num_rows, row_bytes):
+def divide_rows(group: GroupRecord, num_rows, row_bytes):
     """Choose the chunks of rows that are divided among the ranks; return the number of rounds."""
-    return divide_parts(group, rows_before(num_rows, load_field(group, SIZE), 1) * row_bytes)
+    return divide_parts(group, rows_before(num_rows, group.size, 1) * row_bytes)
 
 
 @inner
-def send_rows(call, source, num_rows, row_bytes):
-    """Fill the sending half of the transfers with the rows for each rank. Return the address of the transfers."""
-    size, transfers = load_field(group_of(call), SIZE), load_field(call, TRANSFERS)
+def send_rows(call: KernelCall, source, num_rows, row_bytes) -> Transfer:
+    """Fill the sending half of the transfers, which are returned, with the rows for each rank."""
+    size, transfers = group_of(call).size, call.transfers
     for other in range(size):
         first = rows_before(num_rows, size, other) * row_bytes
         set_send(transfers, other, source + first, rows_before(num_rows, size, other + 1) * row_bytes - first)
@@ -310,14 +289,14 @@ def send_rows(call, source, num_rows, row_bytes):
 
 
 @inner
-def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_put):
+def reduce_rows(call: KernelCall, source, length, target, transfers: Transfer, num_rounds, is_first_put):
     """Reduce the rows of this rank, whose own values begin at `source`, chunk by chunk from the slots.
 
     `is_first_put`: all ranks had written their first chunk before they arrived.
     """
     group = group_of(call)
-    rank, size = load_field(group, RANK), load_field(group, SIZE)
-    base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
+    rank, size = group.rank, group.size
+    base, chunk_bytes = group.chunks, group.chunk_bytes
     set_algorithm(group, IN_CHUNKS)
     for index in range(num_rounds):
         chunk = base + index
@@ -326,7 +305,7 @@ def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_pu
             if status != 0:
                 return status
         if index > 0 or not is_first_put:
-            status = wait_all(group, READY, chunk + 1)
+            status = wait_all(group, Block.ready, chunk + 1)
             if status != 0:
                 return status
         for other in range(size):
@@ -338,28 +317,28 @@ def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_pu
             combine(call, target + index * chunk_bytes, mine)
         note_time(group, chunk, since)
         note_chunk(group, chunk, mine * (size - 1))
-        set_counter(group, REDUCED, chunk + 1)
+        set_counter(group, Block.reduced, chunk + 1)
     end_measuring(group)
-    store_field(group, CHUNKS, base + num_rounds)
-    return wait_all(group, REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
+    group.chunks = base + num_rounds
+    return wait_all(group, Block.reduced, base + num_rounds - 1) if num_rounds > 1 else 0
 
 
 @inner
-def reduce_rows_shared(call, first, length, target):
+def reduce_rows_shared(call: KernelCall, first, length, target):
     """Reduce this rank's rows, at offset `first`, from the shared tensors of all ranks."""
     group = group_of(call)
     set_algorithm(group, IN_SHARED_TENSORS)
-    for other in range(load_field(group, SIZE)):
+    for other in range(group.size):
         set_operand(group, other, shared_tensor_of(group, other) + first)
     combine(call, target, length)
     return end_reads(group)
 
 
 @kernel
-def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):
+def reduce_scatter(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
     """Reduce the rows of all ranks, and give each rank its part."""
     group = group_of(call)
-    rank, size, num_bytes = load_field(group, RANK), load_field(group, SIZE), num_rows * row_bytes
+    rank, size, num_bytes = group.rank, group.size, num_rows * row_bytes
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
     status = begin(group, seq)
@@ -391,24 +370,23 @@ def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):
 
 
 @kernel
-def alltoall(call, seq, signature, source, num_rows, row_bytes, target):
+def alltoall(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
     """Send each rank its rows, if all ranks have the same number of rows.
 
     Returns UNEVEN otherwise, with the numbers in the payloads.
     """
     group = group_of(call)
-    rank, size = load_field(group, RANK), load_field(group, SIZE)
-    payload = payload_of(group, rank, seq)
+    rank, size = group.rank, group.size
     status = begin(group, seq)
     if status != 0:
         return status
-    store(payload, num_rows)
+    announcement_of(group, rank, seq).length = num_rows
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
     num_rounds = divide_rows(group, num_rows, row_bytes)
     is_short = num_rows * row_bytes <= PAYLOAD_BYTES - 8
     is_shared = not is_short and announce_memory(group, seq, source, num_rows * row_bytes)
-    shows, spent = not is_short and prefers_reading(group, ALLTOALL_PACES, length), 0
+    shows, spent = not is_short and prefers_reading(group, group.alltoall_paces, length), 0
     if is_short:
         copy_to_payload(group, seq, 8, source, num_rows * row_bytes)
     else:
@@ -442,55 +420,60 @@ def alltoall(call, seq, signature, source, num_rows, row_bytes, target):
             deliver(target + rank * length, source + first, length, length)
             status = run_rounds(group, transfers, num_rounds)
         if status == 0:
-            note_pace(group, ALLTOALL_PACES, length, reads, now() - since + spent)
+            note_pace(group.alltoall_paces, length, reads, now() - since + spent)
     return leave(group, seq, status)
 
 
 @kernel
-def offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes):
+def offer(call: KernelCall, seq, signature, message: TensorMessage, num_bytes, source, num_rows, row_bytes):
     """Synchronize for a scatter; the root publishes the description of its tensor, and first rows or their address."""
     group = group_of(call)
     status = begin(group, seq)
     if status != 0:
         return status
-    payload = payload_of(group, load_field(group, RANK), seq)
     copy_to_payload(group, seq, 0, message, num_bytes)
-    is_root = load_field(group, RANK) == load_field(call, ROOT)
+    is_root = group.rank == call.root
     if is_root and num_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
         copy_to_payload(group, seq, num_bytes, source, num_rows * row_bytes)
     elif is_root:
         num_rounds, since = divide_rows(group, num_rows, row_bytes), now()
         has_room = num_bytes + 8 <= PAYLOAD_BYTES
-        share_bytes = num_rows // load_field(group, SIZE) * row_bytes
-        shows = has_room and prefers_reading(group, SCATTER_PACES, share_bytes)
+        share_bytes = num_rows // group.size * row_bytes
+        shows = has_room and prefers_reading(group, group.scatter_paces, share_bytes)
         if has_room:
-            store(payload + num_bytes, source if shows else 0)
+            store(payload_of(group, group.rank, seq) + num_bytes, source if shows else 0)
         if not shows:
             put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
-        store_field(group, SPENT_BEFORE, now() - since)
+        group.spent_before = now() - since
     status = arrive(group, seq, signature)
     return leave(group, seq, status)
 
 
 @inner
-def message_bytes_of(message):
+def offered_by(group: GroupRecord, root, seq) -> TensorMessage:
+    """Return the description that the root of a scatter has written to its payload."""
+    return TensorMessage(payload_of(group, root, seq))
+
+
+@inner
+def message_bytes_of(message: TensorMessage):
     """Return the length of the description of a tensor."""
-    return (MESSAGE_SHAPE + load_field(message, MESSAGE_NUM_DIMS)) * 8
+    return (TensorMessage.shape + message.num_dims) * 8
 
 
 @kernel
-def take(call, seq, num_rows, row_bytes, source, target):
+def take(call: KernelCall, seq, num_rows, row_bytes, source, target):
     """Copy this rank's rows of the root's tensor, after `offer`."""
     group = group_of(call)
-    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    rank, size, root = group.rank, group.size, call.root
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
-    offered = payload_of(group, root, seq)
+    offered = offered_by(group, root, seq)
     message_bytes = message_bytes_of(offered)
     if message_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
         copy(target, offered + message_bytes + first, length)
         return outcome(group, 0)
-    transfers, num_rounds, since = load_field(call, TRANSFERS), divide_rows(group, num_rows, row_bytes), now()
+    transfers, num_rounds, since = call.transfers, divide_rows(group, num_rows, row_bytes), now()
     shown = load(offered + message_bytes) if message_bytes + 8 <= PAYLOAD_BYTES else 0
     if rank == root:
         deliver(target, source + first, length, length)
@@ -507,33 +490,34 @@ def take(call, seq, num_rows, row_bytes, source, target):
             set_receive(transfers, other, target, length if other == root else 0)
         status = run_rounds(group, transfers, num_rounds)
     if rank == root and status == 0:
-        spent = now() - since + load_field(group, SPENT_BEFORE)
-        note_pace(group, SCATTER_PACES, num_rows // size * row_bytes, shown != 0, spent)
+        spent = now() - since + group.spent_before
+        note_pace(group.scatter_paces, num_rows // size * row_bytes, shown != 0, spent)
     return outcome(group, status)
 
 
 @inner
-def is_expected(group, seq, root, message):
+def is_expected(group: GroupRecord, seq, root, message: TensorMessage):
     """Return whether dtype, shape and this rank's number of rows in the root's offer equal those of the message."""
-    offered = payload_of(group, root, seq)
-    for index in range(message_bytes_of(message) // 8):
-        if index != MESSAGE_SHAPE and load_field(offered, index) != load_field(message, index):
+    offered = offered_by(group, root, seq)
+    if offered.dtype != message.dtype or offered.num_dims != message.num_dims:
+        return False
+    for index in range(1, message.num_dims):
+        if offered.shape[index] != message.shape[index]:
             return False
-    size, rank, num_rows = load_field(group, SIZE), load_field(group, RANK), load_field(offered, MESSAGE_SHAPE)
-    num_expected = load_field(message, MESSAGE_SHAPE)
-    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == num_expected
+    size, rank, num_rows = group.size, group.rank, offered.shape[0]
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == message.shape[0]
 
 
 @kernel
-def scatter(call, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):
+def scatter(call: KernelCall, seq, signature, message: TensorMessage, num_bytes, source, num_rows, row_bytes, target):
     """Run `offer`, then `take`; the other ranks pass the description that they expect: UNEVEN if the offer differs."""
     group = group_of(call)
-    root = load_field(call, ROOT)
-    if load_field(group, RANK) == root:
+    root = call.root
+    if group.rank == root:
         status = offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes)
     else:
         status = offer(call, seq, signature, message, 0, 0, 0, 0)
         if status == 0 and not is_expected(group, seq, root, message):
             status = UNEVEN
-        num_rows = load_field(payload_of(group, root, seq), MESSAGE_SHAPE)
+        num_rows = offered_by(group, root, seq).shape[0]
     return status if status != 0 else take(call, seq, num_rows, row_bytes, source, target)

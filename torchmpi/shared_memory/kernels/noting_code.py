@@ -7,9 +7,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..memory_layout import FIELD_BYTES, LOG_ALGORITHM
-from . import records
+from ..memory_layout import FIELD_BYTES, LogFields
 from .compilation import BYTES, INT, WORD, Wrapper, kernels
+from .records import IS_ORIGIN, CachedCallRecord, FastPath, Noted, OriginRecord
 
 _HAS_OFFSETS = hasattr(ctypes.pythonapi, "PyFrame_GetLasti")  # from CPython 3.11 on
 
@@ -22,17 +22,17 @@ class NotingWrapper(Wrapper):
     def _note(self, cached_call: Any) -> None:
         """Pass the call to the recorder of calls, if there is one."""
         builder = self.builder
-        has_recorder = builder.icmp_signed("!=", self.field(self.record, records.NOTE), WORD(0))
+        has_recorder = builder.icmp_signed("!=", self.field(self.record, FastPath.note), WORD(0))
         with builder.if_then(has_recorder, likely=False):
-            numbers, call_log = self.stack_record(records.NUM_NUMBERS), self.field(cached_call, records.CALL_LOG)
+            numbers, call_log = self.stack_record(Noted.FIELDS), self.field(cached_call, CachedCallRecord.call_log)
             self.call(kernels["note_call"], [call_log, numbers])
             self._forget_algorithm(call_log)
-            info = builder.inttoptr(self.field(cached_call, records.DESCRIPTION), BYTES)
+            info = builder.inttoptr(self.field(cached_call, CachedCallRecord.description), BYTES)
             self._incref(info)  # of the note; an audit hook of sys._getframe may drop the cached call
             is_noted = builder.alloca(WORD)
             builder.store(WORD(0), is_noted)
             if _HAS_OFFSETS:
-                frame = self._call_python(records.FRAME_AT, self._object(records.ONE))
+                frame = self._call_python(FastPath.frame_at, self._object(FastPath.one))
                 with builder.if_else(builder.icmp_signed("!=", frame, BYTES(None))) as (found, missing):
                     with found:
                         builder.store(self._add_note(info, BYTES(None), frame, numbers), is_noted)
@@ -43,16 +43,16 @@ class NotingWrapper(Wrapper):
 
     def _forget_algorithm(self, call_log: Any) -> None:
         """Store that the library has chosen the algorithm of the next call, unless it stores another."""
-        self.builder.store(WORD(0), self.field_pointer(call_log, LOG_ALGORITHM))
+        self.builder.store(WORD(0), self.field_pointer(call_log, LogFields.algorithm))
 
     def _frame_at(self, depth: Any) -> Any:
         """Return a frame; null if there is none, or if calls have labels, which Python has to look up."""
         builder = self.builder
         frame = builder.alloca(BYTES)
         builder.store(BYTES(None), frame)
-        num_labels = builder.call(self.declared("PyDict_Size", WORD, BYTES), [self._object(records.LABELS)])
+        num_labels = builder.call(self.declared("PyDict_Size", WORD, BYTES), [self._object(FastPath.labels)])
         with builder.if_then(builder.icmp_signed("==", num_labels, WORD(0))):
-            found = self._call_python(records.FRAME_AT, depth)
+            found = self._call_python(FastPath.frame_at, depth)
             builder.store(found, frame)
             with builder.if_then(builder.icmp_signed("==", found, BYTES(None)), likely=False):
                 self._clear_error()  # a thread of autograd, for example, has fewer frames
@@ -68,7 +68,7 @@ class NotingWrapper(Wrapper):
         Callers take the place of frames whose code is known to be of torchmpi or torch.
         """
         builder = self.builder
-        notes, current, back = self.field(self.record, records.NOTES), builder.alloca(BYTES), builder.alloca(BYTES)
+        notes, current, back = self.field(self.record, FastPath.notes), builder.alloca(BYTES), builder.alloca(BYTES)
         builder.store(frame, current)
         loop, after = builder.append_basic_block("frame"), builder.append_basic_block("place")
         builder.branch(loop)
@@ -94,7 +94,7 @@ class NotingWrapper(Wrapper):
         builder = self.builder
         thread = builder.call(self.declared("PyThread_get_thread_ident", WORD), [])
         addresses = [builder.ptrtoint(item, WORD) for item in (info, plan, code)]
-        notes = self.field(self.record, records.NOTES)
+        notes = self.field(self.record, FastPath.notes)
         status = self.call(kernels["add_note"], [notes, *addresses, offset, thread, numbers])
         is_refused = builder.icmp_signed("!=", status, WORD(0))
         with builder.if_then(is_refused, likely=False):
@@ -108,8 +108,8 @@ class NotingWrapper(Wrapper):
 
     def _note_in_python(self, info: Any, numbers: Any) -> None:
         builder = self.builder
-        packed = self._packed(numbers, records.NUM_NUMBERS)
-        answer = self._call_python(records.NOTE, info, packed)
+        packed = self._packed(numbers, Noted.FIELDS)
+        answer = self._call_python(FastPath.note, info, packed)
         self._decref(packed)
         self._decref(info)
         with builder.if_then(builder.icmp_signed("==", answer, BYTES(None)), likely=False):
@@ -154,13 +154,13 @@ class NotingCalls(NotingWrapper):
         info, plan, origin, depth = (self.argument(index) for index in range(4))
         num_bytes, call_log = (self.number(self.argument(index)) for index in (4, 5))
         self.end_if_raised()
-        numbers, is_noted = self.stack_record(records.NUM_NUMBERS), builder.alloca(WORD)
+        numbers, is_noted = self.stack_record(Noted.FIELDS), builder.alloca(WORD)
         builder.store(WORD(0), is_noted)
         self.call(kernels["note_call"], [call_log, numbers])
-        builder.store(num_bytes, self.field_pointer(numbers, records.NUMBER_OF_BYTES))
+        builder.store(num_bytes, self.field_pointer(numbers, Noted.num_bytes))
         for item in (info, plan):
             self._incref(item)
-        is_here = builder.icmp_signed("==", builder.ptrtoint(origin, WORD), self.field(self.record, records.NONE))
+        is_here = builder.icmp_signed("==", builder.ptrtoint(origin, WORD), self.field(self.record, FastPath.none))
         with builder.if_else(is_here) as (here, queued):
             with here:
                 if _HAS_OFFSETS:
@@ -169,7 +169,7 @@ class NotingCalls(NotingWrapper):
                         builder.store(self._add_note(info, plan, frame, numbers), is_noted)
             with queued:
                 self._incref(origin)
-                offset = WORD(records.IS_ORIGIN)
+                offset = WORD(IS_ORIGIN)
                 builder.store(self._write_note(info, plan, origin, offset, numbers), is_noted)
         with builder.if_else(builder.icmp_signed("!=", builder.load(is_noted), WORD(0))) as (noted, refused):
             with noted:
@@ -195,14 +195,14 @@ class NotingOrigins(NotingWrapper):
             frame = self._frame_at(self.argument(0))
             with builder.if_then(builder.icmp_signed("!=", frame, BYTES(None))):
                 code, offset = self._place(frame)
-                fields = self.stack_record(records.ORIGIN_FIELDS)
-                notes, address = self.field(self.record, records.NOTES), builder.ptrtoint(code, WORD)
+                fields = self.stack_record(OriginRecord.FIELDS)
+                notes, address = self.field(self.record, FastPath.notes), builder.ptrtoint(code, WORD)
                 status = self.call(kernels["note_origin"], [notes, address, offset, fields])
                 self._decref(code)  # code that is known is never freed
                 with builder.if_then(builder.icmp_signed("==", status, WORD(0))):
-                    builder.ret(self._packed(fields, records.ORIGIN_FIELDS))
-        self._incref(self._object(records.NONE))
-        builder.ret(self._object(records.NONE))
+                    builder.ret(self._packed(fields, OriginRecord.FIELDS))
+        self._incref(self._object(FastPath.none))
+        builder.ret(self._object(FastPath.none))
 
 
 class NotingIntervals(NotingWrapper):
@@ -213,14 +213,14 @@ class NotingIntervals(NotingWrapper):
         builder = self.builder
         self.record = self.number(self.function.args[0])
         category, text = self.argument(0), self.argument(1)
-        numbers = self.stack_record(records.NUM_NUMBERS)
+        numbers = self.stack_record(Noted.FIELDS)
         begin = self.number(self.argument(2))
         self.end_if_raised()
         self.call(kernels["note_interval"], [begin, numbers])
         objects = category, text, category
         for item in objects:
             self._incref(item)
-        is_noted = self._write_note(*objects, WORD(records.IS_ORIGIN), numbers)
+        is_noted = self._write_note(*objects, WORD(IS_ORIGIN), numbers)
         with builder.if_then(builder.icmp_signed("==", is_noted, WORD(0)), likely=False):
             for item in objects[:2]:
                 self._decref(item)

@@ -27,7 +27,7 @@ step 3 of chunk `c`; see docs/design/shared-memory.md.
 
 from __future__ import annotations
 
-from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, KEPT, PAYLOAD_BYTES, READY, REDUCED
+from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, PAYLOAD_BYTES, Block
 from .access import (
     block_of,
     copy_from_slot,
@@ -42,34 +42,10 @@ from .access import (
 from .arrival import arrive, begin, end_reads, have_all, leave, set_algorithm, wait_all
 from .compilation import inner, kernel
 from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
-from .intrinsics import field_address, load_field, now, reduce, store_field
+from .intrinsics import now, reduce
 from .kernel_sets import ENABLE_CHECKS
 from .peer_memory import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
-from .records import (
-    CACHE_BYPASS,
-    CALL_CHUNKS,
-    CHUNK_BYTES,
-    CHUNKS,
-    FRAGMENTED,
-    ITEM_BYTES,
-    MAX_CHUNK_BYTES,
-    NUM_TENSORS,
-    OUT,
-    POINTERS,
-    RANK,
-    REDUCER,
-    ROOT,
-    SINGLE_TENSOR,
-    SIZE,
-    SLOT_BYTES,
-    TENSOR_ADDRESS,
-    TENSOR_BEGIN,
-    TENSOR_BYTES,
-    TENSOR_FIELDS,
-    TENSORS,
-    UNMAPPED,
-    WHOLE_BYTES,
-)
+from .records import UNMAPPED, GroupRecord, KernelCall, TensorRecord
 
 _LINE_BYTES = 64
 _MAX_IN_PROGRESS = 2  # chunks, each in a slot of its own
@@ -85,45 +61,45 @@ def part_begin(num_bytes, size, rank):
 
 
 @inner
-def chunk_part_begin(group, rank, num_bytes):
+def chunk_part_begin(group: GroupRecord, rank, num_bytes):
     """Return `part_begin` within a chunk; the last chunk, which is shorter, is divided at the same offsets.
 
     Other ranks may still read this rank's part of the chunk before last in the slot, so no other part may overlap it.
     """
-    return min(part_begin(load_field(group, CHUNK_BYTES), load_field(group, SIZE), rank), num_bytes)
+    return min(part_begin(group.chunk_bytes, group.size, rank), num_bytes)
 
 
 # --- reducing ---------------------------------------------------------------------------------------------------
 
 
 @inner
-def set_operand(group, rank, address):
+def set_operand(group: GroupRecord, rank, address):
     """Store the address of a rank's operand."""
-    store_field(group, POINTERS + rank, address)
+    group.operands[rank] = address
     return 0
 
 
 @inner
-def combine(call, out, num_bytes):
+def combine(call: KernelCall, out, num_bytes):
     """Reduce the operands into `out`."""
     group = group_of(call)
-    store_field(group, OUT, out)
-    operands, numel = field_address(group, POINTERS), num_bytes // load_field(call, ITEM_BYTES)
-    reduce(load_field(call, REDUCER), field_address(group, OUT), 1, operands, load_field(group, SIZE), numel)
+    group.out[0] = out
+    operands, numel = group.operands, num_bytes // call.item_bytes
+    reduce(call.reducer, group.out, 1, operands, group.size, numel)
     return 0
 
 
 @inner
-def combine_into_all(call, num_bytes):
+def combine_into_all(call: KernelCall, num_bytes):
     """Reduce the operands, and write the result over each of them."""
     group = group_of(call)
-    operands, size = field_address(group, POINTERS), load_field(group, SIZE)
-    reduce(load_field(call, REDUCER), operands, size, operands, size, num_bytes // load_field(call, ITEM_BYTES))
+    operands, size = group.operands, group.size
+    reduce(call.reducer, operands, size, operands, size, num_bytes // call.item_bytes)
     return 0
 
 
 @inner
-def combine_into_slot(call, out, also, num_bytes):
+def combine_into_slot(call: KernelCall, out, also, num_bytes):
     """Reduce the operands into `out`, and copy the result into a slot while it is in the first-level cache."""
     group = group_of(call)
     done = 0
@@ -131,8 +107,8 @@ def combine_into_slot(call, out, also, num_bytes):
         block = min(_BLOCK_BYTES, num_bytes - done)
         combine(call, out + done, block)
         copy_into_slot(group, also + done, out + done, block)
-        for rank in range(load_field(group, SIZE)):
-            set_operand(group, rank, load_field(group, POINTERS + rank) + block)
+        for rank in range(group.size):
+            set_operand(group, rank, group.operands[rank] + block)
         done += block
     return 0
 
@@ -141,18 +117,12 @@ def combine_into_slot(call, out, also, num_bytes):
 
 
 @inner
-def tensor_record(group, index):
-    """Return the address of a tensor record of the call."""
-    return load_field(group, TENSORS) + index * (TENSOR_FIELDS * 8)
-
-
-@inner
-def tensor_at(group, offset):
+def tensor_at(group: GroupRecord, offset):
     """Return the index of the last tensor that begins at this offset of the stream or before it."""
-    low, high = 0, load_field(group, NUM_TENSORS) - 1
+    low, high = 0, group.num_tensors - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if load_field(tensor_record(group, middle), TENSOR_BEGIN) <= offset:
+        if group.tensors[middle].begin <= offset:
             low = middle
         else:
             high = middle - 1
@@ -160,24 +130,24 @@ def tensor_at(group, offset):
 
 
 @inner
-def overlap(group, index, begin, end):
+def overlap(group: GroupRecord, index, begin, end):
     """Intersect a tensor with a range of the stream: first offset, its address, and the length, 0 in a gap."""
-    tensor = tensor_record(group, index)
-    tensor_begin = load_field(tensor, TENSOR_BEGIN)
+    tensor = group.tensors[index]
+    tensor_begin = tensor.begin
     first = max(tensor_begin, begin)
-    length = min(tensor_begin + load_field(tensor, TENSOR_BYTES), end) - first
-    return first, load_field(tensor, TENSOR_ADDRESS) + first - tensor_begin, max(length, 0)
+    length = min(tensor_begin + tensor.num_bytes, end) - first
+    return first, tensor.address + first - tensor_begin, max(length, 0)
 
 
 @inner
-def has_more(group, index, end):
+def has_more(group: GroupRecord, index, end):
     """Return whether there is a tensor of this index that begins before the end of a range."""
-    is_there = index < load_field(group, NUM_TENSORS)
-    return is_there and load_field(tensor_record(group, index), TENSOR_BEGIN) < end
+    is_there = index < group.num_tensors
+    return is_there and group.tensors[index].begin < end
 
 
 @inner
-def put_range(group, target, begin, end):
+def put_range(group: GroupRecord, target, begin, end):
     """Copy a range of the stream into a slot."""
     index = tensor_at(group, begin)
     while begin < end and has_more(group, index, end):
@@ -188,10 +158,10 @@ def put_range(group, target, begin, end):
 
 
 @inner
-def combine_range(call, chunk, base, begin, end, publishes):
+def combine_range(call: KernelCall, chunk, base, begin, end, publishes):
     """Reduce a range of a chunk that begins at offset `base` of the stream; with `publishes` also into the slots."""
     group = group_of(call)
-    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    rank, size, root = group.rank, group.size, call.root
     index = tensor_at(group, base + begin)
     while begin < end and has_more(group, index, base + end):
         first, address, length = overlap(group, index, base + begin, base + end)
@@ -201,10 +171,10 @@ def combine_range(call, chunk, base, begin, end, publishes):
             set_operand(group, other, slot_of(group, other, chunk) + first - base)
         set_operand(group, rank, address)
         if root >= 0:
-            combine(call, load_field(group, POINTERS + root), length)
+            combine(call, group.operands[root], length)
         elif not publishes:
             combine(call, address, length)
-        elif load_field(group, CACHE_BYPASS) != 0:
+        elif group.cache_bypass != 0:
             combine_into_slot(call, address, slot_of(group, rank, chunk) + first - base, length)
         else:
             combine_into_all(call, length)
@@ -216,15 +186,9 @@ def combine_range(call, chunk, base, begin, end, publishes):
 
 
 @inner
-def kept_flag(group, rank, chunk):
-    """Return the address of the flag that a rank has kept its part of a chunk in its own slot."""
-    return field_address(block_of(group, rank), KEPT + (chunk & 1))
-
-
-@inner
-def copy_in(group, chunk, base, num_bytes):
+def copy_in(group: GroupRecord, chunk, base, num_bytes):
     """Step 1: copy the other ranks' parts of a chunk into this rank's slot."""
-    rank = load_field(group, RANK)
+    rank = group.rank
     target = slot_of(group, rank, chunk)
     begin, end = chunk_part_begin(group, rank, num_bytes), chunk_part_begin(group, rank + 1, num_bytes)
     since = now()
@@ -232,36 +196,35 @@ def copy_in(group, chunk, base, num_bytes):
     put_range(group, target + end, base + end, base + num_bytes)
     note_put(group, chunk, since, begin + num_bytes - end)
     note_time(group, chunk, since)
-    publish(group, READY, chunk + 1)
+    publish(group, Block.ready, chunk + 1)
     return 0
 
 
 @inner
-def combine_own(call, chunk, base, num_bytes):
+def combine_own(call: KernelCall, chunk, base, num_bytes):
     """Step 2: reduce this rank's part of a chunk, into the slots of the others or into its own."""
     group = group_of(call)
-    rank = load_field(group, RANK)
+    rank = group.rank
     begin, end = chunk_part_begin(group, rank, num_bytes), chunk_part_begin(group, rank + 1, num_bytes)
     since = now()
     combine_range(call, chunk, base, begin, end, True)
     note_time(group, chunk, since)
-    is_kept = load_field(call, ROOT) < 0 and load_field(group, CACHE_BYPASS) != 0
-    store_field(kept_flag(group, rank, chunk), 0, is_kept)
-    publish(group, REDUCED, chunk + 1)
+    block_of(group, rank).kept[chunk & 1] = call.root < 0 and group.cache_bypass != 0
+    publish(group, Block.reduced, chunk + 1)
     return 0
 
 
 @inner
-def copy_out(call, chunk, base, num_bytes):
+def copy_out(call: KernelCall, chunk, base, num_bytes):
     """Step 3: copy the parts that the others have reduced into this rank's tensors."""
     group = group_of(call)
-    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    rank, size, root = group.rank, group.size, call.root
     if root >= 0 and root != rank:
         return 0
     for shift in range(1, size):
         other = peer_at(rank, size, shift)
         begin, end = chunk_part_begin(group, other, num_bytes), chunk_part_begin(group, other + 1, num_bytes)
-        owner = other if load_field(kept_flag(group, other, chunk), 0) else rank
+        owner = other if block_of(group, other).kept[chunk & 1] else rank
         source, since = slot_of(group, owner, chunk), now()
         index = tensor_at(group, base + begin)
         while begin < end and has_more(group, index, base + end):
@@ -276,10 +239,10 @@ def copy_out(call, chunk, base, num_bytes):
 
 
 @inner
-def in_payload(call, seq, signature, address, num_bytes):
+def in_payload(call: KernelCall, seq, signature, address, num_bytes):
     """Reduce a tensor that is short enough for the payload of the ring entry."""
     group = group_of(call)
-    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    rank, size, root = group.rank, group.size, call.root
     copy_to_payload(group, seq, 0, address, num_bytes)
     status = arrive(group, seq, signature)
     if status == 0 and (root < 0 or root == rank):
@@ -290,24 +253,24 @@ def in_payload(call, seq, signature, address, num_bytes):
 
 
 @inner
-def whole(call, num_bytes):
+def whole(call: KernelCall, num_bytes):
     """Reduce tensors that each rank has copied into its slot as a whole."""
     group = group_of(call)
-    rank, root = load_field(group, RANK), load_field(call, ROOT)
-    chunk = load_field(group, CHUNKS)
+    rank, root = group.rank, call.root
+    chunk = group.chunks
     set_algorithm(group, IN_WHOLE_SLOTS)
     if root < 0 or root == rank:
         combine_range(call, chunk, 0, 0, num_bytes, False)
-    set_counter(group, REDUCED, chunk + 1)
-    store_field(group, CHUNKS, chunk + 1)
+    set_counter(group, Block.reduced, chunk + 1)
+    group.chunks = chunk + 1
     return 0
 
 
 @inner
-def combine_shared(call, address, num_bytes):
+def combine_shared(call: KernelCall, address, num_bytes):
     """Reduce this rank's part of the shared tensors, and write it to all ranks that receive the result."""
     group = group_of(call)
-    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    rank, size, root = group.rank, group.size, call.root
     begin, end = part_begin(num_bytes, size, rank), part_begin(num_bytes, size, rank + 1)
     set_algorithm(group, IN_SHARED_TENSORS)
     for other in range(size):
@@ -315,19 +278,19 @@ def combine_shared(call, address, num_bytes):
     if root < 0:
         combine_into_all(call, end - begin)
     else:
-        combine(call, load_field(group, POINTERS + root), end - begin)
+        combine(call, group.operands[root], end - begin)
     return end_reads(group)
 
 
 @inner
-def in_chunks(call, num_bytes, num_put):
+def in_chunks(call: KernelCall, num_bytes, num_put):
     """Reduce through the slots, which already contain `num_put` chunks (0 or 1).
 
     Each iteration runs a possible step, of the earliest chunk first, so that a rank that shares its core waits as late
     as possible.
     """
     group = group_of(call)
-    base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
+    base, chunk_bytes = group.chunks, group.chunk_bytes
     num_chunks = (num_bytes + chunk_bytes - 1) // chunk_bytes
     set_algorithm(group, IN_CHUNKS)
     num_combined, num_out = 0, 0
@@ -335,12 +298,12 @@ def in_chunks(call, num_bytes, num_put):
         # When all ranks have combined the last chunk, all have copied out the earlier ones: the next call may write its
         # slot.
         is_next = num_combined < num_put and (num_combined + 1 < num_chunks or num_out == num_combined)
-        if num_combined > num_out and have_all(group, REDUCED, base + num_out + 1):
+        if num_combined > num_out and have_all(group, Block.reduced, base + num_out + 1):
             length = min(chunk_bytes, num_bytes - num_out * chunk_bytes)
             copy_out(call, base + num_out, num_out * chunk_bytes, length)
             note_chunk(group, base + num_out, length)
             num_out += 1
-        elif is_next and have_all(group, READY, base + num_combined + 1):
+        elif is_next and have_all(group, Block.ready, base + num_combined + 1):
             offset = num_combined * chunk_bytes
             combine_own(call, base + num_combined, offset, min(chunk_bytes, num_bytes - offset))
             num_combined += 1
@@ -349,40 +312,40 @@ def in_chunks(call, num_bytes, num_put):
             copy_in(group, base + num_put, offset, min(chunk_bytes, num_bytes - offset))
             num_put += 1
         else:
-            counter = REDUCED if num_combined > num_out else READY
+            counter = Block.reduced if num_combined > num_out else Block.ready
             status = wait_all(group, counter, base + num_out + 1)
             if status != 0:
                 return status
     end_measuring(group)
-    store_field(group, CHUNKS, base + num_chunks)
+    group.chunks = base + num_chunks
     return 0
 
 
 @inner
-def divide(group, num_bytes):
+def divide(group: GroupRecord, num_bytes):
     """Choose the chunks of a call; return whether the call is too short to be divided."""
     # Equal chunks, so that the last one is not much shorter.
-    most = min(load_field(group, SLOT_BYTES), load_field(group, MAX_CHUNK_BYTES))
+    most = min(group.slot_bytes, group.max_chunk_bytes)
     num_chunks = (num_bytes + most - 1) // most
     chunk_bytes = ((num_bytes + num_chunks - 1) // num_chunks + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
-    store_field(group, CHUNK_BYTES, chunk_bytes)
-    if num_bytes > load_field(group, WHOLE_BYTES):
+    group.chunk_bytes = chunk_bytes
+    if num_bytes > group.whole_bytes:
         begin_measuring(group, num_chunks, False)
         return False
-    store_field(group, CACHE_BYPASS, 0)
-    store_field(group, CALL_CHUNKS, 1)
+    group.cache_bypass = 0
+    group.call_chunks = 1
     return True
 
 
 @inner
-def put_first(group, num_bytes, is_whole):
+def put_first(group: GroupRecord, num_bytes, is_whole):
     """Copy all data into the slot, or the first chunk, before the ranks synchronize."""
     if is_whole:
-        rank, chunk = load_field(group, RANK), load_field(group, CHUNKS)
+        rank, chunk = group.rank, group.chunks
         put_range(group, slot_of(group, rank, chunk), 0, num_bytes)
-        set_counter(group, READY, chunk + 1)
+        set_counter(group, Block.ready, chunk + 1)
     else:
-        copy_in(group, load_field(group, CHUNKS), 0, min(load_field(group, CHUNK_BYTES), num_bytes))
+        copy_in(group, group.chunks, 0, min(group.chunk_bytes, num_bytes))
     return 0
 
 
@@ -390,22 +353,22 @@ def put_first(group, num_bytes, is_whole):
 
 
 @kernel
-def allreduce(call, seq, signature, address, numel):
+def allreduce(call: KernelCall, seq, signature, address, numel):
     """Reduce one tensor in place, on all ranks or on the root of the call."""
     group = group_of(call)
-    num_bytes = numel * load_field(call, ITEM_BYTES)
+    num_bytes = numel * call.item_bytes
     status = begin(group, seq)
     if status != 0:
         return status
     if num_bytes <= PAYLOAD_BYTES:
         status = in_payload(call, seq, signature, address, num_bytes)
         return leave(group, seq, status)
-    tensor = field_address(group, SINGLE_TENSOR)
-    store_field(tensor, TENSOR_BEGIN, 0)
-    store_field(tensor, TENSOR_ADDRESS, address)
-    store_field(tensor, TENSOR_BYTES, num_bytes)
-    store_field(group, TENSORS, tensor)
-    store_field(group, NUM_TENSORS, 1)
+    tensor = group.single_tensor
+    tensor.begin = 0
+    tensor.address = address
+    tensor.num_bytes = num_bytes
+    group.tensors = tensor
+    group.num_tensors = 1
     is_whole = divide(group, num_bytes)
     is_shared = announce_memory(group, seq, address, num_bytes)
     if not is_shared:
@@ -426,16 +389,16 @@ def allreduce(call, seq, signature, address, numel):
 
 
 @kernel
-def allreduce_list(call, seq, signature, tensors, num_tensors, num_bytes):
+def allreduce_list(call: KernelCall, seq, signature, tensors: TensorRecord, num_tensors, num_bytes):
     """Reduce a list of tensors in place, given by their tensor records; `num_bytes` is the length of the stream."""
     group = group_of(call)
     status = begin(group, seq)
     if status != 0:
         return status
-    store_field(group, TENSORS, tensors)
-    store_field(group, NUM_TENSORS, num_tensors)
+    group.tensors = tensors
+    group.num_tensors = num_tensors
     is_whole = divide(group, num_bytes)
-    store_field(group, FRAGMENTED, num_bytes < num_tensors * _FRAGMENT_BYTES)
+    group.fragmented = num_bytes < num_tensors * _FRAGMENT_BYTES
     put_first(group, num_bytes, is_whole)
     status = arrive(group, seq, signature)
     if status != 0:

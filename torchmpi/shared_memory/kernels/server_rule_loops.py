@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from ..typed_records import Words
 from .compilation import inlined, inner
-from .intrinsics import bits_of_float, float_of_bits, half_conversions, load_field, pointer_to
+from .intrinsics import bits_of_float, float_of_bits, half_conversions, pointer_to
 
 
 @inlined
@@ -129,7 +130,7 @@ def _power(base, exponent):
     return result
 
 
-def loop(name: str, kind: str) -> Callable[[int, int, int, int, int], int]:
+def loop(name: str, kind: str) -> Callable[..., int]:
     """Return the function that applies a rule to numbers of a kind, for Numba to compile (see server_rules)."""
     formula, num_states = _FORMULAS[name]
     in_memory, widened, narrowed, wide = _NUMBERS[kind]
@@ -142,23 +143,23 @@ def loop(name: str, kind: str) -> Callable[[int, int, int, int, int], int]:
         a, b, c, d, e, f, g = prepared(coefficients_at(coefficients), steps)
         return wide(a), wide(b), wide(c), wide(d), wide(e), wide(f), wide(g)
 
-    def without_states(arrays, sent, numel, coefficients, steps):
-        values, incoming, c = numbers_at(load_field(arrays, 0)), numbers_at(sent), rounded(coefficients, steps)
+    def without_states(arrays: Words, sent, numel, coefficients, steps):
+        values, incoming, c = numbers_at(arrays[0]), numbers_at(sent), rounded(coefficients, steps)
         for i in range(numel):
             values[i] = narrowed(formula(c, widened(values[i]), widened(incoming[i])))
         return 0
 
-    def with_one(arrays, sent, numel, coefficients, steps):
-        values, incoming, c = numbers_at(load_field(arrays, 0)), numbers_at(sent), rounded(coefficients, steps)
-        first = states_at(load_field(arrays, 1))
+    def with_one(arrays: Words, sent, numel, coefficients, steps):
+        values, incoming, c = numbers_at(arrays[0]), numbers_at(sent), rounded(coefficients, steps)
+        first = states_at(arrays[1])
         for i in range(numel):
             value, first[i] = formula(c, widened(values[i]), widened(incoming[i]), first[i])
             values[i] = narrowed(value)
         return 0
 
-    def with_two(arrays, sent, numel, coefficients, steps):
-        values, incoming, c = numbers_at(load_field(arrays, 0)), numbers_at(sent), rounded(coefficients, steps)
-        first, second = states_at(load_field(arrays, 1)), states_at(load_field(arrays, 2))
+    def with_two(arrays: Words, sent, numel, coefficients, steps):
+        values, incoming, c = numbers_at(arrays[0]), numbers_at(sent), rounded(coefficients, steps)
+        first, second = states_at(arrays[1]), states_at(arrays[2])
         for i in range(numel):
             value, first[i], second[i] = formula(c, widened(values[i]), widened(incoming[i]), first[i], second[i])
             values[i] = narrowed(value)

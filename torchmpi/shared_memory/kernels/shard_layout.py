@@ -1,9 +1,11 @@
-"""Field numbers of the parameter server's kernels: shared memory of the shards, and the private record of a pass.
+"""The records of the parameter server's kernels: shared memory of the shards, and a private pass over them.
 
 docs/design/parameterserver.md describes the protocol.
 """
 
 from __future__ import annotations
+
+from ..typed_records import Array, Atomic, Pointer, Record, Word
 
 CHUNK_BYTES = 64 << 10
 """Size of a chunk in the array with the largest elements."""
@@ -12,60 +14,86 @@ NUM_ARRAYS = 1 + MOST_STATES
 """Values, then states."""
 NUM_COEFFICIENTS = 6
 
-# Header of a chunk, a cache line of its own.
-LOCK = 0
-"""Number of the actor that holds the lock, or 0."""
-VERSION = 1
-"""Rules applied so far."""
-STEPS = 2
-"""Rules with states applied so far."""
-HEADER_BYTES = 64
 
-# Record of a shard: addresses of headers and arrays, first element, number of elements.
-SHARD_HEADERS = 0
-SHARD_ARRAYS = 1
-SHARD_BEGIN = SHARD_ARRAYS + NUM_ARRAYS
-SHARD_NUMEL = SHARD_BEGIN + 1
-SHARD_FIELDS = SHARD_NUMEL + 1
+class Header(Record):
+    """The header of a chunk, a cache line of its own."""
 
-# A pass over elements of a tensor.
-(
-    ACTOR,
-    SCRATCH,
-    COEFFICIENTS,
-    SPINS,
-    YIELDS,
-    SHARDS,
-    NUM_SHARDS,
-    CHUNK_NUMEL,
-    ITEM_BYTES,
-    STATE_BYTES,
-    NUM_STATES,
-    RULE,
-    DATA,
-    DATA_BEGIN,
-    DATA_END,
-    POSITION,
-    SHIFT,
-    SHIFT_POSITION,
-    VERSIONS,
-    HOLDER,
-    HEADER,
-    FIRST_SHARD,
-    CHUNK_BEGIN,
-    CHUNK_END,
-    ARRAYS,
-) = range(25)
-"""Record of a pass.
+    lock = Atomic()
+    """Number of the actor that holds the lock, or 0."""
+    version = Word()
+    """Rules applied so far."""
+    steps = Word()
+    """Rules with states applied so far."""
+    rest = Array(5)
 
-Of the actor: its number; addresses of its scratch memory and of the coefficients; limits of polling. Of the server:
-address and number of the shard records; elements of a chunk; bytes of an element and of a state. Of the call: number of
-states of the rule; the rule; address of the data and its range of elements; chunks done so far; shards done so far, and
-the chunks in them; sum of the VERSIONs found; holder of a lock that could not be taken. Of the chunk at POSITION:
-address of its header, or 0; the shard to begin with; its range of elements; addresses of its arrays."""
-PLAN_FIELDS = ARRAYS + NUM_ARRAYS
 
-# Values of RULE other than addresses.
+class Shard(Record):
+    """A shard of the server."""
+
+    headers = Pointer(Header)
+    """One for each chunk."""
+    arrays = Array(NUM_ARRAYS)
+    """Addresses of the values and of the states."""
+    begin = Word()
+    """First element."""
+    numel = Word()
+
+
+class Pass(Record):
+    """A pass over elements of a tensor."""
+
+    # Of the actor.
+    actor = Word()
+    """Its number."""
+    scratch = Word()
+    """Address of its scratch memory."""
+    coefficients = Word()
+    """Address of the coefficients of the rule."""
+    spins = Word()
+    yields = Word()
+
+    # Of the server.
+    shards = Pointer(Shard)
+    num_shards = Word()
+    chunk_numel = Word()
+    """Elements of a chunk."""
+    item_bytes = Word()
+    state_bytes = Word()
+    """Bytes of an element of a state."""
+
+    # Of the call.
+    num_states = Word()
+    """Number of states of the rule."""
+    rule = Word()
+    data = Word()
+    """Address of the data,"""
+    data_begin = Word()
+    """and its range of elements."""
+    data_end = Word()
+    position = Word()
+    """Chunks done so far."""
+    shift = Word()
+    """Shards done so far,"""
+    shift_position = Word()
+    """and the chunks in them."""
+    versions = Word()
+    """Sum of the versions found."""
+    holder = Word()
+    """Holder of a lock that could not be taken."""
+
+    # Of the chunk at `position`.
+    header = Pointer(Header)
+    """0 after the last chunk."""
+    first_shard = Word()
+    """The shard to begin with."""
+    chunk_begin = Word()
+    """Its range of elements."""
+    chunk_end = Word()
+    arrays = Array(NUM_ARRAYS)
+    """Addresses of its arrays."""
+
+
+# Values of `rule` other than addresses.
 READING = 0
 IN_PYTHON = 1
 

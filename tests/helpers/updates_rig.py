@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -50,14 +50,6 @@ def set_gradients(net: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in net.parameters():
         parameter.grad = torch.randint(-8, 9, parameter.shape, generator=generator).float()
-
-
-def refusal(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def quadratic_step(net: nn.Module, inputs: torch.Tensor) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import torchmpi as mpi
+from helpers import contract
 from torchmpi.backends import shm
 from torchmpi.session import runtime
 from torchmpi.shared_memory import memory_layout
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 PAGE_SLOTS, LARGE_SLOTS = 4096, 64 << 10
 

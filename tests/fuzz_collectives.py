@@ -1,6 +1,6 @@
 """Differential fuzzing of the collectives: random calls, interleaved and on several communicators, against references.
 
-    mpirun -n 3 python tests/mpi/fuzz_collectives.py --cases 100000 --seed 1
+    mpirun -n 3 python tests/fuzz_collectives.py --cases 100000 --seed 1
 
 Every rank draws the same cases from the seed: collective, backend, dtype, operation, shape, layout of the input and of
 `out`, synchronous or asynchronous, and communicator (the world, levels, their inner and outer groups, `mpi.group`). A
@@ -22,17 +22,14 @@ import time
 import traceback
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter", "allreduce_many")
 COLLECTIVES = (*REDUCING, "broadcast", "allgather", "gather", "scatter", "alltoall", "sendreceive")

@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import contract
 import torch
 import torch.distributed as dist
+
+from helpers import contract
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -181,6 +182,23 @@ def gather(s: Setting) -> tuple[Any, Pairs]:
     return work, list(zip(outputs, inputs, strict=True)) if outputs is not None else []
 
 
+def gather_single(s: Setting) -> tuple[Any, Pairs]:
+    """Into one tensor. Before torch 2.14 only the groups of torchmpi have it, without a function of torch."""
+    inputs = [s.value(rank) for rank in range(s.size)]
+    whole = torch.stack(inputs)
+    output, own = s.blank(whole) if s.rank == s.root else None, s.laid(inputs[s.rank])
+    pairs = [] if output is None else [(output, whole)]
+    if hasattr(dist, "gather_single"):
+        return dist.gather_single(own, output, group_dst=s.root, **s.common), pairs
+    options = dist.distributed_c10d.GatherOptions()
+    options.rootRank, options.asyncOp = s.root, s.asynchronous
+    work = (s.group or dist.group.WORLD).gather_single(own.new_empty(0) if output is None else output, own, options)
+    if s.asynchronous:
+        return work, pairs
+    work.wait()
+    return None, pairs
+
+
 def scatter(s: Setting) -> tuple[Any, Pairs]:
     parts = [s.value(s.root, part) for part in range(s.size)]
     output = s.blank(parts[s.rank])
@@ -232,7 +250,7 @@ MOVING: dict[str, Call] = {
     call.__name__: call
     for call in (
         broadcast, all_gather, all_gather_uneven, all_gather_into_views, all_gather_coalesced, all_gather_into_tensor,
-        gather, scatter, all_to_all, all_to_all_single, all_to_all_single_uneven, barrier,
+        gather, gather_single, scatter, all_to_all, all_to_all_single, all_to_all_single_uneven, barrier,
     )
 }  # fmt: skip
 CALLS = REDUCING | MOVING

@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from protocol_kernels import (
+from helpers.protocol_kernels import (
     CALLS,
     FIELD,
     GROUP_ADDRESS,
@@ -41,7 +41,6 @@ from protocol_kernels import (
     load_kernels,
     run_as,
 )
-
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import records
 
@@ -133,17 +132,17 @@ class Program:
         self._next: dict[tuple[int, Any], tuple[list[Op], int]] = {}
         chunk_lines = scenario.chunk_lines or scenario.size
         group = {
-            records.RANK: rank,
-            records.SIZE: scenario.size,
-            records.BLOCKS: SHARED,
-            records.SLOTS: SHARED + memory_layout.slots_begin(scenario.size),
-            records.NUM_SLOTS: memory_layout.num_slots(scenario.size),
-            records.SLOT_BYTES: LINE * max(chunk_lines, scenario.whole_lines),
-            records.MAX_CHUNK_BYTES: LINE * chunk_lines,
-            records.WHOLE_BYTES: LINE * scenario.whole_lines,
-            records.OWN_SEGMENTS: TABLE,
+            records.GroupRecord.rank: rank,
+            records.GroupRecord.size: scenario.size,
+            records.GroupRecord.blocks: SHARED,
+            records.GroupRecord.slots: SHARED + memory_layout.slots_begin(scenario.size),
+            records.GroupRecord.num_slots: memory_layout.num_slots(scenario.size),
+            records.GroupRecord.slot_bytes: LINE * max(chunk_lines, scenario.whole_lines),
+            records.GroupRecord.max_chunk_bytes: LINE * chunk_lines,
+            records.GroupRecord.whole_bytes: LINE * scenario.whole_lines,
+            records.GroupRecord.own_segments: TABLE,
             # The ranks are not in their first call, unless the reuse of the ring is examined.
-            records.FREE_UNTIL: 0 if scenario.constants else memory_layout.RING_LENGTH,
+            records.GroupRecord.free_until: 0 if scenario.constants else memory_layout.RING_LENGTH,
         }
         memory = {GROUP_ADDRESS + FIELD * field: value for field, value in group.items()}
         self.first = self._run(_Boundary(0, memory, {}, 0, ()), ())
@@ -200,10 +199,10 @@ class Program:
 
     def _inputs(self, call: Call, seq: int) -> dict[int, Any]:
         fields = {
-            records.GROUP: GROUP_ADDRESS,
-            records.ITEM_BYTES: self.scenario.item_bytes,
-            records.ROOT: call.root,
-            records.TRANSFERS: TRANSFERS,
+            records.KernelCall.group: GROUP_ADDRESS,
+            records.KernelCall.item_bytes: self.scenario.item_bytes,
+            records.KernelCall.root: call.root,
+            records.KernelCall.transfers: TRANSFERS,
         }
         values = [(self.rank, index, seq) for index in range(call.length)]
         tensor = {TENSORS + self.scenario.item_bytes * index: value for index, value in enumerate(values)}
@@ -442,7 +441,7 @@ class Explorer:
                 value = tuple(self._read(state, rank, cell, number, what) for cell in op[1])
             elif op[0] == "hint" and len(self.scenario.hints) == 1:
                 value = self.scenario.hints[0]
-            elif op[0] != "load" or self.scenario.fails or _field(op[1]) != memory_layout.REFUSED:
+            elif op[0] != "load" or self.scenario.fails or _field(op[1]) != memory_layout.Block.refused:
                 return
             self._continue(state, rank, value, number, what)
 
@@ -510,12 +509,11 @@ def _field(address: int) -> int:
 
 def _name(address: int) -> str:
     rank, field = (address - SHARED) // memory_layout.BLOCK_BYTES, _field(address)
-    names = ("ENTERED", "LEFT", "REFUSED", "READY", "REDUCED", "KEPT", "UNREAD")
-    for name in names:
-        if getattr(memory_layout, name) == field:
+    for name, declared in memory_layout.Block.fields.items():
+        if declared.number == field and name != "ring":
             return f"{name} of rank {rank}"
-    entry, rest = divmod(field - memory_layout.RING_START, memory_layout.ENTRY_FIELDS)
+    entry, rest = divmod(field - memory_layout.Block.ring, memory_layout.Entry.FIELDS)
     if 0 <= entry < memory_layout.RING_LENGTH:
-        kind = ("sequence number", "signature", "payload")[min(rest, memory_layout.PAYLOAD)]
+        kind = ("sequence number", "signature", "payload")[min(rest, memory_layout.Entry.payload)]
         return f"{kind} of entry {entry} of rank {rank}"
     return f"byte {address - SHARED} of the segment"

@@ -31,7 +31,7 @@ class Rig:
         self.dtype, self.numel = dtype, sum(numels)
         self.shards = Shards(segment_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
         if chunk:
-            assert max(numels) <= chunk * 4096 // fields.HEADER_BYTES, "a page of headers"
+            assert max(numels) <= chunk * 4096 // fields.Header.BYTES, "a page of headers"
             self.shards.chunk_numel = chunk
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
@@ -125,9 +125,9 @@ class Twin:
     def agrees(self, rig: Rig) -> None:
         """Compare all bits of values and headers."""
         header = rig.headers()
-        assert header[:, fields.LOCK].count_nonzero() == 0
-        assert header[:, fields.VERSION].tolist() == self.versions
-        assert header[:, fields.STEPS].tolist() == self.steps
+        assert header[:, fields.Header.lock].count_nonzero() == 0
+        assert header[:, fields.Header.version].tolist() == self.versions
+        assert header[:, fields.Header.steps].tolist() == self.steps
         for which, expected in enumerate((self.values, *self.states)):
             assert torch.equal(rig.arrays(which), expected)
 
@@ -151,8 +151,8 @@ def _step(rule: Rule, pair: tuple[torch.Tensor, torch.Tensor], states: list[torc
     numbers = list(rule.coefficients)
     if rule.name == "adam":
         lr, beta1, beta2, eps, weight_decay = numbers
-        root = math.sqrt(1.0 - _power(beta2, step))
-        numbers = [lr * root / (1.0 - _power(beta1, step)), eps * root]
+        root = math.sqrt(1.0 - power(beta2, step))
+        numbers = [lr * root / (1.0 - power(beta1, step)), eps * root]
         numbers += [beta1, 1.0 - beta1, beta2, 1.0 - beta2, weight_decay]
     c = [torch.tensor(number, dtype=torch.float64).to(kind) for number in numbers]
     if rule.name == "sgd":
@@ -169,7 +169,7 @@ def _step(rule: Rule, pair: tuple[torch.Tensor, torch.Tensor], states: list[torc
     return value - (c[0] * states[0]) / (_root(states[1]) + c[1])
 
 
-def _power(base: float, exponent: int) -> float:
+def power(base: float, exponent: int) -> float:
     result = 1.0
     while exponent:
         result, base, exponent = result * (base if exponent & 1 else 1.0), base * base, exponent >> 1

@@ -6,15 +6,14 @@ Operations on host tensors have ended when they return, and so have those that s
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import torchmpi as mpi
+from helpers import contract
 from torchmpi import Config
 from torchmpi.backends import rank_order
 from torchmpi.backends.base import announced
@@ -26,12 +25,9 @@ from torchmpi.backends.ipc.stream_memory import StreamOperations
 from torchmpi.collectives import prepared
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group
-from torchmpi.shared_memory.kernels.records import OPERATION_FIELDS, OPERATION_VALUE
+from torchmpi.shared_memory.kernels.records import StreamOperation
 from torchmpi.shared_memory.segments import Segment, Ticket
 from torchmpi.tensors import dtypes
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 _IS_WAIT = 4
 _FUNCTIONS = {"operate": 4, "launch": 11}
@@ -52,9 +48,9 @@ class HostOperations(StreamOperations):
 
 def operate(stream: int, count: int, address: int, flags: int) -> int:
     """Run the operations at an address, as cuStreamBatchMemOp takes them."""
-    words = (ctypes.c_int64 * (OPERATION_FIELDS * count)).from_address(address)
-    for first in range(0, OPERATION_FIELDS * count, OPERATION_FIELDS):
-        place, number = ctypes.c_int64.from_address(words[first + 1]), words[first + OPERATION_VALUE]
+    words = (ctypes.c_int64 * (StreamOperation.FIELDS * count)).from_address(address)
+    for first in range(0, StreamOperation.FIELDS * count, StreamOperation.FIELDS):
+        place, number = ctypes.c_int64.from_address(words[first + 1]), words[first + StreamOperation.value]
         if words[first] & 0xFFFFFFFF != _IS_WAIT:
             place.value = number
         while place.value < number:

@@ -17,8 +17,9 @@ from typing import Any
 from torchmpi.backends.shm import SharedCalls, SharedGroup
 from torchmpi.communicators.call_log import CallLog
 from torchmpi.errors import TorchMPIError
-from torchmpi.shared_memory import kernels, memory_layout
+from torchmpi.shared_memory import kernels, memory_layout, typed_records
 from torchmpi.shared_memory.kernels import records
+from torchmpi.shared_memory.typed_records import Record
 
 FIELD, LINE = 8, 64
 SHARED = 1 << 50  # address of the segment, the same in all ranks
@@ -26,7 +27,7 @@ GROUP_ADDRESS, TRANSFERS, TABLE, CALLS, TENSORS, OUTPUTS = ((1 + i) << 32 for i 
 _FOLDER = Path(kernels.__file__).parent
 _FILE = "<kernels>"
 _MODULES = ("movement", "reduce_kernels")
-_HINTS = (memory_layout.FETCHES_SLOWLY,)
+_HINTS = (memory_layout.Block.fetches_slowly,)
 # Sizes and durations that would only add states; RING_LENGTH is shortened by the scenarios of its reuse.
 _CONSTANTS = {"_MIN_CHUNK_BYTES": 0, "_SHORTEST_SLEEP_MICROSECONDS": 1000}
 
@@ -72,6 +73,50 @@ def _with_forgetting(body: Iterable[ast.stmt]) -> list[ast.stmt]:
     return result
 
 
+class _Record(Record):
+    """A record in the memory of the rank that runs."""
+
+    @classmethod
+    def cells_at(cls, address: int) -> Any:
+        return _Fields(address)
+
+    @classmethod
+    def words(cls, address: int) -> Any:
+        return _Words(address)
+
+
+class _Words(_Record):
+    def __getitem__(self, index: int) -> Any:
+        return self.cells[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self.cells[index] = value
+
+
+def _declarations() -> dict[str, dict[str, Any]]:
+    """Run the sources that declare records, with records of this module."""
+    spaces = {"typed_records": {**vars(typed_records), "Record": _Record, "Words": _Words}}
+    for path in (_FOLDER.parent / "memory_layout.py", _FOLDER / "records.py"):
+        tree, space = ast.parse(path.read_text()), {"__name__": path.stem}
+        for node in [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level]:
+            tree.body.remove(node)
+            space |= {alias.name: spaces[str(node.module)][alias.name] for alias in node.names}
+        exec(compile(tree, str(path), "exec"), space)
+        spaces[path.stem] = space
+    return spaces
+
+
+def _called_with_numbers(function: Any) -> Any:
+    """Return a kernel as Python calls it, which passes records as numbers."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    kinds = [function.__globals__.get(function.__annotations__.get(name)) for name in names]
+
+    def call(*arguments: Any) -> Any:
+        return function(*(each if kind is None else kind(each) for kind, each in zip(kinds, arguments, strict=True)))
+
+    return call
+
+
 def _load_module(name: str, loaded: dict[str, dict[str, Any]], constants: Mapping[str, int], faults: Any) -> Any:
     """Run the source of a module of the kernels, after those that it imports."""
     if name in loaded:
@@ -86,10 +131,8 @@ def _load_module(name: str, loaded: dict[str, dict[str, Any]], constants: Mappin
     for node in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         tree.body.remove(node)
         names = [alias.name for alias in node.names]
-        if node.module == "memory_layout":
-            space |= {each: constants.get(each, getattr(memory_layout, each)) for each in names}
-        elif node.module == "records":
-            space |= {each: getattr(records, each) for each in names}
+        if node.module in _DECLARATIONS:
+            space |= {each: constants.get(each, _DECLARATIONS[node.module][each]) for each in names}
         elif node.module == "intrinsics":
             space |= {each: INTRINSICS[each] for each in names}
         elif node.module == "kernel_sets":
@@ -135,7 +178,8 @@ def load_kernels(constants: Mapping[str, int], faults: Iterable[Fault], *, polls
         loaded["arrival"] |= {"wait": _wait, "wait_long": _wait, "wait_all": _wait_all, "have_all": _have_all}
     for name in _MODULES:
         space = _load_module(name, loaded, constants, faults)
-        found |= {each: space[each] for each in kernels.SETS["collectives"].names if each in space}
+        names = [each for each in kernels.SETS["collectives"].names if each in space]
+        found |= {each: _called_with_numbers(space[each]) for each in names}
     unused = [fault for fault in faults if fault[0] not in loaded]
     assert not unused, f"no such module: {unused}"
     return found
@@ -188,8 +232,12 @@ class Rank:
 
     def load(self, address: int, acquires: bool) -> Any:
         if address < SHARED:
-            if self.may_expire and address == GROUP_ADDRESS + FIELD * records.EXPIRED:
-                return self.memory[GROUP_ADDRESS + FIELD * records.CURRENT_SEQ] if self.ask("choose", (0, 1)) else 0
+            if self.may_expire and address == GROUP_ADDRESS + FIELD * records.GroupRecord.expired:
+                return (
+                    self.memory[GROUP_ADDRESS + FIELD * records.GroupRecord.current_seq]
+                    if self.ask("choose", (0, 1))
+                    else 0
+                )
             return self.memory.get(address, 0)
         owner, field, is_data = self._place(address)
         if field in _HINTS:
@@ -222,10 +270,10 @@ class Rank:
         owner, offset = divmod(address - SHARED, memory_layout.BLOCK_BYTES)
         assert owner < self.size and address % FIELD == 0
         field = offset // FIELD
-        in_entry = (field - memory_layout.RING_START) % memory_layout.ENTRY_FIELDS
-        in_ring = field >= memory_layout.RING_START
-        is_data = in_ring and in_entry >= memory_layout.PAYLOAD
-        return owner, field, is_data or memory_layout.KEPT <= field <= memory_layout.UNREAD
+        in_entry = (field - memory_layout.Block.ring) % memory_layout.Entry.FIELDS
+        in_ring = field >= memory_layout.Block.ring
+        is_data = in_ring and in_entry >= memory_layout.Entry.payload
+        return owner, field, is_data or memory_layout.Block.kept <= field <= memory_layout.Block.unread
 
     # --- data
 
@@ -286,12 +334,9 @@ INTRINSICS: dict[str, Any] = {
     "load": lambda address: now_running.load(address, False),
     "store": lambda address, value: now_running.store(address, value, False),
     "load_acquire": lambda address: now_running.load(address, True),
-    "load_field": lambda record, field: now_running.load(record + FIELD * field, False),
-    "store_field": lambda record, field, value: now_running.store(record + FIELD * field, value, False),
-    "load_field_acquire": lambda record, field: now_running.load(record + FIELD * field, True),
-    "store_field_release": lambda record, field, value: now_running.store(record + FIELD * field, value, True),
+    "store_release": lambda address, value: now_running.store(address, value, True),
     "field_address": lambda record, field: record + FIELD * field,
-    "copy": lambda target, source, num_bytes: now_running.copy(target, source, num_bytes),
+    "copy": lambda target, source, num_bytes: now_running.copy(int(target), int(source), num_bytes),
     "fence": lambda: now_running.effects.append(("fence",)),
     "reduce": _reduce,
     "now": lambda: 0,
@@ -313,7 +358,11 @@ class _Fields:
         return now_running.load(self.base + FIELD * int(index), False)
 
     def __setitem__(self, index: int, value: Any) -> None:
+        value = int(value) if isinstance(value, Record) else value
         now_running.store(self.base + FIELD * int(index), value, False)
+
+
+_DECLARATIONS = _declarations()
 
 
 class _Board:
@@ -321,11 +370,11 @@ class _Board:
 
     def get(self, rank: int, field: int) -> Any:
         # Only texts of messages depend on these two.
-        is_constant = field in (memory_layout.EXITED, memory_layout.BLAMES)
+        is_constant = field in (memory_layout.Block.exited, memory_layout.Block.blames)
         return 0 if is_constant else self.fields[rank * memory_layout.BLOCK_FIELDS + field]
 
     def set(self, rank: int, field: int, value: int) -> None:
-        if field != memory_layout.BLAMES:
+        if field != memory_layout.Block.blames:
             self.fields[rank * memory_layout.BLOCK_FIELDS + field] = value
 
 
@@ -340,7 +389,7 @@ class Calls:
     def __init__(self, rank: Rank, found: Mapping[str, Any], seq: int, spoiled: int) -> None:
         board: Any = _Board()
         self.log = _Log("model", rank.rank, rank.size, board)
-        self.log.log_fields[memory_layout.LOG_SEQUENCE], self.log._spoiled = seq, spoiled
+        self.log.log_fields[memory_layout.LogFields.sequence], self.log._spoiled = seq, spoiled
         self.shared = SharedGroup.__new__(SharedGroup)
         self.shared._rank, self.shared._call_log, self.shared.status_board = rank.rank, self.log, board
         fields: Any = _Fields(GROUP_ADDRESS)
