@@ -419,14 +419,14 @@ def test_different_calls_are_named_on_all_ranks(mismatches, number):
 
 @any_mpi
 def test_a_caught_mismatch_does_not_leave_the_others_waiting(failing):
-    """With the backend `mpi`; in shared memory every rank gets the error (test_shared_memory.py)."""
+    """With the backend `mpi` and a root that waits; otherwise every rank gets the error (test_host_mismatches.py)."""
     code = """
 try:
     if rank == 1:
         time.sleep(1)
         mpi.barrier()
     else:
-        mpi.allreduce(torch.ones(3))
+        mpi.gather(torch.ones(3))
 except mpi.TorchMPIError:
     time.sleep(60)
 """
