@@ -49,7 +49,7 @@ _POLL_SECONDS = 0.01
 _TERMINATED, _INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _MainThread = type(threading.main_thread())
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-# Values of the field Block.dying of a failed rank: the rank that reports is not determined yet; this rank reports; it has
+# Values of `Block.dying` of a failed rank: the rank that reports is not determined yet; this rank reports; it has
 # shown an exception with which it calls stop(), which may be no failure.
 _FAILING, _REPORTING, _ANNOUNCED = 1, 2, 3
 
@@ -66,7 +66,7 @@ def _has_got(own: socket.socket, name: str) -> bool:
 
 
 class _LeavingRank(NamedTuple):
-    """A rank at the end of its program, and the field Block.exited of its status block."""
+    """A rank at the end of its program, and the field `exited` of its status block."""
 
     rank: int
     field: int
