@@ -22,12 +22,11 @@ from llvmlite import ir
 
 from ..memory_layout import MAX_LOG_DIMS, LockFields, LogFields
 from .access import group_of
-from .compilation import BYTES, INT, WORD, inner, kernel, kernels
+from .compilation import BYTES, INT, WORD, Wrapper, inner, kernel, kernels
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, hash_end, hash_step, open_entry, set_dim
 from .movement import rows_before
-from .noting_code import NotingWrapper
 from .records import (
     NOT_FAST,
     Arguments,
@@ -340,7 +339,7 @@ def enter_receive(cached_call: CachedCallRecord, target: DLTensor, _: DLTensor, 
 _TYPE = 1  # field of a PyObject
 
 
-class FastPathWrapper(NotingWrapper):
+class FastPathWrapper(Wrapper):
     """``name(tensor, out, key, comm, backend)``, which returns the result, or None if Python must run the call.
 
     `self.record` is the address of its record (see records).
@@ -433,7 +432,6 @@ class FastPathWrapper(NotingWrapper):
     def _leave(self, cached_call: Any) -> None:
         """Release the run lock, record the write for autograd, and return the written tensor; False for a barrier."""
         self._end_call(cached_call)
-        self._note(cached_call)
         written = self.tensors[-1] if self.tensors else self._object(FastPath.false)
         if not self.writes:
             self._incref(written)
@@ -519,6 +517,22 @@ class FastPathWrapper(NotingWrapper):
         none = self._object(FastPath.none)
         self._incref(none)
         self.builder.ret(none)
+
+    def _object(self, index: int) -> Any:
+        return self.builder.inttoptr(self.field(self.record, index), BYTES)
+
+    def _call_python(self, index: int, *arguments: Any) -> Any:
+        call = self.declared("PyObject_CallFunctionObjArgs", BYTES, BYTES, takes_any=True)
+        return self.builder.call(call, [self._object(index), *arguments, BYTES(None)])
+
+    def _incref(self, item: Any) -> None:
+        self.builder.call(self.declared("Py_IncRef", ir.VoidType(), BYTES), [item])
+
+    def _decref(self, item: Any) -> None:
+        self.builder.call(self.declared("Py_DecRef", ir.VoidType(), BYTES), [item])
+
+    def _clear_error(self) -> None:
+        self.builder.call(self.declared("PyErr_Clear", ir.VoidType()), [])
 
     def _is_at(self, item: Any, address: Any) -> Any:
         return self.builder.icmp_signed("==", self.builder.ptrtoint(item, WORD), address)
