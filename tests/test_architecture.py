@@ -37,7 +37,7 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 KERNEL_MODULES = (
     "addresses", "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop",
     "movement",
-    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "noting_code",
+    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages",
     "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""

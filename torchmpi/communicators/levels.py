@@ -218,10 +218,8 @@ class CommunicatorStack:
 
 
 def _follow_readers() -> None:
-    """Have all calls run through Python, which reports them, while there is a reader."""
+    """Pause the fast path while there are readers, to which calls through Python are reported."""
     fast_path.pause(events.recorder is not None)
 
 
 events.when_changed.append(_follow_readers)
-events.fast_notes = fast_path.notes
-fast_path.notes.labels = events.labels

@@ -158,7 +158,7 @@ _definitions: dict[str, _Definition] = {}
 
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
-    """Return the fast path of a collective, or of a noting function; `fields`: the address of its record (records)."""
+    """Return the fast path of a collective; `fields`: the address of its record (records.FastPath)."""
     from . import native_code
 
     name = f"enter_{which}"
