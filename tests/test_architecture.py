@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 LEVELS = (
     ("_version", "errors", "files", "log"),
     ("config", "other_names"),
+    ("argument_types",),
     ("tensors",),
     ("shared_memory", "timeline"),
     ("communicators",),
