@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..tensors import buffers, dlpack
+from ..tensors import buffers, dlpack, tracing
 from . import kernels, memory_layout
 from .kernels import records
 
@@ -308,6 +308,7 @@ notes = Notes()
 _fast_paths: dict[str, _FastPath] = {}
 _is_enabled = True
 _is_paused = False
+_num_traces = 0
 _changing = threading.Lock()
 
 
@@ -329,6 +330,14 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
         _fast_paths[name] = _FastPath(name, chosen)
         globals()[name] = _fast_paths[name].function
     notes.build()
+    tracing.call_around_traces(_pass_through_python)
+
+
+def _pass_through_python(is_traced: bool) -> None:
+    """Let no call be cached while torch.jit.trace records a function: Python refuses them, machine code would not."""
+    global _num_traces
+    _num_traces += 1 if is_traced else -1
+    invalidate()
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:
@@ -343,7 +352,9 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
     if not _is_enabled or fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if _is_paused or name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
+        if (
+            _is_paused or _num_traces or name in fast_path.cached_calls
+        ):  # cached by another thread; machine code uses its address
             return
         cached_call = find()
         is_recorded = fast_path.fields[records.NOTE] != 0
