@@ -18,6 +18,7 @@ from structure import compared_names, literals  # noqa: E402
 LEVELS = (
     ("_version", "collective_specs", "errors", "files", "log"),
     ("config", "other_names"),
+    ("argument_types",),
     ("tensors",),
     ("shared_memory", "timeline"),
     ("communicators",),

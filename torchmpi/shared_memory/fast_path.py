@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..tensors import buffers, dlpack
+from ..tensors import buffers, dlpack, tracing
 from . import kernels, memory_layout
 from .kernels import records
 
@@ -199,6 +199,7 @@ class _FastPath:
 _fast_paths: dict[str, _FastPath] = {}
 _is_enabled = True
 _is_paused = False
+_num_traces = 0
 _changing = threading.Lock()
 
 
@@ -219,6 +220,14 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)
         globals()[name] = _fast_paths[name].function
+    tracing.call_around_traces(_pass_through_python)
+
+
+def _pass_through_python(is_traced: bool) -> None:
+    """Let no call be cached while torch.jit.trace records a function: Python refuses them, machine code would not."""
+    global _num_traces
+    _num_traces += 1 if is_traced else -1
+    invalidate()
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:
@@ -233,7 +242,8 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
     if not _is_enabled or _is_paused or fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if _is_paused or name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
+        # Another thread may have cached the call; machine code uses its address.
+        if _is_paused or _num_traces or name in fast_path.cached_calls:
             return
         cached_call = find()
         if cached_call is not None:
