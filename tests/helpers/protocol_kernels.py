@@ -400,8 +400,7 @@ class Calls:
         self.log.log_fields[memory_layout.LogFields.sequence], self.log._spoiled = seq, spoiled
         self.shared = SharedGroup.__new__(SharedGroup)
         self.shared._rank, self.shared._call_log, self.shared.status_board = rank.rank, self.log, board
-        fields: Any = _Fields(GROUP_ADDRESS)
-        self.shared.fields = fields
+        self.shared.record = _DECLARATIONS["records"]["GroupRecord"](GROUP_ADDRESS)
         nothing: Any = SimpleNamespace(note_failed_call=lambda: None, pending=0, where="model")
         self.shared.heap = nothing
         self.calls = SharedCalls.__new__(SharedCalls)

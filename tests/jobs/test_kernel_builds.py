@@ -186,7 +186,7 @@ for what, (plant, numel, _) in {PLANTED!r}.items():
     for _ in range(3):  # the last ones by the fast path
         mpi.allreduce(torch.ones(numel))
     shared = runtime.current().world.shared
-    fields, board, slots = shared.fields, shared.status_board.fields, int(shared.fields[records.GroupRecord.slots])
+    fields, board, slots = shared.record.cells, shared.status_board.fields, shared.record.slots
     MPI.COMM_WORLD.Barrier()  # afterwards no rank is inside a kernel
     exec(plant)
     try:

@@ -24,7 +24,7 @@ SLOTS, DIRECTLY = 0, 1
 def fields() -> np.ndarray:
     """The fields of the kernels for the world."""
     mpi.barrier()
-    return runtime.current().world.shared.fields
+    return np.frombuffer(runtime.current().world.shared.record.cells, np.int64)
 
 
 def prefer(way: int) -> None:
@@ -175,7 +175,7 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
         "the one that could not is against it now",
     )
     for numel in (8 << 10, 100_000):  # of one round, and of several
-        runtime.current().world.shared.fields[records.GroupRecord.processes] = (
+        runtime.current().world.shared.record.cells[records.GroupRecord.processes] = (
             runtime.current().world.shared._processes.ctypes.data
         )
         agree.bits(mpi.allgather(inputs[rank][:numel]), torch.cat([each[:numel] for each in inputs]), f"{numel} again")

@@ -107,7 +107,7 @@ def test_shared_tensors_in_every_collective(slots, agree, number):
 def chunks_of(call) -> int:
     """The number of chunks of a call: one if tensors are accessed in place, for any length."""
     mpi.barrier()
-    fields = runtime.current().world.shared.fields
+    fields = runtime.current().world.shared.record.cells
     before = int(fields[records.GroupRecord.chunks])
     call()
     return int(fields[records.GroupRecord.chunks]) - before

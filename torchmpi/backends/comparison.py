@@ -13,7 +13,6 @@ calls that fail.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,47 +234,37 @@ class FastAllreduce:
         num_hosts = len(group.placement.groups)
         self._status, self._operands = np.zeros(STATUS_BYTES, np.uint8), np.zeros(num_hosts, np.int64)
         self._rounds = np.array([] if exchange is None else exchange.rounds, np.int64)
-        self._record = array("q", bytes(8 * records.Hosts.FIELDS))
         self._code = call_code("allreduce", op, dtypes.info(dtype).code)
-        values = {
-            records.Exchange.value_bytes: most_bytes,
-            records.Exchange.call_log: group.call_log.log_fields.buffer_info()[0],
-            records.Hosts.code: self._code,
-        }
+        record = self._record = records.Hosts.new().write(
+            value_bytes=most_bytes, call_log=group.call_log.address, code=self._code
+        )
         if exchange is not None:
             sent, received, received_bytes = exchange.memory
-            values |= kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV)
-            values |= {
-                records.Hosts.most_gathered: exchange.most_gathered,
-                records.Hosts.relayed_blocks: exchange.blocks_address,
-                records.Exchange.sent: sent,
-                records.Exchange.received: received,
-                records.Exchange.received_bytes: received_bytes,
-                records.Exchange.tag: exchange.tag,
-                records.Hosts.rounds: self._rounds.ctypes.data,
-                records.Hosts.num_rounds: len(exchange.rounds),
-                records.Hosts.num_hosts: num_hosts,
-                records.Hosts.own_host: exchange.comm.rank,
-                records.Hosts.operands: self._operands.ctypes.data,
-            }
-        for first, step in zip((records.Hosts.reduce_step, records.Hosts.broadcast_step), self._steps, strict=False):
-            values[records.Hosts.local_log] = step.call_log.log_fields.buffer_info()[0]
-            values[first + records.StepRecord.call] = step.record
-            values[first + records.StepRecord.code] = step.code
-            values[first + records.StepRecord.signed_code] = step.signed_code
-        for field, value in values.items():
-            self._record[field] = value
-        self._call = array("q", bytes(8 * records.KernelCall.FIELDS))
-        self._call[records.KernelCall.item_bytes], self._call[records.KernelCall.reducer] = (
-            dtype.itemsize,
-            reduction.address(dtype, op),
+            record.write(
+                **kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV),
+                most_gathered=exchange.most_gathered,
+                relayed_blocks=exchange.blocks_address,
+                sent=sent,
+                received=received,
+                received_bytes=received_bytes,
+                tag=exchange.tag,
+                rounds=self._rounds.ctypes.data,
+                num_rounds=len(exchange.rounds),
+                num_hosts=num_hosts,
+                own_host=exchange.comm.rank,
+                operands=self._operands.ctypes.data,
+            )
+        for of_step, step in zip((record.reduce_step, record.broadcast_step), self._steps, strict=False):
+            record.write(local_log=step.call_log.address)
+            of_step.write(call=step.record, code=step.code, signed_code=step.signed_code)
+        self._call = records.KernelCall.new().write(
+            item_bytes=dtype.itemsize, reducer=reduction.address(dtype, op), hosts=record
         )
-        self._call[records.KernelCall.hosts] = self._record.buffer_info()[0]
 
     def cached_call(self) -> fast_path.CachedCall:
         """Return the call for the fast path."""
         return fast_path.CachedCall(
-            self._call.buffer_info()[0],
+            int(self._call),
             self._group.call_log,
             self._group.call_queue.run_lock,
             self._code,
@@ -285,7 +274,7 @@ class FastAllreduce:
         )
 
     def _settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        step = self._record[records.Hosts.failed_step]
+        step = self._record.failed_step
         return self._group.settle(self._read_ticks(), lambda: self._finish(step, status, tensor))
 
     def _abort(self) -> None:

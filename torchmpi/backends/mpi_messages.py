@@ -13,14 +13,13 @@ import torch
 
 from ..communicators.group import Group
 from ..errors import MismatchError
-from ..shared_memory.kernels import records
 from ..tensors import buffers, dtypes, partition
 
 Range = tuple[int, int]
 """Offset and length in elements."""
 STATUS_BYTES = 64
 """More than an MPI_Status has in any library."""
-SENDRECV = {records.Exchange.sendrecv: "MPI_Sendrecv"}
+SENDRECV = {"sendrecv": "MPI_Sendrecv"}
 """The function that exchanges of short messages call."""
 
 
@@ -135,8 +134,8 @@ def can_call_from_kernels(group: Group) -> bool:
     return hasattr(group.context.MPI, "_addressof") and not group.context.sleeps_before_mpi
 
 
-def kernel_fields(MPI: Any, comm: Any, status: np.ndarray, functions: Mapping[int, str]) -> dict[int, int]:
-    """Return fields of the record of an exchange on a communicator.
+def kernel_fields(MPI: Any, comm: Any, status: np.ndarray, functions: Mapping[str, str]) -> dict[str, int]:
+    """Return what a record of messages on a communicator has in fields of these names.
 
     Args:
         MPI: The library.
@@ -147,9 +146,9 @@ def kernel_fields(MPI: Any, comm: Any, status: np.ndarray, functions: Mapping[in
     library = ctypes.CDLL(MPI.__file__)
     addresses = {field: ctypes.cast(library[name], ctypes.c_void_p).value or 0 for field, name in functions.items()}
     return addresses | {
-        records.Exchange.byte_type: _handle(MPI, MPI.BYTE),
-        records.Exchange.comm: _handle(MPI, comm),
-        records.Exchange.status: int(status.ctypes.data),
+        "byte_type": _handle(MPI, MPI.BYTE),
+        "comm": _handle(MPI, comm),
+        "status": int(status.ctypes.data),
     }
 
 

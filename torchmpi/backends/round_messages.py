@@ -107,21 +107,23 @@ class CompiledPieces(RoundMessages):
         sizes = piece_sizes(group.size, group.context.MPI.get_vendor()[0])
         super().__init__(group, min(message_bytes, sizes.piece))
         self._add, self._finish = loaded["add_pieces"], loaded["finish_pieces"]
-        self._status, self._queue = np.zeros(STATUS_BYTES, np.uint8), np.zeros(records.Queue.FIELDS, np.int64)
-        self.queue_address = int(self._queue.ctypes.data)
-        functions = {records.Queue.irecv: "MPI_Irecv", records.Queue.isend: "MPI_Isend", records.Queue.test: "MPI_Test"}
-        for field, value in kernel_fields(self.MPI, self.comm, self._status, functions).items():
-            self._queue[field] = value
-        self._queue[records.Exchange.tag] = _TAG
-        limits = sizes.fewest, sizes.fewest, sizes.most, sizes.piece
-        self._queue[records.Queue.window_bytes : records.Queue.window_step + 1] = limits
-        self._set_pieces(np.zeros((_NUM_PIECES, records.Piece.FIELDS), np.int64))
+        self._status = np.zeros(STATUS_BYTES, np.uint8)
         self._long = np.zeros((2 * group.size, records.LongMessage.FIELDS), np.int64)
-        self._queue[records.Queue.messages] = self._long.ctypes.data
+        functions = {"irecv": "MPI_Irecv", "isend": "MPI_Isend", "test": "MPI_Test"}
+        self.queue = records.Queue.new().write(
+            **kernel_fields(self.MPI, self.comm, self._status, functions),
+            tag=_TAG,
+            window_bytes=sizes.fewest,
+            least_window=sizes.fewest,
+            most_window=sizes.most,
+            window_step=sizes.piece,
+            messages=self._long.ctypes.data,
+        )
+        self._set_pieces(np.zeros((_NUM_PIECES, records.Piece.FIELDS), np.int64))
 
     def _set_pieces(self, pieces: np.ndarray) -> None:
         self._pieces = pieces
-        self._queue[records.Queue.pieces], self._queue[records.Queue.most_pieces] = pieces.ctypes.data, len(pieces)
+        self.queue.write(pieces=pieces.ctypes.data, most_pieces=len(pieces))
 
     def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the number of the last piece."""
@@ -133,8 +135,8 @@ class CompiledPieces(RoundMessages):
         table, piece_bytes = np.array(rows, np.int64), self.piece_bytes(tensors[0].element_size())
         self.make_room(int((-(-table[:, records.LongMessage.num_bytes] // piece_bytes)).sum()))
         address = int(table.ctypes.data)
-        self.check(self._add(self.queue_address, address, len(step.receives), len(step.sends), piece_bytes))
-        return [int(self._queue[records.Queue.added])]
+        self.check(self._add(int(self.queue), address, len(step.receives), len(step.sends), piece_bytes))
+        return [self.queue.added]
 
     def piece_bytes(self, item_bytes: int) -> int:
         """Return the length of a piece of such elements."""
@@ -142,7 +144,7 @@ class CompiledPieces(RoundMessages):
 
     def make_room(self, num_pieces: int) -> None:
         """Allocate the records of more pieces, unless there are enough."""
-        done, added = (int(self._queue[field]) for field in (records.Queue.done, records.Queue.added))
+        done, added = self.queue.done, self.queue.added
         num_pieces += added - done
         if num_pieces > len(self._pieces):
             larger = np.zeros((1 << (num_pieces - 1).bit_length(), records.Piece.FIELDS), np.int64)
@@ -153,7 +155,7 @@ class CompiledPieces(RoundMessages):
     def finish(self, requests: Requests) -> None:
         """Wait until all messages of these rounds, and of those before them, have been sent or received."""
         for last in requests:
-            self.check(self._finish(self.queue_address, last))
+            self.check(self._finish(int(self.queue), last))
 
     def check(self, error: int) -> None:
         """Raise the error that a kernel has returned, unless it is 0."""
@@ -180,19 +182,16 @@ class CompiledAllreduce:
         self._kernel = kernels.load()["allreduce_in_pieces"]
         self._operands = np.zeros(group.size, np.int64)
         piece_bytes = messages.piece_bytes(dtype.itemsize)
-        self._record = np.zeros(records.Chunks.FIELDS, np.int64)
-        values = {
-            records.Chunks.queue: messages.queue_address,
-            records.KernelCall.item_bytes: dtype.itemsize,
-            records.KernelCall.reducer: reduction.address(dtype, op),
-            records.Chunks.numel: chunk_numel,
-            records.Chunks.piece_bytes: piece_bytes,
-            records.Chunks.rank: group.rank,
-            records.Chunks.size: group.size,
-            records.Chunks.operands: self._operands.ctypes.data,
-        }
-        for field, value in values.items():
-            self._record[field] = value
+        self._record = records.Chunks.new().write(
+            queue=messages.queue,
+            item_bytes=dtype.itemsize,
+            reducer=reduction.address(dtype, op),
+            numel=chunk_numel,
+            piece_bytes=piece_bytes,
+            rank=group.rank,
+            size=group.size,
+            operands=self._operands.ctypes.data,
+        )
         # Of the two exchanges and the two rounds of results that are in progress together.
         part_numel = chunk_numel if group.size == 2 else -(-chunk_numel // group.size)
         self._most_pieces = 4 * (group.size - 1) * -(-part_numel * dtype.itemsize // piece_bytes)
@@ -203,11 +202,11 @@ class CompiledAllreduce:
         for number in range(2):
             part = min(self._chunk_numel, max(0, numel - number * self._chunk_numel))
             memory = self._chunks.take(number, part + self._size)  # the lengths of the parts of all ranks, rounded up
-            record[records.Chunks.memory + number] = memory.data_ptr()
+            record.memory[number] = memory.data_ptr()
         self._messages.make_room(self._most_pieces)
         times = np.zeros((-(-numel // self._chunk_numel), 2) if call_parts.begin() else (0, 2), np.int64)
-        record[records.Chunks.times] = times.ctypes.data if len(times) else 0
-        self._messages.check(self._kernel(int(record.ctypes.data), flat.data_ptr(), numel))
+        record.write(times=times.ctypes.data if len(times) else 0)
+        self._messages.check(self._kernel(int(record), flat.data_ptr(), numel))
         call_parts.add("combining", times.tolist())
 
 

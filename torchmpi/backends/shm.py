@@ -121,8 +121,6 @@ class SharedGroup:
         assert group.status_board is not None
         size, status_board, segment = group.size, group.status_board, group.status_board.segment
         self.heap, self.status_board, self.size = heap, status_board, size
-        self.fields = np.zeros(records.group_fields(size), np.int64)
-        self.address = int(self.fields.ctypes.data)
         self.mappings = np.zeros((size, records.MAPPINGS_PER_RANK, 2), np.int64)
         self._num_mapped = [0] * size
         num_slots, slots_begin = memory_layout.num_slots(size), memory_layout.slots_begin(size)
@@ -130,21 +128,22 @@ class SharedGroup:
         is_crowded = group.context.is_crowded
         processes = [group.context.processes.get(rank, 0) for rank in group.world_ranks]
         self._processes = np.array(processes, np.int64)
-        fields = self.fields
-        fields[records.GroupRecord.rank], fields[records.GroupRecord.size] = group.rank, size
-        fields[records.GroupRecord.blocks], fields[records.GroupRecord.segment_bytes] = (
-            segment.address,
-            segment.ticket.num_bytes,
+        self.record = records.GroupRecord.new(extra=2 * size).write(
+            rank=group.rank,
+            size=size,
+            blocks=segment.address,
+            segment_bytes=segment.ticket.num_bytes,
+            slots=segment.address + slots_begin,
+            num_slots=num_slots,
+            slot_bytes=self.slot_bytes,
+            whole_bytes=min(WHOLE_BYTES, self.slot_bytes),
+            max_chunk_bytes=_CROWDED_CHUNK_BYTES if is_crowded else _MAX_CHUNK_BYTES,
+            crowded=is_crowded,
+            own_segments=heap.table.ctypes.data,
+            mappings=self.mappings.ctypes.data,
+            call_log=group.call_log.address,
+            processes=self._processes.ctypes.data if all(processes) else 0,
         )
-        fields[records.GroupRecord.slots] = segment.address + slots_begin
-        fields[records.GroupRecord.num_slots], fields[records.GroupRecord.slot_bytes] = num_slots, self.slot_bytes
-        fields[records.GroupRecord.whole_bytes] = min(WHOLE_BYTES, self.slot_bytes)
-        fields[records.GroupRecord.max_chunk_bytes] = _CROWDED_CHUNK_BYTES if is_crowded else _MAX_CHUNK_BYTES
-        fields[records.GroupRecord.crowded] = is_crowded
-        fields[records.GroupRecord.own_segments] = heap.table.ctypes.data
-        fields[records.GroupRecord.mappings] = self.mappings.ctypes.data
-        fields[records.GroupRecord.call_log] = group.call_log.log_fields.buffer_info()[0]
-        fields[records.GroupRecord.processes] = self._processes.ctypes.data if all(processes) else 0
         polls_less = is_crowded or len(set(group.context.hosts)) > 1
         self._eager = (_CROWDED_SPINS if polls_less else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
@@ -160,27 +159,25 @@ class SharedGroup:
             return
         seq = self._call_log.current[0]
         if self._call_log.log_board is not None:
-            self._call_log.spoil_entry(
-                call_log.NATIVE ^ memory_layout.signed_chunks(int(self.fields[records.GroupRecord.chunks]))
-            )
-        elif self.fields[records.GroupRecord.last_aborted] != seq:
+            self._call_log.spoil_entry(call_log.NATIVE ^ memory_layout.signed_chunks(self.record.chunks))
+        elif self.record.last_aborted != seq:
             own = self.payload(self._rank, seq) - Entry.payload
             if self.status_board.fields[own + Entry.sequence] == seq:
                 self.status_board.fields[own + Entry.signature] ^= call_log.ABORTED
-        self.fields[records.GroupRecord.last_aborted] = seq
+        self.record.last_aborted = seq
         self.status_board.set(self._rank, Block.refused, seq)
-        self.fields[records.GroupRecord.chunks] = seq << memory_layout.CHUNK_BITS
-        self.fields[records.GroupRecord.violated_check] = 0  # not reported as an error of the next call
+        self.record.chunks = seq << memory_layout.CHUNK_BITS
+        self.record.violated_check = 0  # not reported as an error of the next call
         self.heap.note_failed_call()
 
     def expire(self, seq: int) -> None:
         """Make the kernel that waits in this call return with TIMEOUT."""
-        self.fields[records.GroupRecord.expired] = seq
+        self.record.write(expired=seq)
 
     def be_patient(self, *, polite: bool) -> None:
         """Set how kernels wait: `polite` with little polling beside a computation, otherwise for the lowest latency."""
         spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
-        self.fields[records.GroupRecord.spins], self.fields[records.GroupRecord.yields] = spins, yields
+        self.record.spins, self.record.yields = spins, yields
 
     def payload(self, rank: int, seq: int) -> int:
         """Return the index of the payload of a call in the fields of the status board."""
@@ -197,10 +194,9 @@ class SharedGroup:
 
     def take_violation(self) -> str:
         """Describe the check that has failed in a kernel of the checked build, and clear its record."""
-        first = records.GroupRecord.violated_check
-        check, value, limit = self.fields[first : first + 3].tolist()
-        self.fields[first] = 0
-        return f"{records.CHECKS[check]} (value {value}, limit {limit})"
+        record = self.record
+        check, record.violated_check = record.violated_check, 0
+        return f"{records.CHECKS[check]} (value {record.violation_value}, limit {record.violation_limit})"
 
 
 def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
@@ -230,7 +226,7 @@ class SharedCalls:
         self.message = np.zeros(Entry.FIELDS - Entry.payload, np.int64)
         self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
-        self._records: dict[int, tuple[np.ndarray, int]] = {}
+        self._records: dict[int, records.KernelCall] = {}
         self._lock_fields = self.call_queue.run_lock.fields
         self.rootless = self.record()
         """The address of the call record of a call without a root."""
@@ -239,20 +235,18 @@ class SharedCalls:
         """Return the address of the call record for a root."""
         known = self._records.get(root)
         if known is None:
-            fields = np.zeros(records.KernelCall.FIELDS, np.int64)
-            fields[records.KernelCall.group], fields[records.KernelCall.item_bytes] = (
-                self.shared.address,
-                self._item_bytes,
+            made = records.KernelCall.new().write(
+                group=self.shared.record,
+                item_bytes=self._item_bytes,
+                reducer=self._reducer,
+                root=root,
+                transfers=self.transfers.ctypes.data,
+                message=self.message.ctypes.data,
+                dtype=self._dtype,
             )
-            fields[records.KernelCall.reducer], fields[records.KernelCall.root] = self._reducer, root
-            fields[records.KernelCall.transfers], fields[records.KernelCall.message] = (
-                self.transfers.ctypes.data,
-                self.message.ctypes.data,
-            )
-            fields[records.KernelCall.dtype] = self._dtype
             # Another thread may have made one meanwhile, and machine code may have its address: the first one stays.
-            known = self._records.setdefault(root, (fields, int(fields.ctypes.data)))
-        return known[1]
+            known = self._records.setdefault(root, made)
+        return int(known)
 
     @property
     def seq(self) -> int:

@@ -6,7 +6,6 @@ order with all others. It takes the run locks of both queues, of messages to one
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -61,28 +60,25 @@ class _Exchange:
         self._status = np.zeros(STATUS_BYTES, np.uint8)
         ranks, channel = group.world_ranks, group.channels.channel
         code, queues = dtypes.info(dtype).code, (group.peer_queue("receive", src), group.peer_queue("send", dst))
-        self._record = array("q", bytes(8 * records.SendReceive.FIELDS))
-        values = {
+        self._record = records.SendReceive.new().write(
             **kernel_fields(group.context.MPI, group.side_comm, self._status, SENDRECV),
-            records.KernelCall.item_bytes: dtype.itemsize,
-            records.Exchange.sent_dtype: code,
-            records.Exchange.sent: sent.ctypes.data,
-            records.Exchange.received: self._received.ctypes.data,
-            records.Exchange.received_bytes: self._received.nbytes,
-            records.Exchange.value_bytes: PACKED_BYTES,
-            records.Exchange.send_to: dst,
-            records.Exchange.receive_from: src,
-            records.Exchange.tag: HEADER_TAG,
-            records.Exchange.send_lock: queues[1].run_lock.address,
-            records.Exchange.call_log: self._call_log.log_fields.buffer_info()[0],
-            records.SendReceive.send_channel: channel(ranks[dst], is_receive=False).address,
-            records.SendReceive.receive_channel: channel(ranks[src], is_receive=True).address,
-        }
-        for field, value in values.items():
-            self._record[field] = value
+            item_bytes=dtype.itemsize,
+            sent_dtype=code,
+            sent=sent.ctypes.data,
+            received=self._received.ctypes.data,
+            received_bytes=self._received.nbytes,
+            value_bytes=PACKED_BYTES,
+            send_to=dst,
+            receive_from=src,
+            tag=HEADER_TAG,
+            send_lock=queues[1].run_lock.address,
+            call_log=self._call_log.address,
+            send_channel=channel(ranks[dst], is_receive=False).address,
+            receive_channel=channel(ranks[src], is_receive=True).address,
+        )
         code = call_code("sendreceive", None, code)
         self.cached_call = fast_path.CachedCall(
-            self._record.buffer_info()[0], self._call_log, queues[0].run_lock, code, code, self.settle, self.abort
+            int(self._record), self._call_log, queues[0].run_lock, code, code, self.settle, self.abort
         )
 
     def doing(self) -> str | None:

@@ -148,6 +148,7 @@ class CallLog:
         "_neighbors",
         "_slots",
         "_spoiled",
+        "address",
         "begin",
         "entered",
         "free",
@@ -172,6 +173,7 @@ class CallLog:
         self.log_fields = array("q", bytes(8 * LogFields.FIELDS))
         """The number of the last call, whether the fast path has entered it, and counters of the ended ones."""
         self.log_fields[LogFields.record] = self.ring.address
+        self.address, _ = self.log_fields.buffer_info()
         self.entered: tuple[int, int, tuple[int, ...]] | None = None
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without overwriting entries that other ranks have not compared."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from array import array
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -92,6 +91,7 @@ def joint_key(first: str | int, second: int) -> tuple[str | int, int]:
 
 class _CallLog(Protocol):
     log_fields: Any
+    address: int
 
 
 class _RunLock(Protocol):
@@ -121,57 +121,55 @@ class _FastPath:
 
     def __init__(self, name: str, chosen: Any) -> None:
         self.name = name
-        self.cached_calls: dict[Name, tuple[CachedCall, array[int]]] = {}
-        self._retired: dict[int, tuple[CachedCall, array[int]]] = {}
-        self.fields = array("q", bytes(8 * records.FastPath.FIELDS))
+        self.cached_calls: dict[Name, tuple[CachedCall, records.CachedCallRecord]] = {}
+        self._retired: dict[int, tuple[CachedCall, records.CachedCallRecord]] = {}
         # Machine code uses the addresses of these objects, so they are never freed.
         self._objects = {
-            records.FastPath.chosen_comm: chosen,
-            records.FastPath.none: None,
-            records.FastPath.tensor_type: torch.Tensor,
-            records.FastPath.is_neg: torch.Tensor.is_neg,
-            records.FastPath.false: False,
-            records.FastPath.increment_version: buffers.increment_version,
-            records.FastPath.settle: self._settle,
-            records.FastPath.touch: buffers.touch,
-            records.FastPath.abort: self._abort,
+            "chosen_comm": chosen,
+            "none": None,
+            "tensor_type": torch.Tensor,
+            "is_neg": torch.Tensor.is_neg,
+            "false": False,
+            "increment_version": buffers.increment_version,
+            "settle": self._settle,
+            "touch": buffers.touch,
+            "abort": self._abort,
         }
-        for index, item in self._objects.items():
-            self.fields[index] = id(item)
-        self.fields[records.FastPath.describe] = dlpack.describer()
-        self.function = kernels.fast_path(name, self.fields.buffer_info()[0])
+        addresses = {name: id(item) for name, item in self._objects.items()}
+        self.record = records.FastPath.new().write(**addresses, describe=dlpack.describer())
+        self.function = kernels.fast_path(name, int(self.record))
 
     def invalidate(self) -> None:
         """Drop all cached calls; do not free the records, which another thread may use."""
-        self.fields[records.FastPath.first_call] = 0
+        self.record.write(first_call=0)
         known = dict(self._retired)
-        known.update((fields.buffer_info()[0], (call, fields)) for call, fields in self.cached_calls.values())
+        known.update((int(record), (call, record)) for call, record in self.cached_calls.values())
         entered = memory_layout.LockFields.entered
         self._retired = {address: item for address, item in known.items() if item[0].run_lock.fields[entered]}
         self.cached_calls.clear()
 
     def _cached_call_at(self, address: int) -> CachedCall:
-        for cached_call, fields in list(self.cached_calls.values()):
-            if fields.buffer_info()[0] == address:
+        for cached_call, record in list(self.cached_calls.values()):
+            if record == address:
                 return cached_call
         return self._retired[address][0]
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
         key, dtype, comm = name
-        fields = array("q", bytes(8 * records.CachedCallRecord.FIELDS))
-        fields[records.CachedCallRecord.following] = self.fields[records.FastPath.first_call]
-        fields[records.CachedCallRecord.key], fields[records.CachedCallRecord.comm] = id(key), id(comm)
-        fields[records.CachedCallRecord.dlpack_dtype] = 0 if dtype is None else dlpack.dtype_number(dtype)
-        fields[records.CachedCallRecord.call] = cached_call.record
-        fields[records.CachedCallRecord.call_log] = cached_call.call_log.log_fields.buffer_info()[0]
-        fields[records.CachedCallRecord.run_lock] = cached_call.run_lock.address
-        fields[records.CachedCallRecord.code], fields[records.CachedCallRecord.signed_code] = (
-            cached_call.code,
-            cached_call.signed_code,
+        record = records.CachedCallRecord.new().write(
+            following=self.record.first_call,
+            key=id(key),
+            comm=id(comm),
+            dlpack_dtype=0 if dtype is None else dlpack.dtype_number(dtype),
+            call=cached_call.record,
+            call_log=cached_call.call_log.address,
+            run_lock=cached_call.run_lock.address,
+            code=cached_call.code,
+            signed_code=cached_call.signed_code,
+            first_dim=_FIRST_DIMS.get(self.name, 0),
         )
-        fields[records.CachedCallRecord.first_dim] = _FIRST_DIMS.get(self.name, 0)
-        self.cached_calls[name] = cached_call, fields
-        self.fields[records.FastPath.first_call] = fields.buffer_info()[0]
+        self.cached_calls[name] = cached_call, record
+        self.record.first_call = record
 
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
         """Continue in Python a call that machine code has entered, and release its run lock."""

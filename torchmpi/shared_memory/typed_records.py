@@ -131,6 +131,13 @@ class Record(_Base, metaclass=RecordType):
         cells = array("q", bytes(cls.BYTES + 8 * extra))
         return cls(cells.buffer_info()[0], cells)
 
+    def write(self: R, **values: SupportsIndex) -> R:
+        """Write numbers, or addresses, to fields by name, and return the record."""
+        fields = type(self).fields
+        for name, value in values.items():
+            self.cells[fields[name].number] = operator.index(value)
+        return self
+
     @classmethod
     def cells_at(cls, address: int) -> Any:
         """Return the fields of a record at an address."""

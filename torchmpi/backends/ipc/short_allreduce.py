@@ -47,8 +47,8 @@ class ShortAllreduce:
         blocks = [first_block + rank * BLOCK_BYTES for rank in range(group.size)]
         self._blocks = np.array([blocks[other] for other in others], np.int64)
         self._waits = staging.operations(awaits=others)
-        self._record = np.zeros(records.GpuCall.FIELDS, np.int64)
-        self._address = int(self._record.ctypes.data)
+        self._record = records.GpuCall.new()
+        self._address = int(self._record)
         tensor, numel, number = (
             self._address + field * FIELD_BYTES
             for field in (records.GpuCall.tensor, records.GpuCall.numel, records.GpuCall.number)
@@ -60,24 +60,22 @@ class ShortAllreduce:
         ]
         self._sum = [area_kernels.Parameters(each, tensor, numel) for each in areas]
         operate, launch = staging.device.driver_functions()
-        values = {
-            records.GpuCall.stream_operations: operate,
-            records.GpuCall.launch_kernel: launch,
-            records.GpuCall.waits: self._waits.address,
-            records.GpuCall.num_waits: self._waits.count,
-            records.GpuCall.own_block: blocks[group.rank],
-            records.GpuCall.others: self._blocks.ctypes.data,
-            records.GpuCall.fill_kernel: kernels.fill,
-            records.GpuCall.add_kernel: kernels.add,
-            records.GpuCall.kernel_threads: area_kernels.NUM_THREADS,
-            records.GpuCall.most_blocks: kernels.most_blocks,
-            records.GpuCall.numel_of_block: kernels.numel_of_block,
-        }
+        self._record.write(
+            stream_operations=operate,
+            launch_kernel=launch,
+            waits=self._waits.address,
+            num_waits=self._waits.count,
+            own_block=blocks[group.rank],
+            others=self._blocks.ctypes.data,
+            fill_kernel=kernels.fill,
+            add_kernel=kernels.add,
+            kernel_threads=area_kernels.NUM_THREADS,
+            most_blocks=kernels.most_blocks,
+            numel_of_block=kernels.numel_of_block,
+        )
         for half in range(2):
-            values[records.GpuCall.fill_parameters + half] = self._fill[half].address
-            values[records.GpuCall.add_parameters + half] = self._sum[half].address
-        for field, value in values.items():
-            self._record[field] = value
+            self._record.fill_parameters[half] = self._fill[half].address
+            self._record.add_parameters[half] = self._sum[half].address
 
     def run(self, tensor: torch.Tensor) -> bool:
         """Enqueue an allreduce in place on the current stream; return False if the call must take the general path.
