@@ -11,7 +11,7 @@ import argparse
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -89,6 +89,45 @@ def num_levels(graph: Graph) -> int:
     return max(depth.values())
 
 
+NAMES = ("CollectiveName", "Operation", "NoAverage")
+"""The types in ``config.py`` whose values are names of collectives and of reduction operations."""
+FACTS = {"combine", "prepare", "finish", "flow", "compared", "kind"}
+"""Columns of the tables of facts: comparisons with their values are no comparisons with names."""
+
+
+def literals(package: Path, types: Iterable[str] = NAMES) -> set[str]:
+    """The strings in the definitions of types in ``config.py``."""
+    assignments = (node for node in ast.parse((package / "config.py").read_text()).body if isinstance(node, ast.Assign))
+    values = [node.value for node in assignments if {ast.unparse(target) for target in node.targets} & set(types)]
+    return {
+        node.value
+        for value in values
+        for node in ast.walk(value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    } - {"Literal"}
+
+
+def compared_names(text: str, names: set[str]) -> list[int]:
+    r"""The lines with a comparison with one of some names, or with a tuple, list or set that has one of them.
+
+    >>> compared_names('is_sum = op == "sum" or op in ("sum", "avg")\nis_max = spec.combine == "max"', {"sum", "max"})
+    [1, 1]
+    """
+
+    def strings(node: ast.expr) -> set[str]:
+        parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+        return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            is_fact = any(isinstance(each, ast.Attribute) and each.attr in FACTS for each in operands)
+            if not is_fact and any(strings(each) & names for each in operands):
+                found.append(node.lineno)
+    return sorted(found)
+
+
 KINDS = ("code", "docstring", "comment", "blank")
 
 
@@ -135,7 +174,11 @@ def main() -> None:
     stems = Counter(path.stem for path in modules.values() if path.stem != "__init__")
     text = "\n".join(path.read_text() for path in modules.values())
     folders = sum((package / name).is_dir() for name in entries)
+    names = literals(package)
     rows = {
+        "comparisons with names of collectives and operations": sum(
+            len(compared_names(path.read_text(), names)) for path in modules.values()
+        ),
         "entries of the package root": f"{len(entries)} ({len(entries) - folders} modules, {folders} packages)",
         "levels of imports between entries": num_levels(entries),
         "imports between entries": sum(map(len, entries.values())),
@@ -148,7 +191,7 @@ def main() -> None:
         "`group: Any`": len(re.findall(r"\bgroup: Any\b", text)),
     }
     for name, value in rows.items():
-        print(f"{name:40} {value}")
+        print(f"{name:53} {value}")
     print_sizes(package, checkout / "tests")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -11,10 +12,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
+sys.path.insert(0, str(PACKAGE.parent / "benchmarks"))
+from structure import compared_names, literals  # noqa: E402
 
 LEVELS = (
     ("_version", "collective_specs", "errors", "files", "log"),
     ("config", "other_names"),
+    ("argument_types",),
     ("tensors",),
     ("shared_memory", "timeline"),
     ("communicators",),
@@ -34,8 +38,8 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 KERNEL_MODULES = (
     "addresses", "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop",
     "movement",
-    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "noting_code",
-    "host_calls", "message_pieces", "gpu_calls", "compilation",
+    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages",
+    "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
@@ -163,6 +167,44 @@ def test_device_differences_are_confined():
     for module, path in MODULES.items():
         if entry_of(module) not in allowed:
             assert ".is_cuda" not in path.read_text(), module
+
+
+COMPARED_NAMES = {
+    "backends.hierarchical.host_collectives": (4, "one algorithm for each collective"),
+    "backends.hierarchical.steps": (5, "the pipeline of the steps of an allreduce, and of a reduce"),
+    "backends.ipc.staged_group": (1, "the kernels of an allreduce"),
+    "backends.nccl.recipes": (1, "the NaN of the two operations with an order"),
+    "backends.p2p": (1, "the allreduce that is compared by its messages"),
+    "backends.selection_table": (1, "which allreduce is compared by its messages"),
+    "backends.shm": (3, "the signatures of its kernels"),
+    "collectives.dispatch": (6, "the kernels of the fast path: those without a tensor, and of an allreduce"),
+    "collectives.prepared": (1, "the allreduce of tensor lists"),
+    "collectives.tuning.tuner": (1, "measures an allreduce first"),
+    "engine.early_stop": (2, "the mode of early stopping"),
+    "engine.measurement": (1, "the reduction of torch's losses"),
+    "engine.sgd_engine": (1, "the reduction of torch's losses"),
+    "session.affinity": (1, "the word for no limit in a file of the system"),
+    "shared_memory.fast_path": (1, "the barrier has no tensor"),
+    "shared_memory.kernels.simd_ir": (4, "the instructions of each step of an operation"),
+}
+"""How often a module compares with names of collectives or operations, outside the tables of facts, and what for.
+
+The numbers go down only: a property of a collective or operation belongs into its row.
+"""
+
+
+def test_collectives_and_operations_are_compared_by_their_facts():
+    names = literals(PACKAGE)
+    assert {"allreduce", "avg"} <= names
+    found = {module: len(compared_names(path.read_text(), names)) for module, path in MODULES.items()}
+    assert {module: number for module, number in found.items() if number} == {
+        module: number for module, (number, _) in COMPARED_NAMES.items()
+    }
+
+
+def test_a_comparison_with_a_name_is_found():
+    text = 'is_sum = op == "sum"\nis_max = spec.combine == "max"\nis_rooted = name in ("reduce", "gather")'
+    assert compared_names(text, {"sum", "max", "reduce"}) == [1, 3]
 
 
 OUTPUT_WITHOUT_LOGGER = {

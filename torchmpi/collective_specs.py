@@ -82,13 +82,17 @@ class CollectiveSpec:
         """Return whether a rank gets a result."""
         return is_root or self.flow != "all to root"
 
+    def writes(self, is_root: bool) -> bool:
+        """Return whether a rank's memory for the result is written; the root of a broadcast has it already."""
+        return self.receives(is_root) and not (is_root and self.in_place and self.flow == "root to all")
+
     def changes(self, is_root: bool) -> bool:
         """Return whether a rank's tensor is overwritten if `out` is not given.
 
         >>> [SPECS[name].changes(is_root=True) for name in ("allreduce", "broadcast", "reduce", "gather")]
         [True, False, True, False]
         """
-        return self.in_place and self.receives(is_root) and not (is_root and self.flow == "root to all")
+        return self.in_place and self.writes(is_root)
 
     def sources(self, rank: int, root: int, ranks: Sequence[int]) -> Sequence[int]:
         """Return the ranks, of all `ranks`, whose data a rank receives.

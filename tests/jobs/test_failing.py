@@ -8,7 +8,7 @@ import re
 import signal
 
 import pytest
-from conftest import IN_CALL
+from conftest import IN_CALL, is_open_mpi
 
 START = f"""{IN_CALL}
 import os, signal, sys, threading, time
@@ -218,6 +218,28 @@ mpi.allreduce(torch.ones(3))
     assert json.loads((tmp_path / "report.json").read_text())["status"] == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("inside_mpi", (False, True), ids=("in Python", "inside MPI"))
+def test_the_line_of_sigterm_names_a_killed_rank(failing, mpirun, inside_mpi):
+    """Regression: rank 0 said only that it received SIGTERM, which Open MPI's launcher sends after a rank has ended."""
+    if not is_open_mpi(mpirun[0]):
+        pytest.skip("MPICH's launcher sends SIGKILL to the other ranks")
+    code = f"""
+pid = mpi.broadcast_object(os.getpid(), 1)
+if rank == 0:
+    print("killed:", pid, flush=True)
+mpi.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+{"" if inside_mpi else f"time.sleep({LIMIT_SECONDS})"}
+mpi.allreduce(torch.ones(3), backend="mpi")
+"""
+    result = failing(code, n=2)
+    pid = re.search(r"killed: (\d+)", result.stdout)[1]
+    assert re.search(r"torchmpi: rank 0 received SIGTERM, which ends the job. It was at .*job.py:\d+", result.stderr)
+    line = rf"\nrank 1 \(process {pid}\) has ended without a message before, probably killed \(SIGKILL, out of memory\)"
+    assert re.search(line, result.stderr), result.output
+
+
 def test_an_interrupt_of_all_ranks_is_one_line(failing):
     """Ctrl-C, as MPICH passes it on; Open MPI sends SIGTERM instead."""
     code = """
@@ -397,14 +419,14 @@ def test_different_calls_are_named_on_all_ranks(mismatches, number):
 
 @any_mpi
 def test_a_caught_mismatch_does_not_leave_the_others_waiting(failing):
-    """With the backend `mpi`; in shared memory every rank gets the error (test_shared_memory.py)."""
+    """With the backend `mpi` and a root that waits; otherwise every rank gets the error (test_host_mismatches.py)."""
     code = """
 try:
     if rank == 1:
         time.sleep(1)
         mpi.barrier()
     else:
-        mpi.allreduce(torch.ones(3))
+        mpi.gather(torch.ones(3))
 except mpi.TorchMPIError:
     time.sleep(60)
 """

@@ -1,4 +1,4 @@
-"""synchronize_parameters and synchronize_gradients."""
+"""After synchronize_parameters() and synchronize_gradients(), all ranks have the same tensors: copies or averages."""
 
 from __future__ import annotations
 

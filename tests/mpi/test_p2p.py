@@ -10,9 +10,8 @@ from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import config, errors
-from torchmpi.backends import round_messages, schedule
+from torchmpi.backends import p2p, round_messages, schedule
 from torchmpi.backends.mpi_messages import can_call_from_kernels
-from torchmpi.backends.p2p_backend import P2PBackend
 from torchmpi.session import runtime
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -27,7 +26,7 @@ SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
     """Bind the operation directly, with chunks so small that short vectors use the algorithms for long ones."""
-    operation = P2PBackend(settings).bind(runtime.current().world, collective, dtype, op)
+    operation = p2p.prepare(settings, runtime.current().world, collective, dtype, op)
     return getattr(operation, "longer", operation)  # without the comparison, where each rank has a host of its own
 
 

@@ -40,7 +40,13 @@ SCENARIOS = {
     "reduce of four chunks": Scenario(2, (allreduce(7, root=1),)),
     "broadcast of more chunks than slots": Scenario(2, (broadcast(9), broadcast(3, 1))),
     "movement in chunks": Scenario(3, (broadcast(4, 2), *MOVEMENT, broadcast(4, 1))),
+    "reduce_scatter in chunks, twice": Scenario(3, (Call("reduce_scatter", 6),) * 2),
     "all kinds of calls": Scenario(2, (broadcast(3), allreduce(4), *MOVEMENT, BARRIER, allreduce(2))),
+}
+WITH_STRONG_MEMORY = {  # Python's stores have no order on processors with weak memory
+    "an entry of the ring is used again after calls of MPI": Scenario(
+        2, (allreduce(2), *(Call("mpi"),) * 3, allreduce(2), allreduce(2)), 2, FIELD, constants=SHORT_RING
+    ),
 }
 FAILING = {
     "barrier that times out": Scenario(2, (BARRIER,) * 3, expires=((0, 1),)),
@@ -143,6 +149,18 @@ FAULTS = {
         ("chunk_loop", "wait_all(group, Block.reduced, base + num_rounds - 1) if num_rounds > 1 else 0", "0"),
         "movement in chunks",
     ),
+    "a reduce_scatter ends before the others have read": (
+        ("movement", "wait_all(group, Block.reduced, base + num_rounds - 1) if num_rounds > 1 else 0", "0"),
+        "reduce_scatter in chunks, twice",
+    ),
+    "an entry of the ring is written while others read it": (
+        (
+            "arrival",
+            "wait_all(group, Block.entered, seq - _RING_REUSE) if seq > group.free_until else 0",
+            "0",
+        ),
+        "an entry of the ring is used again after calls of MPI",
+    ),
     "a rank does not wait for the others": (
         ("arrival", "status = wait(group, theirs.sequence, seq)", "status = 0"),
         "allreduce in the payload",
@@ -193,7 +211,15 @@ def test_a_fault_is_found(name):
     """Also with strong memory, so with weak memory as well."""
     fault, scenario = FAULTS[name]
     with pytest.raises(Failure):
-        Explorer({**SCENARIOS, **FAILING}[scenario], is_tso=True, faults=[fault]).run()
+        Explorer({**SCENARIOS, **WITH_STRONG_MEMORY, **FAILING}[scenario], is_tso=True, faults=[fault]).run()
+
+
+def test_ranks_that_poll_for_ever_are_found():
+    scenario = Scenario(2, (allreduce(4),), polls=True)
+    fault, _ = FAULTS["a rank waits for a chunk that nobody makes"]
+    with pytest.raises(Failure, match="the ranks wait for each other"):
+        Explorer(scenario, is_tso=True, faults=[fault]).run()
+    Explorer(scenario, is_tso=True).run()
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import get_args
 
+import mpi4py
 import pytest
+import torch
 
 from torchmpi import config
 from torchmpi.backends.base import collectives_of
@@ -56,12 +59,18 @@ def test_facts_of_operations():
     assert having("complex") == ["sum", "avg", "prod"]
     assert having("integer") == ["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
     assert having("bool") == ["min", "max", "band", "bor", "bxor", "land", "lor"]
+    assert [name for name, spec in OPERATIONS.items() if spec.prepare][:2] == ["land", "lor"]
+    assert [name for name, spec in OPERATIONS.items() if spec.finish][:1] == ["avg"]
+    assert [name for name, spec in OPERATIONS.items() if not spec.is_exact][:3] == ["sum", "avg", "prod"]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
 def test_rows_make_sense(spec):
     assert spec.tensors or not (spec.reduces or spec.divides or spec.gathers)
-    assert not spec.form_of or spec.form_of in COLLECTIVES
+    assert bool(spec.form_of) == (spec.kind == "form")
+    if spec.form_of:
+        same = {"name": spec.name, "kind": spec.kind, "form_of": spec.form_of, "torch_name": ""}
+        assert dataclasses.replace(SPECS[spec.form_of], **same) == spec
     assert not (spec.changes(is_root=True) or spec.changes(is_root=False)) or spec.in_place
     assert spec.compared != "rows" or not spec.in_place
     assert spec.only_root_passes != spec.passes(is_root=False) or not spec.tensors
@@ -84,6 +93,38 @@ def test_facts_of_the_collectives_of_mpi():
     assert [name for name in known if not SPECS[name].receives(is_root=False)] == ["reduce", "gather"]
     assert [name for name in known if name in SAME_SHAPE] == ["allreduce", "reduce", "broadcast", "reduce_scatter"]
     assert [name for name in known if SPECS[name].compared == "nothing"] == ["barrier", "scatter"]
+    assert [name for name in known if not SPECS[name].tensors] == ["barrier"]
+    assert [name for name in CODES[:20] if SPECS[name].flow == "none"] == ["stop", "free"]
+    assert [spec.name for spec in SPECS.values() if spec.kind == "message"] == ["sendreceive", "send", "recv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("allreduce", (0, 1, 2)),
+        ("broadcast", (2,)),
+        ("scatter", (2,)),
+        ("reduce", ()),
+        ("gather", ()),
+        ("sendreceive", (0,)),
+        ("send", ()),
+        ("recv", ()),
+    ],
+)
+def test_whose_data_a_rank_receives(name, expected):
+    assert tuple(SPECS[name].sources(1, 2, (0, 1, 2))) == expected
+    if SPECS[name].is_rooted:
+        assert tuple(SPECS[name].sources(2, 2, (0, 1, 2))) == (expected or (0, 1, 2))
+
+
+def test_other_libraries_have_the_names():
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    for name in (*COLLECTIVES, "sendreceive"):
+        assert hasattr(MPI.Comm, SPECS[name].name_in_mpi), name
+    for name in CODES[:9]:
+        assert hasattr(torch.distributed, SPECS[name].name_in_torch), name
 
 
 def test_names_of_records_that_are_no_rows_have_tensors_of_no_kind():

@@ -25,6 +25,7 @@ from ..tensors.operation_specs import OperationSpec, form
 from ..tensors.writable import is_writable
 from . import ordered_reduction
 from .base import Operation, collectives_of
+from .comparing import compared
 from .mpi_messages import (
     Range,
     broadcast_header,
@@ -37,6 +38,7 @@ from .mpi_messages import (
 )
 from .ordered_reduction import RangeReduction
 from .rank_order import combiner, divide
+from .shm import SharedMemoryBackend
 
 _TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
@@ -49,11 +51,19 @@ class MPIBackend:
 
     name = "mpi"
     device_types = ("cpu", "cuda")
-    announces = False
+    announces = True
     enqueues = False
 
-    def __init__(self, config: Config, *, is_cuda_aware: bool = False, problem: str = "") -> None:
-        self.config, self.is_cuda_aware, self.problem = config, is_cuda_aware, problem
+    def __init__(
+        self,
+        config: Config,
+        *,
+        is_cuda_aware: bool = False,
+        problem: str = "",
+        shared: SharedMemoryBackend | None = None,
+    ) -> None:
+        """Create the backend; `shared`: in whose memory the ranks of a host compare their calls."""
+        self.config, self.is_cuda_aware, self.problem, self.shared = config, is_cuda_aware, problem, shared
 
     @cached_property
     def collectives(self) -> frozenset[str]:
@@ -72,6 +82,9 @@ class MPIBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
+        return compared(self._bind(group, collective, dtype, op), group, collective, self.shared)
+
+    def _bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         if not SPECS[collective].reduces:
             operation: Operation = getattr(MPIMovement(group, self.config.message_bytes), collective)
             return operation

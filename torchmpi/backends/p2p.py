@@ -55,7 +55,8 @@ def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | 
     """Prepare a collective on a group."""
     if not SPECS[collective].reduces:
         movement = P2PMovement(group, config.message_bytes)
-        return movement.broadcast if collective == "broadcast" else movement.allgather
+        operation: Operation = getattr(movement, collective)
+        return operation
     assert dtype is not None and op is not None
     operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
     if collective == "allreduce" and isinstance(group.comparison, NumberExchange):

@@ -10,6 +10,8 @@ from ..collective_specs import SPECS
 from ..communicators.group import Group
 from ..config import Config
 from .base import Operation
+from .comparing import compared
+from .shm import SharedMemoryBackend
 
 
 class P2PBackend:
@@ -18,11 +20,12 @@ class P2PBackend:
     name = "p2p"
     device_types = ("cpu", "cuda")
     collectives = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
-    announces = False
+    announces = True
     enqueues = False
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, shared: SharedMemoryBackend | None = None) -> None:
+        """Create the backend; `shared`: in whose memory the ranks of a host compare their calls."""
+        self.config, self.shared = config, shared
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""
@@ -38,4 +41,4 @@ class P2PBackend:
         """Prepare a collective on a group."""
         from .p2p import prepare
 
-        return prepare(self.config, group, collective, dtype, op)
+        return compared(prepare(self.config, group, collective, dtype, op), group, collective, self.shared)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _version
 from ..errors import TorchMPIError
@@ -16,12 +16,6 @@ from ..files import printable
 from ..log import log_fatal
 from .bench import options as bench_options
 
-_MODULES = {
-    "run": ".run", "info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command",
-    "timeline": ".trace_commands", "dump": ".flight_commands", "analyze": ".flight_commands",
-}  # fmt: skip
-_OF_FILES = ("timeline", "dump", "analyze")
-"""Commands of one process, whose files may not be readable or writable."""
 _ALL = "Start programs; report on, check and benchmark torchmpi, its MPI library and this machine."
 _RUN = """Start a program on several ranks with the mpirun of the MPI library that this Python loads, and with the
 options it needs: Open MPI refuses root without --allow-run-as-root, and more ranks than cores without --oversubscribe.
@@ -48,26 +42,27 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser(program).parse_args(bench_options.with_default_command(given))
-    run: Callable[[argparse.Namespace], int] = importlib.import_module(_MODULES[options.command], __package__).run
+    command = COMMANDS[options.command]
+    run: Callable[[argparse.Namespace], int] = importlib.import_module(command.module, __package__).run
     try:
         return run(options)
     except TorchMPIError as error:
-        log_fatal(f"{program} {options.command}: {_shown(error, options.command)}")
+        log_fatal(f"{program} {options.command}: {_shown(error, command)}")
         return 1
     except BrokenPipeError:  # as in `torchmpi info | head`: avoid a second error when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if options.command not in _OF_FILES:
+        if not command.reads_files:
             raise
-        log_fatal(f"{program} {options.command}: {_shown(error, options.command)}")
+        log_fatal(f"{program} {options.command}: {_shown(error, command)}")
         return 1
 
 
-def _shown(error: Exception, command: str) -> str:
+def _shown(error: Exception, command: Command) -> str:
     """Return the text of an error; names of files and texts in them cannot control the terminal."""
     lines = str(error).split("\n")
-    return "\n".join(map(printable, lines) if command in _OF_FILES else lines)
+    return "\n".join(map(printable, lines) if command.reads_files else lines)
 
 
 class _ShowVersion(argparse.Action):
@@ -83,35 +78,46 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=_ALL)
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and the commit, and end")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_run(commands)
+    for command in COMMANDS.values():
+        command.add_to(commands)
+    return parser
+
+
+def _add_info(commands: Any) -> None:
     summary = "versions, MPI library, ranks, cores, devices, backends and settings"
     info = commands.add_parser("info", help=summary, description=_INFO)
+    info.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="check for common problems, and print remedies", description=_DOCTOR)
-    for command in (info, doctor):
-        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
     doctor.add_argument(
         "--timeout", type=bench_options.seconds, default=60.0, metavar="SECONDS",
         help="time limit of the trial, or of the test in a job (default: %(default)g)",
     )  # fmt: skip
-    bench_options.add_to(commands)
-    _add_timeline(commands)
-    _add_flight_record(commands)
-    return parser
 
 
-def _add_flight_record(commands: Any) -> None:
+def _add_dump(commands: Any) -> None:
     summary = "save the last calls of the ranks of a running job, and compare them"
     dump = commands.add_parser("dump", help=summary, description=f"{summary.capitalize()}. The ranks may be stopped.")
     dump.add_argument("process", type=bench_options.count, help="process of a rank, or of the launcher of all of them")
     dump.add_argument("--out", dest="folder", type=Path, metavar="DIR", help="default: torchmpi-dump-PROCESS")
+    _add_forms_of_records(dump)
+
+
+def _add_analyze(commands: Any) -> None:
     summary = "compare the last calls of all ranks: where they part"
     analyze = commands.add_parser("analyze", help=summary, description=f"{summary.capitalize()}.")
     analyze.add_argument("folder", type=Path, help="folder of `torchmpi dump`, or of TORCHMPI_FLIGHT_RECORD")
-    for command in (dump, analyze):
-        command.add_argument("--json", action="store_true", help="print findings and calls as JSON")
-        command.add_argument(
-            "--torch", type=Path, metavar="DIR", help="also write the records for torch's reader, torchfrtrace"
-        )
+    _add_forms_of_records(analyze)
+
+
+def _add_forms_of_records(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print findings and calls as JSON")
+    command.add_argument(
+        "--torch", type=Path, metavar="DIR", help="also write the records for torch's reader, torchfrtrace"
+    )
 
 
 def _add_timeline(commands: Any) -> None:
@@ -168,3 +174,24 @@ def _add_run(commands: Any) -> None:
     option("-m", dest="is_module", action="store_true", help="the program is a module, as in `python -m`")
     option("program", help="a Python file (*.py), which this Python runs; with -m a module; otherwise any program")
     option("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+
+
+class Command(NamedTuple):
+    """A command: the module with its function `run`, and the function that adds its parser to the others."""
+
+    module: str
+    add_to: Callable[[Any], None]
+    reads_files: bool = False
+    """Whether it is a command of one process, whose files may not be readable or writable."""
+
+
+COMMANDS = {
+    "run": Command(".run", _add_run),
+    "info": Command(".info", _add_info),
+    "doctor": Command(".doctor.diagnosis", _add_doctor),
+    "bench": Command(".bench.command", bench_options.add_to),
+    "timeline": Command(".trace_commands", _add_timeline, reads_files=True),
+    "dump": Command(".flight_commands", _add_dump, reads_files=True),
+    "analyze": Command(".flight_commands", _add_analyze, reads_files=True),
+}
+"""All commands, in the order of the help."""

@@ -101,9 +101,8 @@ class StagedOperation:
         """Run the collective."""
         is_root = self._group.rank == root
         receives = self._spec.receives(is_root)
-        # The root of a broadcast only sends, and the others only receive.
         reads = self._spec.flow != "root to all" or is_root
-        writes = receives and (out is not None or self._spec.changes(is_root))
+        writes = receives and (out is not None or self._spec.writes(is_root))
         source = buffers.plain(tensor, to_host=False)
         wanted = tensor if out is None else out
         target = source

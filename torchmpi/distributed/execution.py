@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..collective_specs import spec_of
 from ..collectives import dispatch
 from ..collectives.prepared import PreparedPlan
 from ..communicators.handle import Handle
@@ -57,7 +58,7 @@ class GroupExecution(GroupProperties):
         root: int = -1,
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
-        if root < 0 or collective == "scatter" or (collective == "broadcast") != (root == self._group.rank):
+        if root < 0 or spec_of(collective).writes(root == self._group.rank):
             for each in outputs:
                 seen = writable.known.get(id(each))
                 if seen is None or seen() is not each:  # as in is_writable(), without calls for a repeated tensor

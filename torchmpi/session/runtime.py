@@ -105,6 +105,7 @@ class Runtime:
         own = ranks[self.world.rank].place
         neighbors = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
         processes = {rank: info.process for rank, info in neighbors.items()}
+        self.failures.watch({rank: probe.process for rank, probe in processes.items()})
         self.selector = Selector(self._backends(processes), self.world, self.config)
         self.context.make_comparison = self._comparison
         masks = {rank: info.cores for rank, info in enumerate(ranks) if info.place.machine == own.machine}
@@ -235,9 +236,10 @@ class Runtime:
                 self.config,
                 is_cuda_aware=mpi_library.is_cuda_aware(),
                 problem=mpi_library.why_no_collectives(self.MPI),
+                shared=shared,
             ),
             "shm": shared,
-            "p2p": P2PBackend(self.config),
+            "p2p": P2PBackend(self.config, shared),
             "hierarchical": HierarchicalBackend(self.config, lambda *step: self.selector.bind(*step)),
             "nccl": nccl,
             "ipc": IpcBackend(self.config, self.devices, self._why_no_ipc()),

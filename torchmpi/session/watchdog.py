@@ -76,35 +76,21 @@ class Watchdog(threading.Thread):
         """For each group, the call and the duration of its wait at which deadlocks are searched next."""
         self._search_from = 0.0
         """When deadlocks between hosts may be searched next."""
+        self._launcher = 0
+        self.checks: list[Callable[[], object]] = [
+            self._check_launcher,
+            self._take_requests,
+            self._check_groups,
+            self._check_hosts,
+        ]
+        """What the thread calls in each period, in this order; a check of another module is added at the end."""
 
     def run(self) -> None:
-        """Check all groups periodically until :meth:`stop`."""
-        launcher = mpi_library.parent_launcher()
+        """Make all checks periodically until :meth:`stop`."""
+        self._launcher = mpi_library.parent_launcher()
         while not self._stopped.wait(self.config.watchdog_period_seconds):
-            if launcher not in (0, os.getppid()):  # only MPICH's ends the ranks when it is killed
-                self.end_job(f"{self._world.where}: the launcher (process {launcher}) has ended. That ends the job.", 1)
-            if (record := self.context.flight_record) is not None:
-                record.note_ticks()
-                if (request := record.take_request()) and self.heartbeat is not None:
-                    self.heartbeat.ask_for_records(request)
-            if self._stack_requests.take():
-                logger.warning(self._state_and_stacks())
-            limit = time.monotonic() - _REFUSAL_GRACE_SECONDS / 2  # two checks before deadlocks are searched
-            groups = list(self.context.groups)
-            since = [self._since[group][1] for group in groups if group in self._since]  # freed groups are left out
-            self._waiting_ranks.observe(is_late=any(each <= limit for each in since))
-            calling = [group for group in groups if group.call_log.current is not None]
-            self._steps = {part for group in calling for part in (group.local, group.across) if part is not None}
-            for group in groups:
-                try:
-                    self._answer(group)
-                    self._check_group(group)
-                    for (_, peer), call_queue in list(group.peer_queues.items()):
-                        self._check_queue(group, call_queue, group.world_ranks[peer])
-                except (ValueError, KeyError):
-                    continue  # the group was freed meanwhile, and its status board is unmapped
-            if self.heartbeat is not None and self.heartbeat.is_stalled and time.monotonic() >= self._search_from:
-                self._search_on_all_hosts(self.heartbeat)
+            for check in self.checks:
+                check()
 
     def stop(self) -> None:
         """End the thread."""
@@ -115,6 +101,40 @@ class Watchdog(threading.Thread):
         self._since.clear()
 
     # --- checks
+
+    def _check_launcher(self) -> None:
+        if self._launcher not in (0, os.getppid()):  # only MPICH's ends the ranks when it is killed
+            message = f"the launcher (process {self._launcher}) has ended. That ends the job."
+            self.end_job(f"{self._world.where}: {message}", 1)
+
+    def _take_requests(self) -> None:
+        """Do what other processes have asked for: save the last calls, print the stacks."""
+        if (record := self.context.flight_record) is not None:
+            record.note_ticks()
+            if (request := record.take_request()) and self.heartbeat is not None:
+                self.heartbeat.ask_for_records(request)
+        if self._stack_requests.take():
+            logger.warning(self._state_and_stacks())
+
+    def _check_groups(self) -> None:
+        limit = time.monotonic() - _REFUSAL_GRACE_SECONDS / 2  # two checks before deadlocks are searched
+        groups = list(self.context.groups)
+        since = [self._since[group][1] for group in groups if group in self._since]  # freed groups are left out
+        self._waiting_ranks.observe(is_late=any(each <= limit for each in since))
+        calling = [group for group in groups if group.call_log.current is not None]
+        self._steps = {part for group in calling for part in (group.local, group.across) if part is not None}
+        for group in groups:
+            try:
+                self._answer(group)
+                self._check_group(group)
+                for (_, peer), call_queue in list(group.peer_queues.items()):
+                    self._check_queue(group, call_queue, group.world_ranks[peer])
+            except (ValueError, KeyError):
+                continue  # the group was freed meanwhile, and its status board is unmapped
+
+    def _check_hosts(self) -> None:
+        if self.heartbeat is not None and self.heartbeat.is_stalled and time.monotonic() >= self._search_from:
+            self._search_on_all_hosts(self.heartbeat)
 
     def _check_group(self, group: Group) -> None:
         """Report, expire or abort the current call of a group if it waits too long."""

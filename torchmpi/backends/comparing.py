@@ -1,0 +1,31 @@
+"""The comparison of the calls of backends that would otherwise notice a different call on some ranks only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..collective_specs import SPECS
+from ..communicators.group import Group
+from .base import Operation, announced, refusal
+from .shm import SharedMemoryBackend
+
+
+def compared(operation: Operation, group: Group, collective: str, shared: SharedMemoryBackend | None) -> Operation:
+    """Return an operation that publishes the current call first, and in shared memory compares it among all ranks.
+
+    MPI raises on the ranks alone that receive too much: the others return, or wait for those that have raised. Calls in
+    which a rank does not wait for all others are published only. In a strict group, where a message compares, the
+    operation is returned as it is.
+    """
+    if group.is_strict:
+        return operation
+    waits_for_all = SPECS[collective].flow == "all to all"
+    if not waits_for_all or group.log_board is None or shared is None or refusal(shared, collective, "cpu", group):
+        return announced(group, operation)
+    compare = shared.comparison(group)
+
+    def run(source: Any, destination: Any, root: int) -> Any:
+        compare()
+        return operation(source, destination, root)
+
+    return run
