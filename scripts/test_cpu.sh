@@ -376,6 +376,11 @@ else
 fi
 # shellcheck disable=SC2086 # a list of words
 wait_for_environments $mpis
+if [ $quick = no ] && [ "$first" != system ]; then
+    use_environment "$first"
+    begin hosts "$checkout/scripts/test_hosts.sh" --faults --mpi "$first" ${pytest_options[@]+"${pytest_options[@]}"}
+    beside+=" hosts"
+fi
 for ranks in $sizes; do
     # Beside those on more ranks, most of which are ranks of Open MPI that sleep while they wait; not beside those on two, which
     # need the memory for tensors of gigabytes.
@@ -401,8 +406,6 @@ if [ $quick = no ]; then
         share_of_jobs "$name"
         pytest_suite "$name-jobs" tests/jobs ${only[@]+"${only[@]}"}
     done
-    use_environment "$first"
-    begin hosts "$checkout/scripts/test_hosts.sh" --faults --mpi "$first" ${pytest_options[@]+"${pytest_options[@]}"}
 fi
 finish
 

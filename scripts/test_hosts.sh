@@ -117,8 +117,9 @@ for name in $mpis; do
     began=$SECONDS status=0 selected=(${pytest_options[@]+"${pytest_options[@]}"})
     # torchrun uses no MPI: once.
     [ "$name" = "${mpis%% *}" ] || [ ${#selected[@]} != 0 ] || selected=(-k "not torchrun")
-    timeout --foreground -k 10 900 python -m pytest -p no:cacheprovider --color=no -q --durations=5 tests/hosts \
-        ${selected[@]+"${selected[@]}"} >"$logs/$name-faults.log" 2>&1 </dev/null || status=$?
+    # These wait for most of the time. Shown too, as test_cpu.sh ends what prints nothing.
+    timeout --foreground -k 10 1800 python -m pytest -p no:cacheprovider --color=no -q --durations=10 tests/hosts \
+        ${selected[@]+"${selected[@]}"} 2>&1 </dev/null | tee "$logs/$name-faults.log" || status=$?
     record "$name-faults" $((SECONDS - began)) "$status"
 done
 
