@@ -125,6 +125,7 @@ def test_other_libraries_have_the_names():
 
     for name in (*COLLECTIVES, "sendreceive"):
         assert hasattr(MPI.Intracomm, SPECS[name].name_in_mpi), name
+    assert SPECS["reduce_scatter"].name_in_mpi == "Reduce_scatter_block"  # the other one takes counts
     for name in CODES[:9]:
         assert hasattr(torch.distributed, SPECS[name].name_in_torch), name
 
