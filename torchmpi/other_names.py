@@ -255,11 +255,15 @@ def refuses_keywords(function: _Function) -> _Function:
     return function
 
 
-def unknown_keyword(function: Callable[..., Any], unknown: Mapping[str, Any]) -> KeywordError:
-    """Return the error for keywords that a function does not have."""
-    parameters = inspect.signature(function).parameters
+def unknown_keyword(
+    function: Callable[..., Any], unknown: Mapping[str, Any], *, shown: str = "", is_collective: bool = True
+) -> KeywordError:
+    """Return the error for keywords that a function does not have; `shown`: its name in the message."""
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
     name, keyword = function.__name__, next(iter(unknown))
     replacement = KEYWORDS.get(keyword)
+    if not is_collective and not (replacement == _COMM and "comm" in parameters):
+        replacement = None
     if replacement == _ROOT and "root" not in parameters:
         replacement = " or ".join(f"{each}=" for each in ("src", "dst") if each in parameters) or None
     elif (replacement in (_OPERATION, KEYWORDS["average"]) and "op" not in parameters) or (
@@ -276,7 +280,8 @@ def unknown_keyword(function: Callable[..., Any], unknown: Mapping[str, Any]) ->
         remedy = f"Its parameters are: {', '.join(parameters)}."
     else:
         remedy = replacement if replacement.startswith("Omit") else f"Use {replacement}."
-    return KeywordError(f"mpi.{name}() has no parameter {keyword!r}. {remedy.format(function=f'mpi.{name}')}")
+    shown = shown or f"mpi.{name}"
+    return KeywordError(f"{shown}() has no parameter {keyword!r}. {remedy.format(function=shown)}")
 
 
 def operation(op: Any) -> Any:

@@ -15,7 +15,8 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 from torchmpi.backends.shm import SharedCalls, SharedGroup
-from torchmpi.communicators.call_log import CallLog
+from torchmpi.communicators import call_log
+from torchmpi.communicators.call_log import ON_DEVICE, CallLog
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import kernels, memory_layout, typed_records
 from torchmpi.shared_memory.kernels import records
@@ -382,6 +383,13 @@ class _Log(CallLog):
     def _describe_call_of(self, other: int, seq: int) -> str:
         return ""
 
+    def _waited_until(self, end: int) -> int:
+        return 0  # times are no part of the model
+
+    def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
+        """Wait in one step, instead of polling."""
+        now_running.ask("wait", now_running.others(memory_layout.Block.entered), seq - call_log.RING_LENGTH + 1)
+
 
 class Calls:
     """The calls of a rank, made by :class:`SharedCalls` with the kernels of the model."""
@@ -403,7 +411,17 @@ class Calls:
         self.calls._lock_fields = [0, 0, 0]  # type: ignore[assignment]
 
     def run(self, code: int, shape: tuple[int, ...], kernel: str, arguments: tuple[int, ...], breaks: bool) -> str:
-        """Make a call as `Group.perform` and `SharedOperation` do: return "ok" or the name of its error."""
+        """Make a call as `Group.perform` and `SharedOperation` do: return "ok" or the name of its error.
+
+        The kernel "mpi" stands for none: a call of a backend in which no rank waits for another one, as in a broadcast
+        of MPI at its root.
+        """
+        if kernel == "mpi":
+            self.log.enter(code | ON_DEVICE, shape)  # without the time of its arrival
+            self.log.announce()
+            self.log.leave()
+            return "ok"
+        self.log.free = sys.maxsize  # of calls of kernels, machine code waits for the entry
         self.log.enter(code, shape)
         try:
             try:

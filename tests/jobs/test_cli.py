@@ -42,6 +42,7 @@ def checks_of(result: Result) -> dict[str, dict[str, str]]:
 # --- run
 
 
+@pytest.mark.quick
 def test_run_starts_more_ranks_than_cores_also_as_root(alone, tmp_path):
     """Nothing in the environment allows root, or more ranks than cores."""
     (tmp_path / "train.py").write_text(
@@ -291,6 +292,7 @@ def test_info_alone(alone):
     assert max(map(len, result.stdout.splitlines())) <= 110
 
 
+@pytest.mark.quick
 def test_info_in_a_job(job):
     code = """
         import os, sys

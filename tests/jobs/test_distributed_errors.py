@@ -79,6 +79,7 @@ for _ in range(10000):
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(failing):
     """torch installs an exception hook at each init; the other ranks would wait for half an hour."""
     code = """

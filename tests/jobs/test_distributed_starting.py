@@ -32,6 +32,7 @@ def said(result, text: str, times: int) -> None:
     assert result.returncode == 0 and result.stdout.count(text) == times, result.output
 
 
+@pytest.mark.quick
 def test_a_script_without_torchmpi(job):
     """One changed line, no environment variables, no explicit end; the output has no warnings or errors."""
     code = """
@@ -384,6 +385,7 @@ print("torch works:", torch.ones(2).sum().item())
     assert "torchmpi cannot be used as a torch.distributed backend here" in result.stderr, result.stderr
 
 
+@pytest.mark.quick
 @any_mpi
 @pytest.mark.skipif(
     importlib.util.find_spec("torchmpi.session.launcherless") is None,

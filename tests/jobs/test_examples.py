@@ -60,6 +60,7 @@ SAME_CURVE = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("name", "n"), SAME_CURVE)
 def test_same_curve_on_any_number_of_ranks(example, name, n):
     reference, record = example("mnist_sequential", 1, *SYNCHRONOUS), example(name, n, *SYNCHRONOUS)

@@ -36,6 +36,7 @@ def analysis(alone):
     return run
 
 
+@pytest.mark.quick
 def test_killed_ranks_leave_their_last_calls(job, alone, analysis, tmp_path):
     """The record of a rank that was killed by SIGKILL, and of those that its end has ended.
 

@@ -169,11 +169,11 @@ except errors.MismatchError:
 
 
 PLANTED = {
-    "counters": ("fields[records.GroupRecord.chunks] -= 3", 40_000, "counters READY and REDUCED ascend"),
+    "counters": ("fields[records.GroupRecord.chunks] -= 3", 40_000, "the counters ready and reduced ascend"),
     "slots": ("fields[records.GroupRecord.slots] += 1 << 40", 40_000, "slots within the shared segment"),
     "sequence": ("fields[records.GroupRecord.current_seq] += 10", 1, "sequence numbers ascend"),
-    "another rank": ("if rank == 0: board[memory_layout.Block.reduced] += 3", 1, "REDUCED of a rank is at most two"),
-    "first chunk": ("if rank == 0: board[memory_layout.Block.ready] += 3", 1, "READY of a rank is at most two"),
+    "another rank": ("if rank == 0: board[memory_layout.Block.reduced] += 3", 1, "reduced of a rank is at most two"),
+    "first chunk": ("if rank == 0: board[memory_layout.Block.ready] += 3", 1, "ready of a rank is at most two"),
 }
 
 

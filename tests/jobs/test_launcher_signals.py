@@ -44,6 +44,7 @@ LINES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("starter", "line"), (("mpirun", LINES["sleeping"]), ("torchmpi run", LINES["inside MPI"])), ids=LINES
 )

@@ -131,6 +131,7 @@ def check_program(ranks: list[Ended], num_hosts: int) -> str:
     return reports[0][3]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("n", (1, 3))
 def test_program(begin, n):
     check_program(begin(n, PROGRAM).end(), 1)
@@ -161,6 +162,7 @@ CALLS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
     job = begin(3, f"""

@@ -29,6 +29,7 @@ def environment(slot_bytes: str) -> dict[str, str]:
     return {"TORCHMPI_SLOT_BYTES": slot_bytes} if slot_bytes else {}
 
 
+@pytest.mark.quick
 @TRANSPORTS
 def test_a_rank_that_is_killed_in_a_rule_ends_the_job(job, tmp_path, slot_bytes):
     """The rank holds the lock of a chunk; no other rank gets values with a part of its update."""

@@ -165,6 +165,7 @@ mpi.stop()
 # --- leftovers
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("files", "n"), (("anonymous", 2), pytest.param("in /dev/shm", 3, marks=any_mpi)))
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(job, tmp_path, files, n):
     before = left_over()
@@ -240,6 +241,7 @@ print(f"held {held if longest < 1 else 0}", flush=True)  # stacks are read in ca
     assert result.returncode == 0 and result.stdout.count("held 0\n") == 2, result.output
 
 
+@pytest.mark.quick
 @any_mpi
 def test_more_ranks_than_cores_finish(job):
     code = """

@@ -80,6 +80,7 @@ print(sorted({name.split(".")[0] for name in set(sys.modules) - before} - {"torc
     assert loaded <= sys.stdlib_module_names and "sysconfig" not in loaded, loaded
 
 
+@pytest.mark.quick
 def test_without_a_launcher():
     """One rank; the variables of another library's launcher are refused, as each process would train its own model."""
     # The MPI library must not see these variables, which could be those of its own launcher.
@@ -109,6 +110,7 @@ for name, number in numbers.items():
     assert result.stderr.count("torchmpi 0.") == 1 and "1 rank on 1 host" in result.stderr, result.stderr
 
 
+@pytest.mark.quick
 def test_a_running_mpi_is_adopted_and_left_running(job):
     code = """
 from mpi4py import MPI
@@ -124,6 +126,7 @@ print(total, MPI.Is_finalized(), MPI.COMM_WORLD.allreduce(1), flush=True)
     assert "torchmpi" not in result.stderr, result.output
 
 
+@pytest.mark.quick
 def test_mpi_is_finalized_when_the_interpreter_exits(job):
     code = """
 import atexit
@@ -140,6 +143,7 @@ print("stopped", MPI.Is_finalized(), flush=True)
     assert result.stderr.count("torchmpi 0.") == 1 and "2 ranks on 1 host" in result.stderr, result.output
 
 
+@pytest.mark.quick
 @any_mpi
 def test_a_missing_library_is_explained():
     result = alone("import torchmpi as mpi\nmpi.start()", MPI4PY_LIBMPI="/nonexistent/libmpi.so")

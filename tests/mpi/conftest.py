@@ -50,15 +50,20 @@ def marks_of_file(path: Path) -> str:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files of which scripts/test_cpu.sh selects no test, which takes seconds on each rank."""
-    selected = re.fullmatch(r"(not any_mpi and )?n(\d)", config.option.markexpr)
+    selected = re.fullmatch(r"(quick and |not any_mpi and |any_mpi and )?n(\d)", config.option.markexpr)
     if selected is None or collection_path.suffix != ".py":
         return None
-    marks = marks_of_file(collection_path)
-    # Single tests may have other numbers than the file.
-    is_wanted = ".ranks(" not in marks or any(
-        selected[2] in ranks for ranks in re.findall(r"\.ranks\(([^)]*)\)", collection_path.read_text())
-    )
-    return None if is_wanted and not (selected[1] and ".any_mpi" in marks) else True
+    marks, text = marks_of_file(collection_path), collection_path.read_text()
+    # Single tests may have other numbers, or more markers, than the file.
+    is_wanted = ".ranks(" not in marks or any(selected[2] in ranks for ranks in re.findall(r"\.ranks\(([^)]*)\)", text))
+    match selected[1]:
+        case "quick and ":
+            is_wanted &= ".quick" in text
+        case "any_mpi and ":
+            is_wanted &= ".any_mpi" in text
+        case "not any_mpi and ":
+            is_wanted &= ".any_mpi" not in marks
+    return None if is_wanted else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

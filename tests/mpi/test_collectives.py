@@ -12,7 +12,7 @@ import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import mpi_library
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("world")]
 
 
 GPU_BACKENDS = (None, "ipc", "nccl", "shm", "mpi")

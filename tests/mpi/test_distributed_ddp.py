@@ -24,7 +24,12 @@ from helpers.distributed_rig import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("default_group")]
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.any_mpi,
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.usefixtures("default_group"),
+]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -30,8 +30,10 @@ def train(engine: AllReduceSGDEngine, net: nn.Module, batches: list[Batch], **op
     return engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=batches, **options)
 
 
-def explicit_loop(batches_of_ranks: list[list[Batch]], max_epochs: int = 2) -> nn.Module:
-    """At each step the average over the ranks that have a batch."""
+def explicit_loop(
+    batches_of_ranks: list[list[Batch]], max_epochs: int = 2, autocast: torch.dtype | None = None, scale: float = 1.0
+) -> nn.Module:
+    """At each step the average over the ranks that have a batch, of losses that are multiplied by `scale` meanwhile."""
     net = network()
     optimizer = momentum(net)
     for _ in range(max_epochs):
@@ -39,7 +41,11 @@ def explicit_loop(batches_of_ranks: list[list[Batch]], max_epochs: int = 2) -> n
             active = [batches[index] for batches in batches_of_ranks if index < len(batches)]
             optimizer.zero_grad()
             for x, y in active:
-                (nn.functional.cross_entropy(net(x), y) / len(active)).backward()
+                with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                    loss = nn.functional.cross_entropy(net(x), y)
+                (loss * scale).backward()
+            for parameter in net.parameters():
+                parameter.grad /= scale * len(active)
             optimizer.step()
     return net
 
@@ -205,9 +211,7 @@ def test_autocast(agree, autocast):
     net, engine = network(), AllReduceSGDEngine(progress=False)
     state = train(engine, net, data[mpi.rank()], autocast=autocast, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
     agree.equal(state.output.dtype, autocast)
-    for mine, theirs in zip(net.parameters(), explicit_loop(data).parameters(), strict=True):
-        agree.close(mine.detach(), theirs.detach(), rtol=0.1, atol=0.05)
-    mpinn.check_with_allreduce(net)
+    compare(agree, net, explicit_loop(data, autocast=autocast, scale=64.0))
 
 
 @pytest.mark.parametrize("kind", ["engine", "asynchronous engine", "optimizer"])

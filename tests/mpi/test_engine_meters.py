@@ -1,4 +1,4 @@
-"""Meters summed over ranks."""
+"""To who reads a metric: meters that are summed over ranks have the value of one meter with all data."""
 
 from __future__ import annotations
 

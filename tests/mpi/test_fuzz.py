@@ -7,7 +7,7 @@ from fuzz_collectives import Fuzzer
 
 import torchmpi as mpi
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("world")]
 
 
 @pytest.mark.parametrize("seed", (1, 2))

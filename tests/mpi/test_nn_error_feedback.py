@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers import compressors
 from helpers.nn_nets import gradients, loss, make, mine, values
 from torch import nn
 
@@ -61,19 +62,13 @@ def test_what_the_sums_of_many_steps_lack_is_kept_for_the_next_one(agree, kind, 
             total -= gradient.double()
             rounding += gradient.double().abs() * (torch.finfo(dtype).eps / 2 if dtype == torch.bfloat16 else 0)
         mpinn.check_with_allreduce(gradients(net))
-    largest_of_all = mpi.allreduce(largest)
+    largest = max(mpi.allgather_object(largest))
     # A step adds and rounds a few numbers in float32, of which none is above 2.
     exact = NUM_STEPS * 8 * torch.finfo(torch.float32).eps
     for index, (total, rounding, parameter) in enumerate(zip(lacking, rounded, parameters, strict=True)):
-        kept = torch.zeros(parameter.shape, dtype=torch.float64)
+        kept, limit = compressors.kept(compressor, parameter), 0.0
         if kind == "8 bit":
-            # Each rank, and the one that adds, keeps at most half a unit, which is 1/127 of the largest value of a
-            # block: of its gradient with what it has kept, of the sum with what was kept of it.
-            unit = 1 / 254
-            once = largest_of_all * unit / (1 - unit)
-            limit = 0 if mpi.size() == 1 else once + (largest_of_all + once) * unit / (1 - unit)
-        else:
-            kept, limit = mpi.allreduce(compressor._state(parameter).get("error", kept).double()), 0
+            kept, limit = torch.zeros_like(kept), compressors.most_kept_by_8_bits(largest, mpi.size())
         excess = (total - kept / divisor).abs() - rounding - limit / divisor - exact
         agree(excess.max() <= 0, f"parameter {index}: {excess.max()} above the limit")
 

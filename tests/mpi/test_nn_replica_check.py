@@ -1,4 +1,4 @@
-"""check_with_allreduce: bits compared between ranks."""
+"""check_with_allreduce() finds tensors whose bits differ between ranks, and names them and the ranks that agree."""
 
 from __future__ import annotations
 

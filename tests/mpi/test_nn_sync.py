@@ -1,4 +1,4 @@
-"""synchronize_parameters and synchronize_gradients."""
+"""After synchronize_parameters() and synchronize_gradients(), all ranks have the same tensors: copies or averages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmpi.collective_specs import CODES
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 from torchmpi.session import runtime
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.quick, pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 
 
 def rank_net(seed: int = 0) -> nn.Sequential:

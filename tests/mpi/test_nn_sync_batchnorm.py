@@ -78,14 +78,16 @@ def test_16_bit_inputs_are_normalized_in_float32(agree, dtype, parameters):
     part = mine(x, "uneven").clone().requires_grad_()
     exact = x.float().requires_grad_()
     expected = reference(exact)
-    expected.square().sum().backward()
+    factor = batch("uneven", 4, step=1, dtype=dtype)
+    expected.backward(factor.float())
     output = layer(part)
-    output.float().square().sum().backward()
+    output.backward(mine(factor, "uneven"))
     agree.equal((output.dtype, part.grad.dtype, layer.weight.grad.dtype), (dtype, dtype, layer.weight.dtype))
-    agree.close(output, mine(expected, "uneven").to(dtype), "output", rtol=0, atol=torch.finfo(dtype).eps * 4)
-    tolerance = {"rtol": 0, "atol": 0.1}  # of gradients, which contain the rounded output, and nearly cancel
-    agree.close(part.grad.float(), mine(exact.grad, "uneven"), "gradient", **tolerance)
-    agree.close(layer.running_mean.float(), reference.running_mean, "mean", rtol=0.02, atol=0.02)
+    rounding = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
+    agree.close(output, mine(expected, "uneven").to(dtype), "output", **rounding)
+    agree.close(part.grad.float(), mine(exact.grad, "uneven"), "gradient", **rounding)
+    rounding["rtol"] = torch.finfo(layer.running_mean.dtype).eps
+    agree.close(layer.running_mean.float(), reference.running_mean, "mean", **rounding)
 
 
 def test_evaluation_does_not_communicate(agree):

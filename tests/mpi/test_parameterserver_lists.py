@@ -1,4 +1,4 @@
-"""Servers for lists of tensors."""
+"""Servers for lists of tensors give and take what one server for each tensor would."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def expected_of_torch(name: str, rank: int, size: int) -> list[Sizes]:
         "broadcast": [("broadcast", 3, 3)],
         "all_gather_uneven": [("all_gather", mine, sum(lengths(ranks)))],
         "all_gather_coalesced": [("all_gather", 3, 3 * size), ("all_gather", 4, 4 * size)],
-        "gather": [("gather", 3, 3 * size)],
+        **{key: [("gather", 3, 3 * size)] for key in ("gather", "gather_single")},
         "scatter": [("scatter", 3 * size, 3)],
         "all_to_all": [("all_to_all", *(3 * sum((each[0] + 2 * each[1]) % 4 for each in pairs) for pairs in (
             [(rank, other) for other in ranks], [(other, rank) for other in ranks])))],

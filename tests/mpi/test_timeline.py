@@ -17,9 +17,8 @@ from torchmpi.collective_specs import CODES
 from torchmpi.communicators.plan import Plan
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
-from torchmpi.shared_memory.kernels import records
 from torchmpi.tensors.dtypes import OPS
-from torchmpi.timeline import events, trace_writer
+from torchmpi.timeline import events
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.merging import merged_events
 from torchmpi.timeline.step_times import call_sites
@@ -86,7 +85,7 @@ def test_the_algorithm_is_named(agree, folder):
     with mpi.timeline.start(folder):
         mpi.allgather(torch.ones(3), backend="mpi")  # not by the algorithm of the call before
         expected.append(("allgather", "mpi", "library"))
-        for _ in range(3):  # the fast path makes some of the repeated calls
+        for _ in range(3):
             for call, tensor, backend, name in (
                 (mpi.allreduce, torch.ones(3), "shm", "ring entries"),
                 (mpi.allreduce, torch.ones(1000), "shm", "whole slots"),
@@ -173,14 +172,20 @@ def test_messages_are_recorded(agree, folder):
 def test_exchanges_of_the_fast_path_are_recorded(agree, folder):
     size = mpi.size()
     right, left = (mpi.rank() + 1) % size, (mpi.rank() - 1) % size
+    for _ in range(2):
+        mpi.sendreceive(torch.ones(3), left, right)
     with mpi.timeline.start(folder):
-        for _ in range(4):  # the first one through Python, if it is the first of the group
+        for _ in range(4):
             mpi.sendreceive(torch.ones(3), left, right)
     own = traces_of(folder)[mpi.rank()]
     agree.equal([each.name for each in own.intervals("message")], ["sendreceive"] * 4)
     details = [each["args"] for each in own.events if each.get("cat") == "message"]
     agree.equal({(each["bytes"], each["dtype"], each["peer"], each["communicator"]) for each in details},
                 {(12, "float32", left, "world")})  # fmt: skip
+    agree.equal({(each["from"], each["to"]) for each in details}, {(left, right)})
+    for name in ("sent", "received"):
+        numbers = [each[name] for each in details]
+        agree.equal(numbers, list(range(numbers[0], numbers[0] + 4)))
     agree(all(each["line"].startswith(f"{__file__}:") for each in details), f"{details}")
 
 
@@ -221,7 +226,7 @@ def test_sends_are_connected_with_their_receives(agree, folder, default_group):
     mpi.timeline.start(folder)
     mpi.recv(torch.empty(1), left)
     dist.recv(torch.empty(2), left, tag=3)
-    for numel in (10, 12, 14):  # the fast path makes some of the exchanges
+    for numel in (10, 12, 14):
         before.append(mpi.send_async(torch.ones(numel), right))
         mpi.recv(torch.empty(numel), left)
         mpi.sendreceive(torch.ones(numel + 1), left, right)
@@ -262,76 +267,59 @@ def test_a_failed_call_is_recorded_with_its_error(agree, folder):
 
 
 def test_calls_of_the_fast_path_are_recorded(agree, folder):
+    """They run through Python meanwhile."""
     if not fast_path._fast_paths or mpi.size() < 2:
         pytest.skip("no fast path here")
     tensor, size = torch.ones(4), mpi.size()
     cached = fast_path._fast_paths["allreduce"].cached_calls
     for _ in range(2):  # the first one may make the plan, which the second one caches
         mpi.allreduce(tensor.fill_(1))
-    before = dict(cached)
+    num_cached = [len(cached)]
     with mpi.timeline.start(folder):
-        kept = [cached.get(name) is call for name, call in before.items()]  # others may have been added
-        agree(all(kept) and len(kept) > 0, f"the fast path is off: {kept}")
-        mpi.allreduce(tensor.fill_(1))
         for _ in range(3):
+            mpi.allreduce(tensor.fill_(1))
             mpi.allgather(torch.ones(2), out=torch.empty(2 * size))
             mpi.barrier()
-        mpi.allgather(torch.ones(2 + mpi.rank()))  # ranks with different lengths continue in Python
+        mpi.allgather(torch.ones(2 + mpi.rank()))
+        num_cached.append(len(cached))
+    mpi.allreduce(tensor.fill_(1))
+    num_cached.append(len(cached))
+    with profiled_by_torch():
+        num_cached.append(len(cached))
+    mpi.allreduce(tensor.fill_(1))
+    num_cached.append(len(cached))
+    agree(num_cached[0] > 0 and num_cached[1:] == [0, 1, 0, 1], f"{num_cached}")
     calls = traces_of(folder)[mpi.rank()].calls
-    agree.equal([each.collective for each in calls[:7]], ["allreduce", *["allgather", "barrier"] * 3])
+    agree.equal([each.collective for each in calls[:9]], ["allreduce", "allgather", "barrier"] * 3)
     agree.equal([each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + len(calls))))
     agree.equal([each.num_bytes for each in calls[:3]], [16, 8, 0])
     first = calls[0].details
     agree.equal((first["op"], first["dtype"], first["backend"]), ("sum", "float32", "shm"))
-    agree(all(each.details["line"].startswith(f"{__file__}:") for each in calls[:8]), f"{calls}")
+    agree.equal({each.details["algorithm"] for each in calls[:9]}, {"ring entries"})
+    agree(all(each.details["line"].startswith(f"{__file__}:") for each in calls[:10]), f"{calls}")
     agree(all(first.end <= second.begin + 1e-6 for first, second in pairwise(calls)), f"{calls}")
-    with profiled_by_torch():
-        agree.equal(len(cached), 0)
-    mpi.allreduce(tensor.fill_(1))
-    agree.equal(len(cached), 1)
 
 
-def test_calls_of_the_fast_path_are_noted_by_machine_code(agree, folder, monkeypatch):
-    """Also those of several functions in turn, and of a function of the package that the program has called."""
-    if not fast_path._fast_paths or mpi.size() < 2 or sys.version_info < (3, 11):
-        pytest.skip("machine code notes no calls here")
-    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 60)
+def test_lines_of_several_functions_and_of_the_caller_of_the_package_are_recorded(agree, folder):
     tensor, code = torch.ones(4), "mpi.allreduce(tensor)"
-    programs, places, compiled = [], {place_of(sys._getframe().f_code)}, []
-    while len(programs) < 2:  # machine code remembers one code at each place
-        number = len(programs)
-        compiled.append(compile(f"{number * NEWLINES}{code}", f"program{number}.py", "exec"))
-        if place_of(compiled[-1]) not in places:
-            programs.append(compiled[-1])
-            places.add(place_of(compiled[-1]))
-    inside = compile(f"def own(): {code}", events.__file__, "exec")
+    programs = [compile(f"{newlines}{code}", f"program{len(newlines)}.py", "exec") for newlines in ("", "\n\n")]
     names = {"mpi": mpi, "tensor": tensor}
-    exec(inside, names)
-    notes = []
-    monkeypatch.setattr(events, "fast_notes", Spy(notes))
-    mpi.allreduce(tensor.fill_(1))
+    exec(compile(f"def own(): {code}", events.__file__, "exec"), names)
     expected = []
     with mpi.timeline.start(folder):
         for _ in range(10):
-            for program, line in zip(programs, (1, 3), strict=True):
+            for program in programs:
                 exec(program, names)
-                expected.append(f"program{programs.index(program)}.py:{line}")
             names["own"]()
-            expected.append(f"{__file__}:{sys._getframe().f_lineno - 1}")
+            expected += ["program0.py:1", "program2.py:3", f"{__file__}:{sys._getframe().f_lineno - 1}"]
     own = [each for each in traces_of(folder)[mpi.rank()].calls if each.collective == "allreduce"]
     agree.equal([each.details["line"] for each in own], expected)
     agree.equal([each.seq for each in own], list(range(own[0].seq, own[0].seq + len(own))))
-    agree(len(notes) > 10, f"{len(notes)}")  # of 20; a call passes through Python if other code had its place before
 
 
-def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypatch):
-    """Also queued ones, waits and parts; with the origin from Python if machine code cannot find it."""
-    if not fast_path._fast_paths or sys.version_info < (3, 11):
-        pytest.skip("machine code notes no calls here")
-    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 60)
-    names, notes = {"mpi": mpi, "tensor": torch.ones(4)}, []
+def test_queued_and_labelled_calls_have_their_lines_and_times(agree, folder):
+    names = {"mpi": mpi, "tensor": torch.ones(4)}
     exec(compile("def own(): mpi.broadcast(tensor, 0, backend='mpi')", events.__file__, "exec"), names)
-    monkeypatch.setattr(events, "fast_notes", Spy(notes))
     queue = mpi.communicator().intra.call_queue
     with mpi.timeline.start(folder):
         lines = [sys._getframe().f_lineno + number for number in (2, 2, 2, 3, 5)]
@@ -349,7 +337,6 @@ def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypat
         for _ in range(3):
             mpi.broadcast_async(names["tensor"], 0, backend="mpi").wait()
             lines.append(sys._getframe().f_lineno - 1)
-        mpi.allreduce(names["tensor"], backend="p2p")
     own = traces_of(folder)[mpi.rank()]
     calls = [each for each in own.calls if each.collective == "broadcast"]
     agree.equal([each.details["line"] for each in calls], [f"{__file__}:{line}" for line in lines])
@@ -360,23 +347,15 @@ def test_calls_through_python_are_noted_by_machine_code(agree, folder, monkeypat
     agree(all(first.end <= second.begin for first, second in pairwise(calls)), f"{calls}")
     wait = own.intervals("wait")[0]
     agree(calls[4].queued <= wait.begin and calls[4].end <= wait.end + 0.001, f"{wait}, {calls[4]}")
-    noted = [each[1] for each in notes if len(each) == 11 and each[3] & 0xFF == CODES.index("broadcast")]
-    agree.equal(noted, [each.seq for each in calls])
-    origins = [each[9] for each in notes if len(each) == 11 and each[1] in noted[-3:]]
-    agree.equal([type(each) for each in origins], [bytes] * 3)
-    intervals = {("wait", f"rank {mpi.rank()}: broadcast"), ("part", "combining")}
-    agree.equal({each[:2] for each in notes if len(each) == 5}, intervals)
+    waits = [each["args"]["call"] for each in own.events if each.get("cat") == events.WAIT]
+    agree.equal(set(waits), {f"rank {mpi.rank()}: broadcast"})
 
 
-def test_calls_of_torch_and_of_the_package_are_noted_by_machine_code(agree, folder, default_group, monkeypatch):
+def test_calls_of_torch_and_of_the_package_have_the_line_of_the_program(agree, folder, default_group):
     """Several functions of torch and of the package are between the program and these calls."""
-    if not fast_path._fast_paths or sys.version_info < (3, 11):
-        pytest.skip("machine code notes no calls here")
-    tensor, network, by_python = torch.ones(4), torch.nn.Linear(3, 3), []
+    tensor, network = torch.ones(4), torch.nn.Linear(3, 3)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    search = events.Recorder.origin
-    monkeypatch.setattr(events.Recorder, "origin", lambda *args: by_python.append(args) or search(*args))
     calls = [
         lambda: dist.all_reduce(tensor),
         lambda: dist.all_reduce(tensor, async_op=True).wait(),
@@ -388,55 +367,12 @@ def test_calls_of_torch_and_of_the_package_are_noted_by_machine_code(agree, fold
         lambda: mpinn.synchronize_gradients(network),
         lambda: mpinn.synchronize_parameters(network),
     ]
-    num_recorded = 0
     with mpi.timeline.start(folder):
         for call in calls:
-            call()
-            call()
-            by_python.clear()
-            call()
-            num_recorded += bool(by_python)
+            for _ in range(3):
+                call()
     lines = {each.details["line"].rpartition(":")[0] for each in traces_of(folder)[mpi.rank()].calls}
     agree.equal(lines, {__file__})
-    agree(num_recorded <= 2, f"{num_recorded}")  # where code at another address has taken a place in the table
-
-
-def test_calls_that_find_the_ring_of_notes_full_are_not_lost(agree):
-    if not fast_path._fast_paths or mpi.size() > 1:
-        pytest.skip("needs a fast path, and one rank, whose calls wait for no other one")
-    tensor, queue, num_calls = torch.ones(1), events.EventQueue(), records.NUM_NOTES + 100
-    mpi.allreduce(tensor)
-    events.add_reader(queue.put)
-    try:
-        for _ in range(num_calls):
-            mpi.allreduce(tensor)
-        waiting = len(queue)
-    finally:
-        events.remove_reader(queue.put)
-    numbers = sorted(each[1] for each in queue)  # of the notes, which follow, and of calls that Python has reported
-    agree.equal(numbers, list(range(numbers[0], numbers[0] + num_calls)))
-    agree(0 < waiting < num_calls and queue.num_lost == 0, f"{waiting}, {queue.num_lost}")
-
-
-NEWLINES = "\n\n"
-
-
-def place_of(code):
-    return (id(code) >> records.CODE_SHIFT) % records.NUM_CODES
-
-
-class Spy:
-    """Passes notes on, and counts them."""
-
-    def __init__(self, notes):
-        self._notes, self.know, self.note = notes, fast_path.notes.know, fast_path.notes.note
-        self.note_interval, self.note_origin = fast_path.notes.note_interval, fast_path.notes.note_origin
-        self.num_waiting = fast_path.notes.num_waiting
-
-    def take(self):
-        taken = fast_path.notes.take()
-        self._notes += taken
-        return taken
 
 
 def test_combining_and_staging_are_parts_of_the_call(agree, folder):
@@ -485,9 +421,7 @@ def test_a_call_in_several_chunks_is_recorded_from_its_begin(agree, folder):
 
     code = CODES.index("allreduce") | OPS.index("sum") << 8
     with mpi.timeline.start(folder):
-        for _ in range(2):  # the first one makes the line known to machine code
-            entered.clear()
-            group.call(Plan("allreduce", code, run), torch.ones(3))
+        group.call(Plan("allreduce", code, run), torch.ones(3))
     found = traces_of(folder)[mpi.rank()].calls[-1]
     clock = traces_of(folder)[mpi.rank()].clock
     agree(found.begin <= clock.aligned(entered[0]) / 1e9, f"{found}, {entered}")

@@ -282,6 +282,7 @@ def ask(process: subprocess.Popen[str], command: str, **values: object) -> dict:
     return json.loads(process.stdout.readline())
 
 
+@pytest.mark.slow
 @needs_rpc
 def test_a_server_that_is_its_own_client(tmp_path):
     process = subprocess.Popen([*COMMAND, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -86,6 +86,7 @@ for read, seconds in ((hang, 0.5), (memory, 60), (none, 60)):
 """
 
 
+@pytest.mark.slow
 def test_hangs_and_memory_are_found():
     """In a process that pytest does not watch: the watch of a hang is the one that is tested."""
     code = PARTS.format(folder=str(PROGRAM.parent))

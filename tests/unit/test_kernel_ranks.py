@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from kernel_ranks import Ranks
+from helpers.kernel_ranks import Ranks
 
 from torchmpi.communicators import call_log
 from torchmpi.errors import MismatchError

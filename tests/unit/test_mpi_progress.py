@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, threading
 import torch
@@ -29,6 +31,7 @@ release.set()
 """
 
 
+@pytest.mark.slow
 def test_openmp_counts_a_thread_more_than_torch_uses():
     """The thread, and one that OpenMP starts for it: only then are there more OpenMP threads than cores."""
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)

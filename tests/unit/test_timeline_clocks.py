@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchmpi.timeline import clocks
-from torchmpi.timeline.clocks import AlignedClock, ClockSample, TickClock, sample
+from torchmpi.timeline.clocks import AlignedClock, ClockSample, sample
 
 SECOND, MILLISECOND = 1_000_000_000, 1_000_000
 
@@ -74,20 +72,6 @@ def test_more_samples_make_the_error_smaller_and_bad_ones_do_not_make_it_larger(
     assert clock.largest_error(0, 10 * SECOND) == errors[1] and clock.aligned(bad[0].local) == bad[0].local
 
 
-def test_ticks_are_converted_by_the_rate_of_the_last_seconds(monkeypatch):
-    """Regression: the mean rate since the start was used, so that notes of calls were wrong by 0.2 ms here."""
-    times = {"ticks": 1, "ns": 0}
-    monkeypatch.setattr(time, "monotonic_ns", lambda: times["ns"])
-    clock = TickClock(lambda: times["ticks"])
-    for half_second in range(240):
-        before = dict(times)
-        times["ticks"] += SECOND
-        times["ns"] += SECOND // 2 + (200_000 if half_second >= 200 else 0)  # 400 ppm faster
-        clock.nanoseconds(times["ticks"])
-        if not 200 <= half_second < 206:
-            assert abs(clock.nanoseconds(before["ticks"]) - before["ns"]) < 1000
-
-
 @given(st.lists(st.tuples(st.integers(0, 9000), st.just(0), st.integers(0, 9)), min_size=1, max_size=6, unique=True))
 def test_a_sample_is_left_out_if_another_one_has_a_smaller_error_at_its_time(samples):
     found = np.array(sorted(samples), np.int64)
@@ -107,17 +91,3 @@ def test_the_largest_error_is_that_of_the_times_between():
     assert clock.largest_error(1, 10**6 - 1) == clock.error(10**6 - 1)
     assert clock.largest_error(1, 10**6 + 1) == clock.error(10**6 + 1) > 1000 * clock.error(1)
     assert clock.largest_error(10**6 + 1, 10**12 + 1) == clock.error(10**12) == clock.error(10**6 + 1)
-
-
-def test_the_fastest_reading_of_two_clocks_counts():
-    """The thread may lose its core between two clocks."""
-    number = 0
-
-    def read() -> int:
-        nonlocal number
-        number += 1
-        if number == 1:
-            time.sleep(0.05)
-        return number
-
-    assert TickClock(read)._readings[0][0] > 1

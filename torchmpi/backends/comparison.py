@@ -212,7 +212,6 @@ class FastAllreduce:
     def __init__(
         self,
         group: Group,
-        backend: str,
         dtype: torch.dtype,
         op: str,
         most_bytes: int,
@@ -224,7 +223,6 @@ class FastAllreduce:
 
         Args:
             group: The group.
-            backend: The name of the backend.
             dtype: The dtype of the tensors, and of partial results.
             op: The operation.
             most_bytes: The size of the longest tensor.
@@ -273,18 +271,22 @@ class FastAllreduce:
             reduction.address(dtype, op),
         )
         self._call[records.KernelCall.hosts] = self._record.buffer_info()[0]
-        self._info = group.fast_call_info(self._code, backend, self._read_ticks)
 
     def cached_call(self) -> fast_path.CachedCall:
         """Return the call for the fast path."""
         return fast_path.CachedCall(
-            self._call.buffer_info()[0], self._group.call_log, self._group.call_queue.run_lock, self._code, 0,
-            self._settle, self._abort, self._info, bool(self._steps),
-        )  # fmt: skip
+            self._call.buffer_info()[0],
+            self._group.call_log,
+            self._group.call_queue.run_lock,
+            self._code,
+            0,
+            self._settle,
+            self._abort,
+        )
 
     def _settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
         step = self._record[records.Hosts.failed_step]
-        return self._group.settle(self._info, self._read_ticks(), lambda: self._finish(step, status, tensor))
+        return self._group.settle(self._read_ticks(), lambda: self._finish(step, status, tensor))
 
     def _abort(self) -> None:
         for step in self._steps:
@@ -326,7 +328,7 @@ class ComparedAllreduce:
         if not can_call_from_kernels(self.group):
             return None
         most_bytes = min(most_bytes, most_carried(self.group.size))
-        fast = FastAllreduce(self.group, "p2p", self._dtype, self._op, most_bytes, self.exchange, self._finish)
+        fast = FastAllreduce(self.group, self._dtype, self._op, most_bytes, self.exchange, self._finish)
         return fast.cached_call()
 
     def _finish(self, step: int, status: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -558,13 +558,7 @@ class SharedOperation:
             code ^ call_log.NATIVE,
             partial(self._settle, root),
             self._abort,
-            self._info(root),
         )
-
-    def _info(self, root: int) -> Any:
-        """Return the properties of the call with this root for a recorder."""
-        read_ticks = self._calls.kernels["read_ticks"]
-        return self._calls.group.fast_call_info(self._code | root << 32, SharedMemoryBackend.name, read_ticks)
 
     def _abort(self) -> None:
         """Abort a call of the fast path that `_settle` could not begin to handle."""
@@ -582,4 +576,4 @@ class SharedOperation:
                 calls.settle(status)
             return self(source, destination, root)
 
-        return calls.group.settle(self._info(root), calls.kernels["read_ticks"](), finish)
+        return calls.group.settle(calls.kernels["read_ticks"](), finish)

@@ -20,8 +20,6 @@ from ..communicators.group import Group
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
 from ..tensors import dtypes
-from ..timeline import events
-from ..timeline.clocks import tick_clock
 
 HEADER_TAG = 1
 MOST_HEADER_BYTES = 8 * 66  # dtype, number of dims, and up to 64 dims, the limit of torch
@@ -83,13 +81,9 @@ class _Exchange:
         for field, value in values.items():
             self._record[field] = value
         code = call_code("sendreceive", None, code)
-        details = {"peer": ranks[src], "from": ranks[src], "to": ranks[dst], "dtype": dtypes.short_name(dtype)}
-        details |= {"communicator": group.name, "group": f"{group.key:x}"}
-        clock = tick_clock(kernels.load()["read_ticks"])
         self.cached_call = fast_path.CachedCall(
-            self._record.buffer_info()[0], self._call_log, queues[0].run_lock, code, code, self.settle, self.abort,
-            events.FastMessageInfo("sendreceive", queues[0].name, details, clock),
-        )  # fmt: skip
+            self._record.buffer_info()[0], self._call_log, queues[0].run_lock, code, code, self.settle, self.abort
+        )
 
     def doing(self) -> str | None:
         """Return the description of the exchange that is running, the same object as long as it runs."""

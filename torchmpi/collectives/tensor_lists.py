@@ -6,13 +6,14 @@ Tensors of one dtype and device form one :class:`TensorList`. If the backend red
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..argument_types import check_types
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
@@ -217,7 +218,7 @@ def allreduce_many(
     """
     if _unknown:
         raise unknown_keyword(allreduce_many, _unknown)
-    tensors = list(tensors)
+    tensors = _listed(allreduce_many, tensors)
     if started := _start(tensors, op, comm, backend, asynchronous=False):
         JoinedHandle(started, tensors, "allreduce_many").wait()
     return tensors
@@ -252,9 +253,17 @@ def allreduce_many_async(
     """
     if _unknown:
         raise unknown_keyword(allreduce_many_async, _unknown)
-    tensors = list(tensors)
+    tensors = _listed(allreduce_many_async, tensors)
     started = _start(tensors, op, comm, backend, asynchronous=True)
     return JoinedHandle(started, tensors, f"{runtime.communicator(comm).intra.where}: allreduce_many")
+
+
+def _listed(function: Callable[..., Any], tensors: Iterable[_Tensor]) -> list[_Tensor]:
+    try:
+        return list(tensors)
+    except TypeError:
+        check_types(function, tensors=tensors)
+        raise
 
 
 def _start(

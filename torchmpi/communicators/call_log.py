@@ -142,12 +142,12 @@ class CallLog:
     """
 
     __slots__ = (
+        "_chunks_since",
         "_fields",
         "_missing",
         "_neighbors",
         "_slots",
         "_spoiled",
-        "address",
         "begin",
         "entered",
         "free",
@@ -172,12 +172,13 @@ class CallLog:
         self.log_fields = array("q", bytes(8 * LogFields.FIELDS))
         """The number of the last call, whether the fast path has entered it, and counters of the ended ones."""
         self.log_fields[LogFields.record] = self.ring.address
-        self.address, _ = self.log_fields.buffer_info()
         self.entered: tuple[int, int, tuple[int, ...]] | None = None
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without overwriting entries that other ranks have not compared."""
         self.begin = 0
         """When the current call began."""
+        self._chunks_since = 0, 0
+        """The number of the last call that was a later chunk of a call of the program, and when that began."""
         self.time_field = CounterFields.ns
         """The counter of the time of the current call: COUNTED_KNOWN_NS if its waits for other ranks are measured."""
         self._fields = log_board.fields if log_board is not None else None
@@ -247,13 +248,13 @@ class CallLog:
         (_, code, shape), begun = self.current, self.begun
         self.leave(num_calls=0)
         self.enter(code, shape)
-        self.log_fields[LogFields.begun], self.log_fields[LogFields.last_chunk] = begun, self.seq
+        self._chunks_since = self.seq, begun
 
     @property
     def begun(self) -> int:
         """When the current call of the program began; `begin` is that of its chunk."""
-        fields = self.log_fields
-        return fields[LogFields.begun] if fields[LogFields.last_chunk] == fields[LogFields.sequence] else self.begin
+        seq, begun = self._chunks_since
+        return begun if seq == self.seq else self.begin
 
     def announce(self) -> None:
         """Publish the call that was entered and compare it with the neighbors, as kernels also do."""

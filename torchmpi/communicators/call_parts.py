@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
 from ..timeline import events
@@ -15,13 +16,14 @@ def begin() -> int:
 def end(name: str, since: int) -> None:
     """Report a part that has begun at `since`, if that is not 0."""
     recorder = events.recorder
-    if since and recorder is not None and not recorder.note_interval(events.PART, name, since):
-        recorder.interval(events.PART, name, since)
+    if since and recorder is not None:
+        recorder.slice(name, events.PART, since)
 
 
 def add(name: str, times: Iterable[Sequence[int]]) -> None:
     """Report parts that have ended: the begin and the end of each."""
     recorder = events.recorder
     if recorder is not None:
+        thread = threading.get_ident()
         for begin, end in times:
-            recorder.interval(events.PART, name, begin, end)
+            recorder.report(events.SliceRecord(name, events.PART, "", begin, end, thread, {}))

@@ -193,9 +193,7 @@ class CallQueue:
             recorder = events.recorder
             if events.show_task is not None and not events.has_event():
                 task = events.show_task(description, task)
-            origin: events.PlainOrigin | None = None
-            if recorder is not None:
-                origin = recorder.note_origin(depth) or recorder.origin(events.now(), depth + 1)
+            origin = None if recorder is None else recorder.origin(events.now(), depth + 1)
             self.run_lock.fields[LockFields.pending] += 1
             self._tasks.put((task, handle, origin))
         return handle

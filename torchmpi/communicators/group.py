@@ -26,9 +26,7 @@ from ..shared_memory.segments import Segment
 from ..tensors import buffers
 from ..tensors.dtypes import short_name
 from ..timeline import events
-from ..timeline.clocks import tick_clock
 from . import splits
-from .algorithms import algorithm_name
 from .call_counts import CallCounts
 from .call_log import Call, CallLog, call_code, call_names, how_it_left
 from .call_queue import CallQueue
@@ -191,20 +189,17 @@ class Group:
         if recorder is not None:
             if event is not None:
                 events.end_event(event)
-            if not recorder.note(self.info, plan, self.call_queue.origin, depth, num_bytes, call_log.address):
-                self._record(recorder, plan, code, num_bytes, end, depth)
+            self._record(recorder, plan, code, num_bytes, end, depth)
         return result
 
     def _record(
         self, recorder: events.Recorder, plan: Plan, code: int, num_bytes: int, end: int, depth: int, error: str = ""
     ) -> None:
-        """Record a call that has ended and that machine code cannot note. `depth`: of :meth:`perform`, its caller."""
+        """Record a call that has ended. `depth`: of :meth:`perform`, its caller."""
         log = self.call_log
         origin = self.call_queue.origin or recorder.origin(0, depth + 2)
-        # Noted with the origin that Python has found, the call is behind the notes of its parts.
-        if error or not recorder.note(self.info, plan, origin, 0, num_bytes, log.address):
-            algorithm, log.log_fields[LogFields.algorithm] = log.log_fields[LogFields.algorithm], 0
-            recorder.call(self.info, log.seq, plan, code, num_bytes, algorithm, log.begun, end, origin, error)
+        algorithm, log.log_fields[LogFields.algorithm] = log.log_fields[LogFields.algorithm], 0
+        recorder.call(self.info, log.seq, plan, code, num_bytes, algorithm, log.begun, end, origin, error)
 
     def perform_into(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
         """Run a collective that works in place on a copy of the tensor in `out`."""
@@ -243,12 +238,8 @@ class Group:
         """
         return task if events.show_call is None else ShownTask(self.call_queue, task, describe(*arguments))
 
-    def fast_call_info(self, code: int, backend: str, read_ticks: Callable[[], int]) -> events.FastCallInfo:
-        """Return the properties of a call on the fast path for a recorder."""
-        return events.FastCallInfo(self.info, call_names(code), backend, algorithm_name, tick_clock(read_ticks))
-
-    def settle(self, info: events.FastCallInfo, ticks: int, finish: Callable[[], T]) -> T:
-        """End a call that the fast path has entered: take it over, finish it or raise its error, and record it.
+    def settle(self, ticks: int, finish: Callable[[], T]) -> T:
+        """End a call that the fast path has entered: take it over, and finish it or raise its error.
 
         `ticks`: the time of the fast path now.
         """
@@ -258,31 +249,14 @@ class Group:
         try:
             result = finish()
         except BaseException as error:
-            self.record_settled(info, type(error).__name__)
             call_log.abandon()
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
             if isinstance(error, self.context.MPI.Exception):
                 raise TransportError(f"{self.where}: {call} failed: {error}.") from error
             raise
-        self.record_settled(info)
         call_log.leave(call_log.log_fields[LogFields.num_bytes])
         return result
-
-    def record_settled(self, info: events.FastCallInfo, error: str = "") -> None:
-        """Report a call that the fast path has begun and that Python ends now."""
-        recorder, log = events.recorder, self.call_log
-        if recorder is not None and (call := log.ring.read(log.seq)) is not None:
-            begin, num_bytes = info.clock.nanoseconds(int(call.begin)), log.log_fields[LogFields.num_bytes]
-            where = events.origin_of(recorder.origin(0))
-            algorithm = algorithm_name(log.log_fields[LogFields.algorithm], info.backend)
-            log.log_fields[LogFields.algorithm] = 0
-            recorder.report(
-                events.CallRecord(
-                    info.group, log.seq, *info.names, num_bytes, info.backend, algorithm, begin, events.now(),
-                    threading.get_ident(), where, error,
-                )
-            )  # fmt: skip
 
     @property
     def ranks(self) -> tuple[int, ...]:

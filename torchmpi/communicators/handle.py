@@ -90,8 +90,8 @@ class Handle(Generic[T_co]):
                 f"{self._description} has not ended after {timeout:g} s{reason}. It continues; call wait() again."
             )
         self._finished.release()
-        if recorder is not None and not recorder.note_interval(events.WAIT, self._description, begin):
-            recorder.interval(events.WAIT, self._description, begin)
+        if recorder is not None:
+            recorder.slice(events.WAIT, events.WAIT, begin, call=self._description)
         self._seen = True
         if self._error is not None:
             raise self._error

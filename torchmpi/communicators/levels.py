@@ -218,13 +218,8 @@ class CommunicatorStack:
 
 
 def _follow_readers() -> None:
-    """Have the fast path report its calls to the readers; pause it for a reader that needs them to run in Python."""
-    recorder = events.recorder
-    has_queues = recorder is not None and not recorder.others
-    fast_path.record_by(events.note_fast_call if has_queues else None)
-    fast_path.pause(recorder is not None and not has_queues)
+    """Pause the fast path while there are readers, to which calls through Python are reported."""
+    fast_path.pause(events.recorder is not None)
 
 
 events.when_changed.append(_follow_readers)
-events.fast_notes = fast_path.notes
-fast_path.notes.labels = events.labels

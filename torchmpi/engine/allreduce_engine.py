@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import nn as mpinn
+from ..argument_types import checks_types
 from ..errors import ArgumentError, DeviceError, RankLostError, TorchMPIError
 from ..log import logger
 from ..nn.async_backward import AsyncBackward
@@ -25,6 +26,7 @@ from .training_run import TrainingRun
 from .updates import trained_parameters
 
 
+@checks_types
 class AllReduceSGDEngine(SGDEngine):
     """Data-parallel training on all ranks of the current communicator. All methods are collective.
 

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..argument_types import checks_types
 from ..errors import ArgumentError
 
 
+@checks_types
 @dataclass(frozen=True)
 class EarlyStop:
     """When the validation of ``train()`` ends the run. The metric is equal on all ranks, and so is the decision.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
+from ..argument_types import checks_types
 from ..errors import ArgumentError
 from ..session import api
 from .allreduce_engine import AllReduceSGDEngine
@@ -44,6 +45,7 @@ class FitResult:
     rank: int
 
 
+@checks_types
 def fit(
     network: nn.Module,
     data: Data,

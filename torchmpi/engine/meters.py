@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
 
@@ -175,6 +176,7 @@ class AverageValueMeter(Meter):
         return math.sqrt(max(squares - total * total / num, 0.0) / (num - 1)) if num > 1 else math.nan
 
 
+@checks_types
 class ClassErrorMeter(Meter):
     """Percentage of examples whose class is not among the k highest scores, for each k in `topk`.
 

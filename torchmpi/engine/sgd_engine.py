@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import timeline
+from ..argument_types import checks_types
 from ..errors import ArgumentError, CheckpointError, TorchMPIError
 from ..nn import DistributedOptimizer
 from . import checkpoint
@@ -39,6 +40,7 @@ from .updates import (
 )
 
 
+@checks_types
 class SGDEngine(Engine):
     """Training loop for one process, which calls the functions in ``hooks`` at fixed points.
 

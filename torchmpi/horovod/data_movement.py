@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..collectives import exchange
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle, JoinedHandle
@@ -46,6 +47,7 @@ def _gather(
     return start_operation(collective, name, process_set, list(tensors), start, lambda handles: pick(_results(handles)))
 
 
+@checks_types
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Run :func:`allgather` in the background.
 
@@ -66,6 +68,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     return _gather("allgather", [tensor], name, process_set, lambda results: results[0])
 
 
+@checks_types
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -102,6 +105,7 @@ def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Pr
     )
 
 
+@checks_types
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -125,6 +129,7 @@ def broadcast_async(
     return _broadcast(tensor, root_rank, name, process_set, in_place=False)
 
 
+@checks_types
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -148,6 +153,7 @@ def broadcast_async_(
     return _broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
+@checks_types
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -190,6 +196,7 @@ def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]
     return numbers
 
 
+@checks_types
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -252,6 +259,7 @@ def _scatter(
     return start_operation(collective, name, process_set, list(tensors), start, finish)
 
 
+@checks_types
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
@@ -284,6 +292,7 @@ def reducescatter_async(
     return _scatter("reducescatter", [tensor], name, op, factors, process_set, lambda results: results[0])
 
 
+@checks_types
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -316,6 +325,7 @@ def grouped_reducescatter_async(
     return _scatter("grouped_reducescatter", tensors, name, op, factors, process_set, tuple)
 
 
+@checks_types
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks have called this function. Other operations in flight may end later.
 
@@ -333,6 +343,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         collectives.barrier(comm=process_set.barrier_communicator)
 
 
+@checks_types
 def join(device: int = -1) -> int:
     """Wait until all ranks have joined. All ranks must have made the same calls before.
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..session import runtime
 from ..tensors import bucket_plan
 from .basics import is_initialized, size
@@ -367,7 +368,7 @@ def _checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> d
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
-    pairs = list(named_parameters)
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if not all(isinstance(pair, tuple) for pair in pairs):
         raise ValueError("named_parameters must be pairs of a name and a parameter, as model.named_parameters() gives.")
     names = [name for name, _ in pairs]
@@ -380,6 +381,7 @@ def _checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> d
     return found
 
 
+@checks_types
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,

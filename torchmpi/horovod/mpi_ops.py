@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle, JoinedHandle
 from ..config import Operation as OperationName
@@ -89,6 +90,7 @@ def _first(results: list[Tensor]) -> Tensor:
     return results[0]
 
 
+@checks_types
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -123,6 +125,7 @@ def allreduce_async(
     return _reduce("allreduce", [tensor], name, op, factors, process_set, in_place=False, pick=_first)
 
 
+@checks_types
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -157,6 +160,7 @@ def allreduce_async_(
     return _reduce("allreduce", [tensor], name, op, factors, process_set, in_place=True, pick=_first)
 
 
+@checks_types
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
@@ -195,6 +199,7 @@ def allreduce_(
     return result
 
 
+@checks_types
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -229,6 +234,7 @@ def grouped_allreduce_async(
     return _reduce("grouped_allreduce", tensors, name, op, factors, process_set, in_place=False, pick=tuple)
 
 
+@checks_types
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -263,6 +269,7 @@ def grouped_allreduce_async_(
     return _reduce("grouped_allreduce", tensors, name, op, factors, process_set, in_place=True, pick=tuple)
 
 
+@checks_types
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -300,6 +307,7 @@ def grouped_allreduce_(
     )
 
 
+@checks_types
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:

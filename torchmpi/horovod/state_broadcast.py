@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from ..argument_types import checks_types
 from .data_movement import broadcast_async_
 from .exceptions import internal_errors
 from .operation_table import synchronize
@@ -27,6 +28,7 @@ def _pickled(value: Any) -> bytes:
     return data
 
 
+@checks_types
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -113,6 +115,7 @@ class _TensorForm(NamedTuple):
     is_on_host: bool
 
 
+@checks_types
 @torch.no_grad()
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
     """Copy the state and the options of an optimizer of one rank to all ranks.

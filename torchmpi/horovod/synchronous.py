@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..nn import functional
 from . import data_movement, mpi_ops
 from .compressors import Compression, Compressor
@@ -45,6 +46,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1 else tensor * factor
 
 
+@checks_types
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -103,6 +105,7 @@ def _reduced(
     return _times(total, after)
 
 
+@checks_types
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -146,6 +149,7 @@ def grouped_allreduce(
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
 
 
+@checks_types
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of all ranks along dim 0. A rank gets the average of the gradients of its rows.
 
@@ -173,6 +177,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         return functional.allgather(_with_gradient_times(1 / comm.size, tensor), comm=comm)
 
 
+@checks_types
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
@@ -198,6 +203,7 @@ def grouped_allgather(
     return list(synchronize(data_movement.grouped_allgather_async(tensors, name, process_set)))
 
 
+@checks_types
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -228,6 +234,7 @@ def broadcast(
         return functional.broadcast(_with_gradient_times(1 / comm.size, tensor), root, comm=comm)
 
 
+@checks_types
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -262,6 +269,7 @@ def alltoall(
     return rows, received.to(splits.device) if isinstance(splits, Tensor) else received
 
 
+@checks_types
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -316,6 +324,7 @@ def _scattered(
     return _times(part, after)
 
 
+@checks_types
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError, rank_prefix
@@ -34,6 +35,7 @@ from .replica import Attachment, Replica, attach, attached, sparse_by_declaratio
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward
 
 
+@checks_types
 def register_async_backward(
     net: nn.Module,
     sync_gradient_frequency: int = 1,

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..argument_types import checks_types
 from ..errors import ArgumentError, rank_prefix
 from .buckets import ViewBucket, allocate_flat, dense_view, partition_by_size
 from .replica import Attachment, Replica, sparse_by_declaration
 
 
+@checks_types
 class BlockSequential(nn.Sequential):
     """``nn.Sequential`` with its parameters stored in contiguous blocks of about equal size.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError, rank_prefix
@@ -22,6 +23,7 @@ _MIN_TOLERANCE = 1e-4
 """Relative difference of norms of equal gradients: the order of additions depends on the number of threads."""
 
 
+@checks_types
 @torch.no_grad()
 def clip_grad_norm_(
     net: Net | Tensor,
@@ -79,6 +81,7 @@ def clip_grad_norm_(
     return norm
 
 
+@checks_types
 @torch.no_grad()
 def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None) -> None:
     """Limit each gradient value to ``[-clip_value, clip_value]``, after the gradients are synchronized. Collective.

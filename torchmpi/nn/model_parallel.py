@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
@@ -22,6 +23,7 @@ _MAX_DIFFERENCE = 0.1
 """Relative difference of equal inputs: rounding of 16-bit numbers that earlier layers amplify; others differ by 1."""
 
 
+@checks_types
 class MPLinear(nn.Module):
     """``nn.Linear`` with its input features divided over the ranks, for weights too large for one device. Collective.
 

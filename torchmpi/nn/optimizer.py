@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
@@ -22,6 +23,7 @@ from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward, synchroni
 _MISSING: Any = None
 
 
+@checks_types
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wrap an optimizer: ``step()`` averages the gradients over the ranks before the step. All calls are collective.
 
@@ -70,13 +72,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: Compression | None = None,
         comm: Comm = None,
     ) -> None:
-        for name, value, attribute in (("opt", opt, "param_groups"), ("model", model, "parameters")):
-            if not hasattr(value, attribute):
-                found = "missing" if value is _MISSING else f"a {type(value).__name__}"
-                raise ArgumentError(
-                    f"{rank_prefix()}DistributedOptimizer: {name} is {found}. Pass the optimizer and the model of its "
-                    "parameters: mpinn.DistributedOptimizer(optimizer, model)."
-                )
+        if model is _MISSING:
+            raise ArgumentError(
+                f"{rank_prefix()}DistributedOptimizer: model is missing. Pass the optimizer and the model of its "
+                "parameters: mpinn.DistributedOptimizer(optimizer, model)."
+            )
         if backward_passes_per_step < 1:
             raise ArgumentError(
                 f"{rank_prefix()}backward_passes_per_step={backward_passes_per_step} must be at least 1."

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..errors import ReplicaError
 from ..session import runtime
@@ -26,6 +27,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 _MAX_NAMED = 8
 
 
+@checks_types
 @torch.no_grad()
 def check_with_allreduce(net: Net, *, buffers: bool = True, comm: Comm = None) -> None:
     """Check that every parameter and buffer has the same bits on all ranks. Collective.

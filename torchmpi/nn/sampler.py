@@ -7,12 +7,14 @@ from typing import TypeVar
 from torch.utils.data import Dataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
+from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..session import runtime
 
 T_co = TypeVar("T_co", covariant=True)
 
 
+@checks_types
 class DistributedSampler(TorchSampler[T_co]):
     """``torch.utils.data.DistributedSampler`` with the number of ranks and the rank of a communicator.
 

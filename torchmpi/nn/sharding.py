@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
@@ -65,6 +66,7 @@ class Sharding:
         )
 
 
+@checks_types
 def set_sharded(tensor: Tensor, *, comm: Comm = None, data_comm: Comm = None) -> None:
     """Mark a parameter or buffer as one of several shards.
 
@@ -89,6 +91,7 @@ def set_sharded(tensor: Tensor, *, comm: Comm = None, data_comm: Comm = None) ->
     mark(tensor, _make_sharding(comm, data_comm))
 
 
+@checks_types
 def sharding_of(tensor: Tensor) -> Sharding | None:
     """Return the ranks of a sharded tensor, or None if the tensor is replicated.
 

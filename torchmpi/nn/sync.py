@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..collectives.tensor_lists import enqueues, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
@@ -41,6 +42,7 @@ DEFERRED_BACKWARD = "torchmpi_deferred_backward"
 _IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one is queued so that the network is never idle
 
 
+@checks_types
 @torch.no_grad()
 def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm = None) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks, or average them over the ranks.
@@ -102,6 +104,7 @@ def _finish(finishers: Iterable[Callable[[], object]]) -> None:
         finish()
 
 
+@checks_types
 @torch.no_grad()
 def synchronize_gradients(
     net: Net,

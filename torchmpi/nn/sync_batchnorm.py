@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
@@ -20,6 +21,7 @@ Module = TypeVar("Module", bound=nn.Module)
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+@checks_types
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization over the mini-batches of all ranks, on CPUs and GPUs. Collective in training mode.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, CheckpointError
@@ -233,6 +234,7 @@ _registries: weakref.WeakKeyDictionary[runtime.Runtime, WeakTensorKeyDictionary]
 """For each runtime (until ``stop()``): the servers of each tensor, its index in its list, and the list's length."""
 
 
+@checks_types
 def init_tensors(
     tensors: Iterable[Tensor],
     comm: Comm = None,
@@ -377,6 +379,7 @@ def apply_local_update(local_update: LocalUpdate | None, flat: FlatBuffers) -> N
             view.copy_(result)
 
 
+@checks_types
 def sync_handles(handles: Iterable[Handle[T]]) -> list[Handle[T]]:
     """Wait for all handles.
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..argument_types import checks_types
 from ..errors import ArgumentError
 from ..shared_memory.kernels import server_rules as native
 from ..shared_memory.kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
@@ -49,6 +50,7 @@ class Rule:
             )
 
 
+@checks_types
 def scaled_add(alpha: float) -> Rule:
     """Return the rule ``value += alpha * sent``.
 
@@ -65,6 +67,7 @@ def scaled_add(alpha: float) -> Rule:
     return Rule("scaled_add", (_number("alpha", alpha),))
 
 
+@checks_types
 def axpby(a: float, b: float) -> Rule:
     """Return the rule ``value = a * sent + b * value``.
 
@@ -82,6 +85,7 @@ def axpby(a: float, b: float) -> Rule:
     return Rule("axpby", (_number("a", a), _number("b", b)))
 
 
+@checks_types
 def sgd(lr: float, momentum: float = 0.0, *, weight_decay: float = 0.0, nesterov: bool = False) -> Rule:
     """Return the rule that takes a step of ``torch.optim.SGD``; the sent values are a gradient.
 
@@ -107,6 +111,7 @@ def sgd(lr: float, momentum: float = 0.0, *, weight_decay: float = 0.0, nesterov
     return Rule("sgd", (float(lr), float(momentum), float(weight_decay), float(nesterov)))
 
 
+@checks_types
 def adagrad(lr: float, *, eps: float = 1e-10, weight_decay: float = 0.0) -> Rule:
     """Return the rule that takes a step of ``torch.optim.Adagrad``; the sent values are a gradient.
 
@@ -129,6 +134,7 @@ def adagrad(lr: float, *, eps: float = 1e-10, weight_decay: float = 0.0) -> Rule
     return Rule("adagrad", (float(lr), float(eps), float(weight_decay)))
 
 
+@checks_types
 def adam(lr: float, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1e-8, weight_decay: float = 0.0) -> Rule:
     """Return the rule that takes a step of ``torch.optim.Adam``; the sent values are a gradient.
 
@@ -222,6 +228,7 @@ class RuleBoard:
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") % self.BYTES
 
 
+@checks_types
 def register_rule(name: str, function: Function, *, num_states: int = 0) -> None:
     """Add a rule written in Python. Call it on all ranks.
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import files
+from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..errors import CheckpointError
 from ..session import runtime
@@ -43,6 +44,7 @@ _Saved = tuple[int, dict[str, Any]]
 T = TypeVar("T")
 
 
+@checks_types
 def save(folder: str | os.PathLike[str], comm: Comm = None) -> None:
     """Write the shards of all servers of a communicator. Collective.
 
@@ -63,6 +65,7 @@ def save(folder: str | os.PathLike[str], comm: Comm = None) -> None:
     _collectively("server_save", partial(_save, Path(folder)), comm)
 
 
+@checks_types
 def load(folder: str | os.PathLike[str], comm: Comm = None) -> None:
     """Load the shards of :func:`save` into the existing servers, possibly with another number of ranks. Collective.
 

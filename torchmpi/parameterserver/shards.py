@@ -11,7 +11,6 @@ import mmap
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from ..communicators.levels import CallsForbidden
 from ..errors import TorchMPIError, TransportError
 from ..shared_memory import kernels
 from ..shared_memory.kernels import shard_layout as fields
+from ..shared_memory.process_vm import has_ended
 from ..shared_memory.segments import Segment, Ticket
 from .rules import PreparedRule
 
@@ -307,19 +307,3 @@ class Actor:
                 forbidden.call(rule.function, arrays[0], sent, *arrays[1:], *rule.coefficients)
         except (Exception, SystemExit) as error:  # a SystemExit would end a server thread
             raise RuleFailure("".join(traceback.format_exception_only(type(error), error)).strip()) from error
-
-
-def has_ended(process: int) -> bool:
-    """Return whether a process of this host has ended; False if this process is out of file descriptors.
-
-    >>> has_ended(os.getpid()), has_ended(1 << 30)
-    (False, True)
-    """
-    try:
-        # The name, in parentheses, may contain anything.
-        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    return state in (b"Z", b"X")  # ended, but its parent has not read its status

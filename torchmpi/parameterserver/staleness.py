@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import collectives
+from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, StallError
 from ..log import logger
@@ -65,6 +66,7 @@ class StalenessMeter:
         self.count, self._sum = int(state["count"]), float(state["sum"])
 
 
+@checks_types
 class Clock:
     """Counts the rounds of each rank, and blocks ranks that are too far ahead of the slowest (bounded staleness).
 

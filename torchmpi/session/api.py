@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from ..argument_types import checks_types
 from ..backends.gloo_backend import problem as problem_of_gloo
 from ..backends.nccl.nccl_backend import problem as problem_of_nccl
 from ..backends.selection_table import Key, Rule
@@ -261,6 +262,7 @@ def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
 # --- communicators -----------------------------------------------------------------------------------------
 
 
+@checks_types
 def push_communicator(key: str | int, name: str | None = None) -> int:
     """Split the current communicator into groups of ranks with equal keys. Collective; the new level becomes current.
 

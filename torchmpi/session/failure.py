@@ -34,6 +34,7 @@ from ..config import Config
 from ..errors import MismatchError, StallError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import EXIT_STATUS, Block
+from ..shared_memory.process_vm import has_ended
 from . import children, launcher, mpi_library, report
 from .program_lines import line_of_program
 from .signals import SignalWatch
@@ -48,7 +49,7 @@ _POLL_SECONDS = 0.01
 _TERMINATED, _INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _MainThread = type(threading.main_thread())
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-# Values of the field DYING of a failed rank: the rank that reports is not determined yet; this rank reports; it has
+# Values of `Block.dying` of a failed rank: the rank that reports is not determined yet; this rank reports; it has
 # shown an exception with which it calls stop(), which may be no failure.
 _FAILING, _REPORTING, _ANNOUNCED = 1, 2, 3
 
@@ -65,7 +66,7 @@ def _has_got(own: socket.socket, name: str) -> bool:
 
 
 class _LeavingRank(NamedTuple):
-    """A rank at the end of its program, and the field EXITED of its status block."""
+    """A rank at the end of its program, and the field `exited` of its status block."""
 
     rank: int
     field: int
@@ -98,6 +99,8 @@ class FailureHandling:
         self._signals = SignalWatch(terminate=self._terminate, end_waits=self._end_waits, interrupt=self._interrupt)
         self._is_failing = False
         self._announced: BaseException | None = None
+        self._neighbors: dict[int, int] = {}
+        """The processes of the other ranks of this host."""
         self.before_abort: Callable[[int], None] = lambda status: None
         """Called with the status when this rank ends the job."""
         self.ask_other_hosts: Callable[[float], dict[int, report.Activity]] = lambda patience_seconds: {}
@@ -115,6 +118,12 @@ class FailureHandling:
             self._finalizer = multiprocessing.util.Finalize(None, self._at_end_of_child, exitpriority=0)
         _active.add(self)
         self._signals.start()
+
+    def watch(self, processes: Mapping[int, int]) -> None:
+        """Take the processes of ranks of this host, unless their numbers differ here, as those of other containers."""
+        others = {rank: process for rank, process in processes.items() if process != self._pid}
+        if not any(map(has_ended, others.values())):
+            self._neighbors = others
 
     def uninstall(self) -> None:
         """Restore the previous hooks, unless the program has replaced them meanwhile."""
@@ -269,10 +278,38 @@ class FailureHandling:
         # The launcher sends SIGTERM to the ranks that are left after one has failed: report only the first SIGTERM.
         if not self._is_failing and self._claim_report():
             line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
-            message = f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"
+            message = f"rank {self.world.rank} received SIGTERM, which ends the job.{line}{self._about_killed_ranks()}"
             # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
             self._report_alone(message, _TERMINATED, partial(write_directly, file=launcher.stderr_of_mpirun()))
         self._abort(_TERMINATED)
+
+    def _about_killed_ranks(self) -> str:
+        """Return the reason for which a launcher sends SIGTERM; '' if there is none on this host, nor on others.
+
+        Open MPI's launcher sends it to the other ranks when one has ended, some milliseconds after that.
+        """
+        ended = [rank for rank, process in self._neighbors.items() if has_ended(process) and not self._has_left(rank)]
+        if ended:
+            names = " and ".join(f"rank {rank} (process {self._neighbors[rank]})" for rank in sorted(ended))
+            have = "has" if len(ended) == 1 else "have"
+            return (
+                f"\n{names} {have} ended without a message before, probably killed (SIGKILL, out of memory) or by a "
+                "crash: the launcher then ends the other ranks, and its own message has the signal."
+            )
+        if self.world.size == len(self._neighbors) + 1:
+            return ""
+        return (
+            "\nBatch systems send it at the time limit, and launchers when a rank has ended: if one was killed on "
+            "another host, the message of the launcher names it."
+        )
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank of this host has reported its end, or called ``stop()``."""
+        group, board = self.board_group, self._board
+        if group is None or board is None:
+            return False
+        index = group.world_ranks.index(rank)
+        return any(board.get(index, field) for field in (Block.dying, Block.closed, Block.exited))
 
     def _end_waits(self) -> None:
         """End the calls in shared memory with an error."""

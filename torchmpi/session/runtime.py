@@ -105,6 +105,7 @@ class Runtime:
         own = ranks[self.world.rank].place
         neighbors = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
         processes = {rank: info.process for rank, info in neighbors.items()}
+        self.failures.watch({rank: probe.process for rank, probe in processes.items()})
         self.selector = Selector(self._backends(processes), self.world, self.config)
         self.context.make_comparison = self._comparison
         masks = {rank: info.cores for rank, info in enumerate(ranks) if info.place.machine == own.machine}

@@ -19,18 +19,14 @@ import threading
 from array import array
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from ..tensors import buffers, dlpack
+from ..tensors import buffers, dlpack, tracing
 from . import kernels, memory_layout
 from .kernels import records
 
-_MOST_TAKEN = 1000
-"""The most notes that are read without a pause."""
 _EXAMPLE = torch.empty(0, device="cpu")
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
 # With a result in another tensor, for collectives that work in place.
@@ -118,10 +114,6 @@ class CachedCall(NamedTuple):
     """``settle(status, source, destination)`` continues after a kernel that returned a status."""
     abort: Callable[[], None]
     """Abort the call on this rank, and publish the abort."""
-    description: object
-    """The properties of the call for a recorder, besides its numbers."""
-    has_steps: bool = False
-    """Whether the call consists of calls on other groups, which a recorder gets only from Python."""
 
 
 class _FastPath:
@@ -143,12 +135,10 @@ class _FastPath:
             records.FastPath.settle: self._settle,
             records.FastPath.touch: buffers.touch,
             records.FastPath.abort: self._abort,
-            records.FastPath.frame_at: sys._getframe,
-            records.FastPath.one: 1,
         }
         for index, item in self._objects.items():
             self.fields[index] = id(item)
-        self.fields[records.FastPath.describe], self.fields[records.FastPath.notes] = dlpack.describer(), notes.address
+        self.fields[records.FastPath.describe] = dlpack.describer()
         self.function = kernels.fast_path(name, self.fields.buffer_info()[0])
 
     def invalidate(self) -> None:
@@ -179,7 +169,6 @@ class _FastPath:
             cached_call.code,
             cached_call.signed_code,
         )
-        fields[records.CachedCallRecord.description] = id(cached_call.description)
         fields[records.CachedCallRecord.first_dim] = _FIRST_DIMS.get(self.name, 0)
         self.cached_calls[name] = cached_call, fields
         self.fields[records.FastPath.first_call] = fields.buffer_info()[0]
@@ -207,114 +196,10 @@ class _FastPath:
         self._cached_call_at(address).abort()
 
 
-class Notes:
-    """The calls of the fast path that have ended while a timeline is recorded, as machine code notes them.
-
-    A note costs the call a tenth of a call of Python. Machine code notes the calls of code that it knows, and passes
-    the others to the function of :func:`record_by`.
-    """
-
-    def __init__(self) -> None:
-        # 5 MB, which the system provides page by page when they are written.
-        num_fields = records.NoteRing.notes + records.NUM_NOTES * records.Note.FIELDS
-        self._fields = np.zeros(num_fields, np.int64)
-        self.address = self._fields.ctypes.data
-        self._taking = threading.Lock()
-        self._record = array("q", bytes(8 * records.FastPath.FIELDS))
-        self.note: Callable[[Any, Any, Any, int, int, int], int] = _noting_nothing
-        """Notes a call that Python has run (:class:`.kernels.noting_code.NotingCalls`)."""
-        self.note_interval: Callable[[str, str, int], int] = _noting_nothing
-        """Notes an interval that ends now: category, text, begin in nanoseconds."""
-        self.note_origin: Callable[[int], bytes | None] = _noting_no_origin
-        """Returns the origin of a call that is queued now (:class:`.kernels.noting_code.NotingOrigins`)."""
-        self.labels: dict[int, str] = {}
-        """The labels of the calls that threads make, which are in origins that Python makes."""
-
-    def build(self) -> None:
-        """Make the functions of machine code, which has the addresses of these objects."""
-        self._objects = {
-            records.FastPath.none: None,
-            records.FastPath.frame_at: sys._getframe,
-            records.FastPath.labels: self.labels,
-        }
-        for index, item in self._objects.items():
-            self._record[index] = id(item)
-        self._record[records.FastPath.notes] = self.address
-        self.note, self.note_interval, self.note_origin = (
-            kernels.fast_path(name, self._record.buffer_info()[0]) for name in ("note", "note_interval", "note_origin")
-        )
-
-    def know(self, code: CodeType, is_own: bool) -> None:
-        """Have the further calls of code of the program noted, and the callers of own code, of torchmpi or torch.
-
-        The code must live as long as the process.
-        """
-        address = id(code)
-        position = records.NoteRing.known_codes + ((address >> records.CODE_SHIFT) & (records.NUM_CODES - 1))
-        self._fields[position] = address + is_own * records.IS_OWN
-
-    def num_waiting(self) -> int:
-        """Return the number of notes."""
-        return int(self._fields[records.NoteRing.num_noted] - self._fields[records.NoteRing.num_taken])
-
-    def take(self) -> list[tuple[Any, ...]]:
-        """Return some of the oldest notes and remove them; none only if there are none.
-
-        Returns:
-            Of a call of the fast path: description, number, begin, end, bytes and algorithm, thread, code and offset of
-            the line.
-            Of another call: group, number, plan, code, bytes, algorithm, begin, end, thread, origin, ''.
-            Of an interval: category, text, begin, end, thread.
-        """
-        with self._taking:
-            num_noted, num_taken = self._fields[[records.NoteRing.num_noted, records.NoteRing.num_taken]].tolist()
-            position = num_taken % records.NUM_NOTES
-            count = min(num_noted - num_taken, records.NUM_NOTES - position, _MOST_TAKEN)
-            begin = records.NoteRing.notes + position * records.Note.FIELDS
-            block = self._fields[begin : begin + count * records.Note.FIELDS].reshape(count, records.Note.FIELDS)
-            taken: list[tuple[Any, ...]] = []
-            notes = block.tolist()
-            addresses = block[:, : records.Note.offset].ravel()
-            addresses = addresses[addresses != 0].tolist()
-            objects = {address: ctypes.cast(address, ctypes.py_object).value for address in set(addresses)}
-            # All above are copies. First, so that an interrupt in the loop leaves references and takes none twice.
-            self._fields[records.NoteRing.num_taken] = num_taken + count
-            for address in addresses:  # the references of the notes; `objects` has one too
-                _decrease_count(address)
-            for info, plan, code, offset, thread, seq, begin, end, num_bytes, signature, algorithm in notes:
-                if plan == 0:
-                    numbers = seq, begin, end, num_bytes, algorithm
-                    taken.append((objects[info], *numbers, thread, objects[code], offset))
-                    continue
-                times = abs(begin), abs(end)  # the flight record has times of Python with a minus
-                if seq == 0:
-                    taken.append((objects[info], objects[plan], *times, thread))
-                    continue
-                origin = objects[code] if offset == records.IS_ORIGIN else (0, objects[code], offset, "")
-                numbers = signature, num_bytes, algorithm, *times
-                taken.append((objects[info], seq, objects[plan], *numbers, thread, origin, ""))
-        return taken
-
-    def forget(self) -> None:
-        """Remove all notes, in a forked process."""
-        self._taking = threading.Lock()
-        self._fields[records.NoteRing.num_taken] = self._fields[records.NoteRing.num_noted]
-
-
-def _noting_nothing(*arguments: object) -> int:
-    """Stand in for the function that notes calls."""
-    return 0
-
-
-def _noting_no_origin(depth: int) -> None:
-    """Stand in for the function that returns origins."""
-
-
-_decrease_count = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("Py_DecRef", ctypes.pythonapi))
-notes = Notes()
 _fast_paths: dict[str, _FastPath] = {}
 _is_enabled = True
 _is_paused = False
+_num_traces = 0
 _changing = threading.Lock()
 
 
@@ -335,7 +220,14 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)
         globals()[name] = _fast_paths[name].function
-    notes.build()
+    tracing.call_around_traces(_pass_through_python)
+
+
+def _pass_through_python(is_traced: bool) -> None:
+    """Let no call be cached while torch.jit.trace records a function: Python refuses them, machine code would not."""
+    global _num_traces
+    _num_traces += 1 if is_traced else -1
+    invalidate()
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:
@@ -347,14 +239,14 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
         find: Returns the cached call, or None if the call cannot be made by a fast path.
     """
     fast_path = _fast_paths.get(which)
-    if not _is_enabled or fast_path is None or name in fast_path.cached_calls:
+    if not _is_enabled or _is_paused or fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if _is_paused or name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
+        # Another thread may have cached the call; machine code uses its address.
+        if _is_paused or _num_traces or name in fast_path.cached_calls:
             return
         cached_call = find()
-        is_recorded = fast_path.fields[records.FastPath.note] != 0
-        if cached_call is not None and not (cached_call.has_steps and is_recorded):
+        if cached_call is not None:
             fast_path.add(name, cached_call)
 
 
@@ -364,19 +256,6 @@ def pause(paused: bool) -> None:
     if _is_paused != paused:
         _is_paused = paused
         invalidate()
-
-
-def record_by(note: Callable[[Any, bytes], None] | None) -> None:
-    """Have calls that have ended noted (:data:`notes`), until the function is None.
-
-    A call of code that is not known is passed to the function instead: its description; number, begin, end and bytes,
-    packed. The function must live as long as the process. Cached calls with steps are dropped.
-    """
-    with _changing:
-        for fast_path in _fast_paths.values():
-            fast_path.fields[records.FastPath.note] = 0 if note is None else id(note)
-            if any(cached_call.has_steps for cached_call, _ in fast_path.cached_calls.values()):
-                fast_path.invalidate()
 
 
 def invalidate() -> None:
@@ -391,4 +270,3 @@ def invalidate_in_child() -> None:
     global _changing
     _changing = threading.Lock()
     invalidate()
-    notes.forget()

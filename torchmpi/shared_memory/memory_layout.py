@@ -153,12 +153,7 @@ class LogFields(Record):
     """Nanoseconds that the current call has waited for other ranks, or, if these are not known, minus the time of its
     begin."""
     algorithm = Word()
-    """The algorithm of the last call, 0 if the library below has chosen it (communicators/algorithms.py); of an
-    exchange the numbers of its messages."""
-    last_chunk = Word()
-    """Number of the last call that was a later chunk of a call of the program,"""
-    begun = Word()
-    """and when the first chunk began, in nanoseconds."""
+    """The algorithm of the last call, 0 if the library below has chosen it (communicators/algorithms.py)."""
     counters = Embedded(CounterFields, MAX_COLLECTIVES)
 
 

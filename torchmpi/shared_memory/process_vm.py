@@ -1,4 +1,4 @@
-"""Test whether the ranks of a host can read each other's memory (Linux: process_vm_readv).
+"""Test whether the ranks of a host exist, and can read each other's memory (Linux: process_vm_readv).
 
 Some systems allow such reads to debuggers only, containers may forbid them, and process ids differ between containers.
 So each rank tries to read a random number from all others.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _shown = ctypes.c_uint64(0)
@@ -56,3 +57,19 @@ def _read(read: Any, process: int, address: int, value: int) -> bool:
     read.restype = ctypes.c_ssize_t
     count = read(ctypes.c_int(process), ctypes.byref(local), one, ctypes.byref(remote), one, none)
     return bool(count == num_bytes and found.value == value)
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process of this host has ended; False if this process is out of file descriptors.
+
+    >>> has_ended(os.getpid()), has_ended(1 << 30)
+    (False, True)
+    """
+    try:
+        # The name, in parentheses, may contain anything.
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return state in (b"Z", b"X")  # ended, but its parent has not read its status

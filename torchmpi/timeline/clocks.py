@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,8 +16,6 @@ _DRIFT_BOUND = 1 / _INVERSE_DRIFT
 """The most by which the rates of two clocks are assumed to differ."""
 
 _INFINITE = np.int64(1 << 62)
-_NUM_READINGS = 20
-_READINGS_APART = 1_000_000_000
 
 
 class ClockSample(NamedTuple):
@@ -100,44 +96,3 @@ def _is_beaten(samples: IntArray) -> npt.NDArray[np.bool_]:
     after = np.minimum.accumulate(later)[::-1] - local
     beaten: npt.NDArray[np.bool_] = (before <= error) | (after < error)
     return beaten
-
-
-class TickClock:
-    """Converts the ticks by which the fast path measures to nanoseconds of the monotonic clock.
-
-    Both are read together when later ticks are to be converted. Ticks are converted by a reading of a second or two ago
-    and the last one, as the rate of the monotonic clock may change.
-
-    >>> clock = TickClock(lambda: 2 * time.monotonic_ns())
-    >>> later = 2 * time.monotonic_ns()
-    >>> abs(clock.nanoseconds(later) - later // 2) < 1_000_000, clock.nanoseconds(-5)
-    (True, 5)
-    """
-
-    def __init__(self, read_ticks: Callable[[], int]) -> None:
-        self._read_ticks = read_ticks
-        self._readings = (self._reading(),) * 3
-        """Replaced at once, as the threads of several writers may call."""
-
-    def nanoseconds(self, ticks: int) -> int:
-        """Return the time of ticks, which are nanoseconds with a minus where a processor has no counter to read."""
-        if ticks <= 0:
-            return -ticks
-        first, middle, last = self._readings
-        if ticks > last[0]:
-            last = self._reading()
-            if last[1] - middle[1] > _READINGS_APART:
-                first, middle = middle, last
-            self._readings = first, middle, last
-        return first[1] + (ticks - first[0]) * (last[1] - first[1]) // max(last[0] - first[0], 1)
-
-    def _reading(self) -> tuple[int, int]:
-        readings = []
-        for _ in range(_NUM_READINGS):  # the fastest one, as the thread may lose its core between two clocks
-            before, ticks, after = time.monotonic_ns(), self._read_ticks(), time.monotonic_ns()
-            readings.append((after - before, ticks, (before + after) // 2))
-        return min(readings)[1:]
-
-
-tick_clock = functools.cache(TickClock)
-"""Return the clock of a function that reads ticks, one for the process."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import sys
 import threading
 import time
@@ -24,7 +23,6 @@ import torch
 import typing_extensions
 
 from ..collective_specs import spec_of
-from .clocks import TickClock
 
 _OWN_FOLDERS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
@@ -36,7 +34,6 @@ _MOST_LINES = 10_000
 MOST_EVENTS = 1 << 17
 """The most records in a queue."""
 _frame_at, _this_thread = sys._getframe, threading.get_ident
-_FAST_NUMBERS, _ORIGIN_FIELDS = struct.Struct("4q8xq"), struct.Struct("3q")
 OF_DDP = "of DistributedDataParallel"
 """The end of the labels of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
@@ -92,26 +89,6 @@ class CallRecord(NamedTuple):
     error: str
 
 
-class FastCallInfo(NamedTuple):
-    """The properties that all calls of one kind on the fast path share."""
-
-    group: GroupInfo
-    names: Names
-    backend: str
-    algorithm: Callable[[int, str], str]
-    """As of :class:`CallPlan`."""
-    clock: TickClock
-
-
-class FastMessageInfo(NamedTuple):
-    """The properties that all messages of one kind on the fast path share."""
-
-    name: str
-    track: str
-    details: dict[str, Any]
-    clock: TickClock
-
-
 class EventQueue(deque[Any]):
     """Records that wait for a reader; those that find no room are counted and dropped."""
 
@@ -127,13 +104,10 @@ class EventQueue(deque[Any]):
 
 Backends = tuple[tuple[int | None, str], ...]
 """The backends of a call, each with the largest size in bytes for which it is used (None: any)."""
-PlainOrigin = tuple[int, CodeType | None, int, str] | bytes
-"""When a call was queued, code and offset of the line that has made it, label; machine code packs the time, the id of
-the code and the offset (records.ORIGIN_FIELDS). :func:`origin_of` makes an Origin."""
+PlainOrigin = tuple[int, CodeType | None, int, str]
+"""When a call was queued, code and offset of the line that has made it, label; :func:`origin_of` makes an Origin."""
 PlainCall = tuple[Any, ...]
-"""A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it, or a SliceRecord of a
-message of the fast path or of an interval. The first item, of which those of intervals are strings, determines the
-others."""
+"""A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it."""
 WAIT = "wait"
 """The category of the times in which a thread waits for a handle."""
 
@@ -150,34 +124,8 @@ class CallPlan(Protocol):
         """Return the name of an algorithm."""
 
 
-class FastNotes(Protocol):
-    """The calls noted by machine code that wait for :func:`collect`."""
-
-    note: Callable[[GroupInfo, CallPlan, PlainOrigin | None, int, int, int], int]
-    """Notes a call that Python has run: group, plan, origin, depth, bytes, address of the call log; 0 if it cannot."""
-    note_interval: Callable[[str, str, int], int]
-    """Notes an interval that ends now: category, text, begin; 0 if it cannot."""
-    note_origin: Callable[[int], bytes | None]
-    """Returns the origin of a call that is queued now by the frame at a depth; None if it cannot."""
-
-    def know(self, code: CodeType, is_own: bool) -> None:
-        """Have calls of this code noted, or those of its callers if it is own code: of torchmpi or torch."""
-
-    def num_waiting(self) -> int:
-        """Return the number of notes."""
-
-    def take(self) -> list[PlainCall]:
-        """Return some notes; none if there are none."""
-
-
-def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
+def call_record(plain: PlainCall) -> CallRecord:
     """Convert a plain record. The thread of a reader does this, so that the thread of the call need not."""
-    if isinstance(plain[0], str):
-        category, text, begin, end, thread = plain
-        name, details = (WAIT, {"call": text}) if category == WAIT else (text, {})
-        return SliceRecord(name, category, "", begin, end, thread, details)
-    if type(plain[0]) is not GroupInfo:
-        return _fast_record(*plain)
     group, seq, plan, code, num_bytes, algorithm, begin, end, thread, origin, error = plain
     collective, op, dtype, root = plan.names(code)
     backend = backend_for(num_bytes, plan.backends)
@@ -189,35 +137,8 @@ def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
 
 def origin_of(plain: PlainOrigin) -> Origin:
     """Return the origin of a call, given as it was recorded."""
-    if isinstance(plain, bytes):
-        queued, address, offset = _ORIGIN_FIELDS.unpack(plain)
-        return Origin(queued, _line_at(_program_code[address], offset), "")
     queued, code, offset, label = plain
     return Origin(queued, "" if code is None else _line_at(code, offset), label)
-
-
-def _fast_record(
-    info: FastCallInfo | FastMessageInfo,
-    seq: int,
-    begin: int,
-    end: int,
-    num_bytes: int,
-    algorithm: int,
-    thread: int,
-    code: CodeType | None,
-    offset: int,
-    label: str = "",
-) -> CallRecord | SliceRecord:
-    line = "" if code is None else _line_at(code, offset)
-    begin, end = info.clock.nanoseconds(begin), info.clock.nanoseconds(end)
-    if isinstance(info, FastMessageInfo):
-        details = {**info.details, "bytes": num_bytes, "line": line, **_message_numbers(algorithm)}
-        return SliceRecord(info.name, "message", info.track, begin, end, thread, details)
-    collective, op, dtype, root = info.names
-    return CallRecord(
-        info.group, seq, collective, op, dtype, root, num_bytes, info.backend, info.algorithm(algorithm, info.backend),
-        begin, end, thread, Origin(0, line, label), "",
-    )  # fmt: skip
 
 
 def awaited_ranks(collective: str, rank: int, root: int, ranks: Sequence[int]) -> Sequence[int]:
@@ -232,15 +153,6 @@ def awaited_ranks(collective: str, rank: int, root: int, ranks: Sequence[int]) -
     if spec.flow == "root to all" and rank == root:
         return ()
     return spec.sources(rank, root, ranks) if spec.is_rooted or spec.flow == "none" else ranks
-
-
-def _message_numbers(numbers: int) -> dict[str, int]:
-    """Return the numbers of the messages of an exchange in their channels, as machine code packs them.
-
-    >>> _message_numbers(3 << 32 | 2)
-    {'sent': 2, 'received': 3}
-    """
-    return {"sent": numbers & 0xFFFFFFFF, "received": numbers >> 32}
 
 
 def backend_for(num_bytes: int, backends: Backends) -> str:
@@ -275,12 +187,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.readers: tuple[Reader, ...] = ()
-        self.others: tuple[Reader, ...] = ()
-        """The readers without a queue."""
-        self.note: Callable[..., int] = _note_nothing
-        self.note_interval: Callable[..., int] = _note_nothing
-        self.note_origin: Callable[[int], bytes | None] = _no_origin
-        """The functions of :class:`FastNotes`, if all readers are queues."""
 
     def origin(self, queued: int, depth: int = 2) -> PlainOrigin:
         """Return where the program makes the current call; the first `depth` frames are of this package."""
@@ -292,7 +198,6 @@ class Recorder:
             return queued, None, 0, label
         code = frame.f_code
         if id(code) in _program_code:
-            _know(code, False)
             return queued, code, frame.f_lasti, label
         return queued, *_place_of_call(depth + 1), label
 
@@ -310,44 +215,18 @@ class Recorder:
         error: str = "",
     ) -> None:
         """Report a collective."""
-        collect()  # the parts of the call come first
         record = group, seq, plan, code, num_bytes, algorithm, begin, end, _this_thread(), origin, error
-        for queue in _queues:
-            if len(queue) < MOST_EVENTS:
-                queue.append(record)
-            else:
-                queue.num_lost += 1
-        for read in self.others:
-            read(record)
-
-    def interval(self, category: str, text: str, begin: int, end: int | None = None) -> None:
-        """Report an interval that machine code cannot note: a wait, or a part of a call; without `end` it ends now."""
-        end = now() if end is None else end
-        collect()  # the parts of a call in their order
         for read in self.readers:
-            read((category, text, begin, end, _this_thread()))
+            read(record)
 
     def slice(self, name: str, category: str, begin: int, track: str = "", **details: Any) -> None:
         """Report an interval that ends now."""
-        self.report(SliceRecord(name, category, track, begin, now(), threading.get_ident(), details))
+        self.report(SliceRecord(name, category, track, begin, now(), _this_thread(), details))
 
-    def report(self, record: SliceRecord | CallRecord) -> None:
+    def report(self, record: SliceRecord) -> None:
         """Report something that has ended."""
         for read in self.readers:
             read(record)
-
-
-def _note_nothing(*arguments: object) -> int:
-    """Leave a call to :meth:`Recorder.call`."""
-    return 0
-
-
-def _no_origin(depth: int) -> None:
-    """Leave the search for the line to :meth:`Recorder.origin`."""
-
-
-def _know_nothing(code: CodeType, is_own: bool) -> None:
-    """Stand in for `FastNotes.know`."""
 
 
 recorder: Recorder | None = None
@@ -378,14 +257,10 @@ class _OpenCalls(threading.local):
     has_event = False
 
 
-fast_notes: FastNotes | None = None
-"""The notes of the fast path, set by the package that has one."""
 _calls = _OpenCalls()
 labels: dict[int, str] = {}
-"""The labels of the calls that threads make, always the same object; machine code notes only those in origins."""
+"""The labels of the calls that threads make."""
 _changing = threading.Lock()
-_queues: tuple[EventQueue, ...] = ()
-_know: Callable[[CodeType, bool], None] = _know_nothing
 
 
 def has_event() -> bool:
@@ -413,10 +288,7 @@ def end_event(event: Any) -> None:
 
 
 def add_reader(reader: Reader) -> None:
-    """Pass all further events to a reader, which any thread may call.
-
-    If all readers are queues (:meth:`EventQueue.put`), the fast path reports its calls too; otherwise it is off.
-    """
+    """Pass all further events to a reader, which any thread may call."""
     with _changing:
         _set_readers((*(() if recorder is None else recorder.readers), reader))
 
@@ -429,55 +301,20 @@ def remove_reader(reader: Reader) -> None:
 
 
 def _set_readers(readers: tuple[Reader, ...]) -> None:
-    global recorder, _queues, _know
-    collect()  # for the readers that there have been
-    owners = [getattr(each, "__self__", None) for each in readers]
-    queues = tuple(each for each in owners if isinstance(each, EventQueue))
+    global recorder
     if readers:
         recorder = recorder or Recorder()
-        others = (read for read, owner in zip(readers, owners, strict=True) if not isinstance(owner, EventQueue))
-        recorder.readers, recorder.others = readers, tuple(others)
-        notes = None if recorder.others else fast_notes
-        recorder.note = _note_nothing if notes is None else notes.note
-        recorder.note_interval = _note_nothing if notes is None else notes.note_interval
-        recorder.note_origin = _no_origin if notes is None else notes.note_origin
-        _know = _know_nothing if notes is None else notes.know
+        recorder.readers = readers
     else:
         recorder = None
-    _queues = queues
     for changed in when_changed:
         changed()
-    if not queues:
-        collect()  # what other threads have noted meanwhile is of no timeline
-
-
-def note_fast_call(info: FastCallInfo | FastMessageInfo, numbers: bytes) -> None:
-    """Report a call of the fast path that has ended and that machine code cannot note (:class:`FastNotes`).
-
-    Called by machine code in the public function of the call.
-
-    `numbers`: number of the call, begin and end in ticks, bytes, code, algorithm.
-    """
-    thread = _this_thread()
-    record = info, *_FAST_NUMBERS.unpack(numbers), thread, *_place_of_call(2), labels.get(thread, "")
-    for queue in _queues:
-        queue.put(record)
-
-
-def collect() -> None:
-    """Pass the calls that the fast path has noted until now to the queues."""
-    num_waiting = 0 if fast_notes is None else fast_notes.num_waiting()
-    while fast_notes is not None and num_waiting > 0 and (taken := fast_notes.take()):
-        num_waiting -= len(taken)  # the program may note calls as fast as they are taken
-        for queue in _queues:
-            for record in taken:
-                queue.put(record)
 
 
 def in_forked_child() -> None:
     """Stop to record in a forked process, which is no rank."""
-    global recorder, _changing, _queues, show_call, show_task
-    recorder, show_call, show_task, _changing, _queues = None, None, None, threading.Lock(), ()
+    global recorder, _changing, show_call, show_task
+    recorder, show_call, show_task, _changing = None, None, None, threading.Lock()
     labels.clear()
 
 
@@ -504,10 +341,7 @@ def _place_of_call(depth: int) -> tuple[CodeType | None, int]:
         return None, 0
     while frame is not None:
         code = frame.f_code
-        is_own = id(code) in _own_code or (id(code) not in _program_code and not _note_code(code))
-        if id(code) in (_own_code if is_own else _program_code):
-            _know(code, is_own)
-        if not is_own:
+        if id(code) in _program_code or (id(code) not in _own_code and _note_code(code)):
             return code, frame.f_lasti
         frame = frame.f_back
     return None, 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import files
 from .clocks import ClockSample
-from .events import PART, CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, collect, now
+from .events import PART, CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, now
 
 FORMAT = 2
 FIRST_ROW = 1000
@@ -105,13 +105,11 @@ class TraceWriter:
         return not self._has_failed
 
     def _flush(self, *, last: bool = False) -> None:
-        collect()
         num_records = len(self._events)
         while num_records > _MOST_RECORDS:
             self._format(_MOST_RECORDS)
             self._write(last=False)
             num_records -= _MOST_RECORDS
-            collect()  # before the notes of the meantime fill their ring
         self._format(num_records)
         self._write(last=last)
 

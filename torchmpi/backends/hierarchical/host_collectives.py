@@ -207,7 +207,7 @@ class ComparedHostAllreduce:
             return None
         most_bytes, exchange = most_carried(self.comparison.num_hosts, in_steps=True), self.comparison.exchange
         finish = partial(self._finish, steps)
-        return FastAllreduce(group, "hierarchical", dtype, self.op, most_bytes, exchange, finish, steps).cached_call()
+        return FastAllreduce(group, dtype, self.op, most_bytes, exchange, finish, steps).cached_call()
 
     def _finish(
         self, steps: Sequence[fast_path.CachedCall], failed: int, status: int, tensor: torch.Tensor

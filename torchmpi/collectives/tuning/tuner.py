@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ... import collectives
+from ...argument_types import checks_types
 from ...backends import saved_tables
 from ...backends.base import refusal
 from ...backends.selection_table import (
@@ -34,6 +35,7 @@ _ORDER = (
 )  # allreduce first, in case the time does not suffice for all
 
 
+@checks_types
 def autotune(
     verbs: CollectiveName | Iterable[CollectiveName] | None = None,
     sizes: Iterable[int] | None = None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import collectives
+from ...argument_types import checks_types
 from ...communicators.levels import Comm
 from ...errors import ArgumentError, CheckpointError
 from ...nn.buckets import allocate_flat
@@ -31,6 +32,7 @@ class _Exchanged(NamedTuple):
     views: Sequence[Tensor]
 
 
+@checks_types
 class DiLoCoUpdate(LocalSGDUpdate):
     """Takes an outer step every `update_frequency` steps, without servers.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...argument_types import checks_types
 from ...errors import ArgumentError
 from ..parameter_lists import LocalUpdate, apply_local_update
 from ..rules import Rule, scaled_add
@@ -17,6 +18,7 @@ from ..servers import prepared_for
 from .update import Update, check_whole
 
 
+@checks_types
 class DownpourUpdate(Update):
     """Sends accumulated gradients every `send_frequency` steps, and periodically copies the values of the servers.
 

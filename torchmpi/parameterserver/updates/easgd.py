@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...argument_types import checks_types
 from ...errors import ArgumentError
 from ..parameter_lists import cache_blocks
 from ..rules import scaled_add
 from .update import Update
 
 
+@checks_types
 class EASGDUpdate(Update):
     """Moves network and center towards each other: ``d = alpha * (local - center)``, ``local -= d``, ``center += d``.
 
@@ -66,6 +68,7 @@ class EASGDUpdate(Update):
             self._begin_send(scaled_add(-self.alpha), self.servers.incoming)
 
 
+@checks_types
 class EAMSGDUpdate(EASGDUpdate):
     """Elastic averaging with Nesterov's momentum, eq. 5 of the paper.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import collectives
+from ...argument_types import checks_types
 from ...communicators.communicator import Communicator
 from ...communicators.levels import Comm
 from ...errors import ArgumentError, CheckpointError
@@ -194,6 +195,7 @@ class PeriodicUpdate:
         self.staleness.load_state_dict(state["staleness"])
 
 
+@checks_types
 class Update(PeriodicUpdate):
     """Base class of training through a parameter server.
 

@@ -137,14 +137,10 @@ def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
     compilation.Function.on_compiled = staticmethod(report)
     wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in names]
     if kernel_set.fast_paths:
-        from .fast_path_code import FastPathWrapper
-        from .noting_code import NotingCalls, NotingIntervals, NotingOrigins
+        from .fast_path_code import entry_wrapper
 
         specs = {name: spec for name, spec in kernel_set.fast_paths.items() if spec.kernel in names}
-        wrappers += [FastPathWrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in specs.items()]
-        if number == 0:
-            noting = {"note": NotingCalls, "note_interval": NotingIntervals, "note_origin": NotingOrigins}
-            wrappers += [kind(f"{_PREFIX}enter_{name}") for name, kind in noting.items()]
+        wrappers += [entry_wrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in specs.items()]
     return compilation.link(_PREFIX, wrappers)
 
 
@@ -162,7 +158,7 @@ _definitions: dict[str, _Definition] = {}
 
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
-    """Return the fast path of a collective, or of a noting function; `fields`: the address of its record (records)."""
+    """Return the fast path of a collective; `fields`: the address of its record (records.FastPath)."""
     from . import native_code
 
     name = f"enter_{which}"

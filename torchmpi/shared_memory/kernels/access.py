@@ -116,7 +116,7 @@ def copy_from_slot(group: GroupRecord, target, slot, num_bytes):
 
 @inner
 def set_counter(group: GroupRecord, counter, value):
-    """Publish READY or REDUCED of this rank after the announced data."""
+    """Publish `ready` or `reduced` of this rank after the announced data."""
     if ENABLE_CHECKS:
         check_counter(group, counter, value)
     store_release(field_address(own_block(group), counter), value)
@@ -179,7 +179,7 @@ def is_in_slot(group: GroupRecord, address, num_bytes):
 
 @inner
 def check_counter(group: GroupRecord, counter, value):
-    """Check that READY or REDUCED ascends, to a chunk of the current call."""
+    """Check that `ready` or `reduced` ascends, to a chunk of the current call."""
     before, chunks = load(field_address(own_block(group), counter)), group.chunks
     if value < before:
         fail_check(group, CHECK_COUNTER, value, before)

@@ -2,21 +2,22 @@
 
 Algorithm of a call with sequence number `seq`:
 
-1. `begin` publishes ENTERED = seq and waits until this rank's ring entry may be written: the entry is reused after
+1. `begin` publishes `entered` = seq and waits until this rank's ring entry may be written: the entry is reused after
    RING_LENGTH calls, when all ranks have entered a call after its previous use. After an aborted call, `begin` waits
    until all ranks are past that call, because the slots are written before the ranks synchronize.
 2. The kernel writes the payload of the entry, and often the first chunk into its slot.
 3. `arrive` writes the signature and publishes the sequence number of the entry; then it waits for the entries of all
    other ranks and compares signatures. No rank passes before all have arrived, so every rank detects a mismatch.
-4. The kernel moves the data; `leave` stores LEFT.
+4. The kernel moves the data; `leave` stores `left`.
 
 Memory order: the release store of the entry's sequence number publishes signature, payload and the first chunk; the
-acquire load in `wait` precedes all reads of them. READY and REDUCED work in the same way for later chunks. ABORTED of
-another rank (REFUSED in its block) is read with acquire after a fence where data was read outside the slots.
+acquire load in `wait` precedes all reads of them. `ready` and `reduced` work in the same way for later chunks. That
+another rank has aborted (`refused` in its block) is read with acquire after a fence where data was read outside the
+slots.
 
-A wait polls SPINS times with a pause instruction, YIELDS times with `sched_yield`, and then sleeps. Aborted calls and
-the time limit are checked between sleeps and at some yields: on a busy machine a yield takes milliseconds. A wait that
-is not over after the first polls is measured, and added to the call log.
+A wait polls `spins` times with a pause instruction, `yields` times with `sched_yield`, and then sleeps. Aborted calls
+and the time limit are checked between sleeps and at some yields: on a busy machine a yield takes milliseconds. A wait
+that is not over after the first polls is measured, and added to the call log.
 """
 
 from __future__ import annotations
@@ -251,6 +252,7 @@ def arrive(group: GroupRecord, seq, signature):
 
 @inner
 def leave(group: GroupRecord, seq, status):
-    """Store the end of a call, and return its status."""
-    store(own_block(group).left, seq)
+    """Return the status of a call that ends, and store its end unless it has failed or continues in another kernel."""
+    if status == 0:
+        store(own_block(group).left, seq)
     return outcome(group, status)

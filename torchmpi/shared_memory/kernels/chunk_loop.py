@@ -1,20 +1,20 @@
 """The chunk loop of transfers: collectives that move data without reducing (broadcast, gathers, scatter, alltoall).
 
 Each rank has a table of transfer records: for each rank the data to send and the destination of received data. A call
-sends either one stream, the same for all ranks (SPACING 0), or one part to each rank (SPACING apart in the slot).
+sends either one stream, the same for all ranks (`spacing` 0), or one part to each rank (`spacing` apart in the slot).
 
-In round `i`, with chunk number `c = CHUNKS + i`, each rank
+In round `i`, with chunk number `c = chunks + i`, each rank
 
-1. waits until all ranks have read chunk `c - 1` (REDUCED >= c), and copies its chunk `c + 1` into its slot, then
-   publishes READY = c + 2. Chunk `CHUNKS` itself is in the slot when the loop begins.
-2. for each other rank: waits for READY > c and copies its share of chunk `c` out of the slot of that rank.
-3. publishes REDUCED = c + 1.
+1. waits until all ranks have read chunk `c - 1` (`reduced` >= c), and copies its chunk `c + 1` into its slot, then
+   publishes `ready` = c + 2. Chunk `chunks` itself is in the slot when the loop begins.
+2. for each other rank: waits for `ready` > c and copies its share of chunk `c` out of the slot of that rank.
+3. publishes `reduced` = c + 1.
 
 Chunks `c` and `c + 1` are in different slots, and step 1 waits until all ranks have read the previous chunk in
 the slot, so that no slot is overwritten too early (proof: docs/design/shared-memory.md).
 
-Memory order: READY is published after the data in the slot, with a fence if the caches were bypassed, and acquired
-before that data is read. REDUCED is published after the reads, and acquired before the slot is written again.
+Memory order: `ready` is published after the data in the slot, with a fence if the caches were bypassed, and acquired
+before that data is read. `reduced` is published after the reads, and acquired before the slot is written again.
 """
 
 from __future__ import annotations

@@ -261,10 +261,10 @@ class Wrapper:
         known = self.module.globals.get(name) or ir.GlobalVariable(self.module, BYTES, name)
         return self.builder.load(known)
 
-    def declared(self, name: str, result: Any, *arguments: Any, takes_any: bool = False) -> Any:
-        """Declare an external function; with `takes_any` one that takes further arguments."""
+    def declared(self, name: str, result: Any, *arguments: Any) -> Any:
+        """Declare an external function."""
         known = self.module.globals.get(name)
-        return known or ir.Function(self.module, ir.FunctionType(result, arguments, var_arg=takes_any), name)
+        return known or ir.Function(self.module, ir.FunctionType(result, arguments), name)
 
     def argument(self, index: int) -> Any:
         """Load an argument of the call."""
@@ -277,18 +277,6 @@ class Wrapper:
     def as_number(self, value: Any) -> Any:
         """Make a Python int."""
         return self.builder.call(self.declared("PyLong_FromLongLong", BYTES, WORD), [value])
-
-    def field_pointer(self, base: Any, index: int) -> Any:
-        """Return a pointer to a field of a record."""
-        return self.builder.inttoptr(self.builder.add(base, WORD(8 * index)), WORD.as_pointer())
-
-    def field(self, base: Any, index: int) -> Any:
-        """Load a field of a record."""
-        return self.builder.load(self.field_pointer(base, index))
-
-    def stack_record(self, num_fields: int) -> Any:
-        """Return the address of a record on the stack."""
-        return self.builder.ptrtoint(self.builder.alloca(WORD, size=num_fields), WORD)
 
     def call(self, function: Function, arguments: list[Any]) -> Any:
         """Call a function, and return its result as a word."""

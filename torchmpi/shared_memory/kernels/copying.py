@@ -6,14 +6,14 @@ slower than memory: 2 GB/s were measured, and 10 after non-temporal stores. The 
 runs, so the ranks measure continuously:
 
 1. `begin_measuring` decides at the beginning of a call: bypass the caches if any rank has found them slow
-   (FETCHES_SLOWLY in its block), except in the calls in which the caches are tried again.
+   (`fetches_slowly` in its block), except in the calls in which the caches are tried again.
 2. `note_put` and `note_time` add up the time of copies and reductions without waits; `note_chunk` keeps the best chunk.
 3. After _TRIAL_CHUNKS chunks, or at the end of a shorter call, `judge` compares it with thresholds, and stores the
-   result in FETCHES_SLOWLY; from then on all ranks bypass the caches.
+   result in `fetches_slowly`; from then on all ranks bypass the caches.
 4. After _TRIAL_CHUNKS chunks with non-temporal stores, `compare` reverts the decision if they were no faster.
 
-Memory order: FETCHES_SLOWLY is a hint, read and written without order; ranks may write differently, since
-KEPT (see reduce_kernels) determines where a result is. Non-temporal stores are not ordered, hence the fence in
+Memory order: `fetches_slowly` is a hint, read and written without order; ranks may write differently, since
+`kept` (see reduce_kernels) determines where a result is. Non-temporal stores are not ordered, hence the fence in
 `publish`.
 """
 
@@ -113,7 +113,7 @@ def copy_into_slot_and(group: GroupRecord, target, also, source, num_bytes):
 
 @inner
 def publish(group: GroupRecord, counter, value):
-    """Publish READY or REDUCED after writing slots, with or without non-temporal stores."""
+    """Publish `ready` or `reduced` after writing slots, with or without non-temporal stores."""
     if group.cache_bypass != 0:
         fence()
     set_counter(group, counter, value)

@@ -1,33 +1,48 @@
 """Machine code of the fast path: tensors in, one call of a kernel, the result out (docs/design/fast-path.md).
 
-`FastPathWrapper` has torch describe the tensors as DLTensors. `find_cached_call` then looks for a cached call of the
+`entry` has torch describe the tensors as DLTensors. `find_cached_call` then looks for a cached call of the
 same dtype, key and communicator, and one of the `enter_*` functions
 
 1. checks the tensors: contiguous, on the host, of the cached dtype, and with an `out` made for the result;
-2. writes the arguments of the kernel that follow the call record (from FIRST_ARGUMENT on);
+2. writes the arguments of the kernel that follow the call record (from `rest` on);
 3. takes the run lock if the call queue is idle, enters the call into the call log, and computes its signature
    (`begin_call`). Nothing before this step has an effect, so NOT_FAST can be returned up to here.
 
 The GIL is held throughout and orders the fast path with Python threads, so no atomic access is needed.
-
-`FastPathWrapper` emits LLVM code that uses functions which CPython's C API exports; functions that its headers define
-inline cannot be called.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from llvmlite import ir
-
-from ..memory_layout import MAX_LOG_DIMS, LockFields, LogFields
+from ..memory_layout import MAX_LOG_DIMS, LockFields
+from ..typed_records import Array, Record, Word, Words
 from .access import group_of
-from .compilation import BYTES, INT, WORD, inner, kernel, kernels
+from .compilation import BYTES, WORD, Function, Wrapper, inner, kernel, kernels
+from .cpython import (
+    call_with_four,
+    call_with_one,
+    clear_error,
+    context_value,
+    decref,
+    describe_with,
+    error_is_set,
+    error_matches,
+    exception_class,
+    fetch_error,
+    incref,
+    new_number,
+    on_stack,
+    release_gil,
+    restore_error,
+    take_gil,
+    tuple_of_one,
+)
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
-from .logged_calls import FIRST_HASH, close_entry, hash_end, hash_step, open_entry, set_dim
+from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
 from .movement import rows_before
-from .noting_code import NotingWrapper
 from .records import (
     NOT_FAST,
     Arguments,
@@ -337,193 +352,197 @@ def enter_receive(cached_call: CachedCallRecord, target: DLTensor, _: DLTensor, 
     return enter_scattering(cached_call, target, arguments)
 
 
-_TYPE = 1  # field of a PyObject
+# --- the entry: from Python into a kernel -------------------------------------------------------------------------
 
 
-class FastPathWrapper(NotingWrapper):
-    """``name(tensor, out, key, comm, backend)``, which returns the result, or None if Python must run the call.
+class PyObject(Record):
+    """The head of an object of CPython, in builds without Py_DEBUG."""
 
-    `self.record` is the address of its record (see records).
+    count = Word()
+    kind = Word()
+    """Address of the type."""
+
+
+class Error(Record):
+    """An exception that is set aside."""
+
+    kind = Array(1)
+    value = Array(1)
+    traceback = Array(1)
+
+
+_MOST_ARGUMENTS = 8
+_described, _written, _error, _word = (
+    on_stack(num_fields) for num_fields in (DLTensor.FIELDS, Arguments.FIELDS + _MOST_ARGUMENTS, Error.FIELDS, 1)
+)
+
+
+@inner
+def new_reference(item):
+    """Return an object, with a reference for the caller."""
+    incref(item)
+    return item
+
+
+@inner
+def leave_to_python(path: FastPath):
+    """Return None, because Python must run the call; after an error of Python, unless it ends the program."""
+    if error_is_set() != 0:
+        if error_matches(exception_class()) == 0:
+            return 0  # KeyboardInterrupt in Python code of a mode, or SystemExit
+        clear_error()
+    return new_reference(path.none)
+
+
+@inner
+def is_plain(path: FastPath, tensor):
+    """Return whether an object is a tensor, not of a subclass, without the negative bit, which a DLTensor lacks.
+
+    Runs Python: the cached calls may change.
     """
+    if PyObject(tensor).kind != path.tensor_type:
+        return False
+    answer = call_with_one(path.is_neg, tensor)
+    if answer == 0:
+        return False
+    decref(answer)
+    return answer == path.false
 
-    def __init__(self, name: str, spec: FastPathKernel) -> None:
-        super().__init__(name, 5)
-        self.writes = spec.writes
-        self.failed = self.function.append_basic_block("failed")
-        self.not_fast = self.function.append_basic_block("not_fast")
-        self.tensor, self.out, self.key, self.comm, backend = (self.argument(index) for index in range(5))
-        self.record = self.number(self.function.args[0])
-        self.none = self.field(self.record, FastPath.none)
-        self.unused, self.tensors = [backend], list[Any]()
-        for item, is_taken in ((self.tensor, spec.takes_tensor), (self.out, spec.takes_out)):
-            (self.tensors if is_taken else self.unused).append(item)
-        self._emit(spec)
 
-    def _emit(self, spec: FastPathKernel) -> None:
-        builder, kernel = self.builder, kernels[spec.kernel]
-        num_fields = kernel.num_arguments - 1
-        first = self.field(self.record, FastPath.first_call)
-        self._continue_if(builder.icmp_signed("!=", first, WORD(0)), self.not_fast)
-        self._check_arguments()
-        # These two run Python or release the GIL, so other threads may invalidate the fast path. Later steps do not,
-        # until the call is entered: FIRST_CALL is loaded again, and the cached calls stay valid.
-        self._check_negative_views()
-        self._check_chosen_communicator()
-        described = self._describe_tensors()
-        identity = [builder.ptrtoint(item, WORD) for item in (self.key, self.comm)]
-        cached_call = self.call(
-            kernels["find_cached_call"], [self.field(self.record, FastPath.first_call), described[0], *identity]
-        )
-        self._continue_if(builder.icmp_signed("!=", cached_call, WORD(0)), self.not_fast)
-        written = self.stack_record(num_fields)
-        status = self.call(kernels[spec.enter], [cached_call, described[0], described[-1], written])
-        self._continue_if(builder.icmp_signed("==", status, WORD(0)), self.not_fast)
-        arguments = [self.field(written, index) for index in range(num_fields)]
-        status = self.without_gil(kernel, [self.field(cached_call, CachedCallRecord.call), *arguments])
-        unsettled = self.function.append_basic_block("unsettled")
-        self._continue_if(builder.icmp_signed("==", status, WORD(0)), unsettled)
-        self._leave(cached_call)
-        self._end_not_fast()
-        builder.position_at_end(unsettled)
-        builder.ret(self._settle(status, cached_call, arguments[Arguments.seq]))
+@inner
+def is_communicator_chosen(path: FastPath):
+    """Return whether a communicator is chosen for this thread or task (`mpi.use`), or an exception is set."""
+    value = Words(_word())
+    if context_value(path.chosen_comm, 0, value) != 0:
+        return True
+    decref(value[0])
+    return value[0] != path.none
 
-    # --- before the call -------------------------------------------------------------------------------------
 
-    def _check_arguments(self) -> None:
-        """Require tensors, not of a subclass, and no `backend`."""
-        for item in self.unused:
-            self._continue_if(self._is_at(item, self.none), self.not_fast)
-        for tensor in self.tensors:
-            kind = self.field(self.builder.ptrtoint(tensor, WORD), _TYPE)
-            is_tensor = self.builder.icmp_signed("==", kind, self.field(self.record, FastPath.tensor_type))
-            self._continue_if(is_tensor, self.not_fast)
+@inner
+def count_write(path: FastPath, written):
+    """Record the write to a tensor for autograd; return whether that was possible."""
+    alone = tuple_of_one(1, written)
+    counted = call_with_one(path.increment_version, alone)
+    decref(alone)
+    if counted == 0:
+        clear_error()
+        counted = call_with_one(path.touch, written)
+        if counted == 0:
+            return False
+    decref(counted)
+    return True
 
-    def _check_chosen_communicator(self) -> None:
-        """Require that no communicator is chosen for this thread or task (`mpi.use`)."""
-        value = self.builder.alloca(BYTES)
-        get = self.declared("PyContextVar_Get", INT, BYTES, BYTES, BYTES.as_pointer())
-        status = self.builder.call(get, [self._object(FastPath.chosen_comm), BYTES(None), value])
-        self._continue_if(self.builder.icmp_signed("==", status, INT(0)), self.failed)
-        self._decref(chosen := self.builder.load(value))
-        self._continue_if(self._is_at(chosen, self.none), self.not_fast)
 
-    def _check_negative_views(self) -> None:
-        """Require tensors without the negative bit, which a DLTensor does not describe."""
-        for tensor in self.tensors:
-            answer = self._call_python(FastPath.is_neg, tensor)
-            self._continue_if(self.builder.icmp_signed("!=", answer, BYTES(None)), self.failed)
-            self._decref(answer)
-            self._continue_if(self._is_at(answer, self.field(self.record, FastPath.false)), self.not_fast)
+@inner
+def abort(path: FastPath, cached_call: CachedCallRecord):
+    """Abort the call, and keep the exception that is set."""
+    error = Error(_error())
+    fetch_error(error.kind, error.value, error.traceback)
+    number = new_number(cached_call)
+    answer = call_with_one(path.abort, number)
+    decref(number)
+    if answer != 0:
+        decref(answer)
+    restore_error(error.kind[0], error.value[0], error.traceback[0])
+    return 0
 
-    def _describe_tensors(self) -> list[Any]:
-        """Have torch fill in a DLTensor for each tensor."""
-        kind = ir.FunctionType(INT, [BYTES, WORD]).as_pointer()
-        describe = self.builder.inttoptr(self.field(self.record, FastPath.describe), kind)
-        described = [self.stack_record(DLTensor.FIELDS) for _ in self.tensors]
-        for tensor, target in zip(self.tensors, described, strict=True):
-            status = self.builder.call(describe, [tensor, target])
-            self._continue_if(self.builder.icmp_signed("==", status, INT(0)), self.failed)
-        if not described:  # a barrier is cached without dtype and has no shape
-            described = [self.stack_record(DLTensor.FIELDS)]
-            self.builder.store(WORD(0), self.field_pointer(described[0], DLTensor.num_dims_and_dtype))
-        return described
 
-    # --- after the call --------------------------------------------------------------------------------------
+@inner
+def settle(path: FastPath, status, tensor, out, cached_call: CachedCallRecord, seq):
+    """Return the result of Python's handling of a status; 0 with an exception that is set."""
+    number, address = new_number(status), new_number(cached_call)
+    result = call_with_four(path.settle, number, tensor, out, address)
+    decref(number)
+    decref(address)
+    if result == 0 and cached_call.call_log.active == seq:  # KeyboardInterrupt before the first line of Python
+        abort(path, cached_call)
+        cached_call.call_log.active = 0
+        store(cached_call.run_lock.entered, 0)
+    return result
 
-    def _leave(self, cached_call: Any) -> None:
-        """Release the run lock, record the write for autograd, and return the written tensor; False for a barrier."""
-        self._end_call(cached_call)
-        self._note(cached_call)
-        written = self.tensors[-1] if self.tensors else self._object(FastPath.false)
-        if not self.writes:
-            self._incref(written)
-            self.builder.ret(written)
-            return
-        pack = self.declared("PyTuple_Pack", BYTES, WORD, takes_any=True)
-        alone = self.builder.call(pack, [WORD(1), written])
-        counted = self._call_python(FastPath.increment_version, alone)
-        self._decref(alone)
-        counted_block, uncounted, error, done = (
-            self.function.append_basic_block(name) for name in ("counted", "uncounted", "error", "done")
-        )
-        self.builder.cbranch(self.builder.icmp_signed("!=", counted, BYTES(None)), counted_block, uncounted)
-        self.builder.position_at_end(counted_block)
-        self._decref(counted)
-        self.builder.branch(done)
-        self.builder.position_at_end(uncounted)
-        self._clear_error()
-        touched = self._call_python(FastPath.touch, written)
-        self._continue_if(self.builder.icmp_signed("!=", touched, BYTES(None)), error)
-        self._decref(touched)
-        self.builder.branch(done)
-        self.builder.position_at_end(error)
-        self.builder.ret(BYTES(None))
-        self.builder.position_at_end(done)
-        self._incref(written)
-        self.builder.ret(written)
 
-    def _call_fields(self, cached_call: Any) -> tuple[Any, Any]:
-        """Return pointers to `active` of the call log and `entered` of the run lock."""
-        return (
-            self.field_pointer(self.field(cached_call, CachedCallRecord.call_log), LogFields.active),
-            self.field_pointer(self.field(cached_call, CachedCallRecord.run_lock), LockFields.entered),
-        )
+@cache
+def _runner(of: Function) -> Any:
+    """Return a function that calls a kernel with a prepared call and the arguments of a record."""
+    kernel, kind = of, of.records["call"].record
+    num_others = of.num_arguments - 1 - Arguments.FIELDS
 
-    def _end_call(self, cached_call: Any) -> None:
-        call_log, run_lock = (
-            self.field(cached_call, field) for field in (CachedCallRecord.call_log, CachedCallRecord.run_lock)
-        )
-        self.call(kernels["end_call"], [call_log, run_lock])
+    def with_two(call: KernelCall, a: Arguments):
+        return kernel(kind(call), a.seq, a.signature, a.rest[0], a.rest[1])
 
-    def _settle(self, status: Any, cached_call: Any, seq: Any) -> Any:
-        """Return the result of Python's handling of a status; null with an exception set."""
-        active, entered = self._call_fields(cached_call)
-        numbers = [self.as_number(status), self.as_number(cached_call)]
-        result = self._call_python(FastPath.settle, numbers[0], self.tensor, self.out, numbers[1])
-        for number in numbers:
-            self._decref(number)
-        # After a KeyboardInterrupt before the first line of Python the call is still active.
-        builder = self.builder
-        is_lost = builder.and_(
-            builder.icmp_signed("==", result, BYTES(None)), builder.icmp_signed("==", builder.load(active), seq)
-        )
-        with builder.if_then(is_lost, likely=False):
-            self._abort(cached_call)
-            builder.store(WORD(0), active)
-            builder.store(WORD(0), entered)
-        return result
+    def with_three(call: KernelCall, a: Arguments):
+        return kernel(kind(call), a.seq, a.signature, a.rest[0], a.rest[1], a.rest[2])
 
-    def _abort(self, cached_call: Any) -> None:
-        """Abort the call, and keep the exception that is set."""
-        saved = [self.builder.alloca(BYTES) for _ in range(3)]
-        fetch = self.declared("PyErr_Fetch", ir.VoidType(), *[BYTES.as_pointer()] * 3)
-        self.builder.call(fetch, saved)
-        number = self.as_number(cached_call)
-        answer = self._call_python(FastPath.abort, number)
-        self._decref(number)
-        with self.builder.if_then(self.builder.icmp_signed("!=", answer, BYTES(None))):
-            self._decref(answer)
-        restore = self.declared("PyErr_Restore", ir.VoidType(), *[BYTES] * 3)
-        self.builder.call(restore, [self.builder.load(item) for item in saved])
+    def with_four(call: KernelCall, a: Arguments):
+        return kernel(kind(call), a.seq, a.signature, a.rest[0], a.rest[1], a.rest[2], a.rest[3])
 
-    def _end_not_fast(self) -> None:
-        """Emit the exits that return None: after an error of Python, or because the fast path cannot run the call."""
-        self.builder.position_at_end(self.failed)
-        matches = self.declared("PyErr_ExceptionMatches", INT, BYTES)
-        is_error = self.builder.call(matches, [self.python_object("PyExc_Exception")])
-        with self.builder.if_then(self.builder.icmp_signed("==", is_error, INT(0)), likely=False):
-            self.builder.ret(BYTES(None))  # KeyboardInterrupt in Python code of a mode, or SystemExit
-        self._clear_error()
-        self.builder.branch(self.not_fast)
-        self.builder.position_at_end(self.not_fast)
-        none = self._object(FastPath.none)
-        self._incref(none)
-        self.builder.ret(none)
+    def as_scatter(call: KernelCall, arguments: Arguments):
+        a = ScatterArguments(arguments)
+        return kernel(call, a.seq, a.signature, a.message, a.message_bytes, a.source, a.num_rows, a.row_bytes, a.target)
 
-    def _is_at(self, item: Any, address: Any) -> Any:
-        return self.builder.icmp_signed("==", self.builder.ptrtoint(item, WORD), address)
+    return inner({2: with_two, 3: with_three, 4: with_four, 6: as_scatter}[num_others])
 
-    def _continue_if(self, condition: Any, otherwise: Any) -> None:
-        following = self.function.append_basic_block()
-        self.builder.cbranch(condition, following, otherwise)
-        self.builder.position_at_end(following)
+
+@inner
+def describe(path: FastPath, tensor, out, backend, takes_tensor, takes_out, first: DLTensor, last: DLTensor):
+    """Describe the tensors of a call; False if Python must run it, perhaps because an exception is set."""
+    if not path.first_call or backend != path.none:
+        return False
+    if (not takes_tensor and tensor != path.none) or (not takes_out and out != path.none):
+        return False
+    # These run Python or release the GIL, so other threads may invalidate the fast path. Later steps do not, until the
+    # call is entered: `first_call` is loaded again, and the cached calls stay valid.
+    if (takes_tensor and not is_plain(path, tensor)) or (takes_out and not is_plain(path, out)):
+        return False
+    if is_communicator_chosen(path):
+        return False
+    first.num_dims_and_dtype = 0  # a barrier is cached without dtype and has no shape
+    if takes_tensor and describe_with(path.describe, tensor, first) != 0:
+        return False
+    return not takes_out or describe_with(path.describe, out, last) == 0
+
+
+@inner
+def finish(path: FastPath, status, tensor, out, result, writes, cached_call: CachedCallRecord, seq):
+    """End a call after its kernel, and return its result; 0 with an exception that is set."""
+    if status != 0:
+        return settle(path, status, tensor, out, cached_call, seq)
+    end_call(cached_call.call_log, cached_call.run_lock)
+    if writes and not count_write(path, result):
+        return 0
+    return new_reference(result)
+
+
+def entry(spec: FastPathKernel) -> Function:
+    """Return the function of a fast path: the result of the call, None if Python must run it, 0 if it has raised."""
+    enter, run = kernels[spec.enter], _runner(kernels[spec.kernel])
+    arguments_of = enter.records["arguments"].record
+    takes_tensor, takes_out, writes = spec.takes_tensor, spec.takes_out, spec.writes
+
+    def fast_call(path: FastPath, tensor, out, key, comm, backend):
+        first, last = DLTensor(_described()), DLTensor(_described())
+        if not describe(path, tensor, out, backend, takes_tensor, takes_out, first, last):
+            return leave_to_python(path)
+        source = first if takes_tensor or not takes_out else last
+        target = last if takes_out else first
+        cached_call, arguments = find_cached_call(path.first_call, source, key, comm), Arguments(_written())
+        if not cached_call or enter(cached_call, source, target, arguments_of(arguments)) != 0:
+            return new_reference(path.none)
+        thread = release_gil()
+        status = run(cached_call.call, arguments)
+        take_gil(thread)
+        result = out if takes_out else tensor if takes_tensor else path.false
+        return finish(path, status, tensor, out, result, writes, cached_call, arguments.seq)
+
+    return Function(fast_call)
+
+
+def entry_wrapper(name: str, spec: FastPathKernel) -> Wrapper:
+    """Return ``name(tensor, out, key, comm, backend)``; its ``self`` is the address of its record (FastPath)."""
+    wrapper = Wrapper(name, 5)
+    words = [wrapper.builder.ptrtoint(wrapper.argument(index), WORD) for index in range(5)]
+    path = wrapper.number(wrapper.function.args[0])
+    result = wrapper.call(entry(spec), [path, *words])
+    wrapper.builder.ret(wrapper.builder.inttoptr(result, BYTES))
+    return wrapper

@@ -196,7 +196,7 @@ def end_step(hosts: Hosts, status, step):
 def allreduce_over_hosts(call: KernelCall, seq, signature, address, numel):
     """Reduce a short tensor in place on all ranks; `signature` is the hash of its shape.
 
-    Returns 0, MISMATCH, the error of MPI, or the status of a kernel, with the step in FAILED_STEP.
+    Returns 0, MISMATCH, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
     hosts, num_bytes = call.hosts, numel * call.item_bytes
     log, begin = hosts.call_log, now()

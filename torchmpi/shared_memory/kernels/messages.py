@@ -39,13 +39,12 @@ def enter_sendreceive(cached_call: CachedCallRecord, tensor: DLTensor, _, argume
 
 @inner
 def begin_message(channel: ChannelFields, time, dtype, num_bytes):
-    """Count a message that begins; return its number."""
-    number = channel.begun + 1
+    """Count a message that begins."""
     channel.dtype = dtype
     channel.num_bytes = num_bytes
     channel.begin = time
-    channel.begun = number
-    return number
+    channel.begun += 1
+    return 0
 
 
 @inner
@@ -66,9 +65,8 @@ def sendreceive(call: SendReceive, seq, signature, target, num_fields, num_bytes
     sent, received, begin = call.sent, call.received, now()
     to, source, log = call.send_channel, call.receive_channel, call.call_log
     dtype = call.sent_dtype
-    number = begin_message(to, begin, dtype, num_bytes) & 0x7FFFFFFF
-    number |= (begin_message(source, begin, dtype, num_bytes) & 0x7FFFFFFF) << 32
-    log.algorithm = number
+    begin_message(to, begin, dtype, num_bytes)
+    begin_message(source, begin, dtype, num_bytes)
     error = call_sendrecv(
         call.sendrecv,
         sent, num_fields * 8 + num_bytes, byte, call.send_to, tag,

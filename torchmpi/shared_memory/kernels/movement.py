@@ -3,7 +3,7 @@
 Four routes by length; all ranks take the same route:
 
 * up to PAYLOAD_BYTES the data travels in the payload of the ring entry;
-* up to WHOLE_BYTES in the slot, written before the ranks synchronize; both routes synchronize once;
+* up to `whole_bytes` in the slot, written before the ranks synchronize; both routes synchronize once;
 * longer data, if all tensors are shared, is copied from tensor to tensor (`end_reads` waits for all readers);
 * otherwise it is read directly from the other processes (kernels.peer_memory), or goes through the slots in chunks
   (kernels.chunk_loop).
@@ -12,19 +12,19 @@ An allgather assumes equal lengths on all ranks. The lengths are in the payloads
 returns UNEVEN, and Python allocates the result and calls `exchange`.
 
 Memory order: payload and slot are published by the sequence number of the entry (`arrive`). A slot written whole also
-sets READY and REDUCED, so that the counters stay equal to CHUNKS on all ranks.
+sets `ready` and `reduced`, so that the counters stay equal to `chunks` on all ranks.
 
 reduce_scatter, alltoall and scatter divide dim 0 among the ranks: rank `r` gets rows `rows_before(r)` to
 `rows_before(r + 1)`; the first ranks take the remainder, one row each.
 
-In chunks of such collectives each rank writes one part for each rank into its slot, SPACING apart; a reduce_scatter
+In chunks of such collectives each rank writes one part for each rank into its slot, `spacing` apart; a reduce_scatter
 reduces where the others copy. alltoall assumes the same number of rows on all ranks (UNEVEN otherwise).
 
 A scatter is two kernels, or one in the fast path. `offer` synchronizes: the root writes a description of its tensor
 (dtype, dimensions, shape) to its payload, and its first chunk, or the whole tensor if the payload has room, or the
 address for direct reads. `take` moves the rest, after Python has allocated the result.
 
-`reduce_scatter` publishes REDUCED after a chunk has been read, before its slot is written again.
+`reduce_scatter` publishes `reduced` after a chunk has been read, before its slot is written again.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ from .copying import begin_measuring, end_measuring, note_chunk, note_time
 from .intrinsics import copy, load, now, store
 from .kernel_sets import ENABLE_CHECKS
 from .peer_memory import (
-    ALL_SHARED,
     all_show,
     announce_memory,
     announcement_of,
     can_read,
     end_reading,
-    find_memory,
+    find_shared,
     note_pace,
+    num_shared,
     prefers_reading,
     read_all,
     read_from,
     shared_tensor_of,
     show_memory,
 )
-from .records import UNEVEN, UNMAPPED, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
+from .records import UNEVEN, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
 from .reduce_kernels import combine, part_begin, set_operand
 
 _SHORT_BROADCAST_BYTES = 128 << 10  # shorter broadcasts bypass the caches, which was never slower
@@ -142,37 +142,59 @@ def broadcast_chunks(call: KernelCall, address, num_bytes):
     return run_rounds(group, transfers, num_rounds)
 
 
+@inner
+def broadcast_short(call: KernelCall, seq, signature, address, num_bytes):
+    """Broadcast in the payload."""
+    group, root = group_of(call), call.root
+    if group.rank == root:
+        copy_to_payload(group, seq, 0, address, num_bytes)
+    status = arrive(group, seq, signature)
+    if status == 0 and group.rank != root:
+        copy(address, payload_of(group, root, seq), num_bytes)
+    return status
+
+
+@inner
+def broadcast_whole(call: KernelCall, seq, signature, address, num_bytes):
+    """Broadcast in the slot of the root."""
+    group, root = group_of(call), call.root
+    if group.rank == root:
+        put_whole(group, address, num_bytes)
+    status = arrive(group, seq, signature)
+    if status != 0:
+        return status
+    if group.rank != root:
+        copy_from_slot(group, address, transfer_slot_of(group, root, group.chunks), num_bytes)
+    return end_whole(group)
+
+
+@inner
+def broadcast_long(call: KernelCall, seq, signature, address, num_bytes):
+    """Broadcast between shared tensors, if all of them are, or in chunks."""
+    group = group_of(call)
+    announce_memory(group, seq, address, num_bytes)
+    status = arrive(group, seq, signature)
+    if status != 0:
+        return status
+    if num_shared(group, seq) < group.size:
+        return broadcast_chunks(call, address, num_bytes)
+    status = find_shared(group, seq, address)
+    return status if status != 0 else broadcast_shared(group, address, num_bytes, call.root)
+
+
 @kernel
 def broadcast(call: KernelCall, seq, signature, address, num_bytes):
     """Copy the root's bytes to all ranks, in place."""
     group = group_of(call)
-    rank, root = group.rank, call.root
-    is_short, is_whole = num_bytes <= PAYLOAD_BYTES, num_bytes <= group.whole_bytes
     status = begin(group, seq)
     if status != 0:
         return status
-    if is_short and rank == root:
-        copy_to_payload(group, seq, 0, address, num_bytes)
-    elif not is_short:
-        announce_memory(group, seq, address, num_bytes)
-        if is_whole and rank == root:
-            put_whole(group, address, num_bytes)
-    status = arrive(group, seq, signature)
-    if status == 0 and is_short:
-        if rank != root:
-            copy(address, payload_of(group, root, seq), num_bytes)
-    elif status == 0 and is_whole:
-        if rank != root:
-            copy_from_slot(group, address, transfer_slot_of(group, root, group.chunks), num_bytes)
-        end_whole(group)
-    elif status == 0:
-        memory = find_memory(group, seq, address)
-        if memory >= UNMAPPED:
-            return memory
-        if memory == ALL_SHARED:
-            status = broadcast_shared(group, address, num_bytes, root)
-        else:
-            status = broadcast_chunks(call, address, num_bytes)
+    if num_bytes <= PAYLOAD_BYTES:
+        status = broadcast_short(call, seq, signature, address, num_bytes)
+    elif num_bytes <= group.whole_bytes:
+        status = broadcast_whole(call, seq, signature, address, num_bytes)
+    else:
+        status = broadcast_long(call, seq, signature, address, num_bytes)
     return leave(group, seq, status)
 
 
@@ -196,6 +218,93 @@ def gather_shared(group: GroupRecord, first, num_bytes, target):
     return end_reads(group)
 
 
+@inner
+def arrive_evenly(group: GroupRecord, seq, signature, length):
+    """Arrive, with the length of this rank: 0, UNEVEN if another rank has another one, or the status of `arrive`."""
+    status = arrive(group, seq, signature)
+    return UNEVEN if status == 0 and not are_even(group, seq, length) else status
+
+
+@inner
+def num_gathered(call: KernelCall, num_bytes):
+    """Return how many bytes this rank gets from each rank."""
+    return num_bytes if call.root < 0 or group_of(call).rank == call.root else 0
+
+
+@inner
+def allgather_short(call: KernelCall, seq, signature, source, num_bytes, target):
+    """Gather in the payloads."""
+    group = group_of(call)
+    copy_to_payload(group, seq, 8, source, num_bytes)
+    status = arrive_evenly(group, seq, signature, num_bytes)
+    if status != 0:
+        return status
+    num_received = num_gathered(call, num_bytes)
+    for other in range(group.size):
+        copy(target + other * num_bytes, payload_of(group, other, seq) + 8, num_received)
+    return 0
+
+
+@inner
+def allgather_whole(call: KernelCall, seq, signature, source, num_bytes, target):
+    """Gather in whole slots; the root of a gather puts nothing."""
+    group = group_of(call)
+    rank = group.rank
+    put_whole(group, source, num_bytes if rank != call.root else 0)
+    status = arrive_evenly(group, seq, signature, num_bytes)
+    if status != 0:
+        return status
+    num_received = num_gathered(call, num_bytes)
+    for other in range(group.size):
+        if other == rank:
+            copy(target + other * num_bytes, source, num_received)
+        else:
+            slot = transfer_slot_of(group, other, group.chunks)
+            copy_from_slot(group, target + other * num_bytes, slot, num_received)
+    return end_whole(group)
+
+
+@inner
+def allgather_long(call: KernelCall, seq, signature, source, num_bytes, target):
+    """Gather from shared tensors, if all of them are, by direct reads, or in chunks.
+
+    The root of a gather decides on direct reads. The other ranks always publish the address of their data, and also
+    write their slots unless the last long gather was read directly.
+    """
+    group = group_of(call)
+    rank, size, root = group.rank, group.size, call.root
+    transfers = send_to_all(call, source, num_bytes if rank != root else 0)
+    num_rounds, num_received = divide_stream(group, num_bytes, ALL_SEND_BYTES), num_gathered(call, num_bytes)
+    only_sends, paces = root >= 0 and rank != root, group.allgather_paces if root < 0 else group.gather_paces
+    shows = can_read(group, num_bytes) if only_sends else prefers_reading(group, paces, num_bytes)
+    is_shared = announce_memory(group, seq, source, num_bytes)
+    puts = not is_shared and (group.gathers_read == 0 if only_sends else not shows)
+    show_memory(group, seq, source if shows else 0)
+    since = now()
+    if puts:
+        put_first_chunk(group, transfers, num_rounds)
+    spent = now() - since
+    status = arrive_evenly(group, seq, signature, num_bytes)
+    if status != 0:
+        return status
+    if num_shared(group, seq) == size:
+        status = find_shared(group, seq, source)
+        return status if status != 0 else gather_shared(group, 0, num_received, target)
+    since, reads = now(), all_show(group, seq)
+    if only_sends:
+        group.gathers_read = reads
+    status = read_all(group, seq, source, 0, num_received, target) if reads else UNREADABLE
+    if status == UNREADABLE:
+        if reads or not puts:
+            put_first_chunk(group, transfers, num_rounds)
+        for other in range(size):
+            set_receive(transfers, other, target + other * num_bytes, num_received)
+        status = run_rounds(group, transfers, num_rounds)
+    if not only_sends and status == 0:
+        note_pace(paces, num_bytes, reads, now() - since + spent)
+    return status
+
+
 @kernel
 def allgather(call: KernelCall, seq, signature, source, num_bytes, target):
     """Concatenate the bytes of all ranks, on all ranks or on the root of the call, if the lengths are equal.
@@ -203,66 +312,16 @@ def allgather(call: KernelCall, seq, signature, source, num_bytes, target):
     Returns UNEVEN otherwise, with the lengths in the payloads.
     """
     group = group_of(call)
-    rank, size, root = group.rank, group.size, call.root
     status = begin(group, seq)
     if status != 0:
         return status
-    announcement_of(group, rank, seq).length = num_bytes
-    is_short, is_whole = num_bytes <= PAYLOAD_BYTES - 8, num_bytes <= group.whole_bytes
-    num_sent = num_bytes if rank != root else 0
-    num_received = num_bytes if root < 0 or rank == root else 0
-    transfers, num_rounds = send_to_all(call, source, num_sent), divide_stream(group, num_bytes, ALL_SEND_BYTES)
-    only_sends, paces = root >= 0 and rank != root, group.allgather_paces if root < 0 else group.gather_paces
-    # The root of a gather decides. The other ranks always publish the address of their data, and also write their
-    # slots unless the last long gather was read directly.
-    shows = not is_whole and (can_read(group, num_bytes) if only_sends else prefers_reading(group, paces, num_bytes))
-    is_shared = not is_short and announce_memory(group, seq, source, num_bytes)
-    puts = not is_shared and (group.gathers_read == 0 if only_sends else not shows)
-    spent = 0
-    if is_short:
-        copy_to_payload(group, seq, 8, source, num_bytes)
-    elif is_whole:
-        put_whole(group, source, num_sent)
+    announcement_of(group, group.rank, seq).length = num_bytes
+    if num_bytes <= PAYLOAD_BYTES - 8:
+        status = allgather_short(call, seq, signature, source, num_bytes, target)
+    elif num_bytes <= group.whole_bytes:
+        status = allgather_whole(call, seq, signature, source, num_bytes, target)
     else:
-        show_memory(group, seq, source if shows else 0)
-        since = now()
-        if puts:
-            put_first_chunk(group, transfers, num_rounds)
-        spent = now() - since
-    status = arrive(group, seq, signature)
-    if status != 0:
-        return status
-    if not are_even(group, seq, num_bytes):
-        return UNEVEN
-    if is_short:
-        for other in range(size):
-            copy(target + other * num_bytes, payload_of(group, other, seq) + 8, num_received)
-    elif is_whole:
-        for other in range(size):
-            if other == rank:
-                copy(target + other * num_bytes, source, num_received)
-            else:
-                slot = transfer_slot_of(group, other, group.chunks)
-                copy_from_slot(group, target + other * num_bytes, slot, num_received)
-        end_whole(group)
-    else:
-        memory = find_memory(group, seq, source)
-        if memory >= UNMAPPED:
-            return memory
-        if memory == ALL_SHARED:
-            return leave(group, seq, gather_shared(group, 0, num_received, target))
-        since, reads = now(), all_show(group, seq)
-        if only_sends:
-            group.gathers_read = reads
-        status = read_all(group, seq, source, 0, num_received, target) if reads else UNREADABLE
-        if status == UNREADABLE:
-            if reads or not puts:
-                put_first_chunk(group, transfers, num_rounds)
-            for other in range(size):
-                set_receive(transfers, other, target + other * num_bytes, num_received)
-            status = run_rounds(group, transfers, num_rounds)
-        if not only_sends and status == 0:
-            note_pace(paces, num_bytes, reads, now() - since + spent)
+        status = allgather_long(call, seq, signature, source, num_bytes, target)
     return leave(group, seq, status)
 
 
@@ -334,39 +393,111 @@ def reduce_rows_shared(call: KernelCall, first, length, target):
     return end_reads(group)
 
 
+@inner
+def own_offset(group: GroupRecord, num_rows, row_bytes):
+    """Return the offset of the rows of this rank."""
+    return rows_before(num_rows, group.size, group.rank) * row_bytes
+
+
+@inner
+def own_length(group: GroupRecord, num_rows, row_bytes):
+    """Return the length of the rows of this rank."""
+    return rows_before(num_rows, group.size, group.rank + 1) * row_bytes - own_offset(group, num_rows, row_bytes)
+
+
+@inner
+def reduce_scatter_short(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
+    """Reduce in the payloads."""
+    group = group_of(call)
+    copy_to_payload(group, seq, 0, source, num_rows * row_bytes)
+    status = arrive(group, seq, signature)
+    if status != 0:
+        return status
+    for other in range(group.size):
+        set_operand(group, other, payload_of(group, other, seq) + own_offset(group, num_rows, row_bytes))
+    combine(call, target, own_length(group, num_rows, row_bytes))
+    return 0
+
+
+@inner
+def reduce_scatter_long(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
+    """Reduce from shared tensors, if all of them are, or in chunks."""
+    group = group_of(call)
+    first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
+    transfers, num_rounds = send_rows(call, source, num_rows, row_bytes), divide_rows(group, num_rows, row_bytes)
+    is_shared = announce_memory(group, seq, source, num_rows * row_bytes)
+    if not is_shared:
+        put_first_chunk(group, transfers, num_rounds)
+    status = arrive(group, seq, signature)
+    if status != 0:
+        return status
+    if num_shared(group, seq) == group.size:
+        status = find_shared(group, seq, source)
+        return status if status != 0 else reduce_rows_shared(call, first, length, target)
+    if is_shared:
+        put_first_chunk(group, transfers, num_rounds)
+    return reduce_rows(call, source + first, length, target, transfers, num_rounds, num_shared(group, seq) == 0)
+
+
 @kernel
 def reduce_scatter(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
     """Reduce the rows of all ranks, and give each rank its part."""
     group = group_of(call)
-    rank, size, num_bytes = group.rank, group.size, num_rows * row_bytes
-    first = rows_before(num_rows, size, rank) * row_bytes
-    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
     status = begin(group, seq)
     if status != 0:
         return status
-    if num_bytes <= PAYLOAD_BYTES:
-        copy_to_payload(group, seq, 0, source, num_bytes)
-        status = arrive(group, seq, signature)
-        if status == 0:
-            for other in range(size):
-                set_operand(group, other, payload_of(group, other, seq) + first)
-            combine(call, target, length)
-        return leave(group, seq, status)
-    transfers, num_rounds = send_rows(call, source, num_rows, row_bytes), divide_rows(group, num_rows, row_bytes)
-    is_shared = announce_memory(group, seq, source, num_bytes)
-    if not is_shared:
-        put_first_chunk(group, transfers, num_rounds)
-    status = arrive(group, seq, signature)
-    memory = find_memory(group, seq, source) if status == 0 else 0
-    if status != 0 or memory >= UNMAPPED:
-        return max(status, memory)
-    if memory == ALL_SHARED:
-        status = reduce_rows_shared(call, first, length, target)
+    if num_rows * row_bytes <= PAYLOAD_BYTES:
+        status = reduce_scatter_short(call, seq, signature, source, num_rows, row_bytes, target)
     else:
-        if is_shared:
-            put_first_chunk(group, transfers, num_rounds)
-        status = reduce_rows(call, source + first, length, target, transfers, num_rounds, memory == 0)
+        status = reduce_scatter_long(call, seq, signature, source, num_rows, row_bytes, target)
     return leave(group, seq, status)
+
+
+@inner
+def alltoall_short(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
+    """Move the rows in the payloads."""
+    group = group_of(call)
+    first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
+    copy_to_payload(group, seq, 8, source, num_rows * row_bytes)
+    status = arrive_evenly(group, seq, signature, num_rows)
+    if status != 0:
+        return status
+    for other in range(group.size):
+        copy(target + other * length, payload_of(group, other, seq) + 8 + first, length)
+    return 0
+
+
+@inner
+def alltoall_long(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
+    """Move the rows between shared tensors, if all of them are, by direct reads, or in chunks."""
+    group = group_of(call)
+    rank, size, num_rounds = group.rank, group.size, divide_rows(group, num_rows, row_bytes)
+    first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
+    is_shared = announce_memory(group, seq, source, num_rows * row_bytes)
+    shows, since = prefers_reading(group, group.alltoall_paces, length), now()
+    show_memory(group, seq, source if shows else 0)
+    if not shows and not is_shared:
+        put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
+    spent = now() - since
+    status = arrive_evenly(group, seq, signature, num_rows)
+    if status != 0:
+        return status
+    if num_shared(group, seq) == size:
+        status = find_shared(group, seq, source)
+        return status if status != 0 else gather_shared(group, first, length, target)
+    since, reads = now(), all_show(group, seq)
+    status = read_all(group, seq, source, first, length, target) if reads else UNREADABLE
+    if status == UNREADABLE:
+        transfers = send_rows(call, source, num_rows, row_bytes)
+        if shows or is_shared:
+            put_first_chunk(group, transfers, num_rounds)
+        for other in range(size):
+            set_receive(transfers, other, target + other * length, length)
+        deliver(target + rank * length, source + first, length, length)
+        status = run_rounds(group, transfers, num_rounds)
+    if status == 0:
+        note_pace(group.alltoall_paces, length, reads, now() - since + spent)
+    return status
 
 
 @kernel
@@ -376,51 +507,14 @@ def alltoall(call: KernelCall, seq, signature, source, num_rows, row_bytes, targ
     Returns UNEVEN otherwise, with the numbers in the payloads.
     """
     group = group_of(call)
-    rank, size = group.rank, group.size
     status = begin(group, seq)
     if status != 0:
         return status
-    announcement_of(group, rank, seq).length = num_rows
-    first = rows_before(num_rows, size, rank) * row_bytes
-    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
-    num_rounds = divide_rows(group, num_rows, row_bytes)
-    is_short = num_rows * row_bytes <= PAYLOAD_BYTES - 8
-    is_shared = not is_short and announce_memory(group, seq, source, num_rows * row_bytes)
-    shows, spent = not is_short and prefers_reading(group, group.alltoall_paces, length), 0
-    if is_short:
-        copy_to_payload(group, seq, 8, source, num_rows * row_bytes)
+    announcement_of(group, group.rank, seq).length = num_rows
+    if num_rows * row_bytes <= PAYLOAD_BYTES - 8:
+        status = alltoall_short(call, seq, signature, source, num_rows, row_bytes, target)
     else:
-        show_memory(group, seq, source if shows else 0)
-        if not shows and not is_shared:
-            since = now()
-            put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
-            spent = now() - since
-    status = arrive(group, seq, signature)
-    if status != 0:
-        return status
-    if not are_even(group, seq, num_rows):
-        return UNEVEN
-    if is_short:
-        for other in range(size):
-            copy(target + other * length, payload_of(group, other, seq) + 8 + first, length)
-    else:
-        memory = find_memory(group, seq, source)
-        if memory >= UNMAPPED:
-            return memory
-        if memory == ALL_SHARED:
-            return leave(group, seq, gather_shared(group, first, length, target))
-        since, reads = now(), all_show(group, seq)
-        status = read_all(group, seq, source, first, length, target) if reads else UNREADABLE
-        if status == UNREADABLE:
-            transfers = send_rows(call, source, num_rows, row_bytes)
-            if shows or is_shared:
-                put_first_chunk(group, transfers, num_rounds)
-            for other in range(size):
-                set_receive(transfers, other, target + other * length, length)
-            deliver(target + rank * length, source + first, length, length)
-            status = run_rounds(group, transfers, num_rounds)
-        if status == 0:
-            note_pace(group.alltoall_paces, length, reads, now() - since + spent)
+        status = alltoall_long(call, seq, signature, source, num_rows, row_bytes, target)
     return leave(group, seq, status)
 
 
@@ -466,8 +560,7 @@ def take(call: KernelCall, seq, num_rows, row_bytes, source, target):
     """Copy this rank's rows of the root's tensor, after `offer`."""
     group = group_of(call)
     rank, size, root = group.rank, group.size, call.root
-    first = rows_before(num_rows, size, rank) * row_bytes
-    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
     offered = offered_by(group, root, seq)
     message_bytes = message_bytes_of(offered)
     if message_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:

@@ -4,9 +4,9 @@ Shared segments (`mpi.empty_shared`):
 
 1. Before `arrive`, a rank whose tensor is in one of its own segments announces the tensor in the payload of the call:
    key, file and length of the segment, and the offset of the tensor (`announce_memory`).
-2. After all have arrived, and if all have announced one, each rank looks up where these segments are mapped in its own
-   process (`find_memory`). If a segment is not mapped, the kernel returns UNMAPPED, Python maps the segment, and the
-   kernel runs again.
+2. After all have arrived, and if all have announced one (`num_shared`), each rank looks up where these segments are
+   mapped in its own process (`find_shared`). If a segment is not mapped, the kernel returns UNMAPPED, Python maps the
+   segment, and the kernel runs again.
 
 Memory order: the payload is published by the sequence number of the entry. Python may write the table of own segments
 in another thread at the same time: `Segment.end` is written last and cleared first, and therefore read twice.
@@ -19,10 +19,10 @@ scatter.
    (`prefers_reading`). Both routes are tried repeatedly: the system call looks up every page, and the faster route
    depends on machine and length.
 2. If all ranks have stored an address (`all_show`), each rank reads its data from all others (`read_all`).
-3. `end_reading` publishes REDUCED and waits for all, because the tensors are being read until then. A rank that could
-   not read also publishes UNREAD, and all ranks repeat the call through the slots.
+3. `end_reading` publishes `reduced` and waits for all, because the tensors are being read until then. A rank that could
+   not read also publishes `unread`, and all ranks repeat the call through the slots.
 
-Memory order: the address is published by the sequence number of the entry, UNREAD by REDUCED.
+Memory order: the address is published by the sequence number of the entry, `unread` by `reduced`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from .copying import phase_of_call
 from .intrinsics import load, load_acquire, read_memory
 from .kernel_sets import ENABLE_CHECKS
 from .records import CHECK_SHARED_TENSOR, MAPPINGS_PER_RANK, UNMAPPED, UNREADABLE, GroupRecord, Paces, SegmentRecord
-
-SOME_SHARED, ALL_SHARED = 1, 2
 
 
 @inner
@@ -64,7 +62,7 @@ def announcement_of(group: GroupRecord, rank, seq) -> Announcement:
 def announce_memory(group: GroupRecord, seq, address, num_bytes):
     """Announce this rank's tensor if it is shared, and return whether it is.
 
-    Tensors up to WHOLE_BYTES go through the slots: reading shared tensors would take a second synchronization.
+    Tensors up to `whole_bytes` go through the slots: reading shared tensors would take a second synchronization.
     """
     announcement = announcement_of(group, group.rank, seq)
     segment = segment_of(group, address, num_bytes) if num_bytes > group.whole_bytes else SegmentRecord(0)
@@ -105,25 +103,29 @@ def find_of(group: GroupRecord, seq, rank):
 
 @inner
 def shared_tensor_of(group: GroupRecord, rank):
-    """Return the address of the shared tensor of a rank, after `find_memory`."""
+    """Return the address of the shared tensor of a rank, after `find_shared`."""
     return group.operands[group.size + rank]
 
 
 @inner
-def find_memory(group: GroupRecord, seq, address):
-    """Store the addresses of all ranks' tensors: ALL_SHARED, SOME_SHARED, 0 if none is, or UNMAPPED and a rank."""
+def num_shared(group: GroupRecord, seq):
+    """Return how many ranks have announced a shared tensor for this call."""
+    count = 0
+    for other in range(group.size):
+        count += announcement_of(group, other, seq).key != 0
+    return count
+
+
+@inner
+def find_shared(group: GroupRecord, seq, address):
+    """Store the addresses of the tensors of all ranks, which have announced them: 0, or UNMAPPED and a rank."""
     rank, size = group.rank, group.size
-    num_shared = 0
-    for other in range(size):
-        num_shared += announcement_of(group, other, seq).key != 0
-    if num_shared < size:
-        return SOME_SHARED if num_shared else 0
     group.operands[size + rank] = address
     for other in range(size):
         status = find_of(group, seq, other) if other != rank else 0
         if status != 0:
             return status
-    return ALL_SHARED
+    return 0
 
 
 _MIN_BYTES, _MAX_BYTES = 32 << 10, 16 << 20

@@ -438,62 +438,6 @@ class GpuCall(Record):
 IS_LATE = -1
 """Returned if other ranks have not enqueued their part; otherwise the error of CUDA, or 0."""
 
-# --- Ring of notes: the calls that have ended while a timeline is recorded ---------------------------------------
-
-NUM_CODES, CODE_SHIFT, IS_OWN = 8192, 5, 1
-NUM_NOTES = 1 << 16
-IS_ORIGIN = -1
-
-
-class Noted(Record):
-    """A call that has ended, as the flight record has it, and its algorithm."""
-
-    seq = Word()
-    begin = Word()
-    end = Word()
-    num_bytes = Word()
-    code = Word()
-    algorithm = Word()
-
-
-class Note(Record):
-    """A call that has ended, and the Python objects that describe it, of which the note has references."""
-
-    info = Word()
-    """Address of the description of the call."""
-    plan = Word()
-    """Address of its plan, 0 for a call of the fast path."""
-    code = Word()
-    """Address of the code that has made it."""
-    offset = Word()
-    """The offset of the instruction in the code; IS_ORIGIN if `code` is the origin of a queued call."""
-    thread = Word()
-    numbers = Embedded(Noted)
-
-
-class NoteRing(Record):
-    """The ring of notes."""
-
-    num_noted = Word()
-    """How many notes have been written."""
-    num_taken = Word()
-    """How many of them Python has taken."""
-    known_codes = Array(NUM_CODES)
-    """Addresses of known code, each at the position that it determines; plus IS_OWN for code of torchmpi or torch."""
-    notes = Embedded(Note, NUM_NOTES)
-
-
-class OriginRecord(Record):
-    """Where a call was queued."""
-
-    queued = Word()
-    """The time."""
-    code = Word()
-    """Address of the code that has made it."""
-    offset = Word()
-    """The offset of the instruction."""
-
-
 # --- Fast path (see torchmpi.shared_memory.fast_path) -----------------------------------------------------------
 
 
@@ -519,8 +463,6 @@ class CachedCallRecord(Record):
     """The code in the signature."""
     first_dim = Word()
     """First dimension that is part of the signature."""
-    description = Word()
-    """Address of the object that describes the call to a recorder."""
 
 
 class FastPath(Record):
@@ -543,14 +485,6 @@ class FastPath(Record):
     """Of the Python function that records a write where `increment_version` cannot."""
     abort = Word()
     """Of the Python function that aborts a call if `settle` did not start: (cached call)."""
-    note = Word()
-    """Of the Python function that records calls that `notes` does not take, (description, numbers); 0 for none."""
-    notes = Pointer(NoteRing)
-    frame_at = Word()
-    """Of `sys._getframe`."""
-    one = Word()
-    labels = Word()
-    """Of the dict of the labels of calls, which notes have only in their origins."""
 
 
 class DLTensor(Record):
@@ -613,9 +547,9 @@ CHECKS = (
     "copy within one slot",
     "copy within the payload of the ring entry",
     "sequence numbers ascend",
-    "counters READY and REDUCED ascend within the chunks of the call",
-    "READY of a rank is at most two chunks ahead of this rank",
-    "REDUCED of a rank is at most two chunks ahead of this rank",
+    "the counters ready and reduced ascend within the chunks of the call",
+    "ready of a rank is at most two chunks ahead of this rank",
+    "reduced of a rank is at most two chunks ahead of this rank",
     "offset within the shared tensor",
 )
 """Descriptions by number; see kernels.access."""

@@ -4,25 +4,25 @@ All routes reduce each element in rank order with the same code (:mod:`torchmpi.
 the same bits, and differ in speed only:
 
 * up to PAYLOAD_BYTES (one tensor) the data travels in the ring entry, and every rank reduces everything (`in_payload`);
-* up to WHOLE_BYTES the same through the slots (`whole`);
+* up to `whole_bytes` the same through the slots (`whole`);
 * longer data, if all tensors are shared, is divided among the ranks: each reduces its part of all tensors and writes
   the result into all of them (`combine_shared`);
 * otherwise it goes through the slots in chunks (`in_chunks`). Of chunk `c` each rank
 
-  1. copies the parts of the other ranks into its slot; READY = c + 1 (`copy_in`);
-  2. when READY > c everywhere, reduces its own part from the slots of the others and its own tensor, in rank order,
-     into its tensor and back into these slots; REDUCED = c + 1 (`combine_own`);
-  3. when REDUCED > c everywhere, copies the other parts from its slot into its tensor (`copy_out`).
+  1. copies the parts of the other ranks into its slot; `ready` = c + 1 (`copy_in`);
+  2. when `ready` > c everywhere, reduces its own part from the slots of the others and its own tensor, in rank order,
+     into its tensor and back into these slots; `reduced` = c + 1 (`combine_own`);
+  3. when `reduced` > c everywhere, copies the other parts from its slot into its tensor (`copy_out`).
 
   Two chunks are in progress, each in a slot of its own.
 
 The result is written to the slots of the operands, so that each cache line is transferred twice: once with the operand
-and once with the result. If the caches are bypassed, a rank writes its result to its own slot instead and sets KEPT
-before it publishes REDUCED.
+and once with the result. If the caches are bypassed, a rank writes its result to its own slot instead and sets `kept`
+before it publishes `reduced`.
 
-Memory order: READY is published after the slot is written and acquired before it is read in step 2; REDUCED (and KEPT
-before it) after the results are written, and acquired before step 3. A slot is written again for chunk `c + 2` after
-step 3 of chunk `c`; see docs/design/shared-memory.md.
+Memory order: `ready` is published after the slot is written and acquired before it is read in step 2; `reduced` (and
+`kept` before it) after the results are written, and acquired before step 3. A slot is written again for chunk `c + 2`
+after step 3 of chunk `c`; see docs/design/shared-memory.md.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .compilation import inner, kernel
 from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
 from .intrinsics import now, reduce
 from .kernel_sets import ENABLE_CHECKS
-from .peer_memory import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
-from .records import UNMAPPED, GroupRecord, KernelCall, TensorRecord
+from .peer_memory import announce_memory, find_shared, num_shared, shared_tensor_of
+from .records import GroupRecord, KernelCall, TensorRecord
 
 _LINE_BYTES = 64
 _MAX_IN_PROGRESS = 2  # chunks, each in a slot of its own
@@ -253,11 +253,16 @@ def in_payload(call: KernelCall, seq, signature, address, num_bytes):
 
 
 @inner
-def whole(call: KernelCall, num_bytes):
-    """Reduce tensors that each rank has copied into its slot as a whole."""
+def whole(call: KernelCall, seq, signature, num_bytes):
+    """Reduce tensors that each rank copies into its slot as a whole."""
     group = group_of(call)
-    rank, root = group.rank, call.root
-    chunk = group.chunks
+    rank, root, chunk = group.rank, call.root, group.chunks
+    group.cache_bypass, group.call_chunks = 0, 1
+    put_range(group, slot_of(group, rank, chunk), 0, num_bytes)
+    set_counter(group, Block.ready, chunk + 1)
+    status = arrive(group, seq, signature)
+    if status != 0:
+        return status
     set_algorithm(group, IN_WHOLE_SLOTS)
     if root < 0 or root == rank:
         combine_range(call, chunk, 0, 0, num_bytes, False)
@@ -323,29 +328,47 @@ def in_chunks(call: KernelCall, num_bytes, num_put):
 
 @inner
 def divide(group: GroupRecord, num_bytes):
-    """Choose the chunks of a call; return whether the call is too short to be divided."""
-    # Equal chunks, so that the last one is not much shorter.
+    """Choose the chunks of a call: equal ones, so that the last one is not much shorter."""
     most = min(group.slot_bytes, group.max_chunk_bytes)
     num_chunks = (num_bytes + most - 1) // most
     chunk_bytes = ((num_bytes + num_chunks - 1) // num_chunks + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
     group.chunk_bytes = chunk_bytes
-    if num_bytes > group.whole_bytes:
-        begin_measuring(group, num_chunks, False)
-        return False
-    group.cache_bypass = 0
-    group.call_chunks = 1
-    return True
+    begin_measuring(group, num_chunks, False)
+    return 0
 
 
 @inner
-def put_first(group: GroupRecord, num_bytes, is_whole):
-    """Copy all data into the slot, or the first chunk, before the ranks synchronize."""
-    if is_whole:
-        rank, chunk = group.rank, group.chunks
-        put_range(group, slot_of(group, rank, chunk), 0, num_bytes)
-        set_counter(group, Block.ready, chunk + 1)
-    else:
-        copy_in(group, group.chunks, 0, min(group.chunk_bytes, num_bytes))
+def divided(call: KernelCall, seq, signature, address, num_bytes):
+    """Reduce a tensor that is too long to be reduced by every rank."""
+    group = group_of(call)
+    divide(group, num_bytes)
+    is_shared = announce_memory(group, seq, address, num_bytes)
+    if not is_shared:
+        put_first(group, num_bytes)
+    status = arrive(group, seq, signature)
+    if status != 0:
+        return status
+    if num_shared(group, seq) < group.size:
+        return in_chunks(call, num_bytes, 0 if is_shared else 1)
+    status = find_shared(group, seq, address)
+    return status if status != 0 else combine_shared(call, address, num_bytes)
+
+
+@inner
+def list_divided(call: KernelCall, seq, signature, num_tensors, num_bytes):
+    """Reduce tensors that are too long together to be reduced by every rank."""
+    group = group_of(call)
+    divide(group, num_bytes)
+    group.fragmented = num_bytes < num_tensors * _FRAGMENT_BYTES
+    put_first(group, num_bytes)
+    status = arrive(group, seq, signature)
+    return status if status != 0 else in_chunks(call, num_bytes, 1)
+
+
+@inner
+def put_first(group: GroupRecord, num_bytes):
+    """Copy the first chunk into the slot."""
+    copy_in(group, group.chunks, 0, min(group.chunk_bytes, num_bytes))
     return 0
 
 
@@ -361,31 +384,13 @@ def allreduce(call: KernelCall, seq, signature, address, numel):
     if status != 0:
         return status
     if num_bytes <= PAYLOAD_BYTES:
-        status = in_payload(call, seq, signature, address, num_bytes)
-        return leave(group, seq, status)
+        return leave(group, seq, in_payload(call, seq, signature, address, num_bytes))
     tensor = group.single_tensor
-    tensor.begin = 0
-    tensor.address = address
-    tensor.num_bytes = num_bytes
-    group.tensors = tensor
-    group.num_tensors = 1
-    is_whole = divide(group, num_bytes)
-    is_shared = announce_memory(group, seq, address, num_bytes)
-    if not is_shared:
-        put_first(group, num_bytes, is_whole)
-    status = arrive(group, seq, signature)
-    if status != 0:
-        return status
-    memory = find_memory(group, seq, address)
-    if memory == ALL_SHARED:
-        status = combine_shared(call, address, num_bytes)
-    elif memory >= UNMAPPED:
-        return memory
-    elif memory == 0 and is_whole:
-        status = whole(call, num_bytes)
-    else:
-        status = in_chunks(call, num_bytes, 0 if is_shared else 1)
-    return leave(group, seq, status)
+    tensor.begin, tensor.address, tensor.num_bytes = 0, address, num_bytes
+    group.tensors, group.num_tensors = tensor, 1
+    if num_bytes <= group.whole_bytes:
+        return leave(group, seq, whole(call, seq, signature, num_bytes))
+    return leave(group, seq, divided(call, seq, signature, address, num_bytes))
 
 
 @kernel
@@ -395,13 +400,7 @@ def allreduce_list(call: KernelCall, seq, signature, tensors: TensorRecord, num_
     status = begin(group, seq)
     if status != 0:
         return status
-    group.tensors = tensors
-    group.num_tensors = num_tensors
-    is_whole = divide(group, num_bytes)
-    group.fragmented = num_bytes < num_tensors * _FRAGMENT_BYTES
-    put_first(group, num_bytes, is_whole)
-    status = arrive(group, seq, signature)
-    if status != 0:
-        return status
-    status = whole(call, num_bytes) if is_whole else in_chunks(call, num_bytes, 1)
-    return leave(group, seq, status)
+    group.tensors, group.num_tensors = tensors, num_tensors
+    if num_bytes <= group.whole_bytes:
+        return leave(group, seq, whole(call, seq, signature, num_bytes))
+    return leave(group, seq, list_divided(call, seq, signature, num_tensors, num_bytes))
