@@ -176,7 +176,6 @@ COMPARED_NAMES = {
     "backends.nccl.recipes": (1, "the NaN of the two operations with an order"),
     "backends.p2p": (1, "the allreduce that is compared by its messages"),
     "backends.selection_table": (1, "which allreduce is compared by its messages"),
-    "backends.shm": (3, "the signatures of its kernels"),
     "collectives.dispatch": (6, "the kernels of the fast path: those without a tensor, and of an allreduce"),
     "collectives.prepared": (1, "the allreduce of tensor lists"),
     "collectives.tuning.tuner": (1, "measures an allreduce first"),

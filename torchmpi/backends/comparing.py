@@ -20,7 +20,7 @@ def compared(operation: Operation, group: Group, collective: str, shared: Shared
     if group.is_strict:
         return operation
     waits_for_all = SPECS[collective].flow == "all to all"
-    if not waits_for_all or group.log_board is None or shared is None or refusal(shared, collective, "cpu", group):
+    if not waits_for_all or group.log_board is None or shared is None or refusal(shared, "barrier", "cpu", group):
         return announced(group, operation)
     compare = shared.comparison(group)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..collective_specs import SPECS
 from ..communicators import call_log
 from ..communicators.call_log import Call, call_code
 from ..communicators.group import Group
@@ -48,7 +49,6 @@ _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 # Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
 _MAX_DIMS = Entry.FIELDS - Entry.payload - 2
-_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -92,12 +92,12 @@ class SharedMemoryBackend:
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
         self._share(group)
-        is_reduction = collective in ("allreduce", "reduce", "reduce_scatter")
-        calls = (SharedReduction if is_reduction else SharedMovement)(group, self.kernels, dtype, op)
+        spec = SPECS[collective]
+        calls = (SharedReduction if spec.reduces else SharedMovement)(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, collective)
-        if collective != "barrier" and (collective not in fast_path.COLLECTIVES or dtype is None):
+        if spec.tensors and (collective not in fast_path.COLLECTIVES or dtype is None):
             return _or_abort(operation, calls.shared)
-        code = call_code(collective, op, 0 if dtype is None or collective == "scatter" else dtypes.info(dtype).code)
+        code = call_code(collective, op, 0 if dtype is None or spec.only_root_passes else dtypes.info(dtype).code)
         return SharedOperation(calls, collective, code, operation)
 
     def comparison(self, group: Group) -> Callable[[], None]:
@@ -526,7 +526,7 @@ class SharedOperation:
 
     def __init__(self, calls: SharedCalls, collective: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
-        self._is_rooted = collective in _ROOTED
+        self._is_rooted = SPECS[collective].is_rooted
         many: Operation | None = getattr(calls, f"{collective}_many", None)
         self.many = None if many is None else _or_abort(many, calls.shared)
 
