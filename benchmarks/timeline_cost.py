@@ -1,4 +1,4 @@
-"""Measure what a timeline costs: calls of 4 bytes, and DDP steps of the networks of `torchmpi bench train`.
+"""Measure what a timeline costs: short calls, and DDP steps of the networks of `torchmpi bench train`.
 
     mpirun -n 2 python benchmarks/timeline_cost.py
     mpirun -n 1 python benchmarks/timeline_cost.py --parts calls,off
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
-import importlib
 import inspect
 import statistics
 import sys
@@ -38,10 +37,6 @@ from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.group import Group
 from torchmpi.communicators.handle import Handle
 from torchmpi.session import runtime
-from torchmpi.shared_memory import fast_path
-from torchmpi.shared_memory.kernels import compilation, function_at, native_code, source_digest
-from torchmpi.shared_memory.kernels.fast_path_code import FastPathWrapper
-from torchmpi.shared_memory.kernels.kernel_sets import SETS
 
 _MODELS = ("mlp", "cnn", "transformer", "resnet")
 
@@ -76,10 +71,11 @@ Side = tuple[str, Callable[[], AbstractContextManager[object]]]
 
 
 def measure_calls(rounds: int, *sides: Side) -> None:
-    """Print the time of calls of 4 bytes, in nanoseconds."""
+    """Print the time of calls of 4 bytes, and of 4 KB on the fast path, in nanoseconds."""
     tensor, repeats = torch.zeros(1), 1000
     synchronous: dict[str, Callable[[], object]] = {
         "allreduce": partial(mpi.allreduce, tensor),
+        "allreduce of 4 KB": partial(mpi.allreduce, torch.zeros(1024)),
         "allreduce by MPI": partial(mpi.allreduce, tensor, backend="mpi"),
         "allreduce by p2p": partial(mpi.allreduce, tensor, backend="p2p"),
         "allreduce by gloo": partial(mpi.allreduce, tensor, backend="gloo"),
@@ -98,7 +94,7 @@ def measure_calls(rounds: int, *sides: Side) -> None:
     batches["a wait"] = partial(waited, repeats)
     for name, batch in batches.items():
         values = [1e9 * value / repeats for value in compared(batch, rounds, *sides)]
-        show(f"{name}, 4 bytes", "ns", values, sides)
+        show(name, "ns", values, sides)
 
 
 def repeated(call: Callable[[], object], repeats: int) -> None:
@@ -196,13 +192,6 @@ def show(name: str, unit: str, values: list[float], sides: tuple[Side, ...]) -> 
         print(f"{name:39} {first} {before:8.1f} {unit}, {second} {after:8.1f}, {difference}", flush=True)
 
 
-class UncheckedPath(FastPathWrapper):
-    """The fast path without the comparison at the end of a call."""
-
-    def _note(self, cached_call: Any) -> None:
-        pass
-
-
 class WithoutRecorder(ast.NodeTransformer):
     """Removes what a function does with the recorder, and the comparisons that ask whether there is one."""
 
@@ -238,36 +227,21 @@ def without_recorder(method: Callable[..., Any]) -> Any:
 
 
 def contexts_of_comparisons() -> list[Callable[[], AbstractContextManager[None]]]:
-    """Return contexts in which this process runs code without comparisons, and the same code with them.
-
-    Both fast paths are compiled here, since the compiler treats a function with fewer callers differently.
-    """
-    kernel_set, prefix = SETS["collectives"], "torchmpi_off_"
-    for module in kernel_set.modules:
-        importlib.import_module(f"torchmpi.shared_memory.kernels.{module}")
-    kinds = {"unchecked": UncheckedPath, "checked": FastPathWrapper}
-    wrappers = [kind(prefix + name, kernel_set.fast_paths["allreduce"]) for name, kind in kinds.items()]
-    compiler = native_code.compiler()
-    compiler.build(f"{prefix}paths", source_digest(), compilation.link(prefix, wrappers))
-    record, _ = fast_path._fast_paths["allreduce"].fields.buffer_info()
-    paths = [function_at(name, compiler.find(prefix + name), record) for name in kinds]
+    """Return contexts in which this process runs code without comparisons, and the same code with them."""
     # Classes stay as they are: the interpreter has specialized the code of their users.
     methods = {method: without_recorder(method).__code__ for method in (Group.perform, CallQueue.submit, Handle.wait)}
-    codes = [methods, {method: method.__code__ for method in methods}]
-    return [partial(replaced, path, code) for path, code in zip(paths, codes, strict=True)]
+    return [partial(replaced, codes) for codes in (methods, {method: method.__code__ for method in methods})]
 
 
 @contextmanager
-def replaced(path: Callable[..., Any], codes: dict[Any, CodeType]) -> Iterator[None]:
-    """Use a fast path of allreduce, and codes of methods."""
+def replaced(codes: dict[Any, CodeType]) -> Iterator[None]:
+    """Use other codes of methods."""
     originals = {method: method.__code__ for method in codes}
-    original, fast_path.allreduce = fast_path.allreduce, path
     for method, code in codes.items():
         method.__code__ = code
     try:
         yield
     finally:
-        fast_path.allreduce = original
         for method, code in originals.items():
             method.__code__ = code
 
