@@ -158,6 +158,7 @@ def test_facts_contain_no_secrets(monkeypatch):
 
 
 def test_wrong_settings_are_a_fact(monkeypatch):
+    monkeypatch.delenv("TORCHMPI_TUNING_FILE")
     monkeypatch.setenv("TORCHMPI_NONSENSE", "1")
     monkeypatch.setenv("TORCHMPI_BIND", "everywhere")
     facts = torchmpi.cli.facts.process_facts()
@@ -178,6 +179,7 @@ def test_leftovers_are_old_ours_and_not_in_use(tmp_path):
 
 
 def test_variables_that_run_sets_are_no_settings(monkeypatch):
+    monkeypatch.delenv("TORCHMPI_TUNING_FILE")
     monkeypatch.setenv("TORCHMPI_RUN_PID", "1")
     monkeypatch.setenv("TORCHMPI_BIND", "none")
     assert torchmpi.cli.facts.process_facts().settings_from_environment == ["TORCHMPI_BIND"]
