@@ -67,7 +67,8 @@ def test_same_curve_on_any_number_of_ranks(example, name, n):
     assert len(record["loss"]) == 6
     assert record["loss"] == pytest.approx(reference["loss"], abs=1e-5, rel=0)
     assert record["error"] == pytest.approx(reference["error"], abs=1e-3)
-    assert record["accuracy"] == pytest.approx(reference["accuracy"], abs=0.003)
+    # Rounding may change the class of an image that is at the border of two: of one of 360.
+    assert record["accuracy"] == pytest.approx(reference["accuracy"], abs=1.01 / 360)
 
 
 @pytest.mark.parametrize(("name", "n"), [("mnist_sequential", 1), *SAME_CURVE, ("mnist_engine", 3)])
