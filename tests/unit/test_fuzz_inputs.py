@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -87,11 +88,16 @@ for read, seconds in ((hang, 0.5), (memory, 60), (none, 60)):
 
 
 @pytest.mark.slow
-def test_hangs_and_memory_are_found():
+def test_hangs_and_memory_are_found(tmp_path):
     """In a process that pytest does not watch: the watch of a hang is the one that is tested."""
     code = PARTS.format(folder=str(PROGRAM.parent))
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+        [sys.executable, "-c", code],
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # a process that hangs leaves its folder there
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
     )
     found = r"Timeout.*in hang.*status of hang 1.*it took \d+ MB.*status of memory 1\nstatus of none 0\n$"
     assert re.search(found, done.stdout, re.DOTALL), done.stdout
