@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 
 from .errors import ArgumentError, rank_prefix
@@ -33,6 +34,10 @@ _UNCHECKED = (
 """Parameters that functions check themselves."""
 _ALIASES = {"nn": "mpinn", "parameterserver": "ps", "horovod": "hvd"}
 """The names of packages in the documentation."""
+_OF_VALUES = (torch.Tensor, np.ndarray, np.generic, collections.abc.Iterable)
+"""Classes of which an annotation may accept some values and exclude others."""
+_MOST_LISTED = 4
+"""Values that a message lists; of more, only the type."""
 _SEEN_METHODS = ("__call__", "__getitem__", "__iter__", "__len__")
 
 
@@ -66,14 +71,18 @@ def checks_types(function: _Function) -> _Function:
         name for name, each in parameters.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    accepted: set[tuple[str, type]] = set()  # so that a call in a loop costs a fraction of a microsecond
 
     @functools.wraps(function)
     def checked(*arguments: Any, **named: Any) -> Any:
-        kinds = kinds_of(function)
         for name, value in (*zip(names, arguments, strict=False), *named.items()):
-            if (kind := kinds.get(name)) is not None:
+            if (name, type(value)) in accepted:
+                continue
+            if (kind := kinds_of(function).get(name)) is not None:
                 if not kind.accepts(value):
                     raise ArgumentError(_message(_shown(function, arguments), function, name, value, kind))
+                if not isinstance(value, _OF_VALUES):
+                    accepted.add((name, type(value)))
             elif name not in parameters and not takes_all:
                 shown = f"{rank_prefix()}{_shown(function, arguments)}"
                 raise unknown_keyword(function, {name: value}, shown=shown, is_collective=False)
@@ -112,7 +121,10 @@ def _kind_of(hint: Any) -> _Kind | None:
         names = list(dict.fromkeys(kind.name for kind in known))
         return _Kind(lambda value: any(kind.accepts(value) for kind in known), " or ".join(names))
     if origin is Literal:  # another value of the same type has an error of its own
-        return _any_of([_kind_of(type(member)) for member in members])
+        known_kind = _any_of([_kind_of(type(member)) for member in members])
+        if known_kind is None or len(members) > _MOST_LISTED:
+            return known_kind
+        return _Kind(known_kind.accepts, " or ".join(map(repr, members)))
     chosen = origin or hint
     if not isinstance(chosen, type) or chosen in (object, Any) or getattr(chosen, "_is_protocol", False):
         return None
