@@ -313,7 +313,7 @@ RETIRED = {
 RETIRED_NAMES = {"gate", "gates", "door", "doors", "lane", "lanes", "ledger", "ledgers", "verb", "verbs", "inquiry"}
 RETIRED_CLASSES = {"Turn", "Pieces"}
 # Vector code has lanes; `verbs` is a public parameter of autotune(), an option of the command line, a key of its JSON.
-HAS_LANES = re.compile(r"_ir\.py$|kernels/(intrinsics|reduction)\.py$")
+HAS_LANES = re.compile(r"_ir\.py$|kernels/(intrinsics|reduction|reduction_key)\.py$")
 HAS_VERBS = re.compile(r"torchmpi/(cli/.*|collectives/tuning/tuner\.py)$")
 
 

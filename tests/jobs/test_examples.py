@@ -167,6 +167,7 @@ def test_sequential_needs_no_torchmpi(launch, digits):
     example = EXAMPLES / "mnist_sequential.py"
     code = f"""
 import runpy, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
 sys.argv = ["example", "--cpu", "--data", {str(digits)!r}, "--epochs", "1"]
 runpy.run_path({str(example)!r}, run_name="__main__")
 print("dirty" if any(name.startswith(("torchmpi", "mpi4py")) for name in sys.modules) else "clean")
@@ -227,6 +228,7 @@ def test_help():
     code = f"""
 import contextlib, io, json, runpy, sys
 texts = {{}}
+sys.path.insert(0, {str(EXAMPLES)!r})
 for name in sys.argv[1:]:
     sys.argv = [name, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):

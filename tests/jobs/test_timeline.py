@@ -179,7 +179,7 @@ def test_clocks_whose_rates_change_while_a_timeline_is_recorded_stay_aligned(lau
     assert earliest_result(align([*traces[:2], ends_alone])) < -limit
 
 
-BURST_BYTES = 60_000
+BURST_BYTES = 400_000
 BURST = """
 import os, signal
 import torch

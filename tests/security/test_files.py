@@ -131,7 +131,10 @@ def test_outputs_do_not_wait_for_the_reader_of_a_pipe(public, name):
     owned(public / name, STRANGER)
     # Another process, so that a hang is a failure of this test only.
     code = f"from test_files import OUTPUTS, Path\nOUTPUTS[{name!r}](Path({str(public)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, timeout=60)
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, timeout=60, env=known
+    )
     assert done.returncode == 0 or b"not used: " in done.stderr, done.stderr
 
 
