@@ -19,6 +19,7 @@ import pytest
 
 SEED = int(os.environ.get("TORCHMPI_TEST_SEED", "1"))
 SETTINGS = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TORCHMPI_", "HYPOTHESIS_"))}
+SETTINGS.pop("TORCHMPI_TUNING_FILE")  # set by this package
 """Of the environment in which pytest was started; conftest files add some."""
 jobs: list[list[str]] = []
 """The commands of the jobs that the running test has started."""
