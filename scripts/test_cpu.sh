@@ -45,7 +45,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --quick) quick=yes sizes="1 2 3" ;;
-        --complete) complete=yes time_limit=14400 ;;
+        --complete) complete=yes time_limit=14400; export TORCHMPI_TEST_COMPLETE=1 ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
         --system) with_system=yes ;;
         -k) pytest_options=(-k "${2:?-k wants an expression}"); shift ;;

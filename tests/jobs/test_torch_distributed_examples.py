@@ -191,6 +191,7 @@ def test_help():
     code = f"""
 import runpy, sys
 sys.argv = ["example", "--help"]
+sys.path.insert(0, {str(EXAMPLES)!r})
 for name in {PROGRAMS!r}:
     try:
         runpy.run_path({str(EXAMPLES)!r} + f"/{{name}}.py", run_name="__main__")
