@@ -173,10 +173,12 @@ def test_clocks_whose_rates_change_while_a_timeline_is_recorded_stay_aligned(lau
     traces = read_folder(tmp_path)
     limit, samples = error_of_clocks(traces), traces[2].samples
     assert [trace.error_seconds for trace in traces[:2]] == [0, 0] and len(samples) > 8
-    assert earliest_result(align(traces)) >= -limit
+    aligned = earliest_result(align(traces))
+    assert aligned >= -limit
     ends_alone = RankTrace(traces[2].path)
     ends_alone.align([samples[0], samples[-1]])
-    assert earliest_result(align([*traces[:2], ends_alone])) < -limit
+    # 0.9 ms less the duration of a call; the limit is not used, as it grows with the load of the machine.
+    assert earliest_result(align([*traces[:2], ends_alone])) < min(-0.0002, aligned)
 
 
 BURST_BYTES = 400_000
