@@ -68,7 +68,7 @@ class Wrapper:
     (Dataset, ([1], torch.ones(1), torch.utils.data.TensorDataset(torch.ones(1))), (None, 3, object())),
     (type[int], (int, Wrapper()), (None, 3)),
     (torch.Tensor | object, (None, 3), ()),
-], ids=str)  # fmt: skip
+], ids=lambda each: "values" if isinstance(each, tuple) else str(each))  # fmt: skip
 def test_accepted_values(annotation, right, wrong):
     assert [accepts(annotation, value) for value in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 

@@ -96,7 +96,7 @@ def parts() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "begin"), parts())
+@pytest.mark.parametrize(("file", "begin"), list(parts()))
 def test_each_removed_fact_is_noticed(tmp_path, file, begin):
     shutil.copytree(ROOT / "torchmpi", tmp_path / "torchmpi", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests" / "helpers", tmp_path / "helpers", ignore=shutil.ignore_patterns("__pycache__"))
