@@ -18,7 +18,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 
 from .errors import ArgumentError, rank_prefix
@@ -34,8 +33,8 @@ _UNCHECKED = (
 """Parameters that functions check themselves."""
 _ALIASES = {"nn": "mpinn", "parameterserver": "ps", "horovod": "hvd"}
 """The names of packages in the documentation."""
-_OF_VALUES = (torch.Tensor, np.ndarray, np.generic, collections.abc.Iterable)
-"""Classes of which an annotation may accept some values and exclude others."""
+_SCALARS = (bool, int, float, str, type(None))
+"""Of these an annotation accepts all values or none."""
 _MOST_LISTED = 4
 """Values that a message lists; of more, only the type."""
 _SEEN_METHODS = ("__call__", "__getitem__", "__iter__", "__len__")
@@ -47,6 +46,8 @@ class _Kind(NamedTuple):
     accepts: _Test
     name: str
     """The noun of the message."""
+    is_by_type: bool = False
+    """Whether the type of a value decides."""
 
 
 def checks_types(function: _Function) -> _Function:
@@ -81,7 +82,7 @@ def checks_types(function: _Function) -> _Function:
             if (kind := kinds_of(function).get(name)) is not None:
                 if not kind.accepts(value):
                     raise ArgumentError(_message(_shown(function, arguments), function, name, value, kind))
-                if not isinstance(value, _OF_VALUES):
+                if kind.is_by_type or type(value) in _SCALARS:
                     accepted.add((name, type(value)))
             elif name not in parameters and not takes_all:
                 shown = f"{rank_prefix()}{_shown(function, arguments)}"
@@ -119,7 +120,8 @@ def _kind_of(hint: Any) -> _Kind | None:
         if len(known) < len(kinds):
             return None
         names = list(dict.fromkeys(kind.name for kind in known))
-        return _Kind(lambda value: any(kind.accepts(value) for kind in known), " or ".join(names))
+        by_type = all(kind.is_by_type for kind in known)
+        return _Kind(lambda value: any(kind.accepts(value) for kind in known), " or ".join(names), by_type)
     if origin is Literal:  # another value of the same type has an error of its own
         known_kind = _any_of([_kind_of(type(member)) for member in members])
         if known_kind is None or len(members) > _MOST_LISTED:
@@ -161,14 +163,14 @@ _SIMPLE: dict[type, _Kind] = {
     int: _Kind(_is_integer, "an integer"),
     float: _Kind(_is_number, "a number"),
     bool: _Kind(_is_flag, "True or False"),
-    str: _Kind(lambda value: isinstance(value, str), "a string"),
-    type(None): _Kind(lambda value: value is None, "None"),
+    str: _Kind(lambda value: isinstance(value, str), "a string", is_by_type=True),
+    type(None): _Kind(lambda value: value is None, "None", is_by_type=True),
     os.PathLike: _Kind(lambda value: hasattr(value, "__fspath__"), "a path"),
     type: _Kind(lambda value: isinstance(value, type) or type(value).__module__ != "builtins", "a class"),
-    torch.Tensor: _Kind(lambda value: isinstance(value, torch.Tensor), "a tensor"),
-    torch.nn.Module: _Kind(lambda value: isinstance(value, torch.nn.Module), "a module"),
-    torch.dtype: _Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
-    torch.device: _Kind(lambda value: isinstance(value, torch.device), "a torch.device"),
+    torch.Tensor: _Kind(lambda value: isinstance(value, torch.Tensor), "a tensor", is_by_type=True),
+    torch.nn.Module: _Kind(lambda value: isinstance(value, torch.nn.Module), "a module", is_by_type=True),
+    torch.dtype: _Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype", is_by_type=True),
+    torch.device: _Kind(lambda value: isinstance(value, torch.device), "a torch.device", is_by_type=True),
     collections.abc.Callable: _Kind(callable, "a function"),  # type: ignore[dict-item]
 }
 

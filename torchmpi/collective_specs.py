@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Flow = Literal["all to all", "root to all", "all to root", "lower to all", "neighbor", "none"]
-"""From which ranks data come to which; ``lower``: from the ranks up to the receiving one."""
+Flow = Literal["all to all", "root to all", "all to root", "neighbor", "none"]
+"""From which ranks data come to which."""
 Kind = Literal["collective", "message", "form", "action"]
 """A collective with public functions; a message; another form of a collective; a step of the package itself."""
 
@@ -104,7 +104,6 @@ class CollectiveSpec:
             "all to all": lambda: ranks,
             "root to all": lambda: (root,),
             "all to root": lambda: ranks if rank == root else (),
-            "lower to all": lambda: [each for each in ranks if each <= rank],
             "neighbor": lambda: (ranks[ranks.index(rank) - 1],),
             "none": lambda: (),
         }

@@ -95,9 +95,8 @@ def _compare_by_message(group: Group) -> None:
     """Compare the current call between all ranks, which have no kernels that compare it in shared memory."""
     assert group.log_board is not None and group.call_log.entered is not None
     seq, code, shape = group.call_log.entered
-    group.log_board.set(
-        group.rank, Block.entered, seq
-    )  # for stall reports; announced when no rank can leave the comparison
+    # For stall reports; announced when no rank can leave the comparison.
+    group.log_board.set(group.rank, Block.entered, seq)
     # Not on group.comm: ranks that chose another backend may make other collective calls of MPI there.
     group.compare_headers(group.side_comm, code, shape)
     group.call_log.announce()

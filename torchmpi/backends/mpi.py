@@ -43,7 +43,6 @@ from .shm import SharedMemoryBackend
 _TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
-"""Calls that ranks without an MPI launcher have too."""
 
 
 class MPIBackend:

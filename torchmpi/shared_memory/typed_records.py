@@ -34,12 +34,13 @@ from __future__ import annotations
 import ctypes
 import operator
 from array import array
-from typing import Any, ClassVar, Generic, SupportsIndex, TypeVar, overload
+from typing import Any, ClassVar, Generic, SupportsIndex, TypeVar, cast, overload
 
 R = TypeVar("R", bound="Record")
+T = TypeVar("T")
 
 
-class Field:
+class Field(Generic[T]):
     """A field of a record, or several in a row; `at` leaves a gap before it."""
 
     number: int
@@ -47,16 +48,24 @@ class Field:
     def __init__(self, size: int = 1, *, at: int | None = None) -> None:
         self.size, self.at = size, at
 
-
-class Word(Field):
-    """A number, or the address of something that is not a record."""
-
     @overload
     def __get__(self, record: None, owner: type) -> int: ...
     @overload
-    def __get__(self, record: Record, owner: type) -> int: ...
-    def __get__(self, record: Record | None, owner: type) -> int:
-        return self.number if record is None else int(record.cells[self.number])
+    def __get__(self, record: Record, owner: type) -> T: ...
+    def __get__(self, record: Record | None, owner: type) -> int | T:
+        return self.number if record is None else self.value_in(record)
+
+    def value_in(self, record: Record) -> T:
+        """Return what the name of the field stands for in a record."""
+        raise NotImplementedError
+
+
+class Word(Field[int]):
+    """A number, or the address of something that is not a record."""
+
+    def value_in(self, record: Record) -> int:
+        """Return the number."""
+        return int(record.cells[self.number])
 
     def __set__(self, record: Record, value: int) -> None:
         record.cells[self.number] = value
@@ -65,7 +74,7 @@ class Word(Field):
 class RecordType(type):
     """The type of the classes of records."""
 
-    fields: dict[str, Field]
+    fields: dict[str, Field[Any]]
     FIELDS: int
     BYTES: int
     _view: RecordType
@@ -150,6 +159,10 @@ class Record(_Base, metaclass=RecordType):
             self._cells = self.cells_at(self._address)
         return self._cells
 
+    def address_of(self, field: Field[Any]) -> int:
+        """Return the address of a field."""
+        return self._address + 8 * field.number
+
     @classmethod
     def words(cls, address: int) -> Words:
         """Return the words at an address."""
@@ -193,62 +206,44 @@ class Words(Record):
         ctypes.c_int64.from_address(self._address + 8 * index).value = value
 
 
-class Pointer(Field, Generic[R]):
+class Pointer(Field[R]):
     """The address of a record, whose class may be given by the name with which it is defined later."""
 
     def __init__(self, record: type[R] | str, *, at: int | None = None) -> None:
         super().__init__(at=at)
         self.record: Any = record
 
-    @overload
-    def __get__(self, record: None, owner: type) -> int: ...
-    @overload
-    def __get__(self, record: Record, owner: type) -> R: ...
-    def __get__(self, record: Record | None, owner: type) -> int | R:
-        if record is None:
-            return self.number
-        pointed: R = self.record(record.cells[self.number])
-        return pointed
+    def value_in(self, record: Record) -> R:
+        """Return the record at the address."""
+        return cast("R", self.record(record.cells[self.number]))
 
     def __set__(self, record: Record, value: R) -> None:
         record.cells[self.number] = int(value)
 
 
-class Embedded(Field, Generic[R]):
+class Embedded(Field[R]):
     """A record, or several in a row, among the fields of another one."""
 
     def __init__(self, record: type[R], count: int = 1, *, at: int | None = None) -> None:
         super().__init__(count * record.FIELDS, at=at)
         self.record: Any = record
 
-    @overload
-    def __get__(self, record: None, owner: type) -> int: ...
-    @overload
-    def __get__(self, record: Record, owner: type) -> R: ...
-    def __get__(self, record: Record | None, owner: type) -> int | R:
-        if record is None:
-            return self.number
-        embedded: R = self.record(record._address + 8 * self.number)
-        return embedded
+    def value_in(self, record: Record) -> R:
+        """Return the first of them."""
+        return cast("R", self.record(record.address_of(self)))
 
 
-class Array(Field):
+class Array(Field[Words]):
     """Words; 0 for as many as follow the record."""
 
-    @overload
-    def __get__(self, record: None, owner: type) -> int: ...
-    @overload
-    def __get__(self, record: Record, owner: type) -> Words: ...
-    def __get__(self, record: Record | None, owner: type) -> int | Words:
-        return self.number if record is None else record.words(record._address + 8 * self.number)
+    def value_in(self, record: Record) -> Words:
+        """Return the words."""
+        return record.words(record.address_of(self))
 
 
-class Atomic(Field):
+class Atomic(Field[int]):
     """A word that other ranks or threads poll."""
 
-    @overload
-    def __get__(self, record: None, owner: type) -> int: ...
-    @overload
-    def __get__(self, record: Record, owner: type) -> int: ...
-    def __get__(self, record: Record | None, owner: type) -> int:
-        return self.number if record is None else record._address + 8 * self.number
+    def value_in(self, record: Record) -> int:
+        """Return the address of the word."""
+        return record.address_of(self)

@@ -10,9 +10,12 @@ kernels that Python calls           movement, reduce_kernels, host_calls, messag
                                     fast_path_code, shard_passes
 loop, routes, measurements          chunk_loop, peer_memory, copying
 synchronization                     arrival
-records and shared memory by name   access, records, shard_layout, torchmpi.shared_memory.memory_layout
+shared memory by name               access
+records                             records, shard_layout, addresses, torchmpi.shared_memory.memory_layout, and
+                                    torchmpi.shared_memory.typed_records, which says what a record is
 signatures, flight record           logged_calls
 raw memory, atomics, system calls   intrinsics
+functions of CPython                cpython
 rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir, simd_ir
 compilation                         kernel_sets, compilation, llvm

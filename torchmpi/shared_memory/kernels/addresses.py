@@ -117,7 +117,7 @@ def _is_there(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
 # --- fields -----------------------------------------------------------------------------------------------------
 
 
-def _type_of_field(field: Field) -> Any:
+def _type_of_field(field: Field[Any]) -> Any:
     if isinstance(field, Pointer | Embedded):
         return Address(field.record)
     return Address(Words) if isinstance(field, Array) else _types.int64
@@ -145,11 +145,11 @@ def _number(context: Any, builder: Any, kind: RecordClass, value: Any, name: str
     return _WORD(getattr(kind.record, name))
 
 
-def _address_of(builder: Any, address: Any, field: Field) -> Any:
+def _address_of(builder: Any, address: Any, field: Field[Any]) -> Any:
     return builder.add(address, _WORD(8 * field.number))
 
 
-def _pointer_to(builder: Any, address: Any, field: Field) -> Any:
+def _pointer_to(builder: Any, address: Any, field: Field[Any]) -> Any:
     return builder.inttoptr(_address_of(builder, address, field), _WORD.as_pointer())
 
 

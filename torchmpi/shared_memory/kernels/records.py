@@ -344,34 +344,35 @@ class Queue(Record):
     """Addresses of the functions of MPI."""
     isend = Word()
     test = Word()
+    byte_type = Word()
+    """The arguments of all pieces."""
+    tag = Word()
+    comm = Word()
+    status = Word()
+    """Address of memory for an MPI_Status."""
+    messages = Pointer(LongMessage)
+    """As many messages as a rank sends and receives together."""
     pieces = Pointer(Piece)
     """The ring of pieces."""
     most_pieces = Word()
     """Their number, a power of two."""
     added = Word()
-    """How many pieces have been added,"""
+    """How many pieces have been added."""
     begun = Word()
-    """how many of them have begun,"""
-    byte_type = Word()
+    """How many of them have begun."""
     done = Word()
-    """and how many of these have been received and sent."""
+    """How many of these have been received and sent."""
     bytes_in_progress = Word()
     """Bytes that are sent by the pieces which have begun and are not done."""
-    tag = Word()
-    comm = Word()
-    status = Word()
-    """Address of memory for an MPI_Status."""
     window_bytes = Word()
-    """How many bytes may be in progress,"""
+    """How many bytes may be in progress."""
     least_window = Word()
-    """the limits of this number,"""
+    """The limits of this number."""
     most_window = Word()
     window_step = Word()
-    """and by how much it changes."""
+    """By how much it changes."""
     least_time = Word()
     """Nanoseconds of the fastest piece since none was in progress; 0 if none is done."""
-    messages = Pointer(LongMessage)
-    """As many messages as a rank sends and receives together."""
 
 
 class Chunks(Record):
