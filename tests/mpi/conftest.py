@@ -30,8 +30,6 @@ from torchmpi.session import launcher
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
-# What autotune() has measured for this user on this machine would choose other backends than those under test.
-os.environ.setdefault("TORCHMPI_TUNING_FILE", "/nowhere/tuning.json")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 NUMBERS_OF_RANKS = (1, 2, 3, 4)
