@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ..communicators.group import Group, GroupContext
-from ..shared_memory import memory_layout
 from ..shared_memory.kernels import no_garbage_collection
+from ..shared_memory.memory_layout import Block
 from .heartbeat import RankStatus
 from .program_lines import PACKAGE, installed_files
 
@@ -59,7 +59,7 @@ class WaitingRanks:
         return [
             rank
             for index, rank in enumerate(group.world_ranks)
-            if index != group.rank and board.get(index, memory_layout.Block.entered) < seq
+            if index != group.rank and board.get(index, Block.entered) < seq
         ]
 
     def _blocking_call(self) -> tuple[tuple[int, int], Group, int] | None:

@@ -21,7 +21,7 @@ from ..communicators.group import Group, GroupContext
 from ..communicators.status_board import request_status, request_statuses
 from ..config import Config
 from ..log import logger
-from ..shared_memory import memory_layout
+from ..shared_memory.memory_layout import Block
 from . import mpi_library
 from .deadlock import WaitingRanks, find_any_circle, find_circle, waits_of
 from .heartbeat import Heartbeat, RankStatus
@@ -180,7 +180,7 @@ class Watchdog(threading.Thread):
         for index, rank in enumerate(group.world_ranks):
             if (
                 index != group.rank
-                and group.log_board.get(index, memory_layout.Block.entered) < seq
+                and group.log_board.get(index, Block.entered) < seq
                 and call_log.is_stopping(world.log_board, rank)
             ):
                 return rank
@@ -274,7 +274,7 @@ class Watchdog(threading.Thread):
         board = self._world.log_board
         if board is None or rank == self._world.rank or not call_log.is_stopping(board, rank):
             return ""
-        field = board.get(rank, memory_layout.Block.exited)
+        field = board.get(rank, Block.exited)
         return call_log.how_it_left(field) if field else "is in stop()"
 
     def _place(self, rank: int) -> str:
@@ -294,10 +294,10 @@ class Watchdog(threading.Thread):
     def _check_refused(self, group: Group, current: LoggedCall) -> None:
         """End the job if a rank has rejected the current call and continued, so that this rank would wait forever."""
         log_board = group.log_board
-        if log_board is None or log_board.get(group.rank, memory_layout.Block.refused) == current[0]:
+        if log_board is None or log_board.get(group.rank, Block.refused) == current[0]:
             return  # this rank rejects the call too
         for index in range(group.size):
-            if index != group.rank and log_board.get(index, memory_layout.Block.refused) == current[0]:
+            if index != group.rank and log_board.get(index, Block.refused) == current[0]:
                 # The wait of this rank may be about to end for the same reason.
                 now, (seq, since) = time.monotonic(), self._refused.get(group, (0, 0.0))
                 if seq != current[0]:
@@ -374,10 +374,7 @@ class Watchdog(threading.Thread):
         assert log_board is not None
         states: dict[int, RankStatus | None] = {}
         for index, rank in enumerate(group.world_ranks):
-            entered, left = (
-                log_board.get(index, memory_layout.Block.entered),
-                log_board.get(index, memory_layout.Block.left),
-            )
+            entered, left = log_board.get(index, Block.entered), log_board.get(index, Block.left)
             text = ""
             if entered < seq:
                 text = request_status(
@@ -432,17 +429,13 @@ class Watchdog(threading.Thread):
         log_board = group.log_board
         if log_board is None:
             return
-        asked = sum(
-            log_board.get(index, memory_layout.Block.asked) for index in range(group.size) if index != group.rank
-        )
+        asked = sum(log_board.get(index, Block.asked) for index in range(group.size) if index != group.rank)
         if asked != self._answered.get(group, 0):
             self._answered[group] = asked
             state = [json.dumps(each) for each in (self._activity(), self._waiting_ranks.now())]
             lines = [location(), *state, *group.call_log.recent_in_words()]
             log_board.write_text(group.rank, "\n".join(lines))
-            log_board.set(
-                group.rank, memory_layout.Block.answered, log_board.get(group.rank, memory_layout.Block.answered) + 1
-            )
+            log_board.set(group.rank, Block.answered, log_board.get(group.rank, Block.answered) + 1)
 
     def _activity(self) -> Activity:
         """Return what this rank is doing: the call of the program, not a step of it on a part of its group."""
