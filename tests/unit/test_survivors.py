@@ -98,6 +98,24 @@ def test_all_remaining_ranks_agree(seed):
     assert {rank: wires.results[rank] for rank in remaining} == dict.fromkeys(remaining, remaining)
 
 
+def test_messages_are_heard_while_a_rank_tells_the_others():
+    """Regression: the rank held its lock meanwhile, for which the thread waited that delivered a message."""
+    one, other = (Survivors(rank, ["host"] * 3) for rank in range(2))
+    for each in (one, other):
+        each.note(2, "killed")
+    delivered = []
+
+    def tell() -> None:
+        thread = threading.Thread(target=lambda: one.hear(1, other.own_view()), daemon=True)
+        thread.start()
+        thread.join(5)
+        delivered.append(not thread.is_alive())
+
+    other._is_ready = True
+    assert one.agree(tell, 20) == (0, 1)
+    assert delivered == [True]
+
+
 def test_a_rank_that_cannot_be_reached_by_one_is_excluded_by_all_and_told():
     wires = Wires(["a", "b", "c"])
     wires.cut(1, 2)

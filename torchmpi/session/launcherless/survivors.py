@@ -103,7 +103,8 @@ class Survivors:
                     self._check_number(members)
                     if lost != told:
                         told = lost
-                        tell()
+                        self._without_lock(tell)
+                        continue
                     late = [rank for rank in members if rank != self.rank and self._views.get(rank) != lost]
                     if not late:
                         self.members = members
@@ -115,6 +116,14 @@ class Survivors:
                         )
             finally:
                 self._is_ready = False
+
+    def _without_lock(self, tell: Callable[[], object]) -> None:
+        """Send the message: the thread that delivers those of others may hold a lock that this needs, and wait here."""
+        self._changed.release()
+        try:
+            tell()
+        finally:
+            self._changed.acquire()
 
     def _check_number(self, members: tuple[int, ...]) -> None:
         """Refuse to go on if lost ranks of other hosts may have been cut off, and may go on too."""
