@@ -11,6 +11,7 @@ from helpers import contract
 import torchmpi as mpi
 from torchmpi import config, errors
 from torchmpi.backends import p2p, round_messages, schedule
+from torchmpi.backends.comparison import ComparedAllreduce
 from torchmpi.backends.mpi_messages import can_call_from_kernels
 from torchmpi.session import runtime
 
@@ -26,8 +27,9 @@ SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
     """Bind the operation directly, with chunks so small that short vectors use the algorithms for long ones."""
-    operation = p2p.prepare(settings, runtime.current().world, collective, dtype, op)
-    return getattr(operation, "longer", operation)  # without the comparison, where each rank has a host of its own
+    run = p2p.prepare(settings, runtime.current().world, collective, dtype, op).run
+    compared = run.__self__  # where each rank has a host of its own
+    return compared.longer if isinstance(compared, ComparedAllreduce) else run
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

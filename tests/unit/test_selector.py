@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torchmpi import errors
 from torchmpi.backends import selection_table
+from torchmpi.backends.base import Backend
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.selection_table import (
     HIERARCHICAL,
@@ -181,7 +182,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
-class Able:
+class Able(Backend):
     """Reports the availability of a backend that supports these spans."""
 
     def __init__(self, name, *, spans=selection_table.SPANS, verbs=COLLECTIVES, devices=("cpu",)):

@@ -484,16 +484,18 @@ def test_readers_are_added_and_removed():
 
 def test_the_line_of_the_program_is_found():
     def here():
-        return events.origin_of(events.Recorder().origin(5, 0)).line
+        return events.origin_of(events.Recorder().origin(5)).line
 
     assert here() == f"{__file__}:{here.__code__.co_firstlineno + 1}"
     names = {"events": events}
-    source = "def public_function(): return events.origin_of(events.Recorder().origin(0, 1)).line"
+    source = "def public_function(): return events.origin_of(events.Recorder().origin(0)).line"
     exec(compile(source, events.__file__, "exec"), names)
     for _ in range(3):  # the first one finds its line in another way
         assert names["public_function"]() == f"{__file__}:{sys._getframe().f_lineno}"
     found = []
-    _thread.start_new_thread(lambda: found.append(events.Recorder().origin(0, 9)), ())
+    names["found"] = found
+    exec(compile("def record(): found.append(events.Recorder().origin(0))", events.__file__, "exec"), names)
+    _thread.start_new_thread(names["record"], ())  # of which no frame is the program's
     while not found:
         time.sleep(0.001)
     assert events.origin_of(found[0]).line == ""

@@ -9,7 +9,7 @@ import torch
 
 from ..communicators.group import Group
 from ..config import Config
-from .base import Operation
+from .base import Backend, Operation
 from .shm import SharedMemoryBackend
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def problem() -> str:
     return "" if has_gloo else "this torch was built without gloo"
 
 
-class GlooBackend:
+class GlooBackend(Backend):
     """Collectives over gloo, on host memory."""
 
     name = "gloo"

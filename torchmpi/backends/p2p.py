@@ -54,13 +54,11 @@ _MESSAGE_BYTES = 16 << 10
 def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
     """Prepare a collective on a group."""
     if not SPECS[collective].reduces:
-        movement = P2PMovement(group, config.message_bytes)
-        operation: Operation = getattr(movement, collective)
-        return operation
+        return Operation(getattr(P2PMovement(group, config.message_bytes), collective))
     assert dtype is not None and op is not None
     operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
     if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
-        return ComparedAllreduce(group, dtype, op, operation)
+        return ComparedAllreduce(group, dtype, op, operation.run).operation()
     return operation
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..communicators.group import Group
+from ..communicators.group import Group, GroupResource
 from ..errors import DeviceError, TransportError
 from ..tensors import buffers, partition
 from .mpi_messages import broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
@@ -88,7 +88,7 @@ class GroupStore(Store):
                 self._values |= others
 
 
-class TorchGroup(ABC):
+class TorchGroup(GroupResource, ABC):
     """A process group of torch over the ranks of a group: opened by the first call, closed with the group."""
 
     library: str

@@ -18,13 +18,13 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm
+from ..communicators.plan import CHECKSUM_MODULUS, PLAIN, PLAIN_CUDA, Plan, PlanKey
 from ..config import BackendName, Operation
 from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from . import dispatch, operations
-from .prepared import CHECKSUM_MODULUS, PreparedPlan
 
 _Tensor = torch.Tensor
 
@@ -61,7 +61,7 @@ class TensorList:
         "work",
     )
 
-    def __init__(self, plan: PreparedPlan) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.tensors: list[_Tensor] = []
         self._shapes: list[torch.Size] = []
@@ -129,7 +129,7 @@ class TensorList:
 
 
 def tensor_lists(
-    tensors: Iterable[_Tensor], comm: Communicator, op: str, backend: str | None = None, *, asynchronous: bool = False
+    tensors: Iterable[_Tensor], comm: Communicator, op: str, backend: str | None = None, mode: str = "sync"
 ) -> list[TensorList]:
     """Group tensors by dtype and device, in the order of their first occurrence: the same lists on all ranks.
 
@@ -138,7 +138,6 @@ def tensor_lists(
     Raises:
         ArgumentError: A tensor cannot be sent, or the operation does not support its dtype.
     """
-    known = comm.intra.plans
     lists: dict[tuple[torch.dtype, torch.device], TensorList] = {}
     for tensor in tensors:
         is_direct = (
@@ -160,9 +159,9 @@ def tensor_lists(
         dtype, device = tensor.dtype, tensor.device
         members = lists.get((dtype, device))
         if members is None:
-            key = ("allreduce", op, dtype, device.type, True, backend, asynchronous)
-            plan: PreparedPlan | None = known.get(key)
-            members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key) if plan is None else plan)
+            place = PLAIN if device.type == "cpu" else PLAIN_CUDA
+            key = PlanKey("allreduce", op, dtype, place, backend, mode)
+            members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key))
         members.tensors.append(tensor)
         members._shapes.append(tensor.shape)
         members._rows.append((0, address, tensor.nbytes))
@@ -275,7 +274,7 @@ def _start(
     # All plans before the first call: a list that is rejected leaves the tensors unchanged.
     op = operation(op)
     buffers.refuse_tracing(f"{group.where}: allreduce_many")
-    lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
+    lists = tensor_lists(tensors, communicator, op, backend, "async" if asynchronous else "sync")
     for tensor in tensors:
         dispatch.refuse_read_only(group, "allreduce", tensor, 0)
     if len({id(tensor) for tensor in tensors}) < len(tensors):

@@ -156,16 +156,14 @@ class CallQueue:
             finally:
                 fields[LockFields.held] = 0
                 lock.mutex.release()
-        if not getattr(subject, "is_cuda", False) and (not self._threaded or self.is_worker()):
+        if not streams.has_streams(subject) and (not self._threaded or self.is_worker()):
             if self.closed:
                 raise self._closed_error(self.name)
             return task(*arguments)
         return self.submit(partial(task, *arguments), self.name, subject).wait()
 
-    def submit(self, task: Task, description: str, subject: object = None, depth: int = 2) -> Handle[Any]:
+    def submit(self, task: Task, description: str, subject: object = None) -> Handle[Any]:
         """Run `task` in the background, after all calls submitted before.
-
-        `depth`: how many frames of this package are around the call, that of this function included.
 
         If `subject` is a tensor on a device, the work of the task on that device follows the work that the calling
         thread has queued on its current stream, and the handle is a
@@ -174,7 +172,7 @@ class CallQueue:
         mark = streams.fence(subject)
         if mark is not None:
             task = partial(streams.queue, mark, mark.stream.device, task, task)
-            queued = self.submit(task, description, None, depth + 1)
+            queued = self.submit(task, description)
             return DeviceHandle(queued, description)
         handle: Handle[Any] = Handle(description)
         if not self._threaded or self.is_worker():
@@ -193,7 +191,7 @@ class CallQueue:
             recorder = events.recorder
             if events.show_task is not None and not events.has_event():
                 task = events.show_task(description, task)
-            origin = None if recorder is None else recorder.origin(events.now(), depth + 1)
+            origin = None if recorder is None else recorder.origin(events.now())
             self.run_lock.fields[LockFields.pending] += 1
             self._tasks.put((task, handle, origin))
         return handle

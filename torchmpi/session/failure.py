@@ -31,7 +31,7 @@ from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
 from ..communicators.status_board import StatusBoard
 from ..config import Config
-from ..errors import MismatchError, StallError
+from ..errors import MismatchError, StallError, TorchMPIError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import EXIT_STATUS, Block
 from ..shared_memory.process_vm import has_ended
@@ -486,7 +486,7 @@ def _flush() -> None:
 def _reason_is_elsewhere(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # an error may be its own cause
-        if getattr(error, "reason_is_elsewhere", False):
+        if isinstance(error, TorchMPIError) and error.reason_is_elsewhere:
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

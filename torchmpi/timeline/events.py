@@ -188,18 +188,9 @@ class Recorder:
     def __init__(self) -> None:
         self.readers: tuple[Reader, ...] = ()
 
-    def origin(self, queued: int, depth: int = 2) -> PlainOrigin:
-        """Return where the program makes the current call; the first `depth` frames are of this package."""
-        label = labels.get(_this_thread(), "") if labels else ""
-        # On the path of every call: no function, and one frame, of which CPython makes an object.
-        try:
-            frame = _frame_at(depth)
-        except ValueError:  # a thread of autograd, for example, has fewer frames
-            return queued, None, 0, label
-        code = frame.f_code
-        if id(code) in _program_code:
-            return queued, code, frame.f_lasti, label
-        return queued, *_place_of_call(depth + 1), label
+    def origin(self, queued: int) -> PlainOrigin:
+        """Return where the program makes the current call: the innermost line outside of torchmpi and torch."""
+        return queued, *_place_of_call(2), labels.get(_this_thread(), "") if labels else ""
 
     def call(
         self,

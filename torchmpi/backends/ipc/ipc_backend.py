@@ -8,14 +8,14 @@ import torch
 
 from ...communicators.group import Group
 from ...config import Config
-from ..base import Operation
+from ..base import Backend, Operation
 from ..gpus import Devices
 
 if TYPE_CHECKING:
     from .staging_areas import CudaDevice
 
 
-class IpcBackend:
+class IpcBackend(Backend):
     """Collectives of ranks that share a GPU, or whose GPUs can access each other."""
 
     name = "ipc"
