@@ -39,7 +39,7 @@ KERNEL_MODULES = (
     "addresses", "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop",
     "movement",
     "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages",
-    "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython",
+    "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython", "target",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}

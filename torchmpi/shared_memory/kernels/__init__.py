@@ -18,7 +18,7 @@ raw memory, atomics, system calls   intrinsics
 functions of CPython                cpython
 rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir, simd_ir
-compilation                         kernel_sets, compilation, llvm
+compilation                         kernel_sets, compilation, target, llvm
 loading                             native_code, object_file
 =================================== ============================================================================
 """
