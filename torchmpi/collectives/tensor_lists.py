@@ -23,8 +23,10 @@ from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
-from . import dispatch, operations
+from . import dispatch, reductions
 from .prepared import CHECKSUM_MODULUS, PreparedPlan
+
+__all__ = ["allreduce_many", "allreduce_many_async"]
 
 _Tensor = torch.Tensor
 
@@ -233,13 +235,9 @@ def allreduce_many_async(
     backend: BackendName | None = None,
     **_unknown: NoReturn,
 ) -> Handle[list[_Tensor]]:
-    """Run :func:`allreduce_many` in the background, in place; messages are sent while the next ones are packed.
+    """Run :func:`~torchmpi.allreduce_many` in the background, with the same parameters.
 
-    Args:
-        tensors: As for :func:`allreduce_many`.
-        op: Reduction operation, as for :func:`~torchmpi.allreduce`.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend, instead of that of the selection table.
+    Messages are sent while the next ones are packed.
 
     Returns:
         A handle whose ``wait()`` returns the list of the tensors.
@@ -328,7 +326,7 @@ def _start_packed(
         if len(parts) == 1 and is_queued:
             started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
         elif len(parts) == 1:
-            operations.allreduce(parts[0], op=op, comm=comm, backend=backend)
+            reductions.allreduce(parts[0], op=op, comm=comm, backend=backend)
         elif is_queued:
             started.append(dispatch.submit_packed(comm, parts, op, backend))
         else:
