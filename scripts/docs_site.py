@@ -10,6 +10,7 @@ import os
 import posixpath
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,16 @@ def overview(module: griffe.Module) -> list[str]:
 
 
 def public_names(module: griffe.Module) -> list[str]:
+    if module.path == "torchmpi":  # what it takes from its modules; its list of names is made when it is read
+        of_package = {name for name, member in module.members.items() if member.is_alias and is_own(member)}
+        return sorted(of_package | {path.rpartition(".")[2] for path in REFERENCE.values() if path.count(".") == 1})
     if module.exports is not None:
         return [str(name) for name in module.exports]
     return [name for name, member in module.members.items() if not member.is_alias and member.is_class]
+
+
+def is_own(alias: griffe.Alias) -> bool:
+    return alias.target_path.startswith("torchmpi.")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -130,7 +138,7 @@ def site_link(match: re.Match[str], source: str, uri: str) -> str:
 
 
 class PlainDocstrings(griffe.Extension):
-    """Turn reStructuredText in docstrings into Markdown, and find functions that have the name of their module."""
+    """Turn reStructuredText in docstrings into Markdown; find overloads, and functions named as their module."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Let a public name mean the function, if a module has the same name."""
@@ -141,10 +149,32 @@ class PlainDocstrings(griffe.Extension):
                 if member.is_module and member.path not in REFERENCE.values() and name in member.members:
                     module.members[name] = griffe.Alias(name, member.members[name], parent=module)
 
+        signatures = pkg["collectives.signatures"]
+        functions = [
+            each for name in ("reductions", "movements") for each in pkg[f"collectives.{name}"].functions.values()
+        ]
+        for function, decorator in ((each, decorator) for each in functions for decorator in each.decorators):
+            module, _, name = decorator.callable_path.rpartition(".")
+            if module == signatures.path:
+                function.overloads = list(overloads(function, signatures, signatures[name]))
+
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Convert the docstring of an object."""
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)
+
+
+def overloads(
+    function: griffe.Function, signatures: griffe.Module, declared: griffe.Attribute
+) -> Iterator[griffe.Function]:
+    """Return the overloads of a function with the type `_Typed[Protocol[results]]()`."""
+    typed = declared.value.function.slice
+    protocol = signatures[typed.left.name]
+    results = dict(zip(map(str, protocol.bases[0].slice.elements), map(str, typed.slice.elements), strict=True))
+    for each in protocol.overloads["__call__"]:
+        parameters = griffe.Parameters(*(parameter for parameter in each.parameters if parameter.name != "self"))
+        returns = results[str(each.returns)]
+        yield griffe.Function(function.name, parameters=parameters, returns=returns, parent=function.parent)
 
 
 def to_markdown(text: str) -> str:

@@ -18,142 +18,97 @@ Importing this package does not start MPI.
 
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this package whenever it is imported itself
-    from . import distributed, engine, errors, horovod, nn, parameterserver, timeline
-    from .collectives import (
-        allgather,
-        allgather_async,
-        allgather_object,
-        allreduce,
-        allreduce_async,
-        allreduce_many,
-        allreduce_many_async,
-        alltoall,
-        alltoall_async,
-        barrier,
-        broadcast,
-        broadcast_async,
-        broadcast_object,
-        gather,
-        gather_async,
-        recv,
-        recv_async,
-        reduce,
-        reduce_async,
-        reduce_scatter,
-        reduce_scatter_async,
-        scatter,
-        scatter_async,
-        send,
-        send_async,
-        sendreceive,
-        sendreceive_async,
-    )  # fmt: skip
-    from .collectives.tuning import autotune
-    from .communicators.communicator import Communicator, NullCommunicator
-    from .communicators.handle import Handle
-    from .config import Config
-    from .errors import RankLostError, TorchMPIError
-    from .session.api import (
-        collective_availability,
-        collective_selector,
-        collective_selector_to_string,
-        communicator,
-        communicator_names,
-        device,
-        empty_shared,
-        group,
-        has_cuda,
-        has_gloo,
-        has_nccl,
-        host_name,
-        is_cartesian_communicator,
-        is_started,
-        local_rank,
-        local_size,
-        num_nodes_in_communicator,
-        push_communicator,
-        rank,
-        set_collective_span,
-        set_communicator,
-        size,
-        start,
-        started,
-        stop,
-        use,
-    )  # fmt: skip
-    from .session.call_metrics import metrics
-    from .session.recovery import recover
+    from . import distributed as distributed
+    from . import engine as engine
+    from . import errors as errors
+    from . import horovod as horovod
+    from . import nn as nn
+    from . import parameterserver as parameterserver
+    from . import timeline as timeline
+    from .collectives.movements import *
+    from .collectives.objects import *
+    from .collectives.point_to_point import *
+    from .collectives.reductions import *
+    from .collectives.tensor_lists import *
+    from .collectives.tuning import *
+    from .communicators.communicator import Communicator as Communicator
+    from .communicators.communicator import NullCommunicator as NullCommunicator
+    from .communicators.handle import Handle as Handle
+    from .config import Config as Config
+    from .errors import RankLostError as RankLostError
+    from .errors import TorchMPIError as TorchMPIError
+    from .session.api import *
+    from .session.call_metrics import *
+    from .session.recovery import *
 
-
-_MODULE_OF = {
-    "collectives": (
-        "allgather allgather_async allgather_object allreduce allreduce_async allreduce_many "
-        "allreduce_many_async alltoall alltoall_async barrier broadcast broadcast_async broadcast_object "
-        "gather gather_async recv recv_async reduce reduce_async reduce_scatter reduce_scatter_async scatter "
-        "scatter_async send send_async sendreceive sendreceive_async"
-    ),
-    "collectives.tuning": "autotune",
-    "communicators.communicator": "Communicator NullCommunicator",
-    "communicators.handle": "Handle",
-    "config": "Config",
-    "errors": "RankLostError TorchMPIError",
-    "session.api": (
-        "collective_availability collective_selector collective_selector_to_string communicator "
-        "communicator_names device empty_shared group has_cuda has_gloo has_nccl host_name "
-        "is_cartesian_communicator is_started local_rank local_size num_nodes_in_communicator push_communicator rank "
-        "set_collective_span set_communicator size start started stop use"
-    ),
-    "session.call_metrics": "metrics",
-    "session.recovery": "recover",
-}
-"""The module that defines each public name."""
 _SUBMODULES = ("distributed", "engine", "errors", "horovod", "nn", "parameterserver", "timeline")
+_CLASSES = {
+    "Communicator": "communicators.communicator",
+    "Config": "config",
+    "Handle": "communicators.handle",
+    "NullCommunicator": "communicators.communicator",
+    "RankLostError": "errors",
+    "TorchMPIError": "errors",
+}
+"""Public classes, and the modules that define them."""
+_MODULES_OF_FUNCTIONS = (
+    "session.api",
+    "session.call_metrics",
+    "session.recovery",
+    "collectives.movements",
+    "collectives.objects",
+    "collectives.point_to_point",
+    "collectives.reductions",
+    "collectives.tensor_lists",
+    "collectives.tuning",
+)
+"""Modules whose ``__all__`` is public here, in the order of the search: the first one loads what every start needs."""
 
 
-if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name, and read no computed list
 
     def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return _load(name)
+        if name == "__all__":
+            functions = [each for module in _MODULES_OF_FUNCTIONS for each in _load(module).__all__]
+            found = sorted([*_SUBMODULES, *_CLASSES, *functions, "__version__"])
+        elif name.startswith("__") or _is_module(name):  # asked by the import system
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        elif name in _CLASSES:
+            found = getattr(_load(_CLASSES[name]), name)
+        else:
+            modules = map(_load, _MODULES_OF_FUNCTIONS)
+            module = next((module for module in modules if name in module.__all__), None)
+            if module is None:
+                from .other_names import attribute_message
+
+                raise AttributeError(attribute_message(name, __dir__()))
+            found = getattr(module, name)
+        globals()[name] = found
+        return found
+
+    def _load(module: str) -> Any:
         import gc
         import importlib
 
-        if name in _SUBMODULES:
-            return importlib.import_module(f".{name}", __name__)
-        for module, names in _MODULE_OF.items():
-            if name in names.split():
-                # A collection during the import would look at all objects of torch: half of the time of start().
-                was_enabled = gc.isenabled()
-                gc.disable()
-                try:
-                    found = importlib.import_module(f".{module}", __name__)
-                finally:
-                    if was_enabled:
-                        gc.enable()
-                globals().update({each: getattr(found, each) for each in names.split()})
-                return globals()[name]
-        if name.startswith("__"):  # asked by the import system
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from .other_names import attribute_message
+        # A collection during the import would look at all objects of torch: half of the time of start().
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return importlib.import_module(f".{module}", __name__)
+        finally:
+            if was_enabled:
+                gc.enable()
 
-        raise AttributeError(attribute_message(name, __all__))
+    def _is_module(name: str) -> bool:
+        """Return whether the package has such a module: `from .. import name` asks for an attribute first."""
+        from importlib.machinery import PathFinder
 
+        return PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None  # noqa: F405
 
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-__all__ = [
-    "Communicator", "Config", "Handle", "NullCommunicator", "RankLostError", "TorchMPIError", "__version__",
-    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_async", "allreduce_many",
-    "allreduce_many_async", "alltoall", "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async",
-    "broadcast_object", "collective_availability", "collective_selector", "collective_selector_to_string",
-    "communicator", "communicator_names", "device", "distributed", "empty_shared", "engine", "errors", "gather",
-    "gather_async", "group", "has_cuda", "has_gloo", "has_nccl", "horovod", "host_name",
-    "is_cartesian_communicator", "is_started", "local_rank", "local_size", "metrics", "nn", "num_nodes_in_communicator",
-    "parameterserver", "push_communicator", "rank", "recover", "recv", "recv_async", "reduce", "reduce_async",
-    "reduce_scatter", "reduce_scatter_async", "scatter", "scatter_async", "send", "send_async", "sendreceive",
-    "sendreceive_async", "set_collective_span", "set_communicator", "size", "start", "started", "stop", "timeline",
-    "use",
-]  # fmt: skip
+    def __dir__() -> list[str]:
+        return __getattr__("__all__")

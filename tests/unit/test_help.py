@@ -46,9 +46,16 @@ CLASSES = [
 METHODS = [getattr(mpi.Handle, name) for name in ("completed", "done", "wait", "when_done")]
 
 
+def _described_by(documented) -> str:
+    """The text that describes the parameters: for a form in the background, that of the function which it runs."""
+    text = inspect.getdoc(documented) or ""
+    same = re.match(r"Run :func:`~torchmpi\.(\w+)` in the background, with the same parameters\.", text)
+    return (inspect.getdoc(getattr(mpi, same[1])) or "") if same else text
+
+
 def _undescribed(documented, function) -> list[str]:
     """The parameters that a docstring does not describe."""
-    _, _, described = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
+    _, _, described = _described_by(documented).partition("\nArgs:\n")
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = inspect.signature(function).parameters.items()
     shown = [stars.get(each.kind, "") + name for name, each in parameters if name != "self"]
@@ -62,6 +69,18 @@ def test_each_public_name_is_documented_with_its_parameters():
     assert {name: missing for name, missing in problems.items() if missing} == {}
     named = [*_public(inspect.isfunction), *_public(inspect.isclass)]
     assert [each.id for each in named if not (each.values[0].__doc__ or "").strip()] == []
+
+
+def test_forms_in_the_background_have_the_parameters_that_they_refer_to():
+    twins = [name for name in mpi.__all__ if name.endswith("_async")]
+    assert len(twins) > 10
+    for name in twins:
+        of_twin, of_function = (
+            [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+            for function in (getattr(mpi, name), getattr(mpi, name.removesuffix("_async")))
+        )
+        assert of_twin == of_function, name
+        assert f":func:`~torchmpi.{name.removesuffix('_async')}`" in getattr(mpi, name).__doc__, name
 
 
 def test_examples_for_the_interpreter_give_what_they_show():

@@ -9,9 +9,9 @@ import re
 import pytest
 
 import torchmpi as mpi
-from torchmpi import errors, other_names
+from torchmpi import collectives, errors, other_names
 
-COLLECTIVES = [name for name in mpi._MODULE_OF["collectives"].split()]
+COLLECTIVES = sorted(name for name in vars(collectives) if name in mpi.__all__)
 
 
 @pytest.mark.parametrize("name", other_names.NAMES)

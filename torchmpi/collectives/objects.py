@@ -13,7 +13,9 @@ from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import pickling
 from .dispatch import check_root
-from .operations import allgather, broadcast
+from .movements import allgather, broadcast
+
+__all__ = ["allgather_object", "broadcast_object"]
 
 _T = TypeVar("_T")
 _Tensor = torch.Tensor

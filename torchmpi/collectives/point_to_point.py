@@ -38,6 +38,8 @@ from ..timeline import events
 from .prepared import checked_dtype
 from .short_messages import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, cached_exchange
 
+__all__ = ["recv", "recv_async", "send", "send_async", "sendreceive", "sendreceive_async"]
+
 _PAYLOAD_TAG = 2
 
 
@@ -71,14 +73,9 @@ def send(tensor: torch.Tensor | complex | np.generic, dst: int, *, comm: Comm = 
 
 @refuses_keywords
 def send_async(tensor: Value, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
-    """Run :func:`send` in the background; do not change the tensor before ``wait()`` returns.
+    """Run :func:`~torchmpi.send` in the background, with the same parameters.
 
-    The tensor is not changed.
-
-    Args:
-        tensor: The tensor or number to send.
-        dst: The rank that receives it.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
+    Do not change the tensor before ``wait()`` returns.
 
     Returns:
         A handle.
@@ -130,14 +127,7 @@ def recv(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) ->
 
 @refuses_keywords
 def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
-    """Run :func:`recv` in the background.
-
-    In place: the tensor is overwritten.
-
-    Args:
-        tensor: As for :func:`recv`.
-        src: The rank that sends.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
+    """Run :func:`~torchmpi.recv` in the background, with the same parameters.
 
     Returns:
         A handle whose ``wait()`` returns the tensor or number.
@@ -208,15 +198,9 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
 
 @refuses_keywords
 def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
-    """Run :func:`sendreceive` in the background.
+    """Run :func:`~torchmpi.sendreceive` in the background, with the same parameters.
 
-    In place: the tensor is overwritten. A copy, made at the call, is sent.
-
-    Args:
-        tensor: As for :func:`sendreceive`.
-        src: The rank to receive from.
-        dst: The rank to send to.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
+    A copy of the tensor, made at the call, is sent.
 
     Returns:
         A handle whose ``wait()`` returns the tensor or number.

@@ -24,7 +24,9 @@ from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
-from . import dispatch, operations
+from . import dispatch, reductions
+
+__all__ = ["allreduce_many", "allreduce_many_async"]
 
 _Tensor = torch.Tensor
 
@@ -140,22 +142,11 @@ def tensor_lists(
     """
     lists: dict[tuple[torch.dtype, torch.device], TensorList] = {}
     for tensor in tensors:
-        is_direct = (
-            type(tensor) is _Tensor
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-            and tensor.is_contiguous()
-            and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
-        ) or buffers.is_simple_on_gpu(tensor)
-        try:
-            address = tensor.data_ptr() if is_direct else 0
-        except RuntimeError:  # a tensor of torch.func
-            address = 0
-        if not address:
+        is_direct = dispatch.is_plain(tensor) or buffers.is_simple_on_gpu(tensor)
+        if not is_direct:
             buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
             is_direct = buffers.is_direct(tensor)
-            address = tensor.data_ptr()
+        address = tensor.data_ptr()
         dtype, device = tensor.dtype, tensor.device
         members = lists.get((dtype, device))
         if members is None:
@@ -232,13 +223,9 @@ def allreduce_many_async(
     backend: BackendName | None = None,
     **_unknown: NoReturn,
 ) -> Handle[list[_Tensor]]:
-    """Run :func:`allreduce_many` in the background, in place; messages are sent while the next ones are packed.
+    """Run :func:`~torchmpi.allreduce_many` in the background, with the same parameters.
 
-    Args:
-        tensors: As for :func:`allreduce_many`.
-        op: Reduction operation, as for :func:`~torchmpi.allreduce`.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend, instead of that of the selection table.
+    Messages are sent while the next ones are packed.
 
     Returns:
         A handle whose ``wait()`` returns the list of the tensors.
@@ -327,7 +314,7 @@ def _start_packed(
         if len(parts) == 1 and is_queued:
             started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
         elif len(parts) == 1:
-            operations.allreduce(parts[0], op=op, comm=comm, backend=backend)
+            reductions.allreduce(parts[0], op=op, comm=comm, backend=backend)
         elif is_queued:
             started.append(dispatch.submit_packed(comm, parts, op, backend))
         else:

@@ -23,6 +23,14 @@ from . import runtime
 from .runtime import start as start
 from .runtime import stop as stop
 
+__all__ = [
+    "collective_availability", "collective_selector", "collective_selector_to_string", "communicator",
+    "communicator_names", "device", "empty_shared", "group", "has_cuda", "has_gloo", "has_nccl", "host_name",
+    "is_cartesian_communicator", "is_started", "local_rank", "local_size", "num_nodes_in_communicator",
+    "push_communicator", "rank", "set_collective_span", "set_communicator", "size", "start", "started", "stop",
+    "use",
+]  # fmt: skip
+
 
 @contextmanager
 def started(*arguments: Any, **options: Any) -> Iterator[None]:

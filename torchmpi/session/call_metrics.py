@@ -6,6 +6,8 @@ from typing import Any
 
 from . import runtime
 
+__all__ = ["metrics"]
+
 
 def metrics() -> dict[str, Any]:
     """Return counts and times of the calls that this rank has made since ``start()``. Not collective, and fast.

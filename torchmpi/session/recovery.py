@@ -8,6 +8,8 @@ from ..errors import ArgumentError, RankLostError
 from ..log import logger
 from . import runtime
 
+__all__ = ["recover"]
+
 _OWN_BACKEND = "torchmpi"
 
 

@@ -1,176 +1,49 @@
-"""The synchronous collectives.
-
-Every collective takes torch tensors of any shape, strides and dtype, or a Python number, and works in place unless
-``out`` is given. Every rank of the communicator must make the same call. Calls on one communicator run in the order in
-which they were made, synchronous and asynchronous calls alike.
-"""
+"""The collectives that move tensors and compute nothing, and the barrier; see also :mod:`.reductions`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
+from ..communicators.handle import Handle
 from ..communicators.levels import Comm
-from ..config import BackendName, NoAverage, Operation
+from ..config import BackendName
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors.numbers import Number, Value
-from .dispatch import BARRIER, cache_barrier, call, plan_for
+from . import signatures
+from .dispatch import BARRIER, cache_barrier, call, plan_for, submit
 from .exchange import rows_task
+from .signatures import Values
 
-_T = TypeVar("_T")
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_async",
+    "gather",
+    "gather_async",
+    "scatter",
+    "scatter_async",
+]
+
 _Tensor = torch.Tensor
-
-
 # The parameters op, comm and backend are passed by keyword, and `refuses_keywords` describes them so. The frequent
 # functions do not mark them: beside **_unknown, defaults of keyword-only parameters would make a short call 5 % slower.
 
 
-@overload
-def allreduce(
-    tensor: _Tensor,
-    out: _Tensor | None = None,
-    *,
-    op: Operation = "sum",
-    comm: Comm = None,
-    backend: BackendName | None = None,
-) -> _Tensor: ...
-@overload
-def allreduce(tensor: float, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None) -> float: ...
-@overload
-def allreduce(
-    tensor: Number, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
-) -> Number: ...
-@overload
-def allreduce(
-    tensor: complex | np.generic, *, op: Operation = "sum", comm: Comm = None, backend: BackendName | None = None
-) -> Any: ...
-@refuses_keywords
-def allreduce(
-    tensor: Any,
-    out: _Tensor | None = None,
-    op: str = "sum",
-    comm: Comm = None,
-    backend: str | None = None,
-    **_unknown: NoReturn,
-) -> Any:
-    """Combine the tensors of all ranks; every rank gets the result, with the same bits everywhere.
-
-    In place, unless `out` is given. Sums are computed in rank order; 16-bit floats are summed in 32 bits and rounded
-    once.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank, or a number.
-        out: Tensor for the result; None to overwrite `tensor`.
-        op: Reduction operation: ``sum``, ``avg``, ``prod``, ``min``, ``max``, ``band``, ``bor``, ``bxor``, ``land`` or
-            ``lor``.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend, instead of that of the selection table.
-
-    Returns:
-        `tensor`, or `out` if given; a number if `tensor` is a number.
-
-    Raises:
-        ArgumentError: The arguments cannot be used; the subclass DtypeError if the dtype is the reason.
-        MismatchError: The ranks made different calls; raised on all ranks.
-
-    Example:
-        mpi.allreduce(torch.ones(3))        # tensor([n, n, n]) on n ranks
-        mpi.allreduce(2.5, op="max")        # a number is returned as a number
-    """
-    if _unknown:
-        raise unknown_keyword(allreduce, _unknown)
-    cached = fast_path.allreduce if out is None else fast_path.allreduce_into
-    if (result := cached(tensor, out, op, comm, backend)) is not None:
-        return result
-    return call("allreduce", tensor, out, 0, op, comm, backend)
-
-
-@overload
-def reduce(
-    tensor: _Tensor,
-    root: int = 0,
-    out: _Tensor | None = None,
-    *,
-    op: Operation = "sum",
-    comm: Comm = None,
-    backend: BackendName | None = None,
-) -> _Tensor: ...
-@overload
-def reduce(
-    tensor: float, root: int = 0, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None
-) -> float: ...
-@overload
-def reduce(
-    tensor: Number, root: int = 0, *, op: NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
-) -> Number: ...
-@overload
-def reduce(
-    tensor: complex | np.generic,
-    root: int = 0,
-    *,
-    op: Operation = "sum",
-    comm: Comm = None,
-    backend: BackendName | None = None,
-) -> Any: ...
-@refuses_keywords
-def reduce(
-    tensor: Any,
-    root: int = 0,
-    out: _Tensor | None = None,
-    op: str = "sum",
-    comm: Comm = None,
-    backend: str | None = None,
-    **_unknown: NoReturn,
-) -> Any:
-    """Combine the tensors of all ranks on the root.
-
-    In place on the root, unless `out` is given; the tensors of the other ranks are not changed.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank, or a number.
-        root: The rank that gets the result.
-        out: Tensor for the result on the root; None to overwrite `tensor` there.
-        op: Reduction operation, as for :func:`allreduce`.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend, instead of that of the selection table.
-
-    Returns:
-        The result on the root; `tensor`, unchanged, on the other ranks.
-
-    Raises:
-        ArgumentError: The arguments cannot be used.
-        MismatchError: The ranks made different calls; raised on all ranks.
-
-    Example:
-        total = mpi.reduce(torch.ones(3), root=0)
-    """
-    if _unknown:
-        raise unknown_keyword(reduce, _unknown)
-    if type(root) is int and type(op) is str:
-        result = fast_path.reduce(tensor, out, fast_path.joint_key(op, root), comm, backend)
-        if result is not None:
-            return result
-    return call("reduce", tensor, out, root, op, comm, backend)
-
-
-@overload
+@signatures.like_broadcast
 def broadcast(
-    tensor: Value, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
-) -> Value: ...
-@overload
-def broadcast(tensor: np.generic, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None) -> Any: ...
-@refuses_keywords
-def broadcast(
-    tensor: Any,
+    tensor: Values,
     root: int = 0,
     out: _Tensor | None = None,
     comm: Comm = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **_unknown: NoReturn,
 ) -> Any:
     """Copy the root's values to every rank.
@@ -202,17 +75,39 @@ def broadcast(
     return call("broadcast", tensor, out, root, None, comm, backend)
 
 
-@overload
+@signatures.like_broadcast_async
+def broadcast_async(
+    tensor: Values,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
+) -> Handle[Any]:
+    """Run :func:`~torchmpi.broadcast` in the background, with the same parameters.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        mpi.broadcast_async(weights, root=0).wait()
+    """
+    if _unknown:
+        raise unknown_keyword(broadcast_async, _unknown)
+    return submit("broadcast", tensor, out, root=root, comm=comm, backend=backend)
+
+
+@signatures.like_allgather
 def allgather(
-    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
-) -> _Tensor: ...
-@overload
-def allgather(tensor: Number, *, comm: Comm = None, backend: BackendName | None = None) -> list[Number]: ...
-@overload
-def allgather(tensor: np.generic, *, comm: Comm = None, backend: BackendName | None = None) -> list[Any]: ...
-@refuses_keywords
-def allgather(
-    tensor: Any, out: _Tensor | None = None, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
+    tensor: Values,
+    out: _Tensor | None = None,
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
 ) -> Any:
     """Concatenate the tensors of all ranks along dim 0, in rank order.
 
@@ -243,25 +138,38 @@ def allgather(
     return call("allgather", tensor, out, 0, None, comm, backend)
 
 
-@overload
+@signatures.like_allgather_async
+def allgather_async(
+    tensor: Values,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
+) -> Handle[Any]:
+    """Run :func:`~torchmpi.allgather` in the background, with the same parameters.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        ranks = mpi.allgather_async(torch.tensor(mpi.rank())).wait()
+    """
+    if _unknown:
+        raise unknown_keyword(allgather_async, _unknown)
+    return submit("allgather", tensor, out, comm=comm, backend=backend)
+
+
+@signatures.like_gather
 def gather(
-    tensor: _Tensor, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
-) -> _Tensor | None: ...
-@overload
-def gather(
-    tensor: Number, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None
-) -> list[Number] | None: ...
-@overload
-def gather(
-    tensor: np.generic, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None
-) -> list[Any] | None: ...
-@refuses_keywords
-def gather(
-    tensor: Any,
+    tensor: Values,
     root: int = 0,
     out: _Tensor | None = None,
     comm: Comm = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **_unknown: NoReturn,
 ) -> Any:
     """Concatenate the tensors of all ranks along dim 0 on the root, in rank order.
@@ -291,6 +199,32 @@ def gather(
     if cached(tensor, out, root, comm, backend) is not None:
         return out
     return call("gather", tensor, out, root, None, comm, backend)
+
+
+@signatures.like_gather_async
+def gather_async(
+    tensor: Values,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
+) -> Handle[Any]:
+    """Run :func:`~torchmpi.gather` in the background, with the same parameters.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        everything = mpi.gather_async(torch.ones(2), root=0).wait()     # None on the other ranks
+    """
+    if _unknown:
+        raise unknown_keyword(gather_async, _unknown)
+    return submit("gather", tensor, out, root=root, comm=comm, backend=backend)
 
 
 @refuses_keywords
@@ -335,43 +269,29 @@ def scatter(
 
 
 @refuses_keywords
-def reduce_scatter(
-    tensor: _Tensor,
+def scatter_async(
+    tensor: _Tensor | None,
+    root: int = 0,
     out: _Tensor | None = None,
     *,
-    op: Operation = "sum",
     comm: Comm = None,
     backend: BackendName | None = None,
     **_unknown: NoReturn,
-) -> _Tensor:
-    """Combine the tensors of all ranks and split the result along dim 0, as :func:`scatter` does.
-
-    The tensor is not changed.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank.
-        out: Tensor for this rank's part; None to allocate one.
-        op: Reduction operation, as for :func:`allreduce`.
-        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend, instead of that of the selection table.
+) -> Handle[_Tensor]:
+    """Run :func:`~torchmpi.scatter` in the background, with the same parameters.
 
     Returns:
-        This rank's part of the result.
+        A handle whose ``wait()`` returns the result.
 
     Raises:
-        ArgumentError: The arguments cannot be used, or `out` does not fit.
-        MismatchError: The ranks made different calls; raised on all ranks.
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
 
     Example:
-        mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
+        part = mpi.scatter_async(torch.arange(10) if mpi.rank() == 0 else None, root=0).wait()
     """
     if _unknown:
-        raise unknown_keyword(reduce_scatter, _unknown)
-    result: _Tensor | None = fast_path.reduce_scatter(tensor, out, op, comm, backend)
-    if result is None:
-        result = call("reduce_scatter", tensor, out, 0, op, comm, backend)
-    assert result is not None
-    return result
+        raise unknown_keyword(scatter_async, _unknown)
+    return submit("scatter", tensor, out, root=root, comm=comm, backend=backend)
 
 
 @refuses_keywords
@@ -418,6 +338,36 @@ def alltoall(
         result = call("alltoall", tensor, out, 0, None, comm, backend)
     assert result is not None
     return result
+
+
+@refuses_keywords
+def alltoall_async(
+    tensor: _Tensor,
+    out: _Tensor | None = None,
+    *,
+    splits: Iterable[int] | None = None,
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
+) -> Handle[_Tensor]:
+    """Run :func:`~torchmpi.alltoall` in the background, with the same parameters.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        parts = mpi.alltoall_async(torch.full((mpi.size(),), mpi.rank())).wait()
+    """
+    if _unknown:
+        raise unknown_keyword(alltoall_async, _unknown)
+    if splits is not None:
+        group = runtime.communicator(comm).intra
+        task = rows_task(group, tensor, splits, out, backend)
+        return group.call_queue.submit(task, f"{group.where}: alltoall", tensor)
+    return submit("alltoall", tensor, out, comm=comm, backend=backend)
 
 
 @refuses_keywords
