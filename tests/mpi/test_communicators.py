@@ -155,14 +155,21 @@ def test_use_is_for_one_thread_only(agree):
 
 
 def test_independent_communicators_may_be_used_in_any_order(agree):
-    """Two queues: each rank starts its asynchronous calls in a different order."""
+    """Two queues: each rank starts its asynchronous calls, and waits for them, in a different order.
+
+    A thread that waits runs the call itself, and the other ranks wait for the call that it has not begun.
+    """
     size = mpi.size()
     first, second = mpi.push_communicator(0), mpi.push_communicator(0)
     mpi.set_communicator(0)
     order = (first, second) if mpi.rank() % 2 else (second, first)
-    handles = [mpi.allreduce_async(torch.ones(10_000), comm=level) for level in order]
-    for handle in handles:
-        agree.equal(handle.wait()[0].item(), float(size))
+    for numel in (10_000, 3, 3, 3, 3, 3):
+        handles = [mpi.allreduce_async(torch.ones(numel), comm=level) for level in order]
+        for handle in handles:
+            agree.equal(handle.wait()[0].item(), float(size))
+        for level in (first, second):  # after which no call wakes the helper
+            for _ in range(5):
+                mpi.allreduce_async(torch.ones(3), comm=level).wait()
 
 
 def test_messages_of_a_pair_keep_their_order(agree):

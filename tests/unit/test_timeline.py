@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import tracemalloc
-from functools import partial
 
 import psutil
 import pytest
@@ -22,8 +21,7 @@ from torchmpi.cli.bench import bench_report
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.shown_calls import ShownTask
 from torchmpi.errors import ArgumentError
-from torchmpi.tensors import streams
-from torchmpi.timeline import events, torch_profiler, trace_writer
+from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.bench_times import BenchTimes
 from torchmpi.timeline.clocks import ClockSample
@@ -501,12 +499,14 @@ def test_the_line_of_the_program_is_found():
     assert events.origin_of(found[0]).line == ""
 
 
-def test_the_profiler_finds_the_call_in_the_task_of_device_tensors():
+def test_the_profiler_is_told_the_call_of_a_task(monkeypatch):
     shown = events.ShownCall(GroupInfo(7, "world", 0, (0, 1), 1), ("allreduce", "sum", "float32", -1), 3, 3)
-    task = ShownTask(CallQueue("example"), lambda: None, shown)
-    assert torch_profiler._described(task) is shown
-    assert torch_profiler._described(partial(streams.queue, "mark", "device", task, task)) is shown
-    assert torch_profiler._described(partial(print, "a server")) is None
+    call_queue, told = CallQueue("example"), []
+    monkeypatch.setattr(events, "show_task", lambda description, call, task: told.append((description, call)) or task)
+    for task, call in ((ShownTask(call_queue, lambda: 1, shown), None), (lambda: 1, lambda: shown), (lambda: 1, None)):
+        assert call_queue.submit(task, "a call", call=call).wait() == 1
+    assert told == [("a call", shown)] * 2 + [("a call", None)]
+    call_queue.close()
 
 
 def test_the_bandwidth_of_calls_that_only_waited_is_zero():

@@ -31,7 +31,6 @@ from ..shared_memory.memory_layout import (
     Block,
     CounterFields,
     Entry,
-    LockFields,
     LogFields,
     entry,
 )
@@ -232,7 +231,6 @@ class SharedCalls:
         self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
         self._records: dict[int, records.KernelCall] = {}
-        self._lock_fields = self.call_queue.run_lock.fields
         self.rootless = self.record()
         """The address of the call record of a call without a root."""
 
@@ -269,17 +267,14 @@ class SharedCalls:
         seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ self.mark
         self.call_log.time_field = CounterFields.known_ns
-        if self._lock_fields[LockFields.pending] == 0:
-            status = self.kernels[kernel](record, seq, signature, *arguments)
-        else:
-            status = self._in_kernel(kernel, record, seq, signature, *arguments)
+        status = self._in_kernel(kernel, record, seq, signature, *arguments)
         while status and status & records.STATUS_KINDS != records.UNEVEN:
             self.settle(status)
             status = self._in_kernel(kernel, record, seq, signature, *arguments)
         return status
 
     def _in_kernel(self, kernel: str, *arguments: int) -> int:
-        if self.call_queue.pending == 0:
+        if not self.call_queue.in_background:
             return self.kernels[kernel](*arguments)
         self.shared.be_patient(polite=True)
         try:

@@ -71,7 +71,8 @@ def call(
     if may_be_cached and backend is None and (comm is None or type(comm) in _LASTING):
         cache_call(group, collective, (given, out, root), op, comm)
     subject = checked.subject(out) if plan.is_on_device else None
-    result = group.call_queue.run(group.perform, plan, given, out, root, subject=subject)
+    describe = group.described_call
+    result = group.call_queue.run(group.perform, plan, given, out, root, subject=subject, describe=describe)
     return result if finish is None else finish(result)
 
 
@@ -89,11 +90,16 @@ def submit(
     checked = check_call(collective, tensor, out, root, other_names.operation(op), comm, backend, "async")
     group, plan, given, root, finish = checked
     task: Callable[[], Any] = partial(group.perform, plan, given, out, root)
-    description = f"{group.where}: {collective}"
     if finish is not None:
         convert, run = finish, task
-        task = group.shown(lambda: convert(run()), group.described_call, plan, given, out, root)
-    return group.call_queue.submit(task, description, checked.subject(out))
+        task = lambda: convert(run())  # noqa: E731
+    return group.call_queue.submit(
+        task,
+        f"{group.where}: {collective}",
+        checked.subject(out),
+        call=partial(group.described_call, plan, given, out, root),
+        in_any_thread=not plan.is_on_device,
+    )
 
 
 def check_call(

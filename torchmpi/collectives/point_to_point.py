@@ -291,8 +291,10 @@ class _Message:
         mark = streams.fence(self.tensor)
         device = None if mark is None else self.tensor.device
         # Of a sendreceive, torch.profiler shows the receive alone: the other parts have a name of no call.
-        name = self.what if call_queue is None else f"{self.collective} of {self.group.where}"
-        return (call_queue or self.call_queue).submit(partial(streams.run_after, mark, device, task), name)
+        task = partial(streams.run_after, mark, device, task)
+        if call_queue is None:
+            return self.call_queue.submit(task, self.what, call=self.described_call)
+        return call_queue.submit(task, f"{self.collective} of {self.group.where}")
 
     def cache(self, dst: int, comm: Comm) -> None:
         """Let the fast path make exchanges like this one, if it can."""
@@ -403,7 +405,7 @@ class _Message:
     def _begin_event(self) -> Any:
         return events.begin_event(self.described_call(), is_task=self.call_queue.origin is not None)
 
-    def described_call(self, *_: Any) -> events.ShownCall:
+    def described_call(self) -> events.ShownCall:
         """Return what torch.profiler shows of the message."""
         return self.group.described((self.collective, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)
 

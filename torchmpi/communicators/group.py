@@ -147,7 +147,7 @@ class Group:
 
     def call(self, plan: Plan, tensor: Any = None, out: Any = None, root: int = 0) -> Any:
         """Run a plan in the order of the call queue, in the calling thread if the queue is idle."""
-        return self.call_queue.run(self.perform, plan, tensor, out, root)
+        return self.call_queue.run(self.perform, plan, tensor, out, root, describe=self.described_call)
 
     def call_action(self, collective: str, action: Callable[[], T]) -> T:
         """Run `action`, a collective operation without tensors, as a call that the ranks compare."""

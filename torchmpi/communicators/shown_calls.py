@@ -69,7 +69,7 @@ def describe_call(info: events.GroupInfo, code: int, tensor: Any, out: Any) -> e
     return describe(info, (collective, op, dtype, root), tensor, out)
 
 
-class ShownTask:
+class ShownTask(events.DescribedTask):
     """A task that is one event of torch.profiler, whatever calls it makes."""
 
     def __init__(self, call_queue: CallQueue, task: Callable[[], Any], call: events.ShownCall) -> None:

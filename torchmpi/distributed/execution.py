@@ -92,7 +92,9 @@ class GroupExecution(GroupProperties):
 
     def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
         """Queue a task, ordered after the work on the device of `tensor` so far."""
-        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", tensor)
+        # A call in shared memory ends at its timeout itself, so that the thread that waits may run it.
+        description, ends_itself = f"{self._where}: {collective}", not self._by_messages
+        handle = self._group.call_queue.submit(task, description, tensor, in_any_thread=ends_itself)
         handle.awaited = partial(awaited_ranks, self._group)
         return handle
 

@@ -64,7 +64,7 @@ class MessageHandle(Handle[torch.Tensor]):
         self._begin = events.now()
         self._origin = None if events.recorder is None else events.recorder.origin(self._begin)
         show = events.show_task
-        self._show_end = None if show is None else show(self._description, partial(self.described_call))
+        self._show_end = None if show is None else show(self._description, self.described_call(), lambda: None)
         self._is_receive = collective != "send"
         self._call_queue = group.peer_queue("receive" if self._is_receive else "send", -1 if peer is None else peer)
         rank = ANY_RANK if peer is None else group.world_ranks[peer]

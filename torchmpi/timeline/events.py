@@ -238,8 +238,16 @@ class ShownCall(NamedTuple):
 
 show_call: Callable[[ShownCall, str], Any] | None = None
 """Begins an event of torch.profiler while one runs, else None; "task": of a queued call, in its own thread."""
-show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
+show_task: Callable[[str, ShownCall | None, Callable[[], Any]], Callable[[], Any]] | None = None
 """Begins an event of a call that is queued now and returns the task that also ends it; None without a profiler."""
+
+
+class DescribedTask:
+    """A task that knows what torch.profiler shows of it."""
+
+    def described_call(self) -> ShownCall:
+        """Return what the profiler shows."""
+        raise NotImplementedError
 
 
 class _OpenCalls(threading.local):
