@@ -94,14 +94,16 @@ def imported_modules(module: str) -> Iterator[str]:
                     yield alias.name.removeprefix("torchmpi.")
 
 
-GRAPH = {module: set(imported_modules(module)) - {module} for module in MODULES}
-ENTRY_EDGES = {
-    (entry_of(module), entry_of(target))
-    for module, targets in GRAPH.items()
-    for target in targets
-    if entry_of(module) != entry_of(target)
-}
-"""Drawn by scripts/draw_levels.py."""
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """The imports of each module; not when this file is imported, as parsing all modules takes seconds."""
+    return {module: set(imported_modules(module)) - {module} for module in MODULES}
+
+
+def entry_edges() -> set[tuple[str, str]]:
+    """The imports between entries, which scripts/draw_levels.py draws."""
+    pairs = ((module, target) for module, targets in graph().items() for target in targets)
+    return {(entry_of(module), entry_of(target)) for module, target in pairs if entry_of(module) != entry_of(target)}
 
 
 def test_names_of_modules_and_public_classes_are_unique():
@@ -118,7 +120,7 @@ def test_every_entry_has_a_level():
 
 def test_imports_go_down():
     """The root package stands above everything; __main__ and the CLI may ask it for the version."""
-    edges = [(module, target) for module, targets in GRAPH.items() for target in targets if target]
+    edges = [(module, target) for module, targets in graph().items() for target in targets if target]
     assert edges
     upward = [
         f"{module} imports {target}, which is not on a lower level"
@@ -137,7 +139,7 @@ def test_every_folder_is_a_package():
 def test_no_cycles_between_modules():
     """Also inside packages. A package's ``__init__`` counts as a module of its own, which re-exports the others."""
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
