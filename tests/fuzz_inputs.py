@@ -337,8 +337,8 @@ def prepare_traces(folder: Path) -> None:
             times = 10_000 * seq + rank, 10_000 * seq + 5000
             writer.read(CallRecord(group, seq, "allreduce", *about, *times, 1, Origin(0, "train.py:3", ""), ""))
             if seq % 4 == 0:
-                writer._flush()
-        writer.close([])
+                writer.flush()
+        writer.close()
 
 
 def read_traces(folder: Path) -> Any:
@@ -482,7 +482,7 @@ def read_requests(place: Path) -> bytes:
     """Return the status with which the server of the metrics answers."""
     content = content_of(place, "request")
     metrics = {"rank": 0, "host": "h", "stalls": 0, **{part: {} for part in _PARTS_OF_METRICS}}
-    exporter = prometheus.ServerExporter(0, lambda: metrics, "127.0.0.1", 0)
+    exporter = prometheus.ServerExporter(0, lambda: metrics, "127.0.0.1", 0).attach()
     try:
         with socket.create_connection(exporter._listener.getsockname()[:2], timeout=_SOCKET_SECONDS) as sock:
             with contextlib.suppress(OSError):

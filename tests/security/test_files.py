@@ -64,13 +64,13 @@ def owned(path: Path, user: int) -> Path:
 
 def write_timeline(folder: Path) -> None:
     job = {"rank": 0, "size": 1, "host": "h"}
-    TraceWriter(path_for(folder, 0), job, [ClockSample(0, 0, 0)]).close([])
+    TraceWriter(path_for(folder, 0), job, [ClockSample(0, 0, 0)]).close()
 
 
 def write_metrics(folder: Path) -> None:
     read = {"rank": 0, "host": "h", "stalls": 0}
     read |= {name: {} for name in ("calls", "steps", "messages", "in_flight", "updates")}
-    exporter = prometheus.FileExporter(0, lambda: read, folder / prometheus.FILE_NAME.format(0), 0.01)
+    exporter = prometheus.FileExporter(0, lambda: read, folder / prometheus.FILE_NAME.format(0), 0.01).attach()
     limit = time.monotonic() + 20
     while (folder / "torchmpi_rank0.prom").is_symlink() and time.monotonic() < limit:
         time.sleep(0.01)

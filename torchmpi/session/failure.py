@@ -35,6 +35,7 @@ from ..errors import MismatchError, StallError, TorchMPIError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import EXIT_STATUS, Block
 from ..shared_memory.process_vm import has_ended
+from ..timeline import observer
 from . import children, launcher, mpi_library, report
 from .program_lines import line_of_program
 from .signals import SignalWatch
@@ -469,7 +470,8 @@ os.register_at_fork(after_in_child=_in_forked_child)  # cannot be unregistered, 
 
 
 def _flush() -> None:
-    """Flush standard output and error: after this, other ranks may end this process at any moment."""
+    """Flush what observers know, standard output and error: then other ranks may end this process at any moment."""
+    observer.flush_all()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, None, or its reader has ended
             stream.flush()

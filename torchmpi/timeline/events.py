@@ -38,8 +38,9 @@ OF_DDP = "of DistributedDataParallel"
 """The end of the labels of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
 """Categories of the parameter server: calls of a client, its requests to one rank, and requests that a rank serves."""
-BACKGROUND_MESSAGE = "background message"
-"""The category of messages that have begun in one call and end while the program runs, or waits for them."""
+MESSAGE, BACKGROUND_MESSAGE = "message", "background message"
+"""The categories of messages in trace files; the second one has begun in one call and ends while the program runs, or
+waits for it."""
 PART = "part"
 """The category of parts of the call that a thread runs: `combining`, and `staging`, copies before and after it."""
 now = time.monotonic_ns
@@ -89,12 +90,46 @@ class CallRecord(NamedTuple):
     error: str
 
 
+class MessageNumber(NamedTuple):
+    """A message, by its number among those to or from another rank (:mod:`torchmpi.communicators.message_record`)."""
+
+    rank: int
+    """The other rank, as a number in the world."""
+    number: int
+
+
+class MessageRecord(NamedTuple):
+    """A message that has ended: a send, a receive, or an exchange, which is both."""
+
+    group: GroupInfo
+    kind: str
+    """``send``, ``recv`` or ``sendreceive``."""
+    dtype: str
+    num_bytes: int
+    peer: int
+    """The other rank, as a number in the world, of an exchange that from which it receives; -1 if it is not known."""
+    sent: MessageNumber | None
+    received: MessageNumber | None
+    """None also if the numbers are not those of the sender."""
+    tag: int
+    """The tag of a message of torch.distributed; -1 for others."""
+    queue: str
+    """The name of the queue to or from the other rank, whose messages end one after the other."""
+    is_background: bool
+    """Whether the program has made other calls meanwhile: a nonblocking message of torch.distributed."""
+    begin: int
+    end: int
+    thread: int
+    origin: Origin
+    error: str
+
+
 class EventQueue(deque[Any]):
     """Records that wait for a reader; those that find no room are counted and dropped."""
 
     num_lost = 0
 
-    def put(self, record: PlainCall | SliceRecord) -> None:
+    def put(self, record: Reported) -> None:
         """Add a record, in the thread that made the call."""
         if len(self) < MOST_EVENTS:
             self.append(record)
@@ -135,6 +170,11 @@ def call_record(plain: PlainCall) -> CallRecord:
     )  # fmt: skip
 
 
+def as_record(reported: Reported) -> Record:
+    """Return the record of what a reader was passed."""
+    return call_record(reported) if type(reported) is tuple else reported  # type: ignore[return-value]
+
+
 def origin_of(plain: PlainOrigin) -> Origin:
     """Return the origin of a call, given as it was recorded."""
     queued, code, offset, label = plain
@@ -165,7 +205,7 @@ def backend_for(num_bytes: int, backends: Backends) -> str:
 
 
 class SliceRecord(NamedTuple):
-    """An interval of one thread or queue that is no collective: a message, a wait, or a range of the program."""
+    """An interval of one thread or queue that is neither call nor message, such as a wait or a range of the program."""
 
     name: str
     category: str
@@ -179,7 +219,9 @@ class SliceRecord(NamedTuple):
 
 Names = tuple[str, str, str, int]
 """Collective, operation, dtype and root of a call; '' or -1 for none."""
-Reader = Callable[[PlainCall | SliceRecord], None]
+Record = CallRecord | MessageRecord | SliceRecord
+Reported = PlainCall | MessageRecord | SliceRecord
+Reader = Callable[[Reported], None]
 
 
 class Recorder:
@@ -214,7 +256,7 @@ class Recorder:
         """Report an interval that ends now."""
         self.report(SliceRecord(name, category, track, begin, now(), _this_thread(), details))
 
-    def report(self, record: SliceRecord) -> None:
+    def report(self, record: MessageRecord | SliceRecord) -> None:
         """Report something that has ended."""
         for read in self.readers:
             read(record)
@@ -287,9 +329,11 @@ def end_event(event: Any) -> None:
 
 
 def add_reader(reader: Reader) -> None:
-    """Pass all further events to a reader, which any thread may call."""
+    """Pass all further events to a reader, once, which any thread may call."""
     with _changing:
-        _set_readers((*(() if recorder is None else recorder.readers), reader))
+        readers = () if recorder is None else recorder.readers
+        if reader not in readers:
+            _set_readers((*readers, reader))
 
 
 def remove_reader(reader: Reader) -> None:
@@ -301,11 +345,9 @@ def remove_reader(reader: Reader) -> None:
 
 def _set_readers(readers: tuple[Reader, ...]) -> None:
     global recorder
-    if readers:
-        recorder = recorder or Recorder()
-        recorder.readers = readers
-    else:
-        recorder = None
+    reporting = recorder or Recorder()
+    reporting.readers = readers  # also of calls that are in progress
+    recorder = reporting if readers else None
     for changed in when_changed:
         changed()
 
