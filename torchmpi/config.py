@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from . import log
+from .backend_specs import GPU_BACKENDS
 from .errors import ConfigError
 
 PREFIX = "TORCHMPI_"
@@ -43,7 +44,6 @@ _CHOICES = {
 }
 """The values of the settings that have few."""
 
-_GPU_BACKENDS = ("nccl", "ipc")
 _POSITIVE = (
     "watchdog_period_seconds",
     "message_bytes",
@@ -150,9 +150,9 @@ class Config:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
-        if not set(self.chosen_gpu_backends) <= set(_GPU_BACKENDS):
+        if not set(self.chosen_gpu_backends) <= set(GPU_BACKENDS):
             raise ConfigError(
-                f"gpu_backends={self.gpu_backends!r} is neither auto nor none nor a list of {', '.join(_GPU_BACKENDS)}."
+                f"gpu_backends={self.gpu_backends!r} is neither auto nor none nor a list of {', '.join(GPU_BACKENDS)}."
             )
         for name in _POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
@@ -194,7 +194,7 @@ class Config:
         ('nccl', 'ipc')
         """
         if self.gpu_backends in ("auto", "none"):
-            return _GPU_BACKENDS if self.gpu_backends == "auto" else ()
+            return GPU_BACKENDS if self.gpu_backends == "auto" else ()
         return tuple(name.strip() for name in self.gpu_backends.split(","))
 
     @classmethod

@@ -15,6 +15,7 @@ from helpers.leftovers import in_use
 
 import torchmpi as mpi
 from torchmpi import errors
+from torchmpi.communicators.conditions import gather_unless_equal
 from torchmpi.session import runtime
 
 
@@ -99,6 +100,16 @@ def test_start_gathers_objects_of_all_ranks_once(agree):
         MPI.pickle.__init__()
     # Hosts connect with each other, for which they gather addresses.
     agree.equal(names if num_hosts == 1 else names[:1], ["RankInfo"])
+
+
+@pytest.mark.min_ranks(2)
+def test_values_are_gathered_only_if_they_differ(agree):
+    mpi.start(config=quiet())
+    comm, size = mpi.communicator().intra.comm, mpi.size()
+    shared: dict[str, object] = {}
+    all_the_same, different = gather_unless_equal(comm, shared), gather_unless_equal(comm, {"rank": mpi.rank()})
+    agree(len(all_the_same) == size and all(each is shared for each in all_the_same), all_the_same)
+    agree.equal(different, [{"rank": rank} for rank in range(size)])
 
 
 @pytest.mark.parametrize("are_hosts", [False, True])

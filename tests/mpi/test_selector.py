@@ -185,7 +185,7 @@ def test_a_group_that_cannot_use_a_backend_gets_another(agree, on_one_host, ran)
     agree(("lonely", "allreduce") not in ran, str(ran))
     error = refusal(lambda: mpi.allreduce(torch.ones(2), comm=alone, backend="lonely"))
     agree(isinstance(error, errors.BackendUnavailableError), repr(error))
-    agree("it needs company" in str(error) and "one of: mpi" in str(error), str(error))
+    agree("it needs company" in str(error) and "one of: shm, mpi" in str(error), str(error))
     if mpi.size() > 1:
         mpi.allreduce(torch.ones(2))
         agree.equal(ran[-1:], [("lonely", "allreduce")])

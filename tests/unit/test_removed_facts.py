@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = ("collective_specs.py", "tensors/operation_specs.py")
+TABLES = ("collective_specs.py", "tensors/operation_specs.py", "backend_specs.py")
 LISTS = {
-    "config.py": ("NoAverage", "CollectiveName"),
+    "config.py": ("NoAverage", "BackendName", "CollectiveName"),
     "backends/gloo_backend.py": ("collectives",),
     "backends/ipc/ipc_backend.py": ("collectives",),
     "backends/nccl/nccl_backend.py": ("collectives",),

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi import errors
+from torchmpi.backend_specs import HIERARCHICAL
 from torchmpi.backends import selection_table
 from torchmpi.backends.base import Backend
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.selection_table import (
-    HIERARCHICAL,
     Key,
     Table,
     at,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import get_args
 
 import mpi4py
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from torchmpi import config
+from torchmpi.backend_specs import BACKENDS, GPU_BACKENDS, HIERARCHICAL
 from torchmpi.backends.base import collectives_of
 from torchmpi.backends.gloo import GlooReduction
 from torchmpi.backends.gloo_backend import GlooBackend
@@ -27,6 +29,28 @@ from torchmpi.tensors.operation_specs import OPERATIONS
 
 def test_types_name_the_collectives():
     assert get_args(config.CollectiveName) == COLLECTIVES
+
+
+def test_types_name_the_backends():
+    assert set(get_args(config.BackendName)) == set(BACKENDS)
+
+
+@pytest.mark.parametrize("row", BACKENDS.values(), ids=lambda row: row.class_name)
+def test_backends_are_what_their_rows_state(row):
+    backend = getattr(importlib.import_module(f"torchmpi.backends.{row.module}"), row.class_name)
+    assert backend.name == row.name and callable(backend.make)
+    assert backend.device_types == (("cuda",) if row.on_device else ("cpu", "cuda"))
+
+
+def test_facts_of_the_backends():
+    """Their order is that of their preference."""
+    assert list(BACKENDS) == ["nccl", "ipc", "hierarchical", "shm", "mpi", "p2p", "gloo"]
+    assert GPU_BACKENDS == ("nccl", "ipc") and HIERARCHICAL == "hierarchical"
+    assert {name for name, row in BACKENDS.items() if row.is_library} == {"nccl", "mpi", "gloo"}
+    assert {name: row.reach for name, row in BACKENDS.items() if row.reach != "any ranks"} == {
+        "shm": "one host",
+        "hierarchical": "several hosts",
+    }
 
 
 def test_types_name_the_operations():

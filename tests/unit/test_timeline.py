@@ -459,8 +459,9 @@ def test_the_profiler_is_told_the_call_of_a_task(monkeypatch):
     shown = events.ShownCall(GroupInfo(7, "world", 0, (0, 1), 1), ("allreduce", "sum", "float32", -1), 3, 3)
     call_queue, told = CallQueue("example"), []
     monkeypatch.setattr(events, "show_task", lambda description, call, task: told.append((description, call)) or task)
-    for task, call in ((ShownTask(call_queue, lambda: 1, shown), None), (lambda: 1, lambda: shown), (lambda: 1, None)):
-        assert call_queue.submit(task, "a call", call=call).wait() == 1
+    tasks = (ShownTask(call_queue, lambda: 1, shown), None), (lambda: 1, lambda: shown), (lambda: 1, None)
+    for task, describe in tasks:
+        assert call_queue.submit(task, "a call", call=describe).wait() == 1
     assert told == [("a call", shown)] * 2 + [("a call", None)]
     call_queue.close()
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchmpi.backend_specs import HIERARCHICAL
 from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import (
-    HIERARCHICAL,
     Key,
     Table,
     at,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,7 @@ import torch
 from ..communicators.group import Group
 from ..config import Config
 from .base import Backend, Operation
+from .job_facts import JobFacts, problem_of_any
 from .shm import SharedMemoryBackend
 
 if TYPE_CHECKING:
@@ -37,6 +39,19 @@ class GlooBackend(Backend):
     def __init__(self, config: Config, problem: str, shared: SharedMemoryBackend) -> None:
         self.config, self.problem, self.shared = config, problem, shared
         self._torch_groups: WeakKeyDictionary[Group, GlooGroup] = WeakKeyDictionary()
+
+    @classmethod
+    def make(cls, job: JobFacts) -> GlooBackend:
+        """Make the backend of a job."""
+        return cls(job.config, problem(), job.backend(SharedMemoryBackend))
+
+    def offer(self) -> str:
+        """Return the problem of this rank."""
+        return self.problem
+
+    def agree(self, offers: Sequence[str]) -> None:
+        """Take the problem of any rank."""
+        self.problem = problem_of_any(offers, self.problem)
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""

@@ -26,6 +26,7 @@ from ..tensors.writable import is_writable
 from . import ordered_reduction
 from .base import Backend, Operation, collectives_of
 from .comparing import compared
+from .job_facts import JobFacts
 from .mpi_messages import (
     Range,
     broadcast_header,
@@ -63,6 +64,16 @@ class MPIBackend(Backend):
     ) -> None:
         """Create the backend; `shared`: in whose memory the ranks of a host compare their calls."""
         self.config, self.is_cuda_aware, self.problem, self.shared = config, is_cuda_aware, problem, shared
+
+    @classmethod
+    def make(cls, job: JobFacts) -> MPIBackend:
+        """Make the backend of a job."""
+        return cls(
+            job.config,
+            is_cuda_aware=job.is_cuda_aware,
+            problem=job.problem_of_mpi,
+            shared=job.backend(SharedMemoryBackend),
+        )
 
     @cached_property
     def collectives(self) -> frozenset[str]:

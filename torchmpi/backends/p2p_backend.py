@@ -11,6 +11,7 @@ from ..communicators.group import Group
 from ..config import Config
 from .base import Backend, Operation
 from .comparing import compared
+from .job_facts import JobFacts
 from .shm import SharedMemoryBackend
 
 
@@ -26,6 +27,11 @@ class P2PBackend(Backend):
     def __init__(self, config: Config, shared: SharedMemoryBackend | None = None) -> None:
         """Create the backend; `shared`: in whose memory the ranks of a host compare their calls."""
         self.config, self.shared = config, shared
+
+    @classmethod
+    def make(cls, job: JobFacts) -> P2PBackend:
+        """Make the backend of a job."""
+        return cls(job.config, job.backend(SharedMemoryBackend))
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple, get_args
 
+from ..backend_specs import BACKENDS, GPU_BACKENDS, HIERARCHICAL, HOST_BACKENDS
 from ..collective_specs import COLLECTIVES, SAME_SHAPE, SPECS
 from ..communicators.group import Group
 from ..config import DeviceType, Mode, Span
@@ -20,10 +21,6 @@ SPANS: tuple[str, ...] = get_args(Span)
 """Placement of the ranks of a communicator: all on one host; each on a host of its own; several hosts, some shared."""
 MODES: tuple[str, ...] = get_args(Mode)
 _SHORT_BYTES = 64 << 10
-DEVICE_TRANSPORTS = ("nccl", "ipc")
-"""Backends that run on the device itself, in order of preference."""
-HIERARCHICAL = "hierarchical"
-"""The backend that runs inside the hosts, then between them, and therefore adds group by group."""
 
 Rule = tuple[tuple[int | None, str], ...]
 """(largest size in bytes, backend), in order of size; the last size is None, for all larger tensors."""
@@ -74,9 +71,11 @@ def out_of_reach(transport: str, span: str) -> str | None:
     >>> out_of_reach("shm", "host"), out_of_reach("shm", "hosts")
     (None, 'its ranks are on several hosts')
     """
-    if transport == "shm" and span != "host":
+    row = BACKENDS.get(transport)  # not in the table: of a test
+    reach = None if row is None else row.reach
+    if reach == "one host" and span != "host":
         return "its ranks are on several hosts"
-    if transport == HIERARCHICAL and span != "hosts":
+    if reach == "several hosts" and span != "hosts":
         return "all its ranks are on one host" if span == "host" else "each of its ranks is on a host of its own"
     return None
 
@@ -86,7 +85,7 @@ def device_transport(
     can: Callable[[str], bool],
     *,
     forced: str = "auto",
-    gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
+    gpu_backends: Sequence[str] = GPU_BACKENDS,
     aware: bool = False,
 ) -> str | None:
     """Return the default backend for CUDA tensors; None if they are staged through the host.
@@ -101,7 +100,7 @@ def device_transport(
         return None
     if forced != "auto" and can(forced):
         return forced
-    return next((name for name in DEVICE_TRANSPORTS if name in gpu_backends and can(name)), "mpi" if aware else None)
+    return next((name for name in GPU_BACKENDS if name in gpu_backends and can(name)), "mpi" if aware else None)
 
 
 def default_transport(
@@ -110,14 +109,14 @@ def default_transport(
     *,
     forced: str = "auto",
     hierarchical: str = "auto",
-    gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
+    gpu_backends: Sequence[str] = GPU_BACKENDS,
     aware: bool = False,
 ) -> str:
     """Return the backend for calls without a measured or requested backend.
 
-    `can` returns whether a backend is possible. `forced`, `hierarchical` and `gpu_backends` are the settings. For ranks
-    without an MPI launcher, `gloo` replaces `mpi`; `p2p` is faster (docs/design/torch-distributed.md), but lacks some
-    collectives.
+    `can` returns whether a backend is possible; the first one of the table is returned, or the last. `forced`,
+    `hierarchical` and `gpu_backends` are the settings. For ranks without an MPI launcher, `gloo` replaces `mpi`; `p2p`
+    is faster (docs/design/torch-distributed.md), but lacks some collectives.
 
     >>> default_transport(Key("allreduce", "cpu", "host", "sync"), {"mpi", "shm"}.__contains__)
     'shm'
@@ -127,11 +126,8 @@ def default_transport(
     direct = device_transport(key, can, gpu_backends=gpu_backends, aware=aware)
     if direct is not None:
         return direct
-    if key.span == "hosts" and hierarchical != "off" and can(HIERARCHICAL):
-        return HIERARCHICAL
-    if key.span == "host" and can("shm"):
-        return "shm"
-    return next(filter(can, ("mpi", "p2p")), "gloo")
+    *preferred, last = (name for name in HOST_BACKENDS if name != HIERARCHICAL or hierarchical != "off")
+    return next((name for name in preferred if out_of_reach(name, key.span) is None and can(name)), last)
 
 
 def default_rule(
@@ -140,7 +136,7 @@ def default_rule(
     *,
     forced: str = "auto",
     hierarchical: str = "auto",
-    gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
+    gpu_backends: Sequence[str] = GPU_BACKENDS,
     aware: bool = False,
     compared: bool = True,
     is_tcp: bool = True,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..backend_specs import GPU_BACKENDS
 from ..collective_specs import COLLECTIVES, SPECS
 from ..communicators.conditions import broadcast_short
 from ..communicators.group import Group
@@ -19,7 +20,6 @@ from ..log import logger
 from . import saved_tables, selection_table
 from .base import Backend, Operation, bind, by_size, refusal
 from .selection_table import (
-    DEVICE_TRANSPORTS,
     Key,
     Rule,
     Table,
@@ -189,12 +189,12 @@ class Selector:
         return backend.lacks(call.collective, call.dtype, call.op) if reason is None else reason
 
     def _why_off(self, name: str) -> str | None:
-        is_off = self._config.gpu_backends == "none" and name in DEVICE_TRANSPORTS
+        is_off = self._config.gpu_backends == "none" and name in GPU_BACKENDS
         return "it is switched off (TORCHMPI_GPU_BACKENDS=none)" if is_off else None
 
     def may_choose(self, name: str) -> bool:
         """Return whether the settings allow a backend that is not requested."""
-        return name not in DEVICE_TRANSPORTS or name in (*self._gpu_backends(self._world), self._config.backend)
+        return name not in GPU_BACKENDS or name in (*self._gpu_backends(self._world), self._config.backend)
 
     def _is_aware(self, key: Key) -> bool:
         return key.device == "cuda" and self.backends["mpi"].takes("cuda", key.collective)

@@ -22,7 +22,7 @@ from ..communicators.group import Group, GroupResource
 from ..communicators.plan import Run
 from ..config import Config
 from ..errors import ArgumentError, InternalError
-from ..shared_memory import fast_path, kernels, memory_layout
+from ..shared_memory import fast_path, kernels, memory_layout, process_vm
 from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import (
     FIELD_BYTES,
@@ -37,6 +37,7 @@ from ..shared_memory.memory_layout import (
 from ..shared_memory.shared_tensors import SharedHeap
 from ..tensors import dtypes, partition
 from .base import Backend, Operation, TensorTable, collectives_of
+from .job_facts import JobFacts, problem_of_any
 from .mpi_messages import destination_for, longest_part, rows_of
 
 WHOLE_BYTES = 16 << 10
@@ -61,9 +62,17 @@ class SharedMemoryBackend(Backend):
     announces = True
     enqueues = False
 
-    def __init__(self, config: Config, heap: SharedHeap, announce: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        heap: SharedHeap,
+        announce: Callable[[str], object],
+        processes: Sequence[process_vm.Probe] = (),
+    ) -> None:
+        """Create the backend; `processes`: the ranks whose memory may be read directly."""
         self.heap, self.problem = heap, ""
         self.kernels: Kernels = {}
+        self.reads_directly = False
         if not config.slot_bytes:
             self.problem = "it is switched off (slot_bytes=0)"
             return
@@ -71,6 +80,22 @@ class SharedMemoryBackend(Backend):
             self.kernels = kernels.load(announce)
         except Exception as error:  # of numba or LLVM: the job runs without shared memory
             self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
+            return
+        self.reads_directly = bool(processes) and config.read_directly and process_vm.can_read(processes)
+
+    @classmethod
+    def make(cls, job: JobFacts) -> SharedMemoryBackend:
+        """Make the backend of a job."""
+        return cls(job.config, job.heap, job.log, job.processes)
+
+    def offer(self) -> tuple[str, bool]:
+        """Return the problem of this rank, and whether it can read the memory of all others of its host."""
+        return self.problem, self.reads_directly
+
+    def agree(self, offers: Sequence[tuple[str, bool]]) -> None:
+        """Take the problem of any rank; read directly if all ranks can."""
+        self.problem = problem_of_any([problem for problem, _ in offers], self.problem)
+        self.reads_directly = all(reads for _, reads in offers)
 
     @cached_property
     def collectives(self) -> frozenset[str]:

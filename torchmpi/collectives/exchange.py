@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from ..backend_specs import BACKENDS
 from ..backends.base import bind
 from ..communicators.call_log import ON_DEVICE, call_code
 from ..communicators.group import Group
@@ -166,7 +167,7 @@ def _plan(group: Group, dtype: torch.dtype, device_type: str, name: str) -> Plan
     if plan is None:
         selector, code = runtime.current().selector, call_code("alltoall", None, dtypes.info(dtype).code)
         backend = selector.select("alltoall", device_type, group)[-1].backend
-        on_device = backend.takes("cuda", name) and backend.enqueues
+        on_device = BACKENDS[backend.name].on_device
         if not on_device:
             backend = selector.select("alltoall", "cpu", group)[-1].backend
             backend = backend if name in backend.collectives else selector.network

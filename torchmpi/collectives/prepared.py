@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ..backend_specs import HIERARCHICAL
 from ..backends.base import Backend, Operation, announced, bind, by_size
 from ..backends.hierarchical.spans import SpanCollective, is_composed
 from ..backends.hierarchical.steps import StepRunner
-from ..backends.selection_table import HIERARCHICAL
 from ..collective_specs import SPECS, CollectiveSpec
 from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code

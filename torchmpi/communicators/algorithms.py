@@ -5,6 +5,7 @@ Timelines show the name. A call that stores none has the number 0: its library h
 
 from __future__ import annotations
 
+from ..backend_specs import BACKENDS
 from ..shared_memory import memory_layout
 
 _NAMES = {
@@ -28,7 +29,7 @@ ALGORITHMS = (*_NAMES.values(), *_MESSAGES, *_AREAS, *_OVER_HOSTS)
     WHOLE_TO_ALL, SWAP, RELAYED, PARTS, WHOLE_TO_ROOT, TREE, CHAIN, DOUBLING, DIRECT,
     ONE_SHOT, TWO_SHOTS, SLICES, FIRST_RANKS,
 ) = range(len(_NAMES), len(ALGORITHMS))  # fmt: skip
-_LIBRARIES = ("mpi", "gloo", "nccl")
+_LIBRARIES = tuple(row.name for row in BACKENDS.values() if row.is_library)
 LIBRARY = "library"
 
 

@@ -15,15 +15,10 @@ import torch
 
 from .. import timeline
 from .._version import __version__
-from ..backends import gloo_backend, network, saved_tables
+from ..backends import network, saved_tables
 from ..backends.base import Backend
-from ..backends.gloo_backend import GlooBackend
 from ..backends.gpus import Devices, ipc_key
-from ..backends.hierarchical.hierarchical_backend import HierarchicalBackend
-from ..backends.ipc.ipc_backend import IpcBackend
-from ..backends.mpi import MPIBackend
-from ..backends.nccl.nccl_backend import NcclBackend
-from ..backends.p2p_backend import P2PBackend
+from ..backends.job_facts import JobFacts, make_backends
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
@@ -228,16 +223,20 @@ class Runtime:
         self.selector.load_saved(self.job)
 
     def _backends(self, neighbors: Mapping[int, process_vm.Probe]) -> dict[str, Backend]:
-        shared = SharedMemoryBackend(self.config, self.heap, self._log_info)
-        nccl = NcclBackend(self.config, self.devices)
-        reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbors.values())
-        world, own = self.MPI.COMM_WORLD, (shared.problem, gloo_backend.problem(), nccl.offer(), reads)
-        is_usual = reads and not (shared.problem or gloo_backend.problem() or torch.cuda.is_available())
-        offers = [own] * world.size if on_all(world, is_usual) else world.allgather(own)
-        nccl.agree([offer for _, _, offer, _ in offers])
-        # All ranks or none: a call must use the same transport on all ranks.
-        shared.problem = _problem_of_any([problem for problem, *_ in offers], shared.problem)
-        if all(reads for *_, reads in offers):
+        job = JobFacts(
+            self.MPI.COMM_WORLD,
+            self.config,
+            self.heap,
+            self.device,
+            self.devices,
+            list(neighbors.values()),
+            self._log_info,
+            bind_step=lambda *step: self.selector.bind(*step),
+            is_cuda_aware=mpi_library.is_cuda_aware(),
+            problem_of_mpi=mpi_library.why_no_collectives(self.MPI),
+        )
+        backends, shared = make_backends(job), job.backend(SharedMemoryBackend)
+        if shared.reads_directly:
             self.context.processes = {rank: probe.process for rank, probe in neighbors.items()}
         if shared.kernels:
             self.flight_record.read_ticks = shared.kernels["read_ticks"]
@@ -246,41 +245,7 @@ class Runtime:
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
                 self._log_info(f"no shared memory between ranks, so all data are sent through MPI: {problem}")
-        gloo_problem = _problem_of_any([problem for _, problem, *_ in offers], gloo_backend.problem())
-        return {
-            "mpi": MPIBackend(
-                self.config,
-                is_cuda_aware=mpi_library.is_cuda_aware(),
-                problem=mpi_library.why_no_collectives(self.MPI),
-                shared=shared,
-            ),
-            "shm": shared,
-            "p2p": P2PBackend(self.config, shared),
-            "hierarchical": HierarchicalBackend(self.config, lambda *step: self.selector.bind(*step)),
-            "nccl": nccl,
-            "ipc": IpcBackend(self.config, self.devices, self._why_no_ipc()),
-            "gloo": GlooBackend(self.config, gloo_problem, shared),
-        }
-
-    def _why_no_ipc(self) -> str:
-        """Return the reason why processes of this job cannot share GPU memory, determined by a test; '' if they can."""
-        config, world = self.config, self.MPI.COMM_WORLD
-        is_auto = config.backend != "ipc" and config.gpu_backends == "auto"
-        is_wanted = config.backend == "ipc" or "ipc" in config.chosen_gpu_backends
-        is_wanted &= not is_auto or self.devices.first_sharing(range(world.size)) is not None
-        if not (is_wanted and any(self.devices.uuids) and config.staging_bytes and config.slot_bytes):
-            return ""  # not chosen without being requested (its first call tries then), or unavailable
-        places = [(device.host, device.uuid if is_auto else bool(device.uuid)) for device in self.devices]
-        near, has_gpu = world.Split(places.index(places[world.rank]), world.rank), bool(self.devices[world.rank].uuid)
-        is_tried = has_gpu and near.size > 1
-        problem = ""
-        if is_tried:
-            from ..backends.ipc import staging_areas
-
-            problem = staging_areas.trial(near, staging_areas.CudaDevice(self.device))
-        near.Free()
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
-        return found[0] if found else ""
+        return backends
 
     @property
     def can_share(self) -> bool:
@@ -581,8 +546,3 @@ def agreed_config(world: Any, given: Config | None) -> Config:
     if not on_all(world, not problem):
         raise ConfigError(next(f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text))
     return config
-
-
-def _problem_of_any(problems: Sequence[str], own: str) -> str:
-    """Return the problem of this rank, or of the first rank that has one; '' if none has."""
-    return own or next((f"rank {rank} cannot: {problem}" for rank, problem in enumerate(problems) if problem), "")

@@ -17,6 +17,7 @@ import torch
 from ...communicators.group import Group
 from ...config import Config
 from ..base import Backend, Operation
+from ..job_facts import JobFacts
 
 if TYPE_CHECKING:
     from .steps import BindStep
@@ -33,6 +34,11 @@ class HierarchicalBackend(Backend):
 
     def __init__(self, config: Config, bind_step: BindStep) -> None:
         self._chunk_bytes, self._bind_step = config.pipeline_bytes, bind_step
+
+    @classmethod
+    def make(cls, job: JobFacts) -> HierarchicalBackend:
+        """Make the backend of a job."""
+        return cls(job.config, job.bind_step)
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""

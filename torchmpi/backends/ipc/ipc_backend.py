@@ -10,6 +10,7 @@ from ...communicators.group import Group
 from ...config import Config
 from ..base import Backend, Operation
 from ..gpus import Devices
+from ..job_facts import JobFacts
 
 if TYPE_CHECKING:
     from .staging_areas import CudaDevice
@@ -29,6 +30,11 @@ class IpcBackend(Backend):
         self.config, self.devices, self.problem = config, devices, problem
         self.refused: dict[int, str] = {}
         """Why the staging areas of a group could not be allocated, by the key of the group; equal on all its ranks."""
+
+    @classmethod
+    def make(cls, job: JobFacts) -> IpcBackend:
+        """Make the backend of a job. Collective."""
+        return cls(job.config, job.devices, _why_not_in(job))
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Return whether the device is a GPU."""
@@ -75,3 +81,24 @@ class IpcBackend(Backend):
                 staged = StagedGroup(group, self.config.staging_bytes, self.make_device, self.refused)
                 group.attachments.append(staged)
         return prepare(staged, collective, dtype, op)
+
+
+def _why_not_in(job: JobFacts) -> str:
+    """Return the reason why processes of a job cannot share GPU memory, determined by a test; '' if they can."""
+    config, world, devices = job.config, job.world, job.devices
+    is_auto = config.backend != "ipc" and config.gpu_backends == "auto"
+    is_wanted = config.backend == "ipc" or "ipc" in config.chosen_gpu_backends
+    is_wanted &= not is_auto or devices.first_sharing(range(world.size)) is not None
+    if not (is_wanted and any(devices.uuids) and config.staging_bytes and config.slot_bytes):
+        return ""  # not chosen without being requested (its first call tries then), or unavailable
+    places = [(device.host, device.uuid if is_auto else bool(device.uuid)) for device in devices]
+    near, has_gpu = world.Split(places.index(places[world.rank]), world.rank), bool(devices[world.rank].uuid)
+    is_tried = has_gpu and near.size > 1
+    problem = ""
+    if is_tried:
+        from . import staging_areas
+
+        problem = staging_areas.trial(near, staging_areas.CudaDevice(job.device))
+    near.Free()
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
+    return found[0] if found else ""

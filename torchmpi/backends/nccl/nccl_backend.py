@@ -13,6 +13,7 @@ from ...communicators.group import Group
 from ...config import Config
 from ..base import Backend, Operation
 from ..gpus import Devices
+from ..job_facts import JobFacts
 
 if TYPE_CHECKING:
     from .nccl_group import NcclGroup
@@ -53,6 +54,11 @@ class NcclBackend(Backend):
         self.problem = ""
         self._problems, self._may_share = [""] * len(devices), [False] * len(devices)
         self._torch_groups: WeakKeyDictionary[Group, NcclGroup] = WeakKeyDictionary()
+
+    @classmethod
+    def make(cls, job: JobFacts) -> NcclBackend:
+        """Make the backend of a job."""
+        return cls(job.config, job.devices)
 
     def is_tested(self, group: Group) -> bool:
         """Return whether such groups have been tested on GPUs: only single ranks."""

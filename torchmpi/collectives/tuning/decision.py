@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from ...backends.selection_table import HIERARCHICAL, Key, Rule, at, checked
+from ...backend_specs import HIERARCHICAL
+from ...backends.selection_table import Key, Rule, at, checked
 from ...collective_specs import SPECS
 
 _MARGIN = 1.05
