@@ -292,7 +292,10 @@ class SharedCalls:
         seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ self.mark
         self.call_log.time_field = CounterFields.known_ns
-        status = self._in_kernel(kernel, record, seq, signature, *arguments)
+        if self.call_queue.in_background:
+            status = self._in_kernel(kernel, record, seq, signature, *arguments)
+        else:
+            status = self.kernels[kernel](record, seq, signature, *arguments)
         while status and status & records.STATUS_KINDS != records.UNEVEN:
             self.settle(status)
             status = self._in_kernel(kernel, record, seq, signature, *arguments)

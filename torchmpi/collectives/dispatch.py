@@ -26,7 +26,6 @@ from ..tensors.operation_specs import OPERATIONS
 from .prepared import prepare
 
 _Tensor = torch.Tensor
-_STRIDED = torch.strided
 _get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
 BARRIER = PlanKey("barrier", None, None, PLAIN)
 
@@ -128,11 +127,12 @@ def check_call(
     plan: Plan | None = group.plans.get(key)
     if plan is None:
         plan = plan_for(communicator, PlanKey(*key))
-    if out is None:
-        if tensor is not None and spec.changes(is_root):
-            writable.refuse_read_only(tensor, group.where, collective)
-    elif spec.receives(is_root):
-        writable.refuse_read_only(out, group.where, f"{collective}: out")
+    if out is not None:
+        written, name = out if spec.receives(is_root) else None, f"{collective}: out"
+    else:
+        written, name = tensor if spec.changed_by[is_root] else None, collective
+    if written is not None and not writable.is_writable(written):
+        writable.refuse_read_only(written, group.where, name)
     return CheckedCall(group, plan, tensor, root, None)
 
 
@@ -168,22 +168,6 @@ def _check_others(
     return CheckedCall(group, plan, tensor, root, finish)
 
 
-def is_plain(tensor: Any) -> bool:
-    """Return whether a value is a contiguous host tensor without further properties."""
-    try:
-        return (
-            type(tensor) is _Tensor
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and not tensor.is_nested
-            and tensor.is_contiguous()
-            and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
-            and (tensor.data_ptr() != 0 or tensor.numel() == 0)
-        )
-    except RuntimeError:  # of data_ptr(), for the tensors of torch.func
-        return False
-
-
 def classify(spec: CollectiveSpec, tensor: Any, out: Any = None) -> Place | None:
     """Return the place of tensors that need no further checks; None for all others.
 
@@ -191,13 +175,13 @@ def classify(spec: CollectiveSpec, tensor: Any, out: Any = None) -> Place | None
     tensor, and of the same dtype; if the result replaces the tensor, of the same shape too.
     """
     if tensor is None:
-        return PLAIN if spec.only_root_passes and (out is None or is_plain(out)) else None
-    if is_plain(tensor):
+        return PLAIN if spec.only_root_passes and (out is None or buffers.is_plain(out)) else None
+    if buffers.is_plain(tensor):
         if out is None:
             return PLAIN
-        is_apart = is_plain(out) and out.dtype is tensor.dtype and not buffers.overlap(out, tensor)
+        is_apart = buffers.is_plain(out) and out.dtype is tensor.dtype and not buffers.overlap(out, tensor)
         return PLAIN if is_apart and (out.shape == tensor.shape or not spec.in_place) else None
-    return PLAIN_CUDA if out is None and buffers.is_simple_on_gpu(tensor) else None
+    return PLAIN_CUDA if out is None and buffers.is_plain_on_gpu(tensor) else None
 
 
 def _checked_number(value: Any, op: str | None, collective: str, group: Group) -> _Tensor:

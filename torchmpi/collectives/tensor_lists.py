@@ -142,7 +142,7 @@ def tensor_lists(
     """
     lists: dict[tuple[torch.dtype, torch.device], TensorList] = {}
     for tensor in tensors:
-        is_direct = dispatch.is_plain(tensor) or buffers.is_simple_on_gpu(tensor)
+        is_direct = buffers.is_plain(tensor) or buffers.is_plain_on_gpu(tensor)
         if not is_direct:
             buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
             is_direct = buffers.is_direct(tensor)
@@ -152,7 +152,8 @@ def tensor_lists(
         if members is None:
             place = PLAIN if device.type == "cpu" else PLAIN_CUDA
             key = PlanKey("allreduce", op, dtype, place, backend, mode)
-            members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key))
+            plan: Plan | None = comm.intra.plans.get(key)
+            members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key) if plan is None else plan)
         members.tensors.append(tensor)
         members._shapes.append(tensor.shape)
         members._rows.append((0, address, tensor.nbytes))

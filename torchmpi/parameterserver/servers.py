@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from ..collectives.dispatch import is_plain
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupResource, share
 from ..communicators.handle import Handle
@@ -417,7 +416,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         if prepared.name != "zero":
             raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' needs none.")
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
-    elif not is_plain(tensor):
+    elif not buffers.is_plain(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what)
     if tensor.is_cpu:
@@ -464,7 +463,7 @@ def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle[torch.
     what = _check_server(server, "receive")
     if tensor is None:
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
-    elif not is_plain(tensor):
+    elif not buffers.is_plain(tensor):
         buffers.check(tensor, what, written=True)
     writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
     _check_fits(server, tensor, what)
