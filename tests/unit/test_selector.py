@@ -185,9 +185,10 @@ def cuda(monkeypatch):
 class Able(Backend):
     """Reports the availability of a backend that supports these spans."""
 
+    device_types, collectives = ("cpu", "cuda"), COLLECTIVES
+
     def __init__(self, name, *, spans=selection_table.SPANS, verbs=COLLECTIVES, devices=("cpu",)):
         self.name, self.spans, self.collectives, self.devices = name, spans, verbs, devices
-        self.device_types = ("cpu", "cuda")
 
     def takes(self, device_type, collective):
         return device_type == "cpu"
