@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchmpi.backends import schedule
+from torchmpi.tensors import schedule
 
 from .coroutines import Event, Turns
 from .network import Links, Message, Network

@@ -18,7 +18,7 @@ NUM_CALLS, NUM_RANKS, NUM_MESSAGES = 1000, 3, 100
 MIXED_CALLS = f"""
 import os, random
 import torch
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 rank = launcher.detect().rank
 os.environ["TORCHMPI_HOST_NAME"] = "node0" if rank < 2 else "node1"
 import torchmpi as mpi
@@ -141,7 +141,7 @@ DRIFTING = """
 import os, time
 import torch
 from torchmpi.communicators import call_log
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 from torchmpi.timeline import events
 rank, monotonic = launcher.detect().rank, time.monotonic_ns
 os.environ["TORCHMPI_HOST_NAME"] = "node0" if rank < 2 else "node1"

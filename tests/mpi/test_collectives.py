@@ -10,7 +10,7 @@ from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.session import mpi_library
+from torchmpi.launch import mpi_library
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("world")]
 

@@ -12,13 +12,13 @@ import torch
 import torchmpi as mpi
 from torchmpi.backends.gloo import GlooGroup
 from torchmpi.backends.gloo_backend import GlooBackend
-from torchmpi.backends.network import INTERFACE_VARIABLE
 from torchmpi.backends.shm import SharedMemoryBackend
 from torchmpi.backends.torch_groups import GroupStore
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group
 from torchmpi.communicators.plan import Plan
 from torchmpi.errors import MismatchError, TransportError
+from torchmpi.launch.network import INTERFACE_VARIABLE
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
 

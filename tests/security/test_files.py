@@ -29,9 +29,9 @@ from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import CheckpointError, TorchMPIError
 from torchmpi.parameterserver import shard_checkpoint
-from torchmpi.session import prometheus, report
 from torchmpi.shared_memory import kernels
 from torchmpi.shared_memory.kernels import native_code
+from torchmpi.supervision import prometheus, report
 from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample
 from torchmpi.timeline.trace_writer import TraceWriter, path_for

@@ -33,7 +33,8 @@ from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
-from torchmpi.session import affinity, runtime
+from torchmpi.launch import affinity
+from torchmpi.session import runtime
 from torchmpi.shared_memory import kernels, memory_layout
 from torchmpi.shared_memory.kernels import native_code
 from torchmpi.shared_memory.segments import Segment

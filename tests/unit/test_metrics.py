@@ -21,8 +21,8 @@ from torchmpi.communicators.call_log import CallLog, call_code
 from torchmpi.communicators.flight_record import FlightRecord
 from torchmpi.config import Config
 from torchmpi.log import logger
-from torchmpi.session import job_metrics, prometheus
 from torchmpi.shared_memory.memory_layout import MAX_COLLECTIVES
+from torchmpi.supervision import job_metrics, prometheus
 from torchmpi.timeline.observer import ObservedJob
 
 

@@ -17,7 +17,7 @@ from torchmpi import timeline
 from torchmpi.config import Config
 from torchmpi.errors import ArgumentError, NotStartedError, TorchMPIError
 from torchmpi.log import logger
-from torchmpi.session import job_observers
+from torchmpi.supervision import job_observers
 from torchmpi.timeline import events, observer
 from torchmpi.timeline.events import MessageNumber, MessageRecord, Origin, SliceRecord
 from torchmpi.timeline.observer import JobObserver, ObservedJob, Observer

@@ -25,8 +25,7 @@ from ..communicators.plan import Run
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import WITH_COMPARISON, LogFields
-from ..tensors import buffers, dtypes
-from . import schedule
+from ..tensors import buffers, dtypes, schedule
 from .base import Operation
 from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from .rank_order import Combiner, combiner

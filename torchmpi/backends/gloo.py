@@ -22,13 +22,14 @@ from ..communicators.group import Group
 from ..communicators.plan import Run
 from ..config import Config
 from ..errors import TorchMPIError, TransportError
+from ..launch import network
 from ..shared_memory.memory_layout import Block, LogFields
 from ..tensors import buffers
-from . import network, ordered_reduction
+from ..tensors.schedule import Round
+from . import ordered_reduction
 from .base import Operation, refusal
 from .p2p import PipelinedReduction
 from .round_messages import TensorOf
-from .schedule import Round
 from .shm import SharedMemoryBackend
 from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, copy_own
 

@@ -2,7 +2,7 @@
 
 An MPI library adds along rings or trees, in an order that depends on the size. Here each rank owns a part of the
 vector, receives that part of every other vector, and combines all of them in rank order: the bytes are those of a ring,
-and the bits depend on the rank order only. :mod:`torchmpi.backends.schedule` plans the messages; this file sends them
+and the bits depend on the rank order only. :mod:`torchmpi.tensors.schedule` plans the messages; this file sends them
 chunk by chunk, so that one chunk is combined while the next ones are on the network.
 """
 
@@ -22,8 +22,9 @@ from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
 from ..shared_memory.memory_layout import LogFields
-from ..tensors import buffers, partition
-from . import ordered_reduction, schedule
+from ..tensors import buffers, partition, schedule
+from ..tensors.schedule import Round
+from . import ordered_reduction
 from .base import Operation
 from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, row_counts, rows_of
@@ -31,7 +32,6 @@ from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
 from .round_messages import CompiledAllreduce, CompiledPieces, Requests, RoundMessages, TensorOf, messages_of
-from .schedule import Round
 
 Exchange = tuple[Requests, list[torch.Tensor]]
 """The messages of an exchange, and the versions of this rank's part in rank order."""

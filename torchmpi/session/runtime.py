@@ -15,7 +15,7 @@ import torch
 
 from .. import timeline
 from .._version import __version__
-from ..backends import network, saved_tables
+from ..backends import saved_tables
 from ..backends.base import Backend
 from ..backends.gpus import Devices, ipc_key
 from ..backends.job_facts import JobFacts, make_backends
@@ -39,31 +39,23 @@ from ..errors import (
     TorchMPIError,
     set_rank,
 )
+from ..launch import affinity, launcher, mpi_library, network
+from ..launch.start_watch import StartWatch
 from ..log import HOST, logger, set_place
 from ..other_names import refuses_keywords, unknown_keyword
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
+from ..supervision import children, clock_samples, host_ring, job_metrics, job_observers
+from ..supervision.failure import FailureHandling
+from ..supervision.heartbeat import Heartbeat
+from ..supervision.lost_ranks import LossWatch
+from ..supervision.program_lines import location
+from ..supervision.watchdog import Watchdog
 from ..timeline import observer, torch_profiler
-from . import (
-    affinity,
-    children,
-    clock_samples,
-    host_ring,
-    job_metrics,
-    job_observers,
-    launcher,
-    mpi_library,
-    mpi_progress,
-)
+from . import mpi_progress
 from .devices import about_gpu_backends, check_cuda, choose_device
-from .failure import FailureHandling
-from .heartbeat import Heartbeat
-from .lost_ranks import LossWatch
-from .program_lines import location
 from .rank_info import RankInfo, RankPlace, check_settings, has_rdma, place_of, shared_settings
-from .start_watch import StartWatch
-from .watchdog import Watchdog
 
 Initializer = Callable[[], Any]
 

@@ -16,8 +16,8 @@ from typing import Any
 from typing_extensions import Self
 
 from .. import files
-from ..backends import network
-from ..backends.conversations import Conversation, Conversations
+from ..launch import network
+from ..launch.conversations import Conversation, Conversations
 from ..log import logger
 from ..timeline.observer import JobObserver
 

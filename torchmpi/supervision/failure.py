@@ -32,11 +32,12 @@ from ..communicators.group import Group
 from ..communicators.status_board import StatusBoard
 from ..config import Config
 from ..errors import MismatchError, StallError, TorchMPIError
+from ..launch import launcher, mpi_library
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import EXIT_STATUS, Block
 from ..shared_memory.process_vm import has_ended
 from ..timeline import observer
-from . import children, launcher, mpi_library, report
+from . import children, report
 from .program_lines import line_of_program
 from .signals import SignalWatch
 from .watchdog import activities_on_host

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from .. import timeline
-from ..backends import meeting, network
 from ..communicators.conditions import on_all
 from ..communicators.group import Group
+from ..launch import meeting, network
 from ..timeline import events
 from ..timeline.clocks import ClockSample, sample
 from .host_ring import leaders_of
