@@ -83,7 +83,7 @@ class Group:
         checking: How calls are compared: ``board``, ``strict`` (with a message before each call) or ``off``.
         shared: State of the shared-memory backend, made by that backend.
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
-            worker of the call queue, and there must be one count of calls.
+            helper of the call queue, and there must be one count of calls.
         key: A number that is the same on all ranks of the group and differs from those of other groups, freed ones too.
         info: The description of the group for readers of recorded calls.
         timeout_seconds: The timeout of calls in shared memory; 0 for none.
