@@ -465,8 +465,10 @@ def test_a_joined_handle_ends_with_the_last_of_its_calls():
 # --- call log and status board
 
 
-@pytest.fixture
-def board_of_two():
+@pytest.fixture(params=["in Python", "by a kernel"])
+def board_of_two(request, monkeypatch):
+    publish = kernels.load()["announce"] if request.param == "by a kernel" else None
+    monkeypatch.setattr(call_log.CallLog, "publish", publish)
     first = Segment.create("test", 2 * memory_layout.BLOCK_BYTES)
     boards = [StatusBoard(first, 2), StatusBoard(Segment.open(first.ticket), 2)]
     first.withdraw()

@@ -22,6 +22,7 @@ from ..backends.job_facts import JobFacts, make_backends
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
+from ..communicators.call_log import CallLog
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import on_all
 from ..communicators.flight_record import FlightRecord, as_ranges
@@ -231,6 +232,7 @@ class Runtime:
         if shared.reads_directly:
             self.context.processes = {rank: probe.process for rank, probe in neighbors.items()}
         if shared.kernels:
+            CallLog.publish = shared.kernels["announce"]
             self.flight_record.read_ticks = shared.kernels["read_ticks"]
             self.flight_record.note_ticks()
             fast_path.build(communicator_in_use, enabled=self.config.fast_path)

@@ -309,10 +309,11 @@ class Wrapper:
         return status
 
 
-def plain(name: str, function: Function) -> Wrapper:
+def plain(name: str, function: Function, *, keeps_gil: bool = False) -> Wrapper:
     """Return a wrapper that takes Python integers and returns one."""
     wrapper = Wrapper(name, function.num_arguments)
     arguments = [wrapper.number(wrapper.argument(index)) for index in range(function.num_arguments)]
     wrapper.end_if_raised()
-    wrapper.builder.ret(wrapper.as_number(wrapper.without_gil(function, arguments)))
+    call = wrapper.call if keeps_gil else wrapper.without_gil
+    wrapper.builder.ret(wrapper.as_number(call(function, arguments)))
     return wrapper
