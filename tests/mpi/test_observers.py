@@ -52,11 +52,11 @@ def test_messages_are_observed_with_their_fields(agree, default_group):
         work.wait()
         mpi.send_async(torch.ones(2), right).wait()
         agree.raises(mpi.errors.MismatchError, lambda: mpi.recv(torch.empty(6), left))
-    kept.records.sort(key=lambda each: (each.num_bytes, each.kind))
+    kept.records.sort(key=lambda each: (each.num_bytes, each.name))
     failing = [each for each in kept.records if each.num_bytes == 24]
-    agree.equal([(each.kind, each.error) for each in failing], [("recv", "MismatchError")])
+    agree.equal([(each.name, each.error) for each in failing], [("recv", "MismatchError")])
     others = [each for each in kept.records if each not in failing]
-    found = [(each.kind, each.num_bytes, each.peer, each.tag, each.is_background, each.error) for each in others]
+    found = [(each.name, each.num_bytes, each.peer, each.tag, each.is_background, each.error) for each in others]
     agree.equal(found, [
         ("send", 8, right, -1, False, ""), ("sendreceive", 12, left, -1, False, ""), ("recv", 16, left, -1, False, ""),
         ("send", 16, right, -1, False, ""), ("recv", 20, left, 7, True, ""), ("send", 20, right, 7, True, ""),

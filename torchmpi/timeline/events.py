@@ -89,6 +89,11 @@ class CallRecord(NamedTuple):
     origin: Origin
     error: str
 
+    @property
+    def name(self) -> str:
+        """The collective, as records of all kinds have a name."""
+        return self.collective
+
 
 class MessageNumber(NamedTuple):
     """A message, by its number among those to or from another rank (:mod:`torchmpi.communicators.message_record`)."""
@@ -102,7 +107,7 @@ class MessageRecord(NamedTuple):
     """A message that has ended: a send, a receive, or an exchange, which is both."""
 
     group: GroupInfo
-    kind: str
+    name: str
     """``send``, ``recv`` or ``sendreceive``."""
     dtype: str
     num_bytes: int

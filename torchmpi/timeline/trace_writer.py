@@ -209,7 +209,7 @@ class TraceWriter(Observer):
         begin = min(max(record.begin, after), record.end)
         self._after[record.queue] = max(after, record.end + 1)
         category = BACKGROUND_MESSAGE if record.is_background else MESSAGE
-        self._format_slice(SliceRecord(record.kind, category, record.queue, begin, record.end, record.thread, details))
+        self._format_slice(SliceRecord(record.name, category, record.queue, begin, record.end, record.thread, details))
 
     def _format_slice(self, record: SliceRecord) -> None:
         tid = self._track(record.track) if record.track else self._thread_track(record.thread)
