@@ -96,16 +96,27 @@ def overview(module: griffe.Module) -> list[str]:
 
 
 def public_names(module: griffe.Module) -> list[str]:
-    if module.path == "torchmpi":  # what it takes from its modules; its list of names is made when it is read
-        of_package = {name for name, member in module.members.items() if member.is_alias and is_own(member)}
-        return sorted(of_package | {path.rpartition(".")[2] for path in REFERENCE.values() if path.count(".") == 1})
-    if module.exports is not None:
+    """Return the names in `__all__`; if it is computed, those that the package takes from its modules."""
+    if module.exports and all(isinstance(name, str) for name in module.exports):
         return [str(name) for name in module.exports]
+    taken = {
+        name
+        for name, member in module.members.items()
+        if member.is_alias and is_own(member) and (not name.startswith("_") or name == "__version__")
+    }
+    if taken:
+        inside = [
+            path.removeprefix(f"{module.path}.") for path in REFERENCE.values() if path.startswith(f"{module.path}.")
+        ]
+        return sorted(taken.union(part for part in inside if "." not in part))
     return [name for name, member in module.members.items() if not member.is_alias and member.is_class]
 
 
 def is_own(alias: griffe.Alias) -> bool:
-    return alias.target_path.startswith("torchmpi.")
+    """Whether a name is that of a function or class of the package, and not of a module."""
+    return (
+        alias.target_path.startswith("torchmpi.") and not (ROOT / f"{alias.target_path.replace('.', '/')}.py").exists()
+    )
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import traceback
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
+from helpers.rule_references import twin
 from torchmpi.parameterserver import rules
 from torchmpi.parameterserver.rules import Rule
 from torchmpi.parameterserver.shards import CLIENT, Actor, Shards, layout, private_segment
@@ -112,15 +111,15 @@ class Twin:
             begin, end = self.chunks[index]
             sent, value = data[begin - span[0] : end - span[0]], self.values[begin:end]
             self.versions[index] += 1
-            if rule.name in ("sgd", "adagrad", "adam"):
-                states = [state[begin:end] for state in self.states]
-                if rule.name == "sgd" and not rule.coefficients[1]:
-                    states = [torch.zeros_like(state) for state in states]  # not kept
-                else:
-                    self.steps[index] += 1
-                value.copy_(_step(rule, (value, sent), states, self.steps[index]))
-            else:
-                value.copy_(_combined(rule, value, sent))
+            row = native.BUILT_IN[rule.name]
+            states = [state[begin:end] for state in self.states[: row.num_states]]
+            if row.is_plain(rule.coefficients):
+                states = [torch.zeros_like(state) for state in states]  # not kept
+            elif states:
+                self.steps[index] += 1
+            results = twin(rule.name, rule.coefficients, [value, *states], sent, self.steps[index])
+            for kept, result in zip((value, *states), results, strict=True):
+                kept.copy_(result)
 
     def agrees(self, rig: Rig) -> None:
         """Compare all bits of values and headers."""
@@ -130,52 +129,3 @@ class Twin:
         assert header[:, fields.Header.steps].tolist() == self.steps
         for which, expected in enumerate((self.values, *self.states)):
             assert torch.equal(rig.arrays(which), expected)
-
-
-def _combined(rule: Rule, value: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-    if rule.name in ("zero", "copy"):
-        return torch.zeros_like(value) if rule.name == "zero" else sent
-    if rule.name in ("add", "max", "min"):
-        return {"add": torch.add, "max": torch.maximum, "min": torch.minimum}[rule.name](value, sent)
-    # Single operations in the wide dtype: torch would fuse some of them, and 16-bit values are rounded once.
-    wide, wide_sent = value.to(native.state_dtype(value.dtype)), sent.to(native.state_dtype(value.dtype))
-    coefficients = [torch.tensor(number, dtype=wide.dtype) for number in rule.coefficients]
-    if rule.name == "scaled_add":
-        return wide + coefficients[0] * wide_sent
-    return coefficients[0] * wide_sent + coefficients[1] * wide
-
-
-def _step(rule: Rule, pair: tuple[torch.Tensor, torch.Tensor], states: list[torch.Tensor], step: int) -> torch.Tensor:
-    kind = states[0].dtype
-    value, gradient = (tensor.to(kind) for tensor in pair)
-    numbers = list(rule.coefficients)
-    if rule.name == "adam":
-        lr, beta1, beta2, eps, weight_decay = numbers
-        root = math.sqrt(1.0 - power(beta2, step))
-        numbers = [lr * root / (1.0 - power(beta1, step)), eps * root]
-        numbers += [beta1, 1.0 - beta1, beta2, 1.0 - beta2, weight_decay]
-    c = [torch.tensor(number, dtype=torch.float64).to(kind) for number in numbers]
-    if rule.name == "sgd":
-        gradient = gradient + c[2] * value
-        states[0].copy_(c[1] * states[0] + gradient)
-        return value - c[0] * (gradient + c[1] * states[0] if numbers[3] else states[0])
-    if rule.name == "adagrad":
-        gradient = gradient + c[2] * value
-        states[0].copy_(states[0] + gradient * gradient)
-        return value - (c[0] * gradient) / (_root(states[0]) + c[1])
-    gradient = gradient + c[6] * value
-    states[0].copy_(c[2] * states[0] + c[3] * gradient)
-    states[1].copy_(c[4] * states[1] + c[5] * gradient * gradient)
-    return value - (c[0] * states[0]) / (_root(states[1]) + c[1])
-
-
-def power(base: float, exponent: int) -> float:
-    result = 1.0
-    while exponent:
-        result, base, exponent = result * (base if exponent & 1 else 1.0), base * base, exponent >> 1
-    return result
-
-
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """NumPy's square root is exact; that of torch may differ in the last bit."""
-    return torch.from_numpy(np.sqrt(tensor.numpy()))

@@ -355,7 +355,7 @@ def test_calls_requests_and_applied_updates_are_in_the_timeline(transport, agree
 
 
 BAD_SENDS = {
-    "unknown rule": (lambda server: ps.send(server, torch.ones(10), "sum"), errors.ArgumentError, "Available: adagrad"),
+    "unknown rule": (lambda server: ps.send(server, torch.ones(10), "sum"), errors.ArgumentError, "Available: "),
     "no rule": (lambda server: ps.send(server, torch.ones(10), 3), errors.ArgumentError, "a rule is a name"),
     "rule without numbers": (lambda server: ps.send(server, torch.ones(10), "sgd"), errors.ArgumentError, "sgd(...)"),
     "too many": (lambda server: ps.send(server, torch.ones(11)), errors.ArgumentError, "11 elements [11]"),

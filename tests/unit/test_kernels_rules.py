@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers.kernel_values import GUARD_BYTES, REAL, differing, seeded, special_values, values
-from helpers.shard_rig import power
+from helpers.rule_references import COEFFICIENTS, OPTIMIZERS, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,77 +30,11 @@ CASES = [
 NUMELS = (0, 1, 2, 3, 15, 16, 63, 64, 65, 255, 1000, 1027)
 COMPILED = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 """Numba's calling convention: first the places of the result and of an exception."""
-COEFFICIENTS = {
-    "scaled_add": [(0.3,), (-1.0,), (0.0,)],
-    "axpby": [(0.1, 0.9), (1.0, -2.5)],
-    "sgd": [(0.1, 0.9, 0.01, 1.0), (0.1, 0.9, 0.01, 0.0), (0.3, 0.0, 0.0, 0.0)],
-    "adagrad": [(0.1, 1e-10, 0.0), (0.3, 0.1, 0.02)],
-    "adam": [(0.01, 0.9, 0.999, 1e-8, 0.0), (0.3, 0.5, 0.6, 0.1, 0.02)],
-}
 
 
 def full(given: tuple[float, ...]) -> list[float]:
     """Return six coefficients; those after the given ones must not be used by a rule."""
     return [*given, *[9e9] * (6 - len(given))]
-
-
-def twin(
-    name: str, c: tuple[float, ...], arrays: list[torch.Tensor], incoming: torch.Tensor, step: int = 1
-) -> list[torch.Tensor]:
-    """Return the new value and states."""
-    value, dtype = arrays[0], arrays[0].dtype
-    if name in ("zero", "copy"):
-        return [torch.zeros_like(value) if name == "zero" else incoming.clone()]
-    if not dtype.is_floating_point:
-        return [{"add": torch.add, "max": torch.maximum, "min": torch.minimum}[name](value, incoming)]
-    wide = server_rules.state_dtype(dtype)
-    v, g, states = value.to(wide), incoming.to(wide), arrays[1:]
-    if name == "add":
-        return [(v + g).to(dtype)]
-    if name in ("max", "min"):
-        better = (g > v) if name == "max" else (g < v)
-        return [torch.where(better | (g.isnan() & ~v.isnan()), g, v).to(dtype)]
-    if name == "adam":
-        c = (*c, power(c[1], step), power(c[2], step))
-    new, *states = FORMULAS[name](c, v, g, *states)
-    return [new.to(dtype), *states]
-
-
-def root(tensor: torch.Tensor) -> torch.Tensor:
-    """NumPy's square root, which is correctly rounded. That of torch sometimes differs in the last bit."""
-    return torch.from_numpy(np.sqrt(tensor.numpy()))
-
-
-def sgd(c, v, g, m):
-    lr, momentum, weight_decay, nesterov = c[:4]
-    d = g + weight_decay * v
-    m = momentum * m + d
-    return v - lr * (d + momentum * m if nesterov else m), m
-
-
-def adagrad(c, v, g, s):
-    lr, eps, weight_decay = c[:3]
-    d = g + weight_decay * v
-    s = s + d * d
-    return v - lr * d / (root(s) + eps), s
-
-
-def adam(c, v, g, m, s):
-    lr, beta1, beta2, eps, weight_decay, power1, power2 = c
-    d = g + weight_decay * v
-    m = beta1 * m + (1 - beta1) * d
-    s = beta2 * s + (1 - beta2) * d * d
-    bias = math.sqrt(1 - power2)  # into the step and eps: the same as dividing each sqrt(s) by it
-    return v - (lr * bias / (1 - power1)) * m / (root(s) + eps * bias), m, s
-
-
-FORMULAS = {
-    "scaled_add": lambda c, v, g: (v + c[0] * g,),
-    "axpby": lambda c, v, g: (c[0] * g + c[1] * v,),
-    "sgd": sgd,
-    "adagrad": adagrad,
-    "adam": adam,
-}
 
 
 def in_a_room(tensor: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
@@ -208,23 +139,6 @@ def test_copy_keeps_every_bit_of_a_nan():
         assert torch.equal(result.view(torch.uint16), everything)
 
 
-OPTIMIZERS = [
-    ("sgd_plain", (0.1, 0.0, 0.0, 0.0), partial(torch.optim.SGD, lr=0.1)),
-    ("sgd_plain", (0.1, 0.0, 0.02, 0.0), partial(torch.optim.SGD, lr=0.1, weight_decay=0.02)),
-    ("sgd", (0.1, 0.9, 0.0, 0.0), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    ("sgd", (0.1, 0.9, 0.02, 0.0), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.02)),
-    ("sgd", (0.1, 0.9, 0.02, 1.0), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.02, nesterov=True)),
-    ("adagrad", (0.1, 1e-10, 0.0), partial(torch.optim.Adagrad, lr=0.1)),
-    ("adagrad", (0.1, 0.01, 0.02), partial(torch.optim.Adagrad, lr=0.1, eps=0.01, weight_decay=0.02)),
-    ("adam", (0.01, 0.9, 0.999, 1e-8, 0.0), partial(torch.optim.Adam, lr=0.01)),
-    (
-        "adam",
-        (0.01, 0.8, 0.95, 0.1, 0.02),
-        partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.95), eps=0.1, weight_decay=0.02),
-    ),
-]
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 3e-6)], ids=str)
 @pytest.mark.parametrize(("name", "c", "make"), OPTIMIZERS, ids=str)
 def test_the_optimizers_of_torch(name, c, make, dtype, tolerance):
@@ -274,11 +188,14 @@ def test_processors_that_convert_half_precision(monkeypatch):
 
 
 def test_rules_call_no_function_of_numba():
-    for name, dtype in (*CASES, *(("sgd_plain", dtype) for dtype in REAL)):
+    for name, dtype in (*CASES, *(("sgd" + server_rules.PLAIN, dtype) for dtype in REAL)):
         server_rules.address(dtype, name)
     images = {symbol: native_code.compiler()._read(symbol, source_digest()) for symbol in server_rules._addresses}
     called = {symbol: undefined_symbols(image) for symbol, image in images.items()}
-    assert len(called) == 4 * 2 + 9 * 3 + 4 * 6, "zero and copy depend on the size of a number alone"
+    rules = server_rules.BUILT_IN
+    num_copying = 4 * sum(rule.keeps_bits for rule in rules.values())  # they depend on the size of a number alone
+    num_computing = sum(not rules[name].keeps_bits for name, _ in CASES)
+    assert len(called) == num_copying + num_computing + 4 * sum(bool(rule.plain) for rule in rules.values())
     assert {name for names in called.values() for name in names} <= {"memcpy", "memmove", "memset"}
 
 

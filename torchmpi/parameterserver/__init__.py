@@ -10,50 +10,19 @@ Example:
 
 from typing import TYPE_CHECKING
 
-from ..other_names import missing_attribute
-from .parameter_lists import free_tensors, init_tensors, integrate_tensors, prefetch_tensors, send_tensors, sync_handles
-from .rules import Rule, adagrad, adam, axpby, register_rule, scaled_add, sgd
-from .servers import Server, free, free_all, init, receive, send
-from .shard_checkpoint import load, save
-from .staleness import Clock, StalenessMeter
-from .updates import DiLoCoUpdate, DownpourUpdate, EAMSGDUpdate, EASGDUpdate, LocalSGDUpdate, Update
+from ..other_names import missing_attribute as _missing_attribute
+from . import parameter_lists, rules, servers, shard_checkpoint, staleness, updates
+from .parameter_lists import *
+from .rules import *
+from .servers import *
+from .shard_checkpoint import *
+from .staleness import *
+from .updates import *
 
-__all__ = [
-    "Clock",
-    "DiLoCoUpdate",
-    "DownpourUpdate",
-    "EAMSGDUpdate",
-    "EASGDUpdate",
-    "LocalSGDUpdate",
-    "Rule",
-    "Server",
-    "StalenessMeter",
-    "Update",
-    "adagrad",
-    "adam",
-    "axpby",
-    "free",
-    "free_all",
-    "free_tensors",
-    "init",
-    "init_tensors",
-    "integrate_tensors",
-    "load",
-    "prefetch_tensors",
-    "receive",
-    "register_rule",
-    "save",
-    "scaled_add",
-    "send",
-    "send_tensors",
-    "sgd",
-    "sync_handles",
-]
+if not TYPE_CHECKING:  # type checkers take what is imported with *, and read no computed list
+    _MODULES = (parameter_lists, rules, servers, shard_checkpoint, staleness, *updates._MODULES)
+    __all__ = sorted(name for module in _MODULES for name in module.__all__)
+    __getattr__ = _missing_attribute(__name__, __all__)  # type checkers would accept every name
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-if not TYPE_CHECKING:  # otherwise type checkers would accept every name
-    __getattr__ = missing_attribute(__name__, __all__)
+    def __dir__() -> list[str]:
+        return list(__all__)

@@ -26,6 +26,8 @@ from ..timeline import events
 from .rules import Rule
 from .servers import Server, free, init, prepared_for, receive, send
 
+__all__ = ["free_tensors", "init_tensors", "integrate_tensors", "prefetch_tensors", "send_tensors", "sync_handles"]
+
 T = TypeVar("T")
 Allocate = Callable[[int, torch.dtype], Tensor]
 """``allocate(numel, dtype)`` returns a flat tensor."""

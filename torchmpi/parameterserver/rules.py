@@ -17,6 +17,8 @@ from ..errors import ArgumentError
 from ..shared_memory.kernels import server_rules as native
 from ..shared_memory.kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
+__all__ = ["Rule", "adagrad", "adam", "axpby", "register_rule", "scaled_add", "sgd"]
+
 Function = Callable[..., object]
 MAX_NAME_BYTES = 64
 """Space for the name in a request to another host."""
@@ -26,8 +28,7 @@ MAX_NAME_BYTES = 64
 class Rule:
     """A rule with its coefficients.
 
-    :func:`scaled_add`, :func:`axpby`, :func:`sgd`, :func:`adagrad` and :func:`adam` return one; a rule without
-    coefficients may be given by its name alone.
+    Functions such as :func:`sgd` return one; a rule without coefficients may be given by its name alone.
 
     Args:
         name: Name of a built-in rule, or of one of :func:`register_rule`.
@@ -278,10 +279,9 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
 def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
     """Return a rule for a dtype, or raise an error.
 
-    >>> prepare("nonsense", torch.float32)
+    >>> prepare("nonsense", torch.float32)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    torchmpi.errors.ArgumentError: unknown rule 'nonsense'. Available: adagrad, adam, add, axpby, copy, max, min, \
-scaled_add, sgd, zero. register_rule adds others.
+    torchmpi.errors.ArgumentError: unknown rule 'nonsense'. Available: adagrad, ... register_rule adds others.
     """
     if isinstance(rule, str):
         rule = Rule(rule)
@@ -308,7 +308,6 @@ scaled_add, sgd, zero. register_rule adds others.
             f"rule {rule.name!r} needs {len(code.coefficients)} coefficients: write "
             f"torchmpi.parameterserver.{rule.name}(...)."
         )
-    num_states, loop = code.num_states, rule.name
-    if rule.name == "sgd" and rule.coefficients[1] == 0:
-        num_states, loop = 0, "sgd_plain"
-    return PreparedRule(rule.name, rule.coefficients, num_states, native.address(dtype, loop), None)
+    is_plain = code.is_plain(rule.coefficients)
+    address = native.address(dtype, rule.name + native.PLAIN * is_plain)
+    return PreparedRule(rule.name, rule.coefficients, 0 if is_plain else code.num_states, address, None)

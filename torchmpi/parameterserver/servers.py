@@ -30,6 +30,8 @@ from .remote import RemoteClient, ServerThread
 from .rules import PreparedRule, Rule, RuleBoard, prepare
 from .shards import CLIENT, SERVER, Actor, RuleFailure, Shards, applied_part, layout, private_segment
 
+__all__ = ["Server", "free", "free_all", "init", "receive", "send"]
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm as MPIComm
 
@@ -393,8 +395,8 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         server: The server, as returned by :func:`init`.
         tensor: The sent values: of the dtype of the server, with its number of elements in any shape. It must not be
             changed before ``wait()`` returns. None is possible with the rule ``"zero"``.
-        rule: ``"zero"``, ``"copy"``, ``"add"``, ``"max"``, ``"min"``, the result of :func:`scaled_add`, :func:`axpby`,
-            :func:`sgd`, :func:`adagrad` or :func:`adam`, or a rule of :func:`register_rule`.
+        rule: ``"zero"``, ``"copy"``, ``"add"``, ``"max"``, ``"min"``, the result of a function such as
+            :func:`scaled_add` or :func:`sgd`, or a rule of :func:`register_rule`.
 
     Returns:
         A handle; ``wait()`` returns None when the rule has been applied to all chunks. If a registered rule raises,

@@ -31,6 +31,8 @@ from ..tensors.dtypes import short_name
 from ..tensors.partition import part_of
 from .servers import Server, ServerContext, call_collectively
 
+__all__ = ["load", "save"]
+
 _FORMAT = ("torchmpi_shards", 2)
 _INDEX = "servers.json"
 _MOST_RANKS = 1 << 20

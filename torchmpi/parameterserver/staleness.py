@@ -16,6 +16,8 @@ from ..log import logger
 from ..session import runtime
 from .servers import init, receive, send
 
+__all__ = ["Clock", "StalenessMeter"]
+
 _FINISHED = torch.iinfo(torch.int64).max
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 0.0005, 0.01
 

@@ -1,9 +1,11 @@
 """Asynchronous and low-communication training: Downpour, elastic averaging, local SGD, DiLoCo."""
 
-from .diloco import DiLoCoUpdate
-from .downpour import DownpourUpdate
-from .easgd import EAMSGDUpdate, EASGDUpdate
-from .localsgd import LocalSGDUpdate
-from .update import Update
+from . import diloco, downpour, easgd, localsgd, update
+from .diloco import *
+from .downpour import *
+from .easgd import *
+from .localsgd import *
+from .update import *
 
-__all__ = ["DiLoCoUpdate", "DownpourUpdate", "EAMSGDUpdate", "EASGDUpdate", "LocalSGDUpdate", "Update"]
+_MODULES = (diloco, downpour, easgd, localsgd, update)
+"""Modules whose ``__all__`` is public."""

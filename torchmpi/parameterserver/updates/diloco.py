@@ -23,6 +23,8 @@ from ..parameter_lists import FlatBuffers, cache_blocks
 from .localsgd import LocalSGDUpdate
 from .update import check_whole
 
+__all__ = ["DiLoCoUpdate"]
+
 
 class _Exchanged(NamedTuple):
     """The parameters of one dtype and device, and their outer gradients as views of a flat tensor."""

@@ -17,6 +17,8 @@ from ..rules import Rule, scaled_add
 from ..servers import prepared_for
 from .update import Update, check_whole
 
+__all__ = ["DownpourUpdate"]
+
 
 @checks_types
 class DownpourUpdate(Update):

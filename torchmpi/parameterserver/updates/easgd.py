@@ -17,6 +17,8 @@ from ..parameter_lists import cache_blocks
 from ..rules import scaled_add
 from .update import Update
 
+__all__ = ["EAMSGDUpdate", "EASGDUpdate"]
+
 
 @checks_types
 class EASGDUpdate(Update):

@@ -15,6 +15,8 @@ from ...communicators.levels import Comm
 from ...session import runtime
 from .update import PeriodicUpdate
 
+__all__ = ["LocalSGDUpdate"]
+
 
 class LocalSGDUpdate(PeriodicUpdate):
     """Averages the parameters over the ranks every `update_frequency` steps, without servers.

@@ -23,6 +23,8 @@ from ..rules import Rule
 from ..servers import Server, free
 from ..staleness import Clock, StalenessMeter, check_max_staleness
 
+__all__ = ["Update"]
+
 PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
 
 

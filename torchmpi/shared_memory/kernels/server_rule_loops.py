@@ -1,8 +1,4 @@
-"""The built-in rules of the parameter server: loops over the elements of a chunk, which Numba compiles and vectorizes.
-
-A formula takes the coefficients and, of one element, the value, the sent value and the states. The result is the new
-value and the new states. Its numbers are float32 for 16-bit floats, otherwise those of the server.
-"""
+"""Loops over the elements of a chunk, which Numba compiles and vectorizes, for the rules of `server_rules`."""
 
 from __future__ import annotations
 
@@ -47,72 +43,13 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
 """For each kind of numbers: type in memory, conversions for the formula and back, type of the coefficients."""
 
 
-# In torch, the position determines which zero of (0, -0), or which NaN, is kept. Here that of the server is kept.
-
-
-@inlined
-def _max(c, v, g):
-    return g if (v == v) & (not g <= v) else v
-
-
-@inlined
-def _min(c, v, g):
-    return g if (v == v) & (not g >= v) else v
-
-
-@inlined
-def _sgd(c, v, g, m):
-    lr, momentum, weight_decay, nesterov = c[:4]
-    d = g + weight_decay * v
-    m = momentum * m + d
-    return v - lr * (d + momentum * m if nesterov != 0 else m), m
-
-
-@inlined
-def _sgd_plain(c, v, g):
-    return v - c[0] * (g + c[2] * v)
-
-
-@inlined
-def _adagrad(c, v, g, s):
-    lr, eps, weight_decay = c[:3]
-    d = g + weight_decay * v
-    s = s + d * d
-    return v - (lr * d) / (math.sqrt(s) + eps), s
-
-
-@inlined
-def _adam(c, v, g, m, s):
-    step, eps, beta1, rest1, beta2, rest2, weight_decay = c
-    d = g + weight_decay * v
-    m = beta1 * m + rest1 * d
-    s = beta2 * s + rest2 * d * d
-    return v - (step * m) / (math.sqrt(s) + eps), m, s
-
-
-_FORMULAS: dict[str, tuple[Any, int]] = {
-    "zero": (inlined(lambda c, v, g: v ^ v), 0),
-    "copy": (inlined(lambda c, v, g: g), 0),
-    "add": (inlined(lambda c, v, g: v + g), 0),
-    "max": (_max, 0),
-    "min": (_min, 0),
-    "scaled_add": (inlined(lambda c, v, g: v + c[0] * g), 0),
-    "axpby": (inlined(lambda c, v, g: c[0] * g + c[1] * v), 0),
-    "sgd": (_sgd, 1),
-    "sgd_plain": (_sgd_plain, 0),
-    "adagrad": (_adagrad, 1),
-    "adam": (_adam, 2),
-}
-"""The formula of each rule, and its number of states."""
-
-
 @inlined
 def _as_given(c, steps):
     return c[0], c[1], c[2], c[3], c[4], c[5], 0.0
 
 
 @inlined
-def _with_bias_corrections(c, steps):
+def with_bias_corrections(c, steps):
     """Apply the bias corrections of Adam to step size and eps, once and in float64, instead of to each element."""
     lr, beta1, beta2, eps, weight_decay = c[0], c[1], c[2], c[3], c[4]
     root = math.sqrt(1.0 - _power(beta2, steps))
@@ -130,13 +67,13 @@ def _power(base, exponent):
     return result
 
 
-def loop(name: str, kind: str) -> Callable[..., int]:
-    """Return the function that applies a rule to numbers of a kind, for Numba to compile (see server_rules)."""
-    formula, num_states = _FORMULAS[name]
+def loop(given: Callable[..., Any], num_states: int, kind: str, *, corrects_bias: bool) -> Callable[..., int]:
+    """Return the function that applies a formula to numbers of a kind, for Numba to compile (see server_rules)."""
+    formula = inlined(given)
     in_memory, widened, narrowed, wide = _NUMBERS[kind]
     numbers_at, coefficients_at = pointer_to(in_memory), pointer_to(types.float64)
     states_at = pointer_to(types.float64 if kind == "f64" else types.float32)
-    prepared = _with_bias_corrections if name == "adam" else _as_given
+    prepared = with_bias_corrections if corrects_bias else _as_given
 
     @inner
     def rounded(coefficients, steps):

@@ -10,21 +10,9 @@ The arguments of a rule are integers of 64 bits. Kernels call a rule as follows 
   `steps` counts the rules with states that were applied to the chunk, this one included.
 * A rule does not allocate, fail, or need the GIL.
 
-For each element, with value v, sent value g, and states that begin as 0:
-
-========== ============================== ===========================================================================
-zero, copy                                v = 0; v = g
-add                                       v + g; integers wrap around
-max, min                                  the larger or smaller, or NaN; of two zeros, or of several NaN, v
-scaled_add alpha                          v + alpha g
-axpby      a, b                           a g + b v
-sgd        lr, momentum, weight_decay,    d = g + weight_decay v; m = momentum m + d; if nesterov is not 0:
-           nesterov                       d = d + momentum m, else d = m; v = v - lr d
-sgd_plain  the same                       the same without momentum and m, in which an infinite gradient would stay
-adagrad    lr, eps, weight_decay          d as before; s = s + d d; v = v - lr d / (sqrt(s) + eps)
-adam       lr, beta1, beta2, eps,         d as before; m = beta1 m + (1 - beta1) d; s = beta2 s + (1 - beta2) d d;
-           weight_decay                   v = v - lr / (1 - beta1**t) m / (sqrt(s / (1 - beta2**t)) + eps); t: `steps`
-========== ============================== ===========================================================================
+A row of `BUILT_IN` has the formula of a rule: a function of the coefficients and, of one element, the value, the sent
+value and the states, which begin as 0. It returns the new value, and the new states. Numba compiles the formula
+(`server_rule_loops`): for float32 if the server has 16-bit floats, otherwise for its dtype. Integers wrap around.
 
 The optimizers compute the formulas of torch.optim; the last bits may differ, since torch fuses some operations and
 these rules fuse none. 16-bit floats are computed in float32 and rounded once; coefficients are rounded to float32 for
@@ -33,8 +21,11 @@ all but float64.
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,23 +36,80 @@ from ...tensors import dtypes
 class BuiltIn(NamedTuple):
     """Properties of a rule for its callers."""
 
+    formula: Callable[..., Any]
     coefficients: tuple[str, ...] = ()
     num_states: int = 0
     floats_only: bool = False
+    keeps_bits: bool = False
+    """Whether it computes nothing, and keeps all bits of a NaN."""
+    corrects_bias: bool = False
+    """Whether the coefficients are those of :func:`server_rule_loops.with_bias_corrections`."""
+    without: str = ""
+    """A coefficient without which, if it is 0, the rule has another formula and no state."""
+    plain: Callable[..., Any] | None = None
+    """That formula."""
+
+    def is_plain(self, coefficients: tuple[float, ...]) -> bool:
+        """Return whether the rule has no state with these coefficients.
+
+        >>> BUILT_IN["sgd"].is_plain((0.1, 0.0, 0.0, 0.0)), BUILT_IN["adagrad"].is_plain((0.1, 0.0, 0.0))
+        (True, False)
+        """
+        return bool(self.without) and coefficients[self.coefficients.index(self.without)] == 0
 
 
+# In torch, the position determines which zero of (0, -0), or which NaN, is kept. Here that of the server is kept.
+
+
+def _max(c: Any, v: Any, g: Any) -> Any:
+    return g if (v == v) & (not g <= v) else v
+
+
+def _min(c: Any, v: Any, g: Any) -> Any:
+    return g if (v == v) & (not g >= v) else v
+
+
+def _sgd(c: Any, v: Any, g: Any, m: Any) -> Any:
+    lr, momentum, weight_decay, nesterov = c[:4]
+    d = g + weight_decay * v
+    m = momentum * m + d
+    return v - lr * (d + momentum * m if nesterov != 0 else m), m
+
+
+def _sgd_plain(c: Any, v: Any, g: Any) -> Any:
+    return v - c[0] * (g + c[2] * v)  # without m, in which an infinite gradient would stay
+
+
+def _adagrad(c: Any, v: Any, g: Any, s: Any) -> Any:
+    lr, eps, weight_decay = c[:3]
+    d = g + weight_decay * v
+    s = s + d * d
+    return v - (lr * d) / (math.sqrt(s) + eps), s
+
+
+def _adam(c: Any, v: Any, g: Any, m: Any, s: Any) -> Any:
+    step, eps, beta1, rest1, beta2, rest2, weight_decay = c
+    d = g + weight_decay * v
+    m = beta1 * m + rest1 * d
+    s = beta2 * s + rest2 * d * d
+    return v - (step * m) / (math.sqrt(s) + eps), m, s
+
+
+_Row, _OfFloats = BuiltIn, partial(BuiltIn, floats_only=True)
 BUILT_IN: dict[str, BuiltIn] = {
-    "zero": BuiltIn(),
-    "copy": BuiltIn(),
-    "add": BuiltIn(),
-    "max": BuiltIn(),
-    "min": BuiltIn(),
-    "scaled_add": BuiltIn(("alpha",), 0, True),
-    "axpby": BuiltIn(("a", "b"), 0, True),
-    "sgd": BuiltIn(("lr", "momentum", "weight_decay", "nesterov"), 1, True),
-    "adagrad": BuiltIn(("lr", "eps", "weight_decay"), 1, True),
-    "adam": BuiltIn(("lr", "beta1", "beta2", "eps", "weight_decay"), 2, True),
+    "zero": _Row(lambda c, v, g: v ^ v, keeps_bits=True),
+    "copy": _Row(lambda c, v, g: g, keeps_bits=True),
+    "add": _Row(lambda c, v, g: v + g),
+    "max": _Row(_max),
+    "min": _Row(_min),
+    "scaled_add": _OfFloats(lambda c, v, g: v + c[0] * g, ("alpha",)),
+    "axpby": _OfFloats(lambda c, v, g: c[0] * g + c[1] * v, ("a", "b")),
+    "sgd": _OfFloats(_sgd, ("lr", "momentum", "weight_decay", "nesterov"), 1, without="momentum", plain=_sgd_plain),
+    "adagrad": _OfFloats(_adagrad, ("lr", "eps", "weight_decay"), 1),
+    "adam": _OfFloats(_adam, ("lr", "beta1", "beta2", "eps", "weight_decay"), 2, corrects_bias=True),
 }
+"""All built-in rules by name."""
+PLAIN = "_plain"
 
 KINDS = {
     torch.float64: "f64",
@@ -92,7 +140,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def address(dtype: torch.dtype, name: str) -> int:
     """Return the address of the function that applies a built-in rule to `dtype`, valid until the process ends.
 
-    The first call for a combination compiles it, or loads the result of an earlier process.
+    The first call for a combination compiles it, or loads the result of an earlier process. The name of a rule that is
+    to be applied without its state ends with `PLAIN`.
 
     Raises:
         DtypeError: The rule is not defined for the dtype.
@@ -100,15 +149,14 @@ def address(dtype: torch.dtype, name: str) -> int:
     >>> address(torch.int8, "copy") == address(torch.uint8, "copy")
     True
     """
-    rule_name = name.removesuffix("_plain")
+    rule_name = name.removesuffix(PLAIN)
     if BUILT_IN[rule_name].floats_only and not dtype.is_floating_point:
         known = ", ".join(known for known, rule in BUILT_IN.items() if not rule.floats_only)
         raise DtypeError(
             f"rule={rule_name!r} is not defined for {dtypes.short_name(dtype)}. It needs float64, float32, float16 or "
             f"bfloat16; other dtypes have {known}."
         )
-    # All bits are kept, including those of a NaN.
-    kind = f"i{8 * dtype.itemsize}" if name in ("zero", "copy") else KINDS[dtype]
+    kind = f"i{8 * dtype.itemsize}" if BUILT_IN[rule_name].keeps_bits else KINDS[dtype]
     symbol = f"torchmpi_rule_{kind}_{name}"
     with _compiling:
         if symbol not in _addresses:
@@ -125,6 +173,9 @@ def _compiled(symbol: str, name: str, kind: str) -> int:
 
         if kind == "f16" and not compiler.llvm.has_half:
             kind = "f16 by arithmetic"
-        function = server_rule_loops.loop(name, kind)
+        rule = BUILT_IN[name.removesuffix(PLAIN)]
+        formula, num_states = (rule.plain, 0) if name.endswith(PLAIN) else (rule.formula, rule.num_states)
+        assert formula is not None
+        function = server_rule_loops.loop(formula, num_states, kind, corrects_bias=rule.corrects_bias)
         compiler.build(symbol, recipe, compilation.link_function(symbol, function))
     return compiler.find(symbol)
