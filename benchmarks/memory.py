@@ -18,7 +18,7 @@ from torchmpi.cli.bench.command import measure_and_print, run_jobs, run_script
 from torchmpi.cli.formatting import table
 from torchmpi.cli.launching import PACKAGE_PARENT
 from torchmpi.errors import ArgumentError
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 
 _MIB = 1 << 20
 _MEMORY = ("resident_bytes", "shared_resident_bytes", "segment_bytes")

@@ -18,7 +18,6 @@ from simulator.plans import Ranks
 from simulator.servers import request_cost
 from simulator.start import LibraryCall, kept_bytes, started
 
-from torchmpi.backends import schedule
 from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
 from torchmpi.backends.p2p import SHORT_BYTES, chunk_bytes
 from torchmpi.backends.plan_cost import (
@@ -31,6 +30,7 @@ from torchmpi.backends.plan_cost import (
     other_plans,
 )
 from torchmpi.config import Config
+from torchmpi.tensors import schedule
 
 SIZES = (2, 8, 64, 1024, 10_000)
 PAYLOADS = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 # Files before the replacement and after it, relative to the package.
 PARTS = {
-    "messages without a launcher": ("sockets/*.py", "session/launcherless/*.py"),
+    "messages without a launcher": ("sockets/*.py", "launch/launcherless/*.py"),
     "NCCL": ("backends/nccl*.py", "backends/nccl/*.py"),
     "CUDA IPC, reductions on GPUs": ("backends/ipc*.py", "kernels/cuda_*.py", "backends/ipc/*.py"),
     "rules of the parameter server": (

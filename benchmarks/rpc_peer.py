@@ -17,7 +17,8 @@ import torch
 from sleeping_comm import SleepingComm
 
 from torchmpi.errors import JobError
-from torchmpi.session import affinity, runtime
+from torchmpi.launch import affinity
+from torchmpi.session import runtime
 
 FORMS = ("rpc", "rpc script", "rpc one call")
 """The forms of calls that add and receive; see rpc_functions.py."""

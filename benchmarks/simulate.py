@@ -27,9 +27,9 @@ from simulator.messages import Comm, World
 from simulator.network import Network
 from simulator.plans import Ranks
 
-from torchmpi.backends import schedule
 from torchmpi.backends.p2p import P2PReduction
 from torchmpi.config import BackendName
+from torchmpi.tensors import schedule
 
 Call = Callable[[torch.Tensor], object]
 _TAG = 7

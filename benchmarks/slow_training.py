@@ -22,7 +22,7 @@ import torch
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.cli import main as torchmpi_command
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 
 WIDTH, NUM_LAYERS, BATCH = 128, 8, 64
 LATE_SECONDS = 0.05

@@ -17,7 +17,7 @@ from torchmpi.cli.bench.collective_bench import gigabytes_per_second
 from torchmpi.cli.bench.command import MORE_SECONDS, check_files, print_report, run_job, run_script
 from torchmpi.cli.formatting import StatusLine, table
 from torchmpi.errors import ArgumentError
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 
 # A start is slow if its speed is less than this share of the median.
 SLOW_SHARE = 0.6

@@ -38,8 +38,7 @@ def texts_of_kernels() -> list[str]:
     found: dict[int, list[str]] = {}
     while libraries:
         library = libraries.pop()
-        # Functions of Numba itself are already optimized for this machine, and access no shared memory.
-        if isinstance(library, compilation._Texts) and id(library) not in found:
+        if id(library) not in found:
             found[id(library)] = library.texts
             libraries += library.used
     return [text for texts in found.values() for text in texts]

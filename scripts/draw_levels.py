@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from test_architecture import ENTRY_EDGES, LEVELS, MODULES  # noqa: E402
+from test_architecture import LEVELS, MODULES, entry_edges  # noqa: E402
 
 IMAGE = ROOT / "docs" / "images" / "levels.svg"
 PAGE = ROOT / "docs" / "design" / "core.md"
@@ -62,10 +62,11 @@ def summary(entry: str) -> str:
 
 def direct_imports() -> list[tuple[str, str]]:
     """The imports between entries without those that follow from others: the transitive reduction."""
+    edges = entry_edges()
     below: dict[str, set[str]] = {}
     reached: dict[str, set[str]] = {}
     for name in [name for names in LEVELS for name in names]:
-        below[name] = {target for source, target in ENTRY_EDGES if source == name and target in reached}
+        below[name] = {target for source, target in edges if source == name and target in reached}
         reached[name] = below[name].union(*(reached[target] for target in below[name]))
     return sorted(
         (source, target)

@@ -75,7 +75,7 @@ LAUNCHED = {
     "parameterserver/updates": "test_parameterserver_updates",
     "parameterserver/updates/diloco": "test_parameterserver_periodic",
     "parameterserver/updates/localsgd": "test_parameterserver_periodic",
-    "session/host_ring": "test_host_ring",
+    "supervision/host_ring": "test_host_ring",
     "tensors/buffers": "test_collectives",
     "tensors/dtypes": "test_collectives",
     "tensors/sparse": "test_nn_sync",

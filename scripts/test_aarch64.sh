@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The shared-memory kernels on an emulated aarch64 processor, with two ranks: takes half an hour and more.
+# The shared-memory kernels on an emulated aarch64 processor, with two ranks.
 set -uo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -40,10 +40,14 @@ if [ ! -e "$root/unpacked" ]; then
         dpkg-deb -x "$package" "$root" && rm "$package" || exit 1
     done
     cp "$emulator" "$root/emulator"
-    mkdir -p "$root/checkout"
     touch "$root/unpacked"
 fi
+# A copy, so that a change of the checkout does not change a test that runs.
+rm -rf "$root/checkout" && mkdir "$root/checkout" || exit 1
+git -C "$checkout" ls-files -z torchmpi tests | (cd "$checkout" && xargs -0 cp --parents -t "$root/checkout") || exit 1
 
+# Debian's code signs return addresses where the processor can, and the emulation of that took seven eighths of the time.
+processor=neoverse-n1
 # Runs as the first process of its own namespaces: nothing stays mounted or runs afterwards.
 # shellcheck disable=SC2016
 inside='
@@ -52,13 +56,12 @@ mount --make-rprivate /
 mount -t proc proc "$0/proc"
 mount --rbind /dev "$0/dev"
 mount -t tmpfs tmp "$0/tmp"
-mount --bind "$1" "$0/checkout"
 libraries=/usr/lib/aarch64-linux-gnu
 ranks=()
 for rank in 0 1; do
     env -i PATH=/usr/bin:/usr/sbin HOME=/root STORE=/tmp/store RANK=$rank WORLD_SIZE=2 NUMBA_CACHE_DIR=/tmp/cache OMP_NUM_THREADS=1 \
         TORCHMPI_STALL_ABORT_SECONDS=3000 \
-        chroot "$0" /emulator -E LD_LIBRARY_PATH=$libraries/blas:$libraries/lapack /usr/bin/python3 -c "
+        chroot "$0" /emulator -cpu "$1" -E LD_LIBRARY_PATH=$libraries/blas:$libraries/lapack /usr/bin/python3 -c "
 import platform, runpy, sys, torch, numba, llvmlite
 print(platform.machine(), \"Python\", platform.python_version(), \"torch\", torch.__version__, \"numba\", numba.__version__, flush=True)
 sys.path.insert(0, \"/checkout\")
@@ -71,7 +74,7 @@ for rank in "${ranks[@]}"; do wait "$rank" || status=$?; done
 exit $status'
 began=$SECONDS status=0
 timeout -k 10 "${LIMIT:-3600}" unshare --mount --pid --fork --ipc --kill-child --net bash -c "ip link set lo up; $inside" "$root" \
-    "$checkout" >"$folder/log" 2>&1 </dev/null || status=$?
+    "$processor" >"$folder/log" 2>&1 </dev/null || status=$?
 [ "$status" = 0 ] && [ "$(grep -c 'wrong \[\], hosts 1' "$folder/log")" = 3 ] || status=1
 versions=$(grep -m 1 -o 'aarch64 Python.*' "$folder/log")
 number=$(grep -m 1 -o 'compared [0-9]*' "$folder/log")

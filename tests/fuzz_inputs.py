@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchmpi import files
-from torchmpi.backends import meeting, saved_tables
+from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli import flight_analysis, flight_commands, torch_traces, trace_commands
 from torchmpi.cli.bench import bench_report
@@ -55,12 +55,13 @@ from torchmpi.communicators.message_record import Channels
 from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import ArgumentError, CheckpointError, LaunchError, TorchMPIError
+from torchmpi.launch import meeting
+from torchmpi.launch.launcherless import mesh
+from torchmpi.launch.launcherless.step_file import StepFile
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.parameterserver.shards import chunk_numel
-from torchmpi.session import prometheus
-from torchmpi.session.launcherless import mesh
-from torchmpi.session.launcherless.step_file import StepFile
 from torchmpi.shared_memory.kernels import native_code
+from torchmpi.supervision import prometheus
 from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample
 from torchmpi.timeline.events import CallRecord, GroupInfo, Origin
@@ -337,8 +338,8 @@ def prepare_traces(folder: Path) -> None:
             times = 10_000 * seq + rank, 10_000 * seq + 5000
             writer.read(CallRecord(group, seq, "allreduce", *about, *times, 1, Origin(0, "train.py:3", ""), ""))
             if seq % 4 == 0:
-                writer._flush()
-        writer.close([])
+                writer.flush()
+        writer.close()
 
 
 def read_traces(folder: Path) -> Any:
@@ -482,7 +483,7 @@ def read_requests(place: Path) -> bytes:
     """Return the status with which the server of the metrics answers."""
     content = content_of(place, "request")
     metrics = {"rank": 0, "host": "h", "stalls": 0, **{part: {} for part in _PARTS_OF_METRICS}}
-    exporter = prometheus.ServerExporter(0, lambda: metrics, "127.0.0.1", 0)
+    exporter = prometheus.ServerExporter(0, lambda: metrics, "127.0.0.1", 0).attach()
     try:
         with socket.create_connection(exporter._listener.getsockname()[:2], timeout=_SOCKET_SECONDS) as sock:
             with contextlib.suppress(OSError):

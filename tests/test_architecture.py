@@ -21,8 +21,9 @@ LEVELS = (
     ("argument_types",),
     ("tensors",),
     ("shared_memory", "timeline"),
+    ("launch",),
     ("communicators",),
-    ("backends",),
+    ("backends", "supervision"),
     ("session",),
     ("collectives",),
     ("nn",),
@@ -39,7 +40,7 @@ KERNEL_MODULES = (
     "addresses", "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop",
     "movement",
     "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages",
-    "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython",
+    "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython", "target",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
@@ -94,14 +95,16 @@ def imported_modules(module: str) -> Iterator[str]:
                     yield alias.name.removeprefix("torchmpi.")
 
 
-GRAPH = {module: set(imported_modules(module)) - {module} for module in MODULES}
-ENTRY_EDGES = {
-    (entry_of(module), entry_of(target))
-    for module, targets in GRAPH.items()
-    for target in targets
-    if entry_of(module) != entry_of(target)
-}
-"""Drawn by scripts/draw_levels.py."""
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """The imports of each module; not when this file is imported, as parsing all modules takes seconds."""
+    return {module: set(imported_modules(module)) - {module} for module in MODULES}
+
+
+def entry_edges() -> set[tuple[str, str]]:
+    """The imports between entries, which scripts/draw_levels.py draws."""
+    pairs = ((module, target) for module, targets in graph().items() for target in targets)
+    return {(entry_of(module), entry_of(target)) for module, target in pairs if entry_of(module) != entry_of(target)}
 
 
 def test_names_of_modules_and_public_classes_are_unique():
@@ -118,7 +121,7 @@ def test_every_entry_has_a_level():
 
 def test_imports_go_down():
     """The root package stands above everything; __main__ and the CLI may ask it for the version."""
-    edges = [(module, target) for module, targets in GRAPH.items() for target in targets if target]
+    edges = [(module, target) for module, targets in graph().items() for target in targets if target]
     assert edges
     upward = [
         f"{module} imports {target}, which is not on a lower level"
@@ -137,7 +140,7 @@ def test_every_folder_is_a_package():
 def test_no_cycles_between_modules():
     """Also inside packages. A package's ``__init__`` counts as a module of its own, which re-exports the others."""
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
@@ -182,7 +185,7 @@ COMPARED_NAMES = {
     "engine.early_stop": (2, "the mode of early stopping"),
     "engine.measurement": (1, "the reduction of torch's losses"),
     "engine.sgd_engine": (1, "the reduction of torch's losses"),
-    "session.affinity": (1, "the word for no limit in a file of the system"),
+    "launch.affinity": (1, "the word for no limit in a file of the system"),
     "shared_memory.fast_path": (1, "the barrier has no tensor"),
     "shared_memory.kernels.simd_ir": (4, "the instructions of each step of an operation"),
 }
@@ -212,9 +215,9 @@ OUTPUT_WITHOUT_LOGGER = {
     "cli.formatting": "a line of progress that is drawn again",
     "cli.rank_start": "runs before the program, and does not import torch, which the logger's package does",
     "horovod.__main__": "the usage of a command",
-    "session.failure": "flushes the streams at the end, and prints what the exception hook has left in a buffer",
-    "session.mpi_library": "flushes the streams when the process ends",
-    "session.launcherless.endpoint": "flushes the streams when the process ends",
+    "supervision.failure": "flushes the streams at the end, and prints what the exception hook has left in a buffer",
+    "launch.mpi_library": "flushes the streams when the process ends",
+    "launch.launcherless.endpoint": "flushes the streams when the process ends",
     "horovod.distributed_optimizer": "warnings of Horovod's interface",
     "horovod.mpi_ops": "warnings of Horovod's interface",
     "distributed.registration": "a warning during `import torch`, which a program may filter",

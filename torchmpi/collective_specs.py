@@ -94,6 +94,11 @@ class CollectiveSpec:
         """
         return self.in_place and self.writes(is_root)
 
+    @cached_property
+    def changed_by(self) -> tuple[bool, bool]:
+        """What `changes` returns for the other ranks and for the root, without a call."""
+        return self.changes(is_root=False), self.changes(is_root=True)
+
     def sources(self, rank: int, root: int, ranks: Sequence[int]) -> Sequence[int]:
         """Return the ranks, of all `ranks`, whose data a rank receives.
 

@@ -30,6 +30,9 @@ def rank_prefix() -> str:
 class TorchMPIError(RuntimeError):
     """Base of all exceptions of torchmpi."""
 
+    reason_is_elsewhere = False
+    """Whether another rank aborted the call, so that the reason is in the message of that rank."""
+
 
 # --- life cycle ------------------------------------------------------------------------------------
 
@@ -91,8 +94,6 @@ class HookError(ArgumentError, AttributeError):
 class MismatchError(TorchMPIError):
     """Ranks called different collectives, or one collective with different shapes, dtypes, operations or roots."""
 
-    reason_is_elsewhere = False
-    """Whether another rank aborted the call, so that the reason is in the message of that rank."""
     calls: Mapping[int, str] = MappingProxyType({})
     """The calls of ranks of the group, as far as they are known."""
     exited: Mapping[int, int] = MappingProxyType({})

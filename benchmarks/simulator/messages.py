@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchmpi.backends import schedule
+from torchmpi.tensors import schedule
 
 from .coroutines import Event, Turns
 from .network import Links, Message, Network
@@ -266,7 +266,7 @@ class BackgroundQueue:
         self._world = world
         self.last: Event | None = None
 
-    def run(self, task: Callable[..., Any], *arguments: Any, subject: object = None) -> Any:
+    def run(self, task: Callable[..., Any], *arguments: Any, subject: object = None, describe: object = None) -> Any:
         """Run a task now; the plans do not call this while others are submitted."""
         assert self.last is None or self.last.is_done
         return task(*arguments)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torchmpi.backends import schedule
 from torchmpi.backends.comparison import can_carry, most_gathered
 from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
 from torchmpi.backends.pieces import PieceQueue, piece_sizes
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
 from torchmpi.backends.selection_table import Key, default_rule
 from torchmpi.config import Config
-from torchmpi.tensors import partition
+from torchmpi.tensors import partition, schedule
 
 from .coroutines import Event, Programs
 from .messages import SimulatedMPI
@@ -168,7 +167,7 @@ class MessagesInPieces:
         return [count for _, count in partition.chunks(num_bytes, self._piece_bytes)]
 
 
-# --- parts of programs: plans of torchmpi.backends.schedule
+# --- parts of programs: plans of torchmpi.tensors.schedule
 
 
 def swap(ranks: Ranks, rank: int, sent: Sent, received: tuple[int, int]) -> Program:

@@ -26,7 +26,7 @@ from torchmpi.tensors import dtypes, partition
 from .messages import BackgroundQueue, Comm, World
 
 
-class InHostBackend:
+class InHostBackend(base.Backend):
     """Takes the place of shared memory: the ranks of a host meet, and the last one does the work of all."""
 
     name = "shm"
@@ -54,7 +54,7 @@ class InHostBackend:
             result = comm.world.meet(comm.name, comm, (source, destination), work, num_bytes)
             return result if SPECS[collective].grows > 0 else source if destination is None else destination
 
-        return run
+        return Operation(run)
 
 
 def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]], root: int) -> torch.Tensor | None:
@@ -140,7 +140,7 @@ class Ranks:
         """Return a collective of the whole group: ``call(tensor, out=None, root=0)``."""
         operation = base.bind(self.backends[backend], self.group, collective, dtype, op)
         code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code)
-        plan = Plan(collective, code, operation)
+        plan = Plan(collective, code, operation.run)
 
         def call(tensor: Any = None, out: Any = None, root: int = 0) -> Any:
             return self.group.call(plan, tensor, out, root)

@@ -14,16 +14,17 @@ from unittest.mock import patch
 
 import numpy as np
 
-from torchmpi.backends import meeting, network, schedule
 from torchmpi.backends.base import Backend
 from torchmpi.backends.comparison import NumberExchange
 from torchmpi.backends.hierarchical import host_comparison
 from torchmpi.backends.hierarchical.host_comparison import HostComparison, comparison_for
-from torchmpi.backends.meeting import Met
 from torchmpi.backends.plan_cost import HEADER_BYTES, PlanCost, cost_of
 from torchmpi.communicators.group import Group
 from torchmpi.config import Config
-from torchmpi.session import mpi_library, runtime
+from torchmpi.launch import meeting, mpi_library, network
+from torchmpi.launch.meeting import Met
+from torchmpi.session import runtime
+from torchmpi.tensors import schedule
 
 from .messages import LIBRARY_SHORT_BYTES, LIBRARY_TAG, Comm, SimulatedMPI, World
 from .network import Network

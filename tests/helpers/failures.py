@@ -87,7 +87,7 @@ def how_to_repeat(item: pytest.Item) -> str:
     """Return the lines about a failed test."""
     folder, num_ranks, lines = item.path.parent.name, 0, []
     if folder == "mpi":
-        from torchmpi.session import launcher
+        from torchmpi.launch import launcher
 
         place = launcher.detect()
         num_ranks = place.num_ranks or 1

@@ -22,9 +22,9 @@ from torchmpi.backends.ipc.area_kernels import AreaKernels
 from torchmpi.backends.ipc.staged_group import StagedGroup
 from torchmpi.backends.ipc.staging_areas import CudaDevice
 from torchmpi.backends.ipc.stream_memory import StreamOperations
-from torchmpi.collectives import prepared
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group
+from torchmpi.communicators.plan import Plan, compared_shape
 from torchmpi.shared_memory.kernels.records import StreamOperation
 from torchmpi.shared_memory.segments import Segment, Ticket
 from torchmpi.tensors import dtypes
@@ -202,7 +202,7 @@ class Rig:
         if backend is None:
             self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size))
             self.backend.make_device = device
-        self._plans: dict[Any, prepared.PreparedPlan] = {}
+        self._plans: dict[Any, Plan] = {}
 
     def run(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
         op_of_collective = op if collective in REDUCING else None
@@ -210,7 +210,7 @@ class Rig:
         if key not in self._plans:
             code = call_code(collective, op_of_collective, dtypes.info(tensor.dtype).code)
             operation = announced(self.group, self.backend.bind(self.group, collective, tensor.dtype, op_of_collective))
-            self._plans[key] = prepared.PreparedPlan(collective, code, operation)
+            self._plans[key] = Plan(collective, code, operation.run, compared_shape(collective))
         result: torch.Tensor = self.group.call(self._plans[key], tensor, None, root)
         return result
 

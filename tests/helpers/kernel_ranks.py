@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from torchmpi.backends.shm import SharedMemoryBackend
-from torchmpi.collectives import prepared
 from torchmpi.communicators.call_log import CallLog, call_code
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.group import slot_bytes
+from torchmpi.communicators.plan import compared_shape
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
 from torchmpi.shared_memory import memory_layout
@@ -57,10 +57,10 @@ class Rank:
         # With two cores for all ranks, one that polls, or yields often, takes the time of those that it waits for.
         self.group.shared.be_patient(polite=True)
         code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code) | root << 32
-        shape_of = prepared._compared_shape(collective)
+        shape_of = compared_shape(collective)
         self.log.enter(code, tensor.shape if shape_of is None else shape_of(tensor))
         try:
-            result = operation(tensor, out, root)
+            result = operation.run(tensor, out, root)
             self.log.leave()
         except BaseException:
             self.log.abandon()

@@ -27,7 +27,7 @@ SHARED = 1 << 50  # address of the segment, the same in all ranks
 GROUP_ADDRESS, TRANSFERS, TABLE, CALLS, TENSORS, OUTPUTS = ((1 + i) << 32 for i in range(6))
 _FOLDER = Path(kernels.__file__).parent
 _FILE = "<kernels>"
-_MODULES = ("movement", "reduce_kernels")
+_MODULES = ("arrival", "movement", "reduce_kernels")
 _HINTS = (memory_layout.Block.fetches_slowly,)
 # Sizes and durations that would only add states; RING_LENGTH is shortened by the scenarios of its reuse.
 _CONSTANTS = {"_MIN_CHUNK_BYTES": 0, "_SHORTEST_SLEEP_MICROSECONDS": 1000}
@@ -369,6 +369,9 @@ _DECLARATIONS = _declarations()
 class _Board:
     fields = _Fields(SHARED)
 
+    def block_address(self, rank: int) -> int:
+        return SHARED + rank * memory_layout.BLOCK_BYTES
+
     def get(self, rank: int, field: int) -> Any:
         # Only texts of messages depend on these two.
         is_constant = field in (memory_layout.Block.exited, memory_layout.Block.blames)
@@ -396,12 +399,13 @@ class Calls:
 
     def __init__(self, rank: Rank, found: Mapping[str, Any], seq: int, spoiled: int) -> None:
         board: Any = _Board()
+        _Log.publish = found["announce"]
         self.log = _Log("model", rank.rank, rank.size, board)
         self.log.log_fields[memory_layout.LogFields.sequence], self.log._spoiled = seq, spoiled
         self.shared = SharedGroup.__new__(SharedGroup)
         self.shared._rank, self.shared._call_log, self.shared.status_board = rank.rank, self.log, board
         self.shared.record = _DECLARATIONS["records"]["GroupRecord"](GROUP_ADDRESS)
-        nothing: Any = SimpleNamespace(note_failed_call=lambda: None, pending=0, where="model")
+        nothing: Any = SimpleNamespace(note_failed_call=lambda: None, in_background=False, where="model")
         self.shared.heap = nothing
         self.calls = SharedCalls.__new__(SharedCalls)
         self.calls.group = self.calls.call_queue = nothing

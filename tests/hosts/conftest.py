@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from helpers import warm
 from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,8 @@ PREFIX = os.environ.get("HOSTS_PREFIX", "tmpi")
 NETWORK = os.environ.get("HOSTS_NETWORK", "10.87.21")
 _START_SECONDS = 120.0
 # Of each rank: its status in a file, since the launcher may not learn it, and its messages, which it may not forward.
-_WRAPPER = '"$@" 2>"{folder}/messages.$R"; S=$?; echo $S >"{folder}/status.$R"; exit $S'
+_WRAPPER = '{python} "$@" 2>"{folder}/messages.$R"; S=$?; echo $S >"{folder}/status.$R"; exit $S'
+_NUM_WARM_WORDS = len(warm.command(""))
 
 
 def hosts_sh(*arguments: str) -> None:
@@ -93,7 +95,8 @@ class Job:
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if words[1:2] == [str(self.program).encode()]:
+                # After Python, or after the command for warm ranks, which end with it.
+                if str(self.program).encode() in (*words[1:2], *words[_NUM_WARM_WORDS : _NUM_WARM_WORDS + 1]):
                     found.setdefault(host, []).append(pid)
         return found
 
@@ -136,8 +139,45 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
+class WarmHosts:
+    """The servers of warm ranks, one on each host; again after the crash of the host."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, warm.Server] = {}
+
+    @staticmethod
+    def command(host: str) -> list[str]:
+        """Return the command in place of Python on this host."""
+        return warm.command(str(STATE / f"warm-{host}"))
+
+    def prepare(self, hosts: Iterable[str]) -> None:
+        """Wait until these hosts have their servers."""
+        needed = {host for host in hosts if host not in self._servers or not self._servers[host].is_running()}
+        for host in needed:
+            launcher = [str(ROOT / "scripts" / "hosts.sh"), "run", host]
+            self._servers[host] = warm.Server(self.command(host)[-1], _environment(), launcher)
+        for host in needed:
+            self._servers[host].wait_for_start()
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+@pytest.fixture(scope="session")
+def warm_hosts() -> Iterator[WarmHosts]:
+    hosts = WarmHosts()
+    yield hosts
+    hosts.close()
+
+
+def _environment() -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
+    return env | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
+
+
 @pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
+def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
     """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, program=PROGRAM, **settings)``: start a job.
 
     `keepalive` has Open MPI's times of docs/hangs.md; the default is longer, so that the ranks report first.
@@ -156,20 +196,24 @@ def start(folder: Path) -> Iterator[Start]:
         **settings: object,
     ) -> Job:
         counts = {host: int(count) for host, count in (each.split(":") for each in layout.split(","))}
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
         own = {f"TORCHMPI_{name.upper()}": str(value) for name, value in settings.items()}
-        words = [sys.executable, str(program), *([str(folder)] if program == PROGRAM else []), *map(str, arguments)]
+        words = [str(program), *([str(folder)] if program == PROGRAM else []), *map(str, arguments)]
+        if warm.is_cold(own):
+            pythons = {host: [sys.executable] for host in counts}
+            python = sys.executable
+        else:
+            warm_hosts.prepare(counts)
+            pythons = {host: warm_hosts.command(host) for host in counts}
+            python = " ".join(warm_hosts.command("$(uname -n)"))
+        script = _WRAPPER.format(python=python, folder=folder)
         if torchrun:
-            commands = [_torchrun(host, counts, words, folder) for host in counts]
+            commands = [_torchrun(host, counts, pythons[host], script, words) for host in counts]
         elif separate:
-            commands = _separate_ranks(counts, words, folder)
+            commands = _separate_ranks(counts, script, words)
         else:
             commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"], keepalive), "-n", str(sum(counts.values()))]]
-            script = _WRAPPER.format(folder=folder)
-            shell = ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh"]
-            commands[0] += [*shell, *words]
-        jobs.append(Job(commands, program, folder, sum(counts.values()), env | own))
+            commands[0] += ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh", *words]
+        jobs.append(Job(commands, program, folder, sum(counts.values()), _environment() | own))
         if program == PROGRAM:
             jobs[-1].wait_for_start()
         return jobs[-1]
@@ -208,17 +252,16 @@ def _mpirun(layout: str, variables: Sequence[str], keepalive: tuple[int, int, in
     return command
 
 
-def _torchrun(host: str, counts: dict[str, int], program: list[str], folder: Path) -> list[str]:
-    script = f"R=$RANK; {_WRAPPER.format(folder=folder)}"
+def _torchrun(host: str, counts: dict[str, int], python: list[str], script: str, program: list[str]) -> list[str]:
     return [
-        *(str(ROOT / "scripts" / "hosts.sh"), "run", host, sys.executable, "-m", "torch.distributed.run"),
+        *(str(ROOT / "scripts" / "hosts.sh"), "run", host, *python, "-m", "torch.distributed.run"),
         *("--nnodes", str(len(counts)), "--node-rank", str(list(counts).index(host))),
         *("--nproc-per-node", str(counts[host]), "--master-addr", f"{NETWORK}.1", "--master-port", "29511"),
-        *("--no-python", "sh", "-c", script, "sh", *program),
+        *("--no-python", "sh", "-c", f"R=$RANK; {script}", "sh", *program),
     ]
 
 
-def _separate_ranks(counts: dict[str, int], program: list[str], folder: Path) -> list[list[str]]:
+def _separate_ranks(counts: dict[str, int], script: str, program: list[str]) -> list[list[str]]:
     hosts = [host for host, count in counts.items() for _ in range(count)]
     variables = {
         "SLURM_JOB_ID": os.getpid(),
@@ -231,8 +274,7 @@ def _separate_ranks(counts: dict[str, int], program: list[str], folder: Path) ->
     commands = []
     for rank, host in enumerate(hosts):
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank - hosts.index(host), "SLURM_NODEID": [*counts].index(host)}
-        script = f"R={rank}; {_WRAPPER.format(folder=folder)}"
         assignments = [f"{name}={value}" for name, value in (variables | own).items()]
         start = [str(ROOT / "scripts" / "hosts.sh"), "run", host, "env", *assignments]
-        commands.append([*start, "sh", "-c", script, "sh", *program])
+        commands.append([*start, "sh", "-c", f"R={rank}; {script}", "sh", *program])
     return commands

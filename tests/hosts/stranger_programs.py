@@ -26,7 +26,7 @@ def write(name: str, text: str) -> None:
 
 def run_ranks() -> None:
     """Start, but let the strangers connect first to each socket that listens on the network."""
-    from torchmpi.backends import network
+    from torchmpi.launch import network
 
     listen = network.listen
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import failures
+from helpers import failures, warm
 from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,33 +123,18 @@ def wait_until_in_call(*ranks):
 
 Launch = Callable[..., Result]
 
-WARM = Path(__file__).parent / "warm"
-AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_", "TORCHMPI_KERNEL_", "TORCHMPI_LOG", "LD_")
-"""Prefixes of variables that are read at import, which the server of warm ranks has done already."""
-
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[list[str]]:
     """The command in place of Python for ranks that have imported torchmpi; with TORCHMPI_TEST_COLD=1 plain Python."""
-    if os.environ.get("TORCHMPI_TEST_COLD"):
+    if warm.is_cold([]):
         yield [sys.executable]
         return
     with tempfile.TemporaryDirectory(prefix="torchmpi-warm-") as folder:
-        address = f"{folder}/socket"
-        server = subprocess.Popen(
-            [sys.executable, WARM / "server.py", address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=job_environment({}),
-            start_new_session=True,
-        )
-        begin = time.monotonic()
-        while not os.path.exists(address):
-            is_starting = server.poll() is None and time.monotonic() - begin < 120
-            assert is_starting, "the server of warm ranks did not start: see its error above"
-            time.sleep(0.05)
-        yield [sys.executable, "-I", "-S", str(WARM / "rank.py"), address]
-        server.communicate(timeout=30)
+        server = warm.Server(f"{folder}/socket", job_environment({}))
+        server.wait_for_start()
+        yield warm.command(f"{folder}/socket")
+        server.close()
 
 
 @pytest.fixture(scope="session")
@@ -163,8 +148,7 @@ def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
     def run(
         n: int, arguments: Sequence[str | Path], *, timeout: float = 150, env: Mapping[str, str] | None = None
     ) -> Result:
-        is_cold = any(name.startswith(AT_START) for name in env or {})
-        python = [sys.executable] if is_cold else warm_python
+        python = [sys.executable] if warm.is_cold(env or {}) else warm_python
         failures.jobs.append([*mpirun, "-n", str(n), "python", *map(str, arguments)])
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *python, *map(str, arguments)]
         begin = time.monotonic()
@@ -198,10 +182,12 @@ def alone(warm_python: list[str]) -> Launch:
     """
 
     def run(*arguments: object, path: Path | None = None, python: str | None = None, **environment: str) -> Result:
-        is_cold = any(name.startswith(AT_START) for name in environment)
         begin = time.monotonic()
         done = subprocess.run(
-            [*([python] if python else [sys.executable] if is_cold else warm_python), *map(str, arguments)],
+            [
+                *([python] if python else [sys.executable] if warm.is_cold(environment) else warm_python),
+                *map(str, arguments),
+            ],
             capture_output=True,
             text=True,
             timeout=170,

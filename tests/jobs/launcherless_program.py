@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
-from torchmpi.session import launcherless, mpi_library
+from torchmpi.launch import launcherless, mpi_library
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers import contract

@@ -388,8 +388,8 @@ print("torch works:", torch.ones(2).sum().item())
 @pytest.mark.quick
 @any_mpi
 @pytest.mark.skipif(
-    importlib.util.find_spec("torchmpi.session.launcherless") is None,
-    reason="torchmpi.session.launcherless is not there",
+    importlib.util.find_spec("torchmpi.launch.launcherless") is None,
+    reason="torchmpi.launch.launcherless is not there",
 )
 def test_torchrun_without_mpi(tmp_path, warm_python):
     """The ranks connect through torchrun's store, for a program of torch and then for one of torchmpi."""

@@ -166,7 +166,7 @@ mpi.barrier()
 mpi.stop()
 """
     of_host = """
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 os.environ["TORCHMPI_HOST_NAME"] = f"node{launcher.detect().rank // 2}"
 """
     result = job(3, START.replace("import torch\n", of_host + "import torch\n", 1) + code)

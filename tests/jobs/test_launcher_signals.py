@@ -246,7 +246,7 @@ STOPPING = """
 import os, signal, sys, time
 from pathlib import Path
 import torchmpi as mpi
-from torchmpi.session import mpi_library
+from torchmpi.launch import mpi_library
 mpi.start()
 mpi.barrier()
 if mpi.rank() == 0:

@@ -24,8 +24,8 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import torchmpi as mpi
-from torchmpi.session import launcherless
-from torchmpi.session import mpi_library
+from torchmpi.launch import launcherless
+from torchmpi.launch import mpi_library
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MPI = launcherless.connect(dist.FileStore(os.environ["STORE"], size), rank, size, timeout_seconds=60)
 mpi_library.adopt(MPI)

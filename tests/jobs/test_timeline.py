@@ -18,7 +18,7 @@ NUM_CALLS, NUM_RANKS, NUM_MESSAGES = 1000, 3, 100
 MIXED_CALLS = f"""
 import os, random
 import torch
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 rank = launcher.detect().rank
 os.environ["TORCHMPI_HOST_NAME"] = "node0" if rank < 2 else "node1"
 import torchmpi as mpi
@@ -141,7 +141,7 @@ DRIFTING = """
 import os, time
 import torch
 from torchmpi.communicators import call_log
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 from torchmpi.timeline import events
 rank, monotonic = launcher.detect().rank, time.monotonic_ns
 os.environ["TORCHMPI_HOST_NAME"] = "node0" if rank < 2 else "node1"
@@ -220,6 +220,26 @@ def test_a_rank_that_is_killed_in_a_burst_of_calls_leaves_a_readable_file(launch
         "join process using (upid) where category = 'collective' and pid = 1",
     )
     assert (lost, slices) == ([(0,)], [(num_calls,)])
+
+
+TERMINATED = """
+import os, signal
+import torch
+import torchmpi as mpi
+mpi.start()
+mpi.timeline.start(FOLDER)
+mpi.allreduce(torch.ones(3))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_the_last_call_before_the_end_of_a_failing_job_is_in_its_trace(launch, tmp_path):
+    """Regression: the calls of the last half second were not."""
+    (tmp_path / "job.py").write_text(TERMINATED.replace("FOLDER", repr(str(tmp_path))))
+    result = launch(1, [tmp_path / "job.py"])
+    assert result.returncode != 0 and "received SIGTERM" in result.output
+    (trace,) = read_folder(tmp_path)
+    assert not trace.is_complete and [each.collective for each in trace.calls] == ["allreduce"]
 
 
 def ask_perfetto(path: Path, views: Iterable[str], *queries: str) -> list[list[tuple[int, ...]]]:

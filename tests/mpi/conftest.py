@@ -25,7 +25,7 @@ from helpers.shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
 import torchmpi.nn
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")

@@ -10,7 +10,7 @@ from helpers import contract
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.session import mpi_library
+from torchmpi.launch import mpi_library
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("world")]
 
@@ -293,7 +293,7 @@ def test_messages_longer_than_mpi_counts_are_split(agree):
     rank, size = mpi.rank(), mpi.size()
 
     def run(collective, tensor, root=0, op=None, dtype=torch.float32):
-        return backend.bind(group, collective, dtype, op)(tensor, None, root)
+        return backend.bind(group, collective, dtype, op).run(tensor, None, root)
 
     inputs = [contract.values((101, 3), torch.float32, r) for r in range(size)]
     mine, total = inputs[rank], contract.reduced(inputs, "avg")

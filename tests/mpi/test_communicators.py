@@ -155,14 +155,21 @@ def test_use_is_for_one_thread_only(agree):
 
 
 def test_independent_communicators_may_be_used_in_any_order(agree):
-    """Two queues: each rank starts its asynchronous calls in a different order."""
+    """Two queues: each rank starts its asynchronous calls, and waits for them, in a different order.
+
+    A thread that waits runs the call itself, and the other ranks wait for the call that it has not begun.
+    """
     size = mpi.size()
     first, second = mpi.push_communicator(0), mpi.push_communicator(0)
     mpi.set_communicator(0)
     order = (first, second) if mpi.rank() % 2 else (second, first)
-    handles = [mpi.allreduce_async(torch.ones(10_000), comm=level) for level in order]
-    for handle in handles:
-        agree.equal(handle.wait()[0].item(), float(size))
+    for numel in (10_000, 3, 3, 3, 3, 3):
+        handles = [mpi.allreduce_async(torch.ones(numel), comm=level) for level in order]
+        for handle in handles:
+            agree.equal(handle.wait()[0].item(), float(size))
+        for level in (first, second):  # after which no call wakes the helper
+            for _ in range(5):
+                mpi.allreduce_async(torch.ones(3), comm=level).wait()
 
 
 def test_messages_of_a_pair_keep_their_order(agree):
@@ -245,6 +252,7 @@ def test_asynchronous_calls_progress_while_the_caller_computes(agree):
         agree.equal(handle.wait()[0].item(), float(mpi.size()))
 
 
+@pytest.mark.ranks(2, 3)
 def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
     """Regression: each rank freed the oldest, in an order and at a moment of its own, although this is collective."""
     from mpi4py import MPI
@@ -254,7 +262,8 @@ def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
     world, context = MPI.COMM_WORLD, runtime.current().context
     ranks = range(world.size)
     subsets = [tuple(rank for rank in ranks if bits >> rank & 1) for bits in range(1, 1 << min(world.size, 3))]
-    for number in range(1600):  # one rank has 2 * 1142 communicators: more than the 2048 of MPICH
+    # Under MPICH one rank has 2 * 1142 communicators, more than the 2048 that it has at a time.
+    for number in range(1600 if MPI.get_vendor()[0] == "MPICH" else 480):
         members = subsets[number * number % 7 % len(subsets)]  # not as many for each rank
         if world.rank in members:
             comm = world.Create_group(world.group.Incl(members), 7)

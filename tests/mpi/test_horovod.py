@@ -20,7 +20,7 @@ from torchmpi.horovod import adasum, basics
 from torchmpi.horovod.exceptions import HostsUpdatedInterrupt
 from torchmpi.session import runtime
 from torchmpi.timeline import events as timeline_events
-from torchmpi.timeline import trace_writer
+from torchmpi.timeline import observer
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("initialized")]
 
@@ -530,7 +530,7 @@ def test_elastic_programs_run_once(agree):
 
 def test_timeline(agree, tmp_path, monkeypatch):
     monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
-    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 3600)  # that of other timelines
+    monkeypatch.setattr(observer, "PERIOD_SECONDS", 3600)  # that of other timelines
     path = tmp_path / "timeline.json"
     hvd.start_timeline(str(path), mark_cycles=True)
     hvd.allreduce(torch.ones(3), name="traced")

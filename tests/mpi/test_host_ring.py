@@ -7,7 +7,7 @@ import socket
 import pytest
 from mpi4py import MPI
 
-from torchmpi.session.host_ring import connect, connections
+from torchmpi.supervision.host_ring import connect, connections
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.min_ranks(2), pytest.mark.usefixtures("world")]
 COMM = MPI.COMM_WORLD

@@ -150,7 +150,7 @@ def test_groups_give_their_memory_back(agree):
     def cycle(number):
         group = world.duplicate(f"cycle {number}")
         tensor = put(torch.ones(10))
-        backend.bind(group, "allreduce", torch.float32, "sum")(tensor, None, 0)
+        backend.bind(group, "allreduce", torch.float32, "sum").run(tensor, None, 0)
         torch.cuda.synchronize()
         group.free()
         return tensor.tolist()

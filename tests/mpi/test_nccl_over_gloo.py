@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers import contract
 
 import torchmpi as mpi
-from torchmpi.backends.base import refusal
+from torchmpi.backends.base import Operation, refusal
 from torchmpi.backends.gloo import GlooGroup
 from torchmpi.backends.gpus import Devices, RankDevice
 from torchmpi.backends.nccl.nccl_backend import NcclBackend
@@ -27,7 +27,7 @@ from torchmpi.communicators.call_log import ON_DEVICE
 from torchmpi.config import Config
 from torchmpi.errors import DeviceError, TransportError
 from torchmpi.session import runtime
-from torchmpi.session.lost_ranks import LossWatch
+from torchmpi.supervision.lost_ranks import LossWatch
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
 OPS = {dtype: [op for op in ops if lacks(dtype, op) is None] for dtype, ops in contract.OPS_OF.items()}
@@ -136,15 +136,16 @@ def test_a_process_group_exchanges_without_staging(agree, group, torch_group, mo
     """Regression: exchanges of torch.distributed went through the host on every device."""
     rank, size = mpi.rank(), mpi.size()
     movement = RowMovement(group, torch_group)
-    backend = SimpleNamespace(name="nccl", announces=False, bind=lambda *_: movement.exchange_parts)
+    backend = NcclBackend(Config(), Devices(map(RankDevice, range(size))))
+    monkeypatch.setattr(backend, "bind", lambda *_: Operation(movement.exchange_parts))
     monkeypatch.setattr(runtime.current().selector, "select", lambda *_, **__: [Choice(None, backend)])
     outgoing = [torch.full((1 + rank, 2), 10.0 * rank + other).t() for other in range(size)]  # not contiguous
     incoming = [torch.zeros(2, 1 + other) for other in range(size)]
     exchange.exchange(group, outgoing, incoming)
     for other, part in enumerate(incoming):
         agree.equal(part, torch.full((2, 1 + other), 10.0 * other + rank), f"from rank {other}")
-    (plan, on_device), *_ = [plan for key, plan in group.plans.items() if key[0] == "exchange_parts"]
-    agree(on_device and plan.code & ON_DEVICE)
+    (plan,) = [plan for key, plan in group.plans.items() if key.collective == "exchange_parts"]
+    agree(plan.is_on_device and plan.code & ON_DEVICE)
 
 
 def test_the_loss_of_a_rank_ends_the_work_on_the_device(agree, group, monkeypatch):

@@ -103,6 +103,7 @@ def test_bytes(agree):
         agree.equal(compressor.payload_bytes, expected[kind] if size > 1 else 0, kind)
 
 
+@pytest.mark.ranks(2)  # one rank compresses nothing (test_bytes)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [*((kind, "sync") for kind in KINDS), ("8 bit", "optimizer"), ("top k", "optimizer, async"),

@@ -50,7 +50,7 @@ def test_a_call_that_two_threads_make_is_cached_once(agree):
     def find():
         asked.append(1)
         time.sleep(0.05)
-        return calls.cached_call(0)
+        return calls.cached_call(0, None)
 
     threads = [
         threading.Thread(target=fast_path.cache_call, args=("broadcast", (0, torch.float32, unused), find))
@@ -79,7 +79,7 @@ def test_threads_that_cache_a_call_get_the_same_plan(agree, monkeypatch):
 
     monkeypatch.setattr(shm.np, "zeros", slowly)
     plans = []
-    threads = [threading.Thread(target=lambda: plans.append(calls.cached_call(0).record)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: plans.append(calls.cached_call(0, None).record)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

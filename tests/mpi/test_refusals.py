@@ -273,10 +273,11 @@ def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
     group = Group(world.comm.Dup(), "strict", world.world_ranks, context)
     strict = type("Communicator", (), {"intra": group, "level": -1})()
     from torchmpi.collectives import prepared
+    from torchmpi.communicators.plan import PLAIN, PlanKey
     from torchmpi.session import runtime
 
     def allreduce(tensor):
-        plan = prepared.prepare(runtime.current(), strict, ("allreduce", "sum", tensor.dtype, "cpu", True, None, False))
+        plan = prepared.prepare(runtime.current(), strict, PlanKey("allreduce", "sum", tensor.dtype, PLAIN))
         return group.call(plan, tensor, None, 0)
 
     messages = []

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi import errors
+from torchmpi.backends.base import Operation
 from torchmpi.backends.selection_table import keys
 from torchmpi.collectives.tuning import measuring
 from torchmpi.session import runtime
@@ -41,14 +42,14 @@ class Recording:
         return self.inner.why_not(collective, device_type, group)
 
     def bind(self, group, collective, dtype, op):
-        operation = self.inner.bind(group, collective, dtype, op)
+        operation = self.inner.bind(group, collective, dtype, op).run
 
         def run(source, destination, root):
             self.ran.append((self.name, collective))
             time.sleep(self.seconds)
             return operation(source, destination, root)
 
-        return run
+        return Operation(run)
 
 
 @pytest.fixture

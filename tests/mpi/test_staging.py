@@ -16,10 +16,11 @@ import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.backends.base import bind
 from torchmpi.backends.mpi import MPIMovement
+from torchmpi.collective_specs import SPECS
 from torchmpi.collectives import device_staging
-from torchmpi.collectives.prepared import PreparedPlan
 from torchmpi.collectives.short_messages import PACKED_BYTES
 from torchmpi.communicators.call_log import ON_DEVICE, call_code
+from torchmpi.communicators.plan import Plan, compared_shape
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
 
@@ -37,8 +38,10 @@ def staged(name: str, collective: str, dtype: torch.dtype, op: str | None, buffe
     """Run a collective through a backend in chunks, as a call of the group."""
     running, group = runtime.current(), mpi.communicator(0).intra
     backend = running.selector.backends[name]
-    run = device_staging.StagedOperation(collective, bind(backend, group, collective, dtype, op), group, buffers)
-    plan = PreparedPlan(collective, call_code(collective, op, info(dtype).code) | ON_DEVICE, run)
+    run = bind(backend, group, collective, dtype, op).run
+    staged_run = device_staging.StagedOperation(SPECS[collective], run, group, buffers).run
+    code = call_code(collective, op, info(dtype).code) | ON_DEVICE
+    plan = Plan(collective, code, staged_run, compared_shape(collective))
 
     def call(tensor: torch.Tensor, out: torch.Tensor | None = None, root: int = 0) -> torch.Tensor:
         return group.call(plan, tensor, out, root)
@@ -142,9 +145,9 @@ def test_a_device_on_one_rank_only_is_a_mismatch_on_all(agree):
     if mpi.size() == 1 or not usable("shm"):
         pytest.skip("in shared memory alone all ranks of a mismatch get away with an error")
     group = mpi.communicator(0).intra.duplicate("mixed devices")
-    run = bind(runtime.current().selector.backends["shm"], group, "allreduce", torch.float32, "sum")
+    run = bind(runtime.current().selector.backends["shm"], group, "allreduce", torch.float32, "sum").run
     code = call_code("allreduce", "sum", info(torch.float32).code)
-    plan = PreparedPlan("allreduce", code | (ON_DEVICE if mpi.rank() == 0 else 0), run)
+    plan = Plan("allreduce", code | (ON_DEVICE if mpi.rank() == 0 else 0), run, shape_of=None)
     said = ""
     try:
         group.call(plan, torch.ones(400), None, 0)

@@ -12,13 +12,13 @@ import torch
 import torchmpi as mpi
 from torchmpi.backends.gloo import GlooGroup
 from torchmpi.backends.gloo_backend import GlooBackend
-from torchmpi.backends.network import INTERFACE_VARIABLE
 from torchmpi.backends.shm import SharedMemoryBackend
 from torchmpi.backends.torch_groups import GroupStore
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group
 from torchmpi.communicators.plan import Plan
 from torchmpi.errors import MismatchError, TransportError
+from torchmpi.launch.network import INTERFACE_VARIABLE
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
 
@@ -40,7 +40,7 @@ def group():
 
 def bind(group, collective, op=None):
     backends = runtime.current().selector.backends
-    return GlooBackend(mpi.Config(), "", backends["shm"]).bind(group, collective, torch.float32, op)
+    return GlooBackend(mpi.Config(), "", backends["shm"]).bind(group, collective, torch.float32, op).run
 
 
 def threads():
@@ -109,7 +109,7 @@ def test_a_rank_that_fails_inside_a_call_ends_the_call_on_all_ranks(agree, monke
     world = mpi.communicator(0).intra
     group, last = world.duplicate("a call that fails"), mpi.size() - 1
     dtype, op = torch.float32, "sum" if collective == "allreduce" else None
-    operation = runtime.current().selector.backends["gloo"].bind(group, collective, dtype, op)
+    operation = runtime.current().selector.backends["gloo"].bind(group, collective, dtype, op).run
     plan = Plan(collective, call_code(collective, op, info(dtype).code), operation, shape_of=None)
     agree.equal(group.call(plan, torch.ones(3))[0].item(), mpi.size() if op else 1, "the call before it")
     mpi.barrier()
@@ -159,7 +159,7 @@ def test_without_kernels_calls_are_compared_by_a_message(agree):
     config = mpi.Config(slot_bytes=0)
     backend = GlooBackend(config, "", SharedMemoryBackend(config, runtime.current().heap, print))
     code = call_code("broadcast", None, info(torch.float32).code)
-    plan = Plan("broadcast", code, backend.bind(group, "broadcast", torch.float32, None), shape_of=None)
+    plan = Plan("broadcast", code, backend.bind(group, "broadcast", torch.float32, None).run, shape_of=None)
     for numel in (3, 30_000):
         with pytest.raises(MismatchError, match=rf"\[{numel}\].*\[{numel + 1}\]|\[{numel + 1}\].*\[{numel}\]"):
             group.call(plan, torch.ones(numel + (mpi.rank() == 0)))

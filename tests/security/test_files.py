@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.processes import output_of
 from helpers.strangers import STRANGER, error_of, needs_root, running
 
 from torchmpi import files
@@ -27,9 +29,9 @@ from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import CheckpointError, TorchMPIError
 from torchmpi.parameterserver import shard_checkpoint
-from torchmpi.session import prometheus, report
 from torchmpi.shared_memory import kernels
 from torchmpi.shared_memory.kernels import native_code
+from torchmpi.supervision import prometheus, report
 from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample
 from torchmpi.timeline.trace_writer import TraceWriter, path_for
@@ -62,13 +64,13 @@ def owned(path: Path, user: int) -> Path:
 
 def write_timeline(folder: Path) -> None:
     job = {"rank": 0, "size": 1, "host": "h"}
-    TraceWriter(path_for(folder, 0), job, [ClockSample(0, 0, 0)]).close([])
+    TraceWriter(path_for(folder, 0), job, [ClockSample(0, 0, 0)]).close()
 
 
 def write_metrics(folder: Path) -> None:
     read = {"rank": 0, "host": "h", "stalls": 0}
     read |= {name: {} for name in ("calls", "steps", "messages", "in_flight", "updates")}
-    exporter = prometheus.FileExporter(0, lambda: read, folder / prometheus.FILE_NAME.format(0), 0.01)
+    exporter = prometheus.FileExporter(0, lambda: read, folder / prometheus.FILE_NAME.format(0), 0.01).attach()
     limit = time.monotonic() + 20
     while (folder / "torchmpi_rank0.prom").is_symlink() and time.monotonic() < limit:
         time.sleep(0.01)
@@ -129,13 +131,13 @@ def test_outputs_follow_no_link_of_another_user(public, name, is_public):
 def test_outputs_do_not_wait_for_the_reader_of_a_pipe(public, name):
     os.mkfifo(public / name)
     owned(public / name, STRANGER)
-    # Another process, so that a hang is a failure of this test only.
-    code = f"from test_files import OUTPUTS, Path\nOUTPUTS[{name!r}](Path({str(public)!r}))"
-    known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, timeout=60, env=known
-    )
-    assert done.returncode == 0 or b"not used: " in done.stderr, done.stderr
+
+    def write() -> None:
+        signal.alarm(60)  # a hang ends this process only
+        OUTPUTS[name](public)
+
+    status, output = output_of(write)
+    assert status == 0 or "not used: " in output, (status, output)
 
 
 WRITERS = {

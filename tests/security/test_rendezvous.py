@@ -26,7 +26,7 @@ import torch.distributed as dist
 from helpers.strangers import STRANGER, Stranger, needs_root
 
 from torchmpi.errors import LaunchError
-from torchmpi.session.launcherless.step_file import MeetingPoint, StepFile
+from torchmpi.launch.launcherless.step_file import MeetingPoint, StepFile
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 120
@@ -35,7 +35,7 @@ PROGRAM = """
 import os, pathlib, sys, time
 import torch
 import torchmpi as mpi
-from torchmpi.session.launcherless import mesh
+from torchmpi.launch.launcherless import mesh
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 if rank == int(sys.argv[2]):  # until the stranger is there
     while not (folder / "go").exists():

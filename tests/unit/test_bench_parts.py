@@ -17,7 +17,7 @@ from torchmpi.cli.bench.contestants import Copy, Ours, TorchDistributed, our_con
 from torchmpi.cli.bench.workload import BenchCase, Workload
 from torchmpi.cli.facts import Program
 from torchmpi.collective_specs import IN_PLACE, SPECS
-from torchmpi.session import launcher
+from torchmpi.launch import launcher
 
 # --- the command line
 

@@ -45,7 +45,7 @@ from torchmpi.cli.doctor.software_checks import (
 from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, Finding, Program, RankFacts, SelfTest
 from torchmpi.cli.info import _gpu_section
 from torchmpi.distributed import torch_names
-from torchmpi.session.launcher import are_incompatible
+from torchmpi.launch.launcher import are_incompatible
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20

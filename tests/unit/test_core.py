@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
-from torchmpi.session import affinity, runtime
+from torchmpi.launch import affinity
+from torchmpi.session import runtime
 from torchmpi.shared_memory import kernels, memory_layout
 from torchmpi.shared_memory.kernels import native_code
 from torchmpi.shared_memory.segments import Segment
@@ -236,6 +238,58 @@ def test_a_synchronous_call_on_an_idle_queue_stays_in_its_thread():
     call_queue.close()
 
 
+def test_a_thread_that_waits_runs_the_calls_before_its_own_in_their_order():
+    call_queue, seen = CallQueue("test"), []
+    with call_queue.run_lock:  # keeps the helper from a call until all are queued
+        handles = [call_queue.submit(partial(seen.append, i), "call", in_any_thread=i != 2) for i in range(5)]
+    handles[4].wait()
+    assert seen == [0, 1, 2, 3, 4] and all(handle.done() for handle in handles)
+    call_queue.close()
+
+
+def test_calls_for_which_the_program_waits_at_once_need_no_other_thread():
+    call_queue, here = CallQueue("test"), threading.get_ident()
+    threads = [call_queue.submit(threading.get_ident, "call", in_any_thread=True).wait() for _ in range(200)]
+    assert threads.count(here) > 100  # the helper may come first in some
+    assert here not in [call_queue.submit(threading.get_ident, "task").wait() for _ in range(5)]
+    call_queue.close()
+
+
+@pytest.mark.parametrize("watch", ("nothing", "done", "when_done", "a limit"))
+def test_a_call_for_which_nobody_waits_ends(watch):
+    """The helper looks for it, although the program has waited for all calls before."""
+    call_queue, ended = CallQueue("test"), threading.Event()
+    for _ in range(50):
+        call_queue.submit(lambda: None, "call", in_any_thread=True).wait()
+    handle = call_queue.submit(ended.set, "call", in_any_thread=True)
+    if watch == "done":
+        while not handle.done():
+            time.sleep(0.0001)
+    elif watch == "when_done":
+        handle.when_done(lambda: None)
+    elif watch == "a limit":
+        handle.wait(timeout=20)
+    assert ended.wait(20)
+    call_queue.close()
+
+
+def test_a_call_made_by_a_call_that_the_waiting_thread_runs_comes_first():
+    call_queue, seen = CallQueue("test"), []
+
+    def call():
+        call_queue.submit(lambda: seen.append("inner"), "inner", in_any_thread=True).wait()
+        call_queue.run(lambda: seen.append("synchronous"))
+        seen.append("outer")
+
+    for _ in range(10):
+        handle = call_queue.submit(call, "outer", in_any_thread=True)
+        last = call_queue.submit(lambda: seen.append("last"), "last", in_any_thread=True)
+        last.wait()
+        handle.wait()
+    assert seen == ["inner", "synchronous", "outer", "last"] * 10
+    call_queue.close()
+
+
 def test_an_error_is_raised_by_wait_and_the_queue_continues():
     call_queue = CallQueue("test")
     handle = call_queue.submit(lambda: 1 / 0, "division")
@@ -411,8 +465,10 @@ def test_a_joined_handle_ends_with_the_last_of_its_calls():
 # --- call log and status board
 
 
-@pytest.fixture
-def board_of_two():
+@pytest.fixture(params=["in Python", "by a kernel"])
+def board_of_two(request, monkeypatch):
+    publish = kernels.load()["announce"] if request.param == "by a kernel" else None
+    monkeypatch.setattr(call_log.CallLog, "publish", publish)
     first = Segment.create("test", 2 * memory_layout.BLOCK_BYTES)
     boards = [StatusBoard(first, 2), StatusBoard(Segment.open(first.ticket), 2)]
     first.withdraw()

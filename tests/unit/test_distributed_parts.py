@@ -17,10 +17,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi.backends import torch_groups
 from torchmpi.communicators.handle import Handle
 from torchmpi.distributed import arguments, membership, registration, rendezvous, rows, torch_names, work
 from torchmpi.errors import ArgumentError, LaunchError, StallError
+from torchmpi.launch import tcp_store
 
 ReduceOp = dist.ReduceOp
 
@@ -267,19 +267,19 @@ def test_torch_2_6_is_refused_with_the_reason(monkeypatch):
 
 def test_a_store_where_torch_was_built_without_libuv(monkeypatch):
     """Debian's builds raise if the store is opened with torch's default."""
-    store = torch_groups.TCPStore
+    store = tcp_store.TCPStore
 
     def without_libuv(*arguments: object, use_libuv: bool = True, **options: object) -> object:
         if use_libuv:
             raise RuntimeError("use_libuv was requested but PyTorch was build without libuv support")
         return store(*arguments, use_libuv=False, **options)
 
-    monkeypatch.setattr(torch_groups, "TCPStore", without_libuv)
+    monkeypatch.setattr(tcp_store, "TCPStore", without_libuv)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, own_end = listener.getsockname()[1], os.dup(listener.fileno())
     minute = timedelta(minutes=1)
-    server = torch_groups.open_tcp_store("127.0.0.1", port, 2, True, minute, master_listen_fd=own_end)
-    client = torch_groups.open_tcp_store("127.0.0.1", port, 2, False, minute)
+    server = tcp_store.open_tcp_store("127.0.0.1", port, 2, True, minute, master_listen_fd=own_end)
+    client = tcp_store.open_tcp_store("127.0.0.1", port, 2, False, minute)
     server.set("key", "value")
     assert client.get("key") == b"value"
 
@@ -311,7 +311,7 @@ def test_a_timeout_of_zero_is_no_limit_when_ranks_connect(monkeypatch):
     """As with gloo; such a group of torchmpi was not created, since no other rank had connected at once."""
     seconds: list[float] = []
     monkeypatch.setattr(
-        "torchmpi.session.launcherless.connect", lambda *_, timeout_seconds: seconds.append(timeout_seconds)
+        "torchmpi.launch.launcherless.connect", lambda *_, timeout_seconds: seconds.append(timeout_seconds)
     )
     monkeypatch.setattr(membership.mpi_library, "adopt", lambda stand_in: None)
     options = torch_names.BackendOptions()

@@ -25,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import torchmpi
 from torchmpi.errors import ArgumentError, MismatchError
-from torchmpi.session import deadlock, failure, launcher, mpi_library, program_lines, report, signals, stacks
+from torchmpi.launch import launcher, mpi_library, stacks
+from torchmpi.supervision import deadlock, failure, program_lines, report, signals
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -97,7 +98,7 @@ def test_the_handler_that_mpi_init_installs_is_called_too():
     """MPICH has one."""
     code = """
 import ctypes, os, signal
-from torchmpi.session import stacks
+from torchmpi.launch import stacks
 library = ctypes.CDLL(None)
 count = []
 handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(count.append)

@@ -349,8 +349,8 @@ def trace(folder: Path, *lines: str) -> Path:
     writer = TraceWriter(path_for(folder, 0), job, [ClockSample(0, 0, 0)], flush_seconds=3600.0)
     for line in lines:
         writer._lines.append(line)
-        writer._flush()
-    writer.close([])
+        writer.flush()
+    writer.close()
     return writer.path
 
 

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchmpi.backends import network
-from torchmpi.session import heartbeat as heartbeat_module
-from torchmpi.session.heartbeat import Heartbeat, RankStatus
-from torchmpi.session.host_ring import connections, next_hop
+from torchmpi.launch import network
+from torchmpi.supervision import heartbeat as heartbeat_module
+from torchmpi.supervision.heartbeat import Heartbeat, RankStatus
+from torchmpi.supervision.host_ring import connections, next_hop
 
 PLACEMENTS = [[0, 1], [0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 0, 3], [*range(7)]]
 WAIT_SECONDS = 20.0

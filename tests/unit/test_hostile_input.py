@@ -23,17 +23,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchmpi import files
-from torchmpi.backends import meeting, saved_tables
+from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli.doctor import diagnosis
 from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import CheckpointError, LaunchError
+from torchmpi.launch import meeting
+from torchmpi.launch.launcherless import mesh
+from torchmpi.launch.launcherless.endpoint import _HEAD, Endpoint
+from torchmpi.launch.launcherless.requests import CommunicationError
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.parameterserver.shards import chunk_numel
-from torchmpi.session.launcherless import mesh
-from torchmpi.session.launcherless.endpoint import _HEAD, Endpoint
-from torchmpi.session.launcherless.requests import CommunicationError
 from torchmpi.tensors import archive
 
 JOB = saved_tables.describe_job([0, 0], 2, 2, "Some MPI 1.0")

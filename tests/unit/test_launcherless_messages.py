@@ -23,14 +23,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from torchmpi.backends import network
 from torchmpi.errors import LaunchError
-from torchmpi.session import launcherless, mpi_library
-from torchmpi.session.launcherless import mesh
-from torchmpi.session.launcherless.endpoint import Endpoint
-from torchmpi.session.launcherless.requests import ANY, UNDEFINED, CommunicationError, Datatype, Status
-from torchmpi.session.launcherless.stand_in import Intracomm
-from torchmpi.session.launcherless.survivors import Survivors
+from torchmpi.launch import launcherless, mpi_library, network
+from torchmpi.launch.launcherless import mesh
+from torchmpi.launch.launcherless.endpoint import Endpoint
+from torchmpi.launch.launcherless.requests import ANY, UNDEFINED, CommunicationError, Datatype, Status
+from torchmpi.launch.launcherless.stand_in import Intracomm
+from torchmpi.launch.launcherless.survivors import Survivors
 
 LIMIT_SECONDS = 30
 BIG = 20_000_000

@@ -8,12 +8,11 @@ import threading
 
 import pytest
 
-from torchmpi.backends import network
 from torchmpi.cli import job
 from torchmpi.cli.facts import Program
 from torchmpi.cli.launching import launch_command
-from torchmpi.session import launcher
-from torchmpi.session.launcherless.environment import first_host
+from torchmpi.launch import launcher, network
+from torchmpi.launch.launcherless.environment import first_host
 
 _STEP = "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=5 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=2(x2),1"
 _BATCH = "SLURM_JOB_ID=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2)"

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from torchmpi.backends import meeting, network
-from torchmpi.backends.conversations import ConversationError, Conversations, exactly
-from torchmpi.backends.meeting import Met, meet
+from torchmpi.launch import meeting, network
+from torchmpi.launch.conversations import ConversationError, Conversations, exactly
+from torchmpi.launch.meeting import Met, meet
 
 KEY = os.urandom(16)
 SECONDS = 30.0

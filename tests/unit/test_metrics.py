@@ -21,8 +21,9 @@ from torchmpi.communicators.call_log import CallLog, call_code
 from torchmpi.communicators.flight_record import FlightRecord
 from torchmpi.config import Config
 from torchmpi.log import logger
-from torchmpi.session import job_metrics, prometheus
 from torchmpi.shared_memory.memory_layout import MAX_COLLECTIVES
+from torchmpi.supervision import job_metrics, prometheus
+from torchmpi.timeline.observer import ObservedJob
 
 
 def call(log, collective="allreduce", num_bytes=4):
@@ -189,9 +190,10 @@ def free_port():
 
 @contextlib.contextmanager
 def exporting(target, read=metrics_of_rank, local_rank=0, seconds=0.02):
-    ended = job_metrics.export(Config(metrics=str(target), metrics_seconds=seconds), local_rank, 3, read)
+    job = ObservedJob(Config(metrics_seconds=seconds), 3, local_rank, "a", None, read)
+    exporter = job_metrics.exporter(job, str(target)).attach()
     yield
-    ended()
+    exporter.close()
 
 
 def threads():

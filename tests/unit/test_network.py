@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from torchmpi.backends import network
+from torchmpi.launch import network
 
 BRIDGE = "172.17.0.1/16"
 

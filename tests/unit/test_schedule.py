@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchmpi.backends import plan_cost, schedule
-from torchmpi.backends.schedule import Round
+from torchmpi.backends import plan_cost
+from torchmpi.tensors import schedule
+from torchmpi.tensors.schedule import Round
 
 SIZES = range(1, 65)
 Held = dict[int, set[tuple[int, int]]]

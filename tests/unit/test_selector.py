@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torchmpi import errors
 from torchmpi.backend_specs import HIERARCHICAL
 from torchmpi.backends import selection_table
+from torchmpi.backends.base import Backend
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.selection_table import (
     Key,
@@ -181,12 +182,13 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
-class Able:
+class Able(Backend):
     """Reports the availability of a backend that supports these spans."""
+
+    device_types, collectives = ("cpu", "cuda"), COLLECTIVES
 
     def __init__(self, name, *, spans=selection_table.SPANS, verbs=COLLECTIVES, devices=("cpu",)):
         self.name, self.spans, self.collectives, self.devices = name, spans, verbs, devices
-        self.device_types = ("cpu", "cuda")
 
     def takes(self, device_type, collective):
         return device_type == "cpu"

@@ -17,9 +17,9 @@ from simulator.plans import Ranks
 from simulator.servers import ServerRank, request_cost, virtual_time
 from simulator.start import started
 
-from torchmpi.backends import p2p, pieces, round_messages, schedule
+from torchmpi.backends import p2p, pieces, round_messages
 from torchmpi.config import Config
-from torchmpi.tensors import partition
+from torchmpi.tensors import partition, schedule
 
 SMALL_CHUNKS = Config(pipeline_bytes=4096)
 

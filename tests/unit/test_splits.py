@@ -16,7 +16,8 @@ from torchmpi.backends import gpus
 from torchmpi.communicators import splits
 from torchmpi.communicators.splits import Split, Step, plan_split, steps_for
 from torchmpi.errors import TorchMPIError
-from torchmpi.session import affinity, devices
+from torchmpi.launch import affinity
+from torchmpi.session import devices
 
 KEY_PATTERNS: dict[str, Callable[[int, int], object]] = {
     "one group": lambda rank, n: "all",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchmpi.session import start_watch
+from torchmpi.launch import start_watch
 
 
 def test_ranks_that_end_after_the_first_one_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

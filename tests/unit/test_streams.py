@@ -14,6 +14,7 @@ import torch
 from helpers.device_model import DEVICE, DeviceTensor, Model, compute, plain
 
 from torchmpi import errors
+from torchmpi.collective_specs import SPECS
 from torchmpi.collectives import device_staging, prepared
 from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.call_queue import CallQueue
@@ -55,7 +56,7 @@ def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) 
 
     group.call_log.enter(0, (1,))
     try:
-        return device_staging.StagedOperation("allreduce", operation, group, pool)(tensor, out, 0)
+        return device_staging.StagedOperation(SPECS["allreduce"], operation, group, pool).run(tensor, out, 0)
     finally:
         group.call_log.leave()
 

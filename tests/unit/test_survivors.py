@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 
 from torchmpi.errors import RankLostError, StallError
-from torchmpi.session.launcherless.survivors import Survivors
+from torchmpi.launch.launcherless.survivors import Survivors
 
 
 class Wires:

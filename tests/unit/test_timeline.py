@@ -11,73 +11,27 @@ import sys
 import threading
 import time
 import tracemalloc
-from functools import partial
 
 import psutil
 import pytest
 from helpers import bench_rows
+from helpers.timeline_records import EXACT, MAIN, MILLISECOND, call, job, plain, step
 
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.shown_calls import ShownTask
 from torchmpi.errors import ArgumentError
-from torchmpi.tensors import streams
-from torchmpi.timeline import events, torch_profiler, trace_writer
+from torchmpi.timeline import events, observer, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.bench_times import BenchTimes
 from torchmpi.timeline.clocks import ClockSample
-from torchmpi.timeline.events import CallRecord, GroupInfo, Origin, SliceRecord
+from torchmpi.timeline.events import CallRecord, GroupInfo, SliceRecord
 from torchmpi.timeline.merging import merge, merged_events
 from torchmpi.timeline.step_report import StepReport
 from torchmpi.timeline.step_times import CallSite, call_sites, late_ranks, step_spans, times_of_steps
 from torchmpi.timeline.trace_reader import read_folder
 from torchmpi.timeline.trace_writer import TraceWriter, path_for
-
-MILLISECOND = 1_000_000
-MAIN = threading.main_thread().ident
-
-
-def job(rank, size=2):
-    return {"rank": rank, "size": size, "host": f"host{rank}"}
-
-
-def call(rank, seq, begin, end, *, size=2, collective="allreduce", root=-1, queued=0, label="", thread=MAIN):
-    group = GroupInfo(7, "world", rank, tuple(range(size)), 1)
-    origin = Origin(queued * MILLISECOND, "train.py:3", label)
-    times = begin * MILLISECOND, end * MILLISECOND
-    about = "sum", "float32", root, 4096, "shm", "whole slots"
-    return CallRecord(group, seq, collective, *about, *times, thread, origin, "")
-
-
-class PlanOf:
-    """The plan of the call of a record: the writer determines names and backend."""
-
-    def __init__(self, record):
-        self._names = record.collective, record.op, record.dtype, record.root
-        self.backends = ((8, "other"), (None, record.backend))
-
-    def names(self, code):
-        assert code == 99
-        return self._names
-
-    def algorithm(self, number, backend):
-        return f"{backend} {number}"
-
-
-def plain(record):
-    """The record as `Recorder.call` makes it."""
-    code = compile("\n\npass", "train.py", "exec")
-    origin = record.origin.queued, code, 2, record.origin.label
-    times = record.begin, record.end, record.thread
-    return (record.group, record.seq, PlanOf(record), 99, record.num_bytes, 5, *times, origin, record.error)
-
-
-def step(end):
-    return SliceRecord("step", "step", "", end * MILLISECOND, end * MILLISECOND, MAIN, {})
-
-
-EXACT = [[ClockSample(0, 0, 0)]] * 2
 
 
 def write(folder, records, samples=EXACT):
@@ -86,7 +40,7 @@ def write(folder, records, samples=EXACT):
         writer = TraceWriter(path_for(folder, rank), job(rank, len(records)), samples[rank])
         for record in of_rank:
             writer.read(record)
-        writer.close([])
+        writer.close()
     return read_folder(folder)
 
 
@@ -115,8 +69,8 @@ def test_a_file_cut_at_any_byte_can_be_read(tmp_path):
     writer = TraceWriter(path_for(tmp_path, 0), job(0, 2), EXACT[0], flush_seconds=3600.0)
     for seq in range(1, 11):
         writer.read(call(0, seq, seq, seq + 1))
-        writer._flush()
-    writer.close([])
+        writer.flush()
+    writer.close()
     path = tmp_path / "rank0.json.gz"
     whole = path.read_bytes()
     first_member = whole.index(b"\x1f\x8b\x08", 1)
@@ -144,7 +98,7 @@ def test_a_full_disk_ends_the_file_and_not_the_job(tmp_path, capsys):
     resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size, limit[1]))
     try:
         writer.read(call(0, 1, 1, 2, size=1))
-        writer.close([])
+        writer.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert capsys.readouterr().err.count("rank0.json.gz is not complete: [Errno 27] File too large") == 1
@@ -152,7 +106,7 @@ def test_a_full_disk_ends_the_file_and_not_the_job(tmp_path, capsys):
 
 
 def test_events_that_were_flushed_are_there_without_close(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(observer, "PERIOD_SECONDS", 0.01)
     writer = TraceWriter(path_for(tmp_path, 0), job(0, 1), [ClockSample(0, 0, 0)])
     writer.read(call(0, 1, 1, 2, size=1))
     for _ in range(1000):
@@ -160,7 +114,7 @@ def test_events_that_were_flushed_are_there_without_close(tmp_path, monkeypatch)
             break
         threading.Event().wait(0.01)
     assert len(traces[0].calls) == 1 and not traces[0].is_complete
-    writer.close([])
+    writer.close()
     assert read_folder(tmp_path)[0].is_complete
 
 
@@ -171,7 +125,7 @@ def test_a_plain_record_has_all_fields_of_a_call():
 
 
 def test_a_million_calls_do_not_fill_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 3600.0)  # as on a machine that never runs the thread
+    monkeypatch.setattr(observer, "PERIOD_SECONDS", 3600.0)  # as on a machine that never runs the thread
     monkeypatch.setattr(events, "MOST_EVENTS", 10_000)
     writer = TraceWriter(path_for(tmp_path, 0), job(0, 1), [ClockSample(0, 0, 0)])
     record, process = plain(call(0, 1, 1, 2, size=1)), psutil.Process()
@@ -179,7 +133,7 @@ def test_a_million_calls_do_not_fill_memory(tmp_path, monkeypatch):
     for _ in range(1_000_000):
         writer.read((*record,))
     assert process.memory_info().rss - before < 32 << 20
-    writer.close([])
+    writer.close()
     trace = read_folder(tmp_path)[0]
     assert len(trace.calls) == 10_000 and trace.num_lost == 990_000
 
@@ -398,7 +352,7 @@ def test_a_report_needs_little_memory(tmp_path):
             writer.read(each)
             if each.seq % 10 == 0:
                 writer.read(step(3 * each.seq + 2))
-        writer.close([])
+        writer.close()
     tracemalloc.start()
     try:
         report = StepReport.of(read_folder(tmp_path))
@@ -484,27 +438,32 @@ def test_readers_are_added_and_removed():
 
 def test_the_line_of_the_program_is_found():
     def here():
-        return events.origin_of(events.Recorder().origin(5, 0)).line
+        return events.origin_of(events.Recorder().origin(5)).line
 
     assert here() == f"{__file__}:{here.__code__.co_firstlineno + 1}"
     names = {"events": events}
-    source = "def public_function(): return events.origin_of(events.Recorder().origin(0, 1)).line"
+    source = "def public_function(): return events.origin_of(events.Recorder().origin(0)).line"
     exec(compile(source, events.__file__, "exec"), names)
     for _ in range(3):  # the first one finds its line in another way
         assert names["public_function"]() == f"{__file__}:{sys._getframe().f_lineno}"
     found = []
-    _thread.start_new_thread(lambda: found.append(events.Recorder().origin(0, 9)), ())
+    names["found"] = found
+    exec(compile("def record(): found.append(events.Recorder().origin(0))", events.__file__, "exec"), names)
+    _thread.start_new_thread(names["record"], ())  # of which no frame is the program's
     while not found:
         time.sleep(0.001)
     assert events.origin_of(found[0]).line == ""
 
 
-def test_the_profiler_finds_the_call_in_the_task_of_device_tensors():
+def test_the_profiler_is_told_the_call_of_a_task(monkeypatch):
     shown = events.ShownCall(GroupInfo(7, "world", 0, (0, 1), 1), ("allreduce", "sum", "float32", -1), 3, 3)
-    task = ShownTask(CallQueue("example"), lambda: None, shown)
-    assert torch_profiler._described(task) is shown
-    assert torch_profiler._described(partial(streams.queue, "mark", "device", task, task)) is shown
-    assert torch_profiler._described(partial(print, "a server")) is None
+    call_queue, told = CallQueue("example"), []
+    monkeypatch.setattr(events, "show_task", lambda description, call, task: told.append((description, call)) or task)
+    tasks = (ShownTask(call_queue, lambda: 1, shown), None), (lambda: 1, lambda: shown), (lambda: 1, None)
+    for task, describe in tasks:
+        assert call_queue.submit(task, "a call", call=describe).wait() == 1
+    assert told == [("a call", shown)] * 2 + [("a call", None)]
+    call_queue.close()
 
 
 def test_the_bandwidth_of_calls_that_only_waited_is_zero():

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmpi.backends import ordered_reduction, rank_order
+from torchmpi.backends.base import Operation
 from torchmpi.backends.hierarchical import steps
 from torchmpi.backends.nccl.recipes import recipe
 from torchmpi.backends.pipeline import run_pipelined
@@ -132,7 +133,7 @@ def test_a_reduce_scatter_of_rows_reduces_the_elements_of_these_rows() -> None:
     for rank, (first, last) in enumerate(((0, 3), (3, 5), (5, 7))):
         group: Any = SimpleNamespace(rank=rank, size=3)
         reduction: Any = Copies()
-        scattered = ordered_reduction.operation(group, reduction, "reduce_scatter")(source, None, 0)
+        scattered = ordered_reduction.operation(group, reduction, "reduce_scatter").run(source, None, 0)
         assert torch.equal(scattered, source[first:last])
 
 
@@ -142,7 +143,7 @@ def test_the_plan_of_a_step_names_its_backends() -> None:
 
     def bind(group: Any, collective: str, *_: object) -> tuple[Any, Any]:
         bound.append(collective)
-        return (lambda source, destination, root: source), ((4096, "p2p"), (None, "shm"))
+        return Operation(lambda source, destination, root: source), ((4096, "p2p"), (None, "shm"))
 
     group: Any = SimpleNamespace(plans={}, perform=lambda plan, *_: plan)
     runner = steps.StepRunner("avg", bind)

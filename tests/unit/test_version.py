@@ -11,7 +11,7 @@ import pytest
 
 from torchmpi import _version
 from torchmpi.errors import LaunchError
-from torchmpi.session import mpi_library
+from torchmpi.launch import mpi_library
 
 
 def copy_of_module(folder: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, get_args
 
@@ -11,25 +12,37 @@ import torch
 
 from ..collective_specs import COLLECTIVES, SPECS
 from ..communicators.group import Group
+from ..communicators.plan import Run
 from ..config import BackendName
-
-Operation = Callable[[Any, Any, int], Any]
-"""``operation(source, destination, root) -> result``, on contiguous tensors of a device that the backend accepts."""
+from ..shared_memory.fast_path import CachedCall
+from ..tensors import bucket_plan
 
 NAMES: tuple[str, ...] = get_args(BackendName)
 """All backends of the design, implemented or not."""
 
 
 class TensorTable(Protocol):
-    """Tensors at separate addresses that an operation reduces as one stream of bytes.
-
-    An operation has the attribute ``many``, an operation on such a table, if its backend supports tables.
-    """
+    """Tensors at separate addresses that an operation reduces as one stream of bytes."""
 
     table: np.ndarray
     """For each tensor its offset in the stream, address and length in bytes."""
     num_bytes: int
     """The length of the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a backend gives for a collective on a group."""
+
+    run: Run
+    """``run(source, destination, root) -> result``, on contiguous tensors of a device that the backend accepts."""
+    run_list: Callable[[TensorTable, None, int], Any] | None = None
+    """The same for tensors at separate addresses; None if the backend needs them packed."""
+    compares: bool = False
+    """Whether it compares the calls of a strict group itself."""
+    cached_call: Callable[[int, int | None], CachedCall | None] | None = None
+    """``cached_call(root, most_bytes)``: the call with a root for the fast path, for tensors of at most `most_bytes`
+    (None: of any size); None if the fast path cannot run it."""
 
 
 class Backend(Protocol):
@@ -65,6 +78,14 @@ class Backend(Protocol):
         group, it is None if the collective can run on some group.
         """
 
+    def lacks(self, collective: str, dtype: torch.dtype | None, op: str | None) -> str | None:
+        """Return the reason why it cannot run a collective that it has with a dtype and operation; None if it can."""
+        return None
+
+    def is_tested(self, group: Group) -> bool:
+        """Return whether such groups have been tested with it; otherwise it runs on request only."""
+        return True
+
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective for repeated use on a group."""
 
@@ -89,12 +110,9 @@ def collectives_of(*classes: type) -> frozenset[str]:
 
 
 def bind(backend: Backend, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-    """Prepare a collective on a group; its calls are published for the comparison between the ranks.
-
-    An operation has the attribute ``compares`` if it compares the calls of a strict group itself.
-    """
+    """Prepare a collective on a group; its calls are published for the comparison between the ranks."""
     operation = backend.bind(group, collective, dtype, op)
-    announces = getattr(operation, "compares", False) if group.is_strict else backend.announces
+    announces = operation.compares if group.is_strict else backend.announces
     return operation if announces else announced(group, operation)
 
 
@@ -102,36 +120,59 @@ def announced(group: Group, operation: Operation) -> Operation:
     """Return an operation that publishes the current call before it runs; in a strict group, it compares the call."""
     announce = group.announce if group.is_strict else group.call_log.announce
 
-    def run(tensor: Any, out: Any, root: int) -> Any:
-        announce()
-        return operation(tensor, out, root)
+    def after_announcement(run: Run) -> Run:
+        def announce_and_run(tensor: Any, out: Any, root: int) -> Any:
+            announce()
+            return run(tensor, out, root)
 
-    many = getattr(operation, "many", None)
-    if many is not None:
-        run.many = announced(group, many)  # type: ignore[attr-defined]
-    return run
+        return announce_and_run
+
+    run_list = None if operation.run_list is None else after_announcement(operation.run_list)
+    return Operation(after_announcement(operation.run), run_list)
 
 
 def by_size(parts: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation:
     """Return one operation from several, each for tensors of up to a number of bytes; the last takes all larger ones.
 
-    >>> give = lambda result: lambda tensor, out, root: result
-    >>> run = by_size([(8, give("small")), (None, give("large"))], torch.float32)
+    >>> give = lambda result: Operation(lambda tensor, out, root: result)
+    >>> run = by_size([(8, give("small")), (None, give("large"))], torch.float32).run
     >>> run(torch.ones(2), None, 0), run(torch.ones(3), None, 0)
     ('small', 'large')
     """
-    (_, operation), *smaller = reversed(parts)
-    for limit, small in smaller:
+    (_, last), *smaller = reversed(parts)
+    if not smaller:
+        return last
+    run, run_list = last.run, last.run_list
+    for limit, operation in smaller:
         assert limit is not None and dtype is not None
-        operation = _switch(limit // dtype.itemsize, small, operation)
+        most_numel = limit // dtype.itemsize
+        run = _switch(most_numel, operation.run, run)
+        if run_list is not None:  # short lists may be packed
+            run_list = _switch(most_numel, operation.run_list or _packing(operation.run), run_list)
     limit, first = parts[0]
-    if smaller and (cached := getattr(first, "cached_up_to", None)) is not None:  # the fast path, for short tensors
-        operation.cached_call = partial(cached, limit)  # type: ignore[attr-defined]
-    return operation
+    return Operation(run, run_list, cached_call=first.cached_call and partial(_limited, first.cached_call, limit))
 
 
-def _switch(most_numel: int, small: Operation, large: Operation) -> Operation:
+def _limited(
+    cached_call: Callable[[int, int | None], CachedCall | None], limit: int | None, root: int, most_bytes: int | None
+) -> CachedCall | None:
+    sizes = [size for size in (limit, most_bytes) if size is not None]
+    return cached_call(root, min(sizes, default=None))
+
+
+def _switch(most_numel: int, small: Run, large: Run) -> Run:
     def run(tensor: torch.Tensor, out: Any, root: int) -> Any:
         return (small if tensor.numel() <= most_numel else large)(tensor, out, root)
 
     return run
+
+
+def _packing(run: Run) -> Run:
+    """Return a function on tensor lists that packs them for one on a flat tensor."""
+
+    def run_packed(tensors: Any, _: None, root: int) -> None:
+        flat = bucket_plan.pack(tensors.work)
+        run(flat, None, root)
+        bucket_plan.unpack(flat, tensors.work)
+
+    return run_packed

@@ -26,6 +26,6 @@ def compared(operation: Operation, group: Group, collective: str, shared: Shared
 
     def run(source: Any, destination: Any, root: int) -> Any:
         compare()
-        return operation(source, destination, root)
+        return operation.run(source, destination, root)
 
-    return run
+    return Operation(run)

@@ -21,11 +21,11 @@ import torch
 
 from ..communicators.call_log import call_code
 from ..communicators.group import Group
+from ..communicators.plan import Run
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import WITH_COMPARISON, LogFields
-from ..tensors import buffers, dtypes
-from . import schedule
+from ..tensors import buffers, dtypes, schedule
 from .base import Operation
 from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from .rank_order import Combiner, combiner
@@ -288,15 +288,17 @@ class FastAllreduce:
 class ComparedAllreduce:
     """An allreduce whose short vectors are sent with the comparison of the call."""
 
-    compares = True
-
-    def __init__(self, group: Group, dtype: torch.dtype, op: str, longer: Operation) -> None:
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, longer: Run) -> None:
         assert isinstance(group.comparison, NumberExchange)
         self.group, self.exchange, self.longer = group, group.comparison, longer
         self.combine = combiner(dtype, op)
         self._dtype, self._op = dtype, op
 
-    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+    def operation(self) -> Operation:
+        """Return the operation of the collective."""
+        return Operation(self.run, compares=True, cached_call=self.cached_call)
+
+    def run(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         if not can_carry(buffer.nbytes, self.group.size):
             self.group.announce()
@@ -308,15 +310,12 @@ class ComparedAllreduce:
             self.group.refuse_call()
         return buffer
 
-    def cached_call(self, root: int) -> fast_path.CachedCall | None:
+    def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
-        return self.cached_up_to(most_carried(self.group.size), root)
-
-    def cached_up_to(self, most_bytes: int, root: int) -> fast_path.CachedCall | None:
-        """Return the same for tensors of at most `most_bytes`."""
         if not can_call_from_kernels(self.group):
             return None
-        most_bytes = min(most_bytes, most_carried(self.group.size))
+        carried = most_carried(self.group.size)
+        most_bytes = carried if most_bytes is None else min(most_bytes, carried)
         fast = FastAllreduce(self.group, self._dtype, self._op, most_bytes, self.exchange, self._finish)
         return fast.cached_call()
 

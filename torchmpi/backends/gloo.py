@@ -19,15 +19,17 @@ import torch
 from ..collective_specs import SPECS
 from ..communicators import algorithms
 from ..communicators.group import Group
+from ..communicators.plan import Run
 from ..config import Config
 from ..errors import TorchMPIError, TransportError
+from ..launch import network
 from ..shared_memory.memory_layout import Block, LogFields
 from ..tensors import buffers
-from . import network, ordered_reduction
+from ..tensors.schedule import Round
+from . import ordered_reduction
 from .base import Operation, refusal
 from .p2p import PipelinedReduction
 from .round_messages import TensorOf
-from .schedule import Round
 from .shm import SharedMemoryBackend
 from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, copy_own
 
@@ -52,7 +54,7 @@ def prepare(
     gloo ends a process that receives more bytes than it expects, so the comparison on the status board, which other
     backends make while their calls run, would come too late.
     """
-    operation = _operation(config, group, torch_group, collective, dtype, op)
+    work = _work(config, group, torch_group, collective, dtype, op)
     if group.log_board is None:  # compared by a message already, or not at all
         compare: Callable[[], None] = _nothing
     elif refusal(shared, collective, "cpu", group) is None:
@@ -63,28 +65,28 @@ def prepare(
     def run(source: Any, destination: Any, root: int) -> Any:
         compare()
         try:
-            return operation(source, destination, root)
+            return work(source, destination, root)
         except BaseException as error:
             is_on_all_ranks = isinstance(error, TorchMPIError) and not isinstance(error, TransportError)
             if not is_on_all_ranks:
                 torch_group.abort(error)
             raise
 
-    return run
+    return Operation(run)
 
 
-def _operation(
+def _work(
     config: Config, group: Group, torch_group: GlooGroup, collective: str, dtype: torch.dtype | None, op: str | None
-) -> Operation:
+) -> Run:
     if not SPECS[collective].tensors:
         return torch_group.barrier
     if SPECS[collective].reduces:
         assert dtype is not None and op is not None
         chunk_bytes = min(config.pipeline_bytes, config.message_bytes)  # gloo takes less than 2 GB
         reduction = GlooReduction(group, torch_group, dtype, op, chunk_bytes)
-        return ordered_reduction.operation(group, reduction, collective)
-    operation: Operation = getattr(RowMovement(group, torch_group), collective)
-    return operation
+        return ordered_reduction.operation(group, reduction, collective).run
+    movement: Run = getattr(RowMovement(group, torch_group), collective)
+    return movement
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ..communicators.group import Group
 from ..config import Config
-from .base import Operation
+from .base import Backend, Operation
 from .job_facts import JobFacts, problem_of_any
 from .shm import SharedMemoryBackend
 
@@ -24,7 +24,7 @@ def problem() -> str:
     return "" if has_gloo else "this torch was built without gloo"
 
 
-class GlooBackend:
+class GlooBackend(Backend):
     """Collectives over gloo, on host memory."""
 
     name = "gloo"

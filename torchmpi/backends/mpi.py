@@ -24,7 +24,7 @@ from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.operation_specs import OperationSpec, form
 from ..tensors.writable import is_writable
 from . import ordered_reduction
-from .base import Operation, collectives_of
+from .base import Backend, Operation, collectives_of
 from .comparing import compared
 from .job_facts import JobFacts
 from .mpi_messages import (
@@ -46,7 +46,7 @@ _TAG = 1
 _GATHER_ALL_BYTES = 16 << 10
 
 
-class MPIBackend:
+class MPIBackend(Backend):
     """Collectives of the MPI library, on host memory; a CUDA-aware library also moves device memory."""
 
     name = "mpi"
@@ -96,8 +96,7 @@ class MPIBackend:
 
     def _bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         if not SPECS[collective].reduces:
-            operation: Operation = getattr(MPIMovement(group, self.config.message_bytes), collective)
-            return operation
+            return Operation(getattr(MPIMovement(group, self.config.message_bytes), collective))
         assert dtype is not None and op is not None
         reduction: RangeReduction
         if dtypes.may_use_mpi(dtype, op, group.size):

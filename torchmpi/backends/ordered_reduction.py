@@ -30,9 +30,8 @@ class RangeReduction(Protocol):
 def operation(group: Group, reduction: RangeReduction, collective: str) -> Operation:
     """Return the operation of a collective that reduces."""
     if SPECS[collective].divides:
-        return RowReduceScatter(group, reduction).run
-    found: Operation = getattr(reduction, collective)
-    return found
+        return Operation(RowReduceScatter(group, reduction).run)
+    return Operation(getattr(reduction, collective))
 
 
 class RowReduceScatter:

@@ -2,7 +2,7 @@
 
 An MPI library adds along rings or trees, in an order that depends on the size. Here each rank owns a part of the
 vector, receives that part of every other vector, and combines all of them in rank order: the bytes are those of a ring,
-and the bits depend on the rank order only. :mod:`torchmpi.backends.schedule` plans the messages; this file sends them
+and the bits depend on the rank order only. :mod:`torchmpi.tensors.schedule` plans the messages; this file sends them
 chunk by chunk, so that one chunk is combined while the next ones are on the network.
 """
 
@@ -22,8 +22,9 @@ from ..communicators import algorithms
 from ..communicators.group import Group
 from ..config import Config
 from ..shared_memory.memory_layout import LogFields
-from ..tensors import buffers, partition
-from . import ordered_reduction, schedule
+from ..tensors import buffers, partition, schedule
+from ..tensors.schedule import Round
+from . import ordered_reduction
 from .base import Operation
 from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, row_counts, rows_of
@@ -31,7 +32,6 @@ from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
 from .round_messages import CompiledAllreduce, CompiledPieces, Requests, RoundMessages, TensorOf, messages_of
-from .schedule import Round
 
 Exchange = tuple[Requests, list[torch.Tensor]]
 """The messages of an exchange, and the versions of this rank's part in rank order."""
@@ -54,13 +54,11 @@ _MESSAGE_BYTES = 16 << 10
 def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
     """Prepare a collective on a group."""
     if not SPECS[collective].reduces:
-        movement = P2PMovement(group, config.message_bytes)
-        operation: Operation = getattr(movement, collective)
-        return operation
+        return Operation(getattr(P2PMovement(group, config.message_bytes), collective))
     assert dtype is not None and op is not None
     operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
     if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
-        return ComparedAllreduce(group, dtype, op, operation)
+        return ComparedAllreduce(group, dtype, op, operation.run).operation()
     return operation
 
 

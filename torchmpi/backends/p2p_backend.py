@@ -9,13 +9,13 @@ import torch
 from ..collective_specs import SPECS
 from ..communicators.group import Group
 from ..config import Config
-from .base import Operation
+from .base import Backend, Operation
 from .comparing import compared
 from .job_facts import JobFacts
 from .shm import SharedMemoryBackend
 
 
-class P2PBackend:
+class P2PBackend(Backend):
     """Reductions in rank order, broadcast and allgather over messages between pairs of ranks; on host memory."""
 
     name = "p2p"

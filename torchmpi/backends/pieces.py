@@ -33,7 +33,7 @@ def piece_sizes(size: int, vendor: str) -> PieceSizes:
 
     Two ranks do not divide a link among peers: much may be in progress, so that the link is busy while their processes
     wait for a core. MPICH announces each piece to the receiver and waits for its answer: fewer are better. Open MPI
-    announces only longer ones (see `session.mpi_library`), which it then sends and receives by turns.
+    announces only longer ones (see `launch.mpi_library`), which it then sends and receives by turns.
 
     >>> piece_sizes(3, "MPICH").piece >> 10, piece_sizes(2, "MPICH").piece >> 10
     (32, 1024)

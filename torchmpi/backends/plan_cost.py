@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from . import schedule
-from .schedule import Round
+from ..tensors import schedule
+from ..tensors.schedule import Round
 
 HEADER_BYTES = 16
 """Two numbers, by which ranks compare their calls."""

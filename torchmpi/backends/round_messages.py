@@ -19,10 +19,10 @@ from ..communicators.group import Group
 from ..shared_memory import kernels
 from ..shared_memory.kernels import records, reduction
 from ..tensors import buffers
+from ..tensors.schedule import Message, Round
 from .mpi_messages import STATUS_BYTES, can_call_from_kernels, kernel_fields, messages
 from .pieces import PieceQueue, piece_sizes
 from .pipeline import ChunkBuffers
-from .schedule import Message, Round
 
 Requests = list[Any]
 """The messages in progress, as the library that carries them describes them."""

@@ -186,11 +186,7 @@ class Selector:
             return "it is unknown"
         backend = self.backends[name]
         reason = self._why_off(name) or refusal(backend, call.collective, call.device_type, group)
-        lacks = getattr(backend, "lacks", None)
-        if reason is not None or lacks is None:
-            return reason
-        what: str | None = lacks(call.collective, call.dtype, call.op)
-        return what
+        return backend.lacks(call.collective, call.dtype, call.op) if reason is None else reason
 
     def _why_off(self, name: str) -> str | None:
         is_off = self._config.gpu_backends == "none" and name in GPU_BACKENDS
@@ -218,8 +214,7 @@ class Selector:
 
     def _is_tested(self, name: str, group: Group) -> bool:
         """Return whether such a group has been tested on GPUs with a backend."""
-        is_tested = getattr(self.backends.get(name), "is_tested", None)
-        return is_tested is None or is_tested(group)
+        return name not in self.backends or self.backends[name].is_tested(group)
 
     def _default(self, key: Key, can: Callable[[str], bool], group: Group, *, hierarchical: str | None = None) -> str:
         return default_transport(

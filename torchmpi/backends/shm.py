@@ -18,7 +18,8 @@ import torch
 from ..collective_specs import SPECS
 from ..communicators import call_log
 from ..communicators.call_log import Call, call_code
-from ..communicators.group import Group
+from ..communicators.group import Group, GroupResource
+from ..communicators.plan import Run
 from ..config import Config
 from ..errors import ArgumentError, InternalError
 from ..shared_memory import fast_path, kernels, memory_layout, process_vm
@@ -30,13 +31,12 @@ from ..shared_memory.memory_layout import (
     Block,
     CounterFields,
     Entry,
-    LockFields,
     LogFields,
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
 from ..tensors import dtypes, partition
-from .base import Operation, TensorTable, collectives_of
+from .base import Backend, Operation, TensorTable, collectives_of
 from .job_facts import JobFacts, problem_of_any
 from .mpi_messages import destination_for, longest_part, rows_of
 
@@ -54,7 +54,7 @@ _MAX_DIMS = Entry.FIELDS - Entry.payload - 2
 Kernels = dict[str, Callable[..., int]]
 
 
-class SharedMemoryBackend:
+class SharedMemoryBackend(Backend):
     """Collectives of ranks on one host."""
 
     name = "shm"
@@ -119,11 +119,13 @@ class SharedMemoryBackend:
         self._share(group)
         spec = SPECS[collective]
         calls = (SharedReduction if spec.reduces else SharedMovement)(group, self.kernels, dtype, op)
-        operation: Operation = getattr(calls, collective)
+        run: Run = _or_abort(getattr(calls, collective), calls.shared)
         if spec.tensors and (collective not in fast_path.COLLECTIVES or dtype is None):
-            return _or_abort(operation, calls.shared)
+            return Operation(run)
         code = call_code(collective, op, 0 if dtype is None or spec.only_root_passes else dtypes.info(dtype).code)
-        return SharedOperation(calls, collective, code, operation)
+        on_lists = calls.operations_on_lists().get(collective)
+        run_list = None if on_lists is None else _or_abort(on_lists, calls.shared)
+        return Operation(run, run_list, cached_call=CallsOfFastPath(calls, collective, code, run).cached_call)
 
     def comparison(self, group: Group) -> Callable[[], None]:
         """Return a function that compares the current call of a group, which another backend runs, between all ranks.
@@ -139,8 +141,10 @@ class SharedMemoryBackend:
                 group.shared = SharedGroup(group, self.heap)
 
 
-class SharedGroup:
+class SharedGroup(GroupResource):
     """The record of a group for the kernels: its slots, the mapped segments of other ranks, and how to wait."""
+
+    can_expire = True
 
     def __init__(self, group: Group, heap: SharedHeap) -> None:
         assert group.status_board is not None
@@ -224,12 +228,12 @@ class SharedGroup:
         return f"{records.CHECKS[check]} (value {record.violation_value}, limit {record.violation_limit})"
 
 
-def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
-    """Abort the call if the operation fails, or is interrupted, between two kernels."""
+def _or_abort(work: Run, shared: SharedGroup) -> Run:
+    """Abort the call if it fails, or is interrupted, between two kernels."""
 
     def run(source: Any, destination: Any, root: int) -> Any:
         try:
-            return operation(source, destination, root)
+            return work(source, destination, root)
         except BaseException:
             shared.abort()
             raise
@@ -252,9 +256,12 @@ class SharedCalls:
         self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
         self._records: dict[int, records.KernelCall] = {}
-        self._lock_fields = self.call_queue.run_lock.fields
         self.rootless = self.record()
         """The address of the call record of a call without a root."""
+
+    def operations_on_lists(self) -> dict[str, Run]:
+        """Return the collectives that reduce tensors at separate addresses."""
+        return {}
 
     def record(self, root: int = -1) -> int:
         """Return the address of the call record for a root."""
@@ -285,17 +292,17 @@ class SharedCalls:
         seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ self.mark
         self.call_log.time_field = CounterFields.known_ns
-        if self._lock_fields[LockFields.pending] == 0:
-            status = self.kernels[kernel](record, seq, signature, *arguments)
-        else:
+        if self.call_queue.in_background:
             status = self._in_kernel(kernel, record, seq, signature, *arguments)
+        else:
+            status = self.kernels[kernel](record, seq, signature, *arguments)
         while status and status & records.STATUS_KINDS != records.UNEVEN:
             self.settle(status)
             status = self._in_kernel(kernel, record, seq, signature, *arguments)
         return status
 
     def _in_kernel(self, kernel: str, *arguments: int) -> int:
-        if self.call_queue.pending == 0:
+        if not self.call_queue.in_background:
             return self.kernels[kernel](*arguments)
         self.shared.be_patient(polite=True)
         try:
@@ -387,6 +394,10 @@ class SharedReduction(SharedCalls):
         """Reduce in place, on all ranks."""
         self.run("allreduce", self.rootless, buffer.data_ptr(), buffer.numel())
         return buffer
+
+    def operations_on_lists(self) -> dict[str, Run]:
+        """Return the collectives that reduce tensors at separate addresses."""
+        return {"allreduce": self.allreduce_many}
 
     def allreduce_many(self, tensors: TensorTable, _: Any, root: int) -> None:
         """Reduce a list of tensors in place, without packing them."""
@@ -546,27 +557,16 @@ class SharedMovement(SharedCalls):
         )
 
 
-class SharedOperation:
-    """An operation that the fast path can also run (see :mod:`torchmpi.shared_memory.fast_path`)."""
+class CallsOfFastPath:
+    """The calls of an operation that the fast path runs (see :mod:`torchmpi.shared_memory.fast_path`)."""
 
-    def __init__(self, calls: SharedCalls, collective: str, code: int, operation: Operation) -> None:
-        self._calls, self._code, self._operation = calls, code, operation
-        self._is_rooted = SPECS[collective].is_rooted
-        many: Operation | None = getattr(calls, f"{collective}_many", None)
-        self.many = None if many is None else _or_abort(many, calls.shared)
+    def __init__(self, calls: SharedCalls, collective: str, code: int, run: Run) -> None:
+        self._calls, self._code, self._run, self._is_rooted = calls, code, run, SPECS[collective].is_rooted
 
-    def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
-        """Run the operation through Python, and abort the call if it fails or is interrupted."""
-        try:
-            return self._operation(source, destination, root)
-        except BaseException:  # inlined: _or_abort would be another function call
-            self._calls.shared.abort()
-            raise
-
-    def cached_call(self, root: int) -> fast_path.CachedCall | None:
-        """Return the call with this root for the fast path, or None if the fast path cannot run the call."""
+    def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
+        """Return the call with this root for the fast path; None if it is used for a part of the sizes."""
         calls = self._calls
-        if calls.group.is_strict:
+        if most_bytes is not None or calls.group.is_strict:
             return None
         code, record = self._code | root << 32, calls.record(root if self._is_rooted else -1)
         return fast_path.CachedCall(
@@ -593,6 +593,6 @@ class SharedOperation:
         def finish() -> Any:
             if status & records.STATUS_KINDS != records.UNEVEN:
                 calls.settle(status)
-            return self(source, destination, root)
+            return self._run(source, destination, root)
 
         return calls.group.settle(calls.kernels["read_ticks"](), finish)

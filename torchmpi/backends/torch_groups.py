@@ -14,29 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..communicators.group import Group
+from ..communicators.group import Group, GroupResource
 from ..errors import DeviceError, TransportError
 from ..tensors import buffers, partition
 from .mpi_messages import broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
 
 if TYPE_CHECKING or torch.distributed.is_available():
-    from torch._C._distributed_c10d import Store, TCPStore
+    from torch._C._distributed_c10d import Store
 else:  # a torch without process groups: the backends are unavailable
     Store = object
 
 NO_TIMEOUT = timedelta(days=365)
 """The timeout of torch's process groups: the watchdog of torchmpi reports a stall first."""
-
-
-def open_tcp_store(address: str, port: int, size: int, is_server: bool, timeout: timedelta, **options: Any) -> Store:
-    """Open or join a TCPStore that does not wait for the others, also where torch was built without libuv (Debian)."""
-    options |= {"wait_for_workers": False}
-    try:
-        return TCPStore(address, port, size, is_server, timeout, **options)
-    except RuntimeError as error:
-        if "libuv" not in str(error):
-            raise
-        return TCPStore(address, port, size, is_server, timeout, use_libuv=False, **options)
 
 
 class GroupStore(Store):
@@ -88,7 +77,7 @@ class GroupStore(Store):
                 self._values |= others
 
 
-class TorchGroup(ABC):
+class TorchGroup(GroupResource, ABC):
     """A process group of torch over the ranks of a group: opened by the first call, closed with the group."""
 
     library: str

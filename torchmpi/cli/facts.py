@@ -29,7 +29,7 @@ from ..backends.nccl import nccl_backend
 from ..config import PREFIX, SET_BY_RUN, Config
 from ..distributed import registration
 from ..errors import ConfigError, LaunchError
-from ..session import affinity, launcher, mpi_library
+from ..launch import affinity, launcher, mpi_library
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..communicators.call_log import CallNumber, describe
 from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
 from ..communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, LoggedMessages
-from ..session.report import named
+from ..supervision.report import named
 
 _MOST_LAST_CALLS = 3
 

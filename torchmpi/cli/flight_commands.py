@@ -27,7 +27,7 @@ from ..communicators.flight_record import (
     write_copy,
 )
 from ..errors import TorchMPIError
-from ..session.report import named
+from ..supervision.report import named
 from . import torch_traces
 from .flight_analysis import as_json, report
 

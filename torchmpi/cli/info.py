@@ -19,7 +19,8 @@ from ..backends.selector import AVAILABLE, Availability
 from ..collective_specs import COLLECTIVES
 from ..config import PREFIX, Config
 from ..errors import LaunchError, MissingMPIError, TorchMPIError
-from ..session import affinity, launcher, mpi_library, runtime
+from ..launch import affinity, launcher, mpi_library
+from ..session import runtime
 from .facts import mpi_facts, nccl, versions
 from .formatting import core_list, counted, section, table
 from .launching import leave_job

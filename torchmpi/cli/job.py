@@ -10,10 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..backends import network
 from ..errors import ArgumentError, LaunchError, MissingMPIError
-from ..session import launcher, mpi_library
-from ..session.launcherless.environment import first_host
+from ..launch import launcher, mpi_library, network
+from ..launch.launcherless.environment import first_host
 from . import hosts, rank_start
 from .facts import Program
 from .launching import find_programs, hosts_of_batch_job, launch_command

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..session import affinity, mpi_library, runtime
+from ..launch import affinity, mpi_library
+from ..session import runtime
 from .facts import Program
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         parser.error("no command to run")
-    launcher = _module("session/launcher.py")
+    launcher = _module("launch/launcher.py")
     found = launcher.detect()
     if options.master is not None:
         if found.rank is None:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 
 from ..errors import LaunchError
-from ..session import launcher
+from ..launch import launcher
 from . import separate_ranks
 from .job import Job, program_of
 from .rank_start import execute

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType
 
-from ..backends import network, torch_groups
 from ..errors import JobError
+from ..launch import launcher, network, tcp_store
 from ..log import logger
-from ..session import launcher
 from .supervision import TIME_LIMIT_STATUS, GroupSignals, handle_signals
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -54,7 +53,7 @@ class SeparateRanks:
         address = network.loopback()
         server = network.listen(address, self._num_ranks)
         port = server.getsockname()[1]
-        store = torch_groups.open_tcp_store(
+        store = tcp_store.open_tcp_store(
             address, port, self._num_ranks, True, _TIMEOUT, master_listen_fd=server.detach()
         )
         handle_signals(self._pass_on)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ..backends import network
+from ..launch import network
 from ..log import logger
 from .job import Job
 

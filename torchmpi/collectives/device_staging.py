@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ..backends.base import Operation
-from ..collective_specs import SPECS
+from ..collective_specs import CollectiveSpec
 from ..communicators import call_parts
 from ..communicators.group import Group
+from ..communicators.plan import Run
 from ..tensors import buffers, partition, streams
 
 _NUM_BUFFERS = 3  # one receives a copy from the device, the backend uses one, one is copied to the device
@@ -94,10 +94,10 @@ class StagingPool:
 class StagedOperation:
     """A collective on device tensors, in place or into `out`, by an operation that takes host memory."""
 
-    def __init__(self, collective: str, operation: Operation, group: Group, pool: StagingPool) -> None:
-        self._spec, self._operation, self._group, self._pool = SPECS[collective], operation, group, pool
+    def __init__(self, spec: CollectiveSpec, work: Run, group: Group, pool: StagingPool) -> None:
+        self._spec, self._work, self._group, self._pool = spec, work, group, pool
 
-    def __call__(self, tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
+    def run(self, tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         """Run the collective."""
         is_root = self._group.rank == root
         receives = self._spec.receives(is_root)
@@ -140,7 +140,7 @@ class StagedOperation:
                 if k > 0:  # for the backend and the other ranks, each chunk is a separate call
                     call_log.enter_next_chunk()
                 chunk = buffer.view(numel, dtype)
-                self._operation(chunk, None, root)
+                self._work(chunk, None, root)
                 if target is not None:
                     buffer.copy(target[begin : begin + numel], chunk)
 

@@ -1,4 +1,4 @@
-"""From the arguments of a collective to a plan: checks, plan lookup, and submission to the call queue."""
+"""From the arguments of a collective to its plan, and to a call in the order of the group's call queue."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import other_names
-from ..collective_specs import IN_PLACE, SPECS, spec_of
+from ..collective_specs import IN_PLACE, SPECS, CollectiveSpec, spec_of
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm, used
-from ..communicators.plan import Plan
+from ..communicators.plan import PLAIN, PLAIN_CUDA, Place, Plan, PlanKey
 from ..errors import ArgumentError, DeviceError, DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
@@ -23,17 +23,22 @@ from ..tensors import bucket_plan, buffers, writable
 from ..tensors.dtypes import OPS
 from ..tensors.numbers import as_tensor, is_number, restore
 from ..tensors.operation_specs import OPERATIONS
-from .prepared import PlanKey, PreparedPlan, no_cached_call, prepare
+from .prepared import prepare
 
 _Tensor = torch.Tensor
-_STRIDED = torch.strided
+_get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
+BARRIER = PlanKey("barrier", None, None, PLAIN)
+
+
+_LASTING = (Communicator, Group)
+"""Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
 
 
 class CheckedCall(NamedTuple):
     """A collective call with checked arguments."""
 
     group: Group
-    plan: PreparedPlan
+    plan: Plan
     tensor: _Tensor | None
     root: int
     finish: Callable[[Any], Any] | None
@@ -48,20 +53,52 @@ class CheckedCall(NamedTuple):
         return out if self.tensor is None else self.tensor
 
 
-def is_simple(tensor: Any) -> bool:
-    """Return whether a value is a contiguous host tensor without further properties."""
-    try:
-        return (
-            type(tensor) is _Tensor
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and not tensor.is_nested
-            and tensor.is_contiguous()
-            and not (tensor.is_neg() or tensor.requires_grad)
-            and (tensor.data_ptr() != 0 or tensor.numel() == 0)
-        )
-    except RuntimeError:  # of data_ptr(), for the tensors of torch.func
-        return False
+def call(
+    collective: str,
+    tensor: Any,
+    out: _Tensor | None,
+    root: Any = 0,
+    op: str | None = None,
+    comm: Comm = None,
+    backend: str | None = None,
+) -> Any:
+    """Run a collective, and let the fast path run the next equal call."""
+    if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
+        op = other_names.operation(op)
+    group, plan, given, root, finish = checked = check_call(collective, tensor, out, root, op, comm, backend)
+    may_be_cached = plan.cached_call is not None or given is None  # the plan of a call with None has no dtype
+    if may_be_cached and backend is None and (comm is None or type(comm) in _LASTING):
+        cache_call(group, collective, (given, out, root), op, comm)
+    subject = checked.subject(out) if plan.is_on_device else None
+    describe = group.described_call
+    result = group.call_queue.run(group.perform, plan, given, out, root, subject=subject, describe=describe)
+    return result if finish is None else finish(result)
+
+
+def submit(
+    collective: str,
+    tensor: Any,
+    out: _Tensor | None = None,
+    *,
+    root: int = 0,
+    op: str | None = None,
+    comm: Comm = None,
+    backend: str | None = None,
+) -> Handle[Any]:
+    """Run a collective in the background."""
+    checked = check_call(collective, tensor, out, root, other_names.operation(op), comm, backend, "async")
+    group, plan, given, root, finish = checked
+    task: Callable[[], Any] = partial(group.perform, plan, given, out, root)
+    if finish is not None:
+        convert, run = finish, task
+        task = lambda: convert(run())  # noqa: E731
+    return group.call_queue.submit(
+        task,
+        f"{group.where}: {collective}",
+        checked.subject(out),
+        call=partial(group.described_call, plan, given, out, root),
+        in_any_thread=not plan.is_on_device,
+    )
 
 
 def check_call(
@@ -72,43 +109,79 @@ def check_call(
     op: str | None,
     comm: Comm,
     backend: str | None,
-    *,
-    asynchronous: bool,
+    mode: str = "sync",
 ) -> CheckedCall:
-    """Check the arguments of a collective and find its plan."""
-    communicator = runtime.communicator(comm)
+    """Check the arguments of a collective and find its plan: with few checks if the tensors are plain."""
+    running = runtime.running
+    if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
+        communicator = running.communicators.default
+    else:
+        communicator = runtime.communicator(comm)
+    group, spec = communicator.intra, SPECS[collective]
+    place = classify(spec, tensor, out) if _get_tracing_state() is None else None
+    is_root = root == group.rank
+    is_known = type(root) is int and 0 <= root < group.size and (tensor is not None or not spec.passes(is_root))
+    if place is None or not is_known:
+        return _check_others(communicator, spec, tensor, out, root, op, backend, mode)
+    key = collective, op, None if tensor is None else tensor.dtype, place, backend, mode
+    plan: Plan | None = group.plans.get(key)
+    if plan is None:
+        plan = plan_for(communicator, PlanKey(*key))
+    if out is not None:
+        written, name = out if spec.receives(is_root) else None, f"{collective}: out"
+    else:
+        written, name = tensor if spec.changed_by[is_root] else None, collective
+    if written is not None and not writable.is_writable(written):
+        writable.refuse_read_only(written, group.where, name)
+    return CheckedCall(group, plan, tensor, root, None)
+
+
+def _check_others(
+    communicator: Communicator,
+    spec: CollectiveSpec,
+    tensor: Any,
+    out: _Tensor | None,
+    root: Any,
+    op: str | None,
+    backend: str | None,
+    mode: str,
+) -> CheckedCall:
+    """Check a number, a tensor that is not plain, or anything else that may have been passed."""
     group = communicator.intra
-    buffers.refuse_tracing(f"{group.where}: {collective}")
-    op = other_names.operation(op)
-    if out is None and type(root) is int and 0 <= root < group.size and buffers.is_simple_on_gpu(tensor):
-        known = group.plans.get((collective, op, tensor.dtype, "cuda", True, backend, asynchronous))
-        if known is not None:  # a repeated call, which needs no further checks
-            return CheckedCall(group, known, tensor, root, None)
+    what = f"{group.where}: {spec.name}"
+    buffers.refuse_tracing(what)
     finish: Callable[[Any], Any] | None = None
     if out is not None and not isinstance(out, _Tensor):
-        raise DtypeError(f"{group.where}: {collective}: {_not_out(out)}")
+        raise DtypeError(f"{what}: {_not_out(out)}")
     if is_number(tensor):
-        refuse_number(collective, out, f"{group.where}: {collective}")
-        tensor, finish = _checked_number(tensor, op, collective, group), _number_result
-    spec = SPECS[collective]
+        refuse_number(spec.name, out, what)
+        tensor, finish = _checked_number(tensor, op, spec.name, group), _number_result
     if spec.is_rooted:
-        root = check_root(group, root, collective)
+        root = check_root(group, root, spec.name)
     is_root = group.rank == root
     if tensor is None and spec.passes(is_root):
-        buffers.check(tensor, f"{group.where}: {collective}", or_number=not spec.divides)
-    plan = plan_of(
-        communicator,
-        collective,
-        tensor,
-        out,
-        op=op,
-        backend=backend,
-        asynchronous=asynchronous,
-        receives=spec.receives(is_root),
-    )
+        buffers.check(tensor, what, or_number=not spec.divides)
+    receives = spec.receives(is_root)
+    plan = plan_of(communicator, spec.name, tensor, out, op=op, backend=backend, mode=mode, receives=receives)
     if out is None:
-        refuse_read_only(group, collective, tensor, root)
+        refuse_read_only(group, spec.name, tensor, root)
     return CheckedCall(group, plan, tensor, root, finish)
+
+
+def classify(spec: CollectiveSpec, tensor: Any, out: Any = None) -> Place | None:
+    """Return the place of tensors that need no further checks; None for all others.
+
+    `tensor` is None where only the root passes one. Memory for the result, `out`, is plain if it is apart from the
+    tensor, and of the same dtype; if the result replaces the tensor, of the same shape too.
+    """
+    if tensor is None:
+        return PLAIN if spec.only_root_passes and (out is None or buffers.is_plain(out)) else None
+    if buffers.is_plain(tensor):
+        if out is None:
+            return PLAIN
+        is_apart = buffers.is_plain(out) and out.dtype is tensor.dtype and not buffers.overlap(out, tensor)
+        return PLAIN if is_apart and (out.shape == tensor.shape or not spec.in_place) else None
+    return PLAIN_CUDA if out is None and buffers.is_plain_on_gpu(tensor) else None
 
 
 def _checked_number(value: Any, op: str | None, collective: str, group: Group) -> _Tensor:
@@ -133,32 +206,10 @@ def refuse_read_only(group: Group, collective: str, tensor: _Tensor | None, root
         writable.refuse_read_only(tensor, group.where, collective)
 
 
-def submit(
-    collective: str,
-    tensor: Any,
-    out: _Tensor | None = None,
-    *,
-    root: int = 0,
-    op: str | None = None,
-    comm: Comm = None,
-    backend: str | None = None,
-) -> Handle[Any]:
-    """Run a collective in the background."""
-    call = check_call(collective, tensor, out, root, op, comm, backend, asynchronous=True)
-    task = partial(call.group.perform, call.plan, call.tensor, out, call.root)
-    description = f"{call.group.where}: {collective}"
-    if call.finish is not None:
-        finish = call.finish
-        finishing = call.group.shown(lambda: finish(task()), call.group.described_call, *task.args)
-        return call.group.call_queue.submit(finishing, description, call.subject(out))
-    # Three frames of this package: CallQueue.submit, this function, and the one that calls it.
-    return call.group.call_queue.submit(task, description, call.subject(out), 3)
-
-
 def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle[Any]:
     """Run the allreduce of several tensors of one dtype and device, packed into one, in the background."""
     group = communicator.intra
-    flat, plan = _packed(communicator, parts, op, backend, asynchronous=True)
+    flat, plan = _packed(communicator, parts, op, backend, "async")
 
     def task() -> None:
         group.perform(plan, flat, None, 0)
@@ -171,16 +222,16 @@ def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str,
 def run_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> None:
     """Run the call of `submit_packed` on the current stream, for a backend that enqueues its work on a device."""
     group = communicator.intra
-    flat, plan = _packed(communicator, parts, op, backend, asynchronous=False)
+    flat, plan = _packed(communicator, parts, op, backend, "sync")
     group.call_queue.run(group.perform, plan, flat, None, 0, subject=flat)
     bucket_plan.unpack(flat, parts)
 
 
 def _packed(
-    communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None, *, asynchronous: bool
-) -> tuple[_Tensor, PreparedPlan]:
+    communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None, mode: str
+) -> tuple[_Tensor, Plan]:
     flat, shapes = bucket_plan.pack(parts), tuple([part.shape for part in parts])
-    plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, asynchronous=asynchronous)
+    plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, mode=mode)
     return flat, plan.for_many(shapes)
 
 
@@ -192,40 +243,35 @@ def plan_of(
     *,
     op: str | None = None,
     backend: str | None = None,
-    asynchronous: bool = False,
+    mode: str = "sync",
     receives: bool = True,
-) -> PreparedPlan:
+) -> Plan:
     """Return the plan of a call with these tensors, or raise if they cannot be sent.
 
     `tensor` is None on the ranks other than the root of a scatter. `out` is not used on a rank that does not receive.
     """
-    if tensor is None:
-        device_type = "cpu" if out is None else out.device.type
-        key: PlanKey = (collective, op, None, device_type, False, backend, asynchronous)
-    else:
-        is_written = out is None and collective in IN_PLACE
-        direct = (is_simple(tensor) and not tensor.is_conj()) or buffers.is_simple_on_gpu(tensor)
-        if not direct:
-            what, or_number = f"{communicator.intra.where}: {collective}", not SPECS[collective].divides
-            buffers.check(tensor, what, written=is_written, or_number=or_number)
-            direct = buffers.is_direct(tensor)
-        direct = direct and out is None
-        key = (collective, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
+    group, spec = communicator.intra, SPECS[collective]
+    place: str | None = classify(spec, tensor, out)
+    if place is None and tensor is not None:
+        what = f"{group.where}: {collective}"
+        buffers.check(tensor, what, written=out is None and spec.in_place, or_number=not spec.divides)
+        is_usable = out is None and buffers.is_direct(tensor)
+        place = (PLAIN if tensor.is_cpu else PLAIN_CUDA) if is_usable else tensor.device.type
+    elif place is None:
+        place = "cpu" if out is None else out.device.type
     if out is not None and receives:
-        check_out(collective, tensor, out, f"{communicator.intra.where}: {collective}")
-    plan: PreparedPlan | None = communicator.intra.plans.get(key)
-    return plan_for(communicator, key) if plan is None else plan
+        check_out(collective, tensor, out, f"{group.where}: {collective}")
+    key = collective, op, None if tensor is None else tensor.dtype, place, backend, mode
+    plan: Plan | None = group.plans.get(key)
+    return plan_for(communicator, PlanKey(*key)) if plan is None else plan
 
 
-def plan_for(communicator: Communicator, key: PlanKey) -> PreparedPlan:
+def plan_for(communicator: Communicator, key: PlanKey) -> Plan:
     """Return the plan for a key, made on first use."""
     known = communicator.intra.plans
-    plan: PreparedPlan | None = known.get(key)
+    plan: Plan | None = known.get(key)
     if plan is None:
         plan = known[key] = prepare(runtime.current(), communicator, key)
-        collective, op, dtype, _, _, backend, _ = key
-        if plan.is_simple:
-            known[collective, op, dtype, backend] = plan.bare
     return plan
 
 
@@ -298,30 +344,31 @@ def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], o
     if which == "scatter" and not is_root:  # the tensor of a receiver is ignored
         return
     name = root if op is None else fast_path.joint_key(op, root) if which == "reduce" else op, given.dtype, comm
-    key = collective, op, given.dtype, None
-    if which == "receive" and key not in group.plans:  # the plan of a call with None has no dtype
+    key = PlanKey(collective, op, given.dtype, PLAIN)
+    if which == "receive" and key not in group.plans:
         try:
-            plan_for(runtime.communicator(comm), (collective, op, given.dtype, "cpu", False, None, False))
+            plan_for(runtime.communicator(comm), key)
         except DtypeError:  # raised when the call has ended on all ranks
             return
-    plan = group.plans.get(key)
-    if plan is not None and plan.cached_call is not no_cached_call:
+    _cache(which, name, group, root, comm, key)
+
+
+def cache_barrier(group: Group, comm: Comm) -> None:
+    """Cache the barrier of a group for the fast path."""
+    if comm is None or type(comm) in _LASTING:
+        _cache("barrier", (None, None, comm), group, 0, comm, BARRIER)
+
+
+def _cache(which: str, name: fast_path.Name, group: Group, root: int, comm: Comm, key: PlanKey) -> None:
+    plan: Plan | None = group.plans.get(key)
+    if plan is not None and plan.cached_call is not None:
         fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key))
 
 
-def cache_barrier(group: Group, plan: Plan, comm: Comm) -> None:
-    """Cache the barrier of a group for the fast path."""
-    key = "barrier", None, None, None
-    bare: Plan | None = getattr(plan, "bare", None)
-    is_known = group.plans.get(key) is bare
-    if bare is not None and is_known:
-        fast_path.cache_call("barrier", (None, None, comm), partial(_cached_call, group, bare, 0, comm, key))
-
-
-def _cached_call(group: Group, plan: Plan, root: int, comm: Comm, key: Any) -> fast_path.CachedCall | None:
+def _cached_call(group: Group, plan: Plan, root: int, comm: Comm, key: PlanKey) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
-    if not is_meant or group.call_queue.closed or not isinstance(plan, PreparedPlan):
+    if not is_meant or group.call_queue.closed or plan.cached_call is None:
         return None
-    cached_call: fast_path.CachedCall | None = plan.cached_call(root)
+    cached_call: fast_path.CachedCall | None = plan.cached_call(root, None)
     return cached_call

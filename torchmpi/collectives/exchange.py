@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 
 from ..backend_specs import BACKENDS
-from ..backends.base import Operation, bind
+from ..backends.base import bind
 from ..communicators.call_log import ON_DEVICE, call_code
 from ..communicators.group import Group
-from ..communicators.plan import Plan
+from ..communicators.plan import Plan, PlanKey, Run
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes
@@ -33,7 +33,8 @@ def exchange(
 ) -> None:
     """Send `sources[j]` to rank j, and receive `destinations[j]` from rank j."""
     devices = {part.device.type for part in (*sources, *destinations)}
-    plan, on_device = _plan(group, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu", operation)
+    plan = _plan(group, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu", operation)
+    on_device = plan.is_on_device
     outgoing = [buffers.plain(source, to_host=not on_device) for source in sources]
     incoming = [
         part.detach()
@@ -152,33 +153,31 @@ def shown(group: Group, task: Callable[[], T], tensor: torch.Tensor) -> Callable
 
 def _counts_plan(group: Group, tensor: torch.Tensor) -> Plan:
     """Return the plan of the exchange of numbers of rows, with which the ranks compare dtype and shape of the rows."""
-    plan, _ = _plan(group, torch.int64, "cpu", _MATCHING_PARTS)
+    plan = _plan(group, torch.int64, "cpu", _MATCHING_PARTS)
     code = call_code("alltoall_splits", None, dtypes.info(tensor.dtype).code)
     counts = Plan("alltoall_splits", code, plan.run, lambda _: tuple(tensor.shape[1:]))
     counts.backends = plan.backends
     return counts
 
 
-def _plan(group: Group, dtype: torch.dtype, device_type: str, name: str) -> tuple[Plan, bool]:
-    """Return the plan of an exchange, and whether it takes the memory of the device; other tensors are staged."""
-    key = (name, dtype, device_type)
-    if key not in group.plans:
+def _plan(group: Group, dtype: torch.dtype, device_type: str, name: str) -> Plan:
+    """Return the plan of an exchange; it takes the memory of the device, or else tensors are staged."""
+    key = PlanKey(name, None, dtype, device_type)
+    plan: Plan | None = group.plans.get(key)
+    if plan is None:
         selector, code = runtime.current().selector, call_code("alltoall", None, dtypes.info(dtype).code)
         backend = selector.select("alltoall", device_type, group)[-1].backend
         on_device = BACKENDS[backend.name].on_device
         if not on_device:
             backend = selector.select("alltoall", "cpu", group)[-1].backend
             backend = backend if name in backend.collectives else selector.network
-        operation = bind(backend, group, name, dtype, None)
-        if on_device:
-            operation, code = _in_order(operation, group), code | ON_DEVICE
-        plan = Plan("alltoall", code, operation)
-        plan.backends = ((None, backend.name),)
-        group.plans[key] = plan, on_device
-    found: tuple[Plan, bool] = group.plans[key]
-    return found
+        run = bind(backend, group, name, dtype, None).run
+        plan = Plan("alltoall", code | ON_DEVICE if on_device else code, _in_order(run, group) if on_device else run)
+        plan.backends, plan.is_on_device = ((None, backend.name),), on_device
+        group.plans[key] = plan
+    return plan
 
 
-def _in_order(operation: Operation, group: Group) -> Operation:
-    ordered = in_order(lambda _, parts, root: operation(parts[0], parts[1], root), group)
+def _in_order(work: Run, group: Group) -> Run:
+    ordered = in_order(lambda _, parts, root: work(parts[0], parts[1], root), group)
     return lambda outgoing, incoming, root: ordered(outgoing[0], (outgoing, incoming), root)

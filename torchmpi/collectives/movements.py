@@ -14,9 +14,8 @@ from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
 from . import signatures
-from .dispatch import cache_barrier, plan_for, submit
+from .dispatch import BARRIER, cache_barrier, call, plan_for, submit
 from .exchange import rows_task
-from .operations import LASTING, call
 from .signatures import Values
 
 __all__ = [
@@ -389,7 +388,6 @@ def barrier(comm: Comm = None, **_unknown: NoReturn) -> None:
     if fast_path.barrier(None, None, None, comm, None) is not None:
         return
     communicator = runtime.communicator(comm)
-    plan = plan_for(communicator, ("barrier", None, None, "cpu", True, None, False))
-    if comm is None or type(comm) in LASTING:
-        cache_barrier(communicator.intra, plan, comm)
+    plan = plan_for(communicator, BARRIER)
+    cache_barrier(communicator.intra, comm)
     communicator.intra.call(plan)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,7 +27,7 @@ from ..communicators.conditions import sleep_until
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm, used
-from ..communicators.message_record import Channel
+from ..communicators.message_record import NO_TAG, Channel
 from ..errors import ArgumentError, MismatchError, TorchMPIError
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
@@ -254,18 +255,18 @@ class _Message:
         """Nanoseconds until the message of the other rank began to arrive; None for a send, whose wait is not known."""
         self.posted = 0
         """When the send of an exchange began, if it did so before the receive; 0 otherwise."""
-        self.numbers: dict[str, int] = {}
-        """The other ranks, and the numbers of the messages in their channels."""
+        self.sent: events.MessageNumber | None = None
+        self.received: events.MessageNumber | None = None
 
     def _counted(self, peer: int, *, is_receive: bool) -> Channel:
         """Count a message that begins now, for the flight record and for timelines; return its channel."""
         rank = self.group.world_ranks[peer]
         channel = self.group.channels.channel(rank, is_receive=is_receive)
-        number = channel.begin(self.code, self.tensor.nbytes)
+        number = events.MessageNumber(rank, channel.begin(self.code, self.tensor.nbytes))
         if not is_receive:
-            self.numbers |= {"to": rank, "sent": number}
+            self.sent = number
         elif channel.is_exact:
-            self.numbers |= {"from": rank, "received": number}
+            self.received = number
         return channel
 
     def checked_peer(self, peer: Any) -> int:
@@ -291,8 +292,10 @@ class _Message:
         mark = streams.fence(self.tensor)
         device = None if mark is None else self.tensor.device
         # Of a sendreceive, torch.profiler shows the receive alone: the other parts have a name of no call.
-        name = self.what if call_queue is None else f"{self.collective} of {self.group.where}"
-        return (call_queue or self.call_queue).submit(partial(streams.run_after, mark, device, task), name)
+        task = partial(streams.run_after, mark, device, task)
+        if call_queue is None:
+            return self.call_queue.submit(task, self.what, call=self.described_call)
+        return call_queue.submit(task, f"{self.collective} of {self.group.where}")
 
     def cache(self, dst: int, comm: Comm) -> None:
         """Let the fast path make exchanges like this one, if it can."""
@@ -378,32 +381,40 @@ class _Message:
         self.call_queue.doing = doing = self.description(peer)
         recorder = events.recorder
         event = None if events.show_call is None else self._begin_event()
-        begin = events.now()
+        begin, error_name = events.now(), ""
         try:
             yield
             duration = events.now() - begin
             counts, name = self.group.context.call_counts, self.group.name
             counts.add_message(name, self.collective, self.tensor.nbytes, duration, self.waited)
-        except self.MPI.Exception as error:
+        except BaseException as error:
+            error_name = type(error).__name__
+            if not isinstance(error, self.MPI.Exception):
+                raise
             failure = TorchMPIError(f"{self.what}: {doing} failed: {error}.")
             raise self.group.context.loss_behind(error) or failure from error
         finally:
             self.call_queue.doing = None
             events.end_event(event)
             if recorder is not None:
-                line = events.origin_of(self.call_queue.origin or recorder.origin(0)).line
-                details = {"peer": self.group.world_ranks[self.peer], "bytes": self.tensor.nbytes, "line": line}
-                details |= {"dtype": dtypes.short_name(self.tensor.dtype), "communicator": self.group.name}
-                details |= {"group": f"{self.group.key:x}", **self.numbers}
-                # The other rank may have received the message before this one began to receive.
-                begin = max(min(begin, self.posted or begin), self.call_queue.recorded_until)
-                recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)
-                self.call_queue.recorded_until = events.now()
+                self._record(recorder, begin, error_name)
+
+    def _record(self, recorder: events.Recorder, begin: int, error: str) -> None:
+        """Record the message, which ends now."""
+        group, queue = self.group, self.call_queue
+        record = events.MessageRecord(
+            group.info, self.collective, dtypes.short_name(self.tensor.dtype), self.tensor.nbytes,
+            group.world_ranks[self.peer], self.sent, self.received, NO_TAG, queue.name, is_background=False,
+            # The other rank may have received the message before this one began to receive.
+            begin=min(begin, self.posted or begin), end=events.now(), thread=threading.get_ident(),
+            origin=events.origin_of(queue.origin or recorder.origin(0)), error=error,
+        )  # fmt: skip
+        recorder.report(record)
 
     def _begin_event(self) -> Any:
         return events.begin_event(self.described_call(), is_task=self.call_queue.origin is not None)
 
-    def described_call(self, *_: Any) -> events.ShownCall:
+    def described_call(self) -> events.ShownCall:
         """Return what torch.profiler shows of the message."""
         return self.group.described((self.collective, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)
 

@@ -1,16 +1,15 @@
-"""Prepared plans: a collective with its checks done, bound to a backend.
+"""Plans of collectives: the checks that do not depend on the values are done, and the backends bound.
 
-A :class:`PreparedPlan` is made once per group for each combination of collective, operation, dtype, device, layout,
-backend and mode. A plan holds the operation of the selected backend, and the copies before and after the operation. A
-call then costs a dictionary lookup, and a comparison where the choice of the backend depends on the size.
+A plan is made once per group for each :class:`~torchmpi.communicators.plan.PlanKey`. It holds the operations of the
+selected backends, and the copies before and after them. A call then costs a dictionary lookup, and a comparison where
+the choice of the backend depends on the size.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,118 +19,53 @@ from ..backend_specs import HIERARCHICAL
 from ..backends.base import Backend, Operation, announced, bind, by_size
 from ..backends.hierarchical.spans import SpanCollective, is_composed
 from ..backends.hierarchical.steps import StepRunner
-from ..collective_specs import IN_PLACE, SPECS
+from ..collective_specs import SPECS, CollectiveSpec
 from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.plan import Backends, Plan, Shape, no_shape
+from ..communicators.plan import PLAIN, Backends, Plan, PlanKey, Run, compared_shape
 from ..errors import ArgumentError, DtypeError
 from ..log import logger
 from ..session.runtime import Runtime
-from ..tensors import bucket_plan, buffers, dtypes, streams
+from ..tensors import buffers, dtypes, streams
 from . import device_staging
 
-CHECKSUM_MODULUS = 1_000_000
-"""Of the checksum of the shapes of a list of tensors."""
 
-PlanKey = tuple[str, str | None, torch.dtype | None, str, bool, str | None, bool]
-"""Collective, operation, dtype, device type, whether the tensor is direct and in place, backend, asynchronous."""
-
-
-class PreparedPlan(Plan):
-    """A collective on tensors, bound to a backend.
-
-    Attributes:
-        bare: The same call without the copies around the operation of the backend, for contiguous host memory.
-        enqueues: Whether the call enqueues its work on the device of its tensors and returns.
-        cached_call: Returns the :class:`~torchmpi.shared_memory.fast_path.CachedCall` for a root, or None.
-        is_on_device: Whether the tensors are on a device, so that the caller's stream matters.
-        is_simple: Whether `bare` may be used for contiguous host tensors that are not part of an autograd graph.
-        many: The allreduce of a :class:`~torchmpi.collectives.tensor_lists.TensorList`, if the backend reduces tensors
-            at separate addresses.
-    """
-
-    __slots__ = ("bare", "cached_call", "enqueues", "is_on_device", "is_simple", "many")
-
-    def __init__(self, collective: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
-        super().__init__(collective, code, run, _compared_shape(collective))
-        self.bare = self
-        self.cached_call: Callable[[int], Any] = no_cached_call
-        self.enqueues = self.is_on_device = self.is_simple = False
-        self.many: Plan | None = None
-
-    def for_many(self, shapes: tuple[Shape, ...]) -> PreparedPlan:
-        """Return the plan of an allreduce of a flat tensor that packs tensors of these shapes."""
-        plan = copy.copy(self)
-        plan.collective, plan.code = "allreduce_many", as_many(self.code)
-        checksum = hash(shapes) % CHECKSUM_MODULUS
-        plan.shape_of = lambda tensor: (tensor.numel(), len(shapes), checksum)
-        return plan
-
-    def announcing(self, dtype: torch.dtype, *shape: int) -> PreparedPlan:
-        """Return the same plan with a dtype and shape to compare that this rank expects."""
-        plan = copy.copy(self)
-        plan.code = call_code(self.collective, None, dtypes.info(dtype).code)
-        plan.shape_of = lambda tensor: shape
-        return plan
-
-
-def _compared_shape(collective: str) -> Callable[[Any], Shape] | None:
-    return {"shape": None, "rows": _row_shape, "nothing": no_shape}[SPECS[collective].compared]
-
-
-def _row_shape(tensor: torch.Tensor) -> Shape:
-    return tensor.shape[1:]
-
-
-def no_cached_call(root: int) -> None:
-    """Return no call: the fast path cannot run it."""
-    return None
-
-
-def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> PreparedPlan:
+def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Plan:
     """Make the plan for a key, or raise if no backend can run it."""
-    collective, op, dtype, device_type, direct, wanted, asynchronous = key
-    group, mode = communicator.intra, "async" if asynchronous else "sync"
-    chosen_by = _chosen_by(runtime, collective, device_type, wanted)
-    device_type = chosen_by if dtype is None and device_type == "cpu" else device_type
-    where = f"{group.where}: {collective}"
-    if dtype is not None:
-        row = checked_dtype(collective, dtype, op, where)
-    choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+    collective, op, dtype, _, wanted, mode = key
+    spec, group = SPECS[collective], communicator.intra
+    chosen_by = _chosen_by(runtime, spec, key.device_type, wanted)
+    if dtype is None and key.device_type == "cpu" != chosen_by:
+        key = key._replace(place=chosen_by)
+    dtype_code = 0 if dtype is None else checked_dtype(collective, dtype, op, f"{group.where}: {collective}").code
+    choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=str(mode))
     bound: list[tuple[int | None, Operation, Backend]]
     if wanted != HIERARCHICAL and is_composed(runtime.communicators, communicator, collective):
-        composed = _composition(runtime, collective, dtype, op, wanted=wanted, mode=mode)
+        composed = _composition(runtime, collective, dtype, op, wanted=wanted, mode=str(mode))
         # Each step selects its backend; the last one determines which tensors are staged.
         bound = [(None, announced(group, composed), choices[-1].backend)]
         names: tuple[tuple[int | None, str], ...] = ((None, HIERARCHICAL),)
     else:
         bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]
         names = tuple((limit, backend.name) for limit, backend in choices)
-    logger.debug("%s(%s, %s) on %s, %s: %s", collective, dtype, op, group.name, device_type, _in_words(names))
-    operations = [(limit, operation) for limit, operation, _ in bound]
-    around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=direct)
-    runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
-    is_everywhere = SPECS[collective].is_everywhere  # else dtype and device are no part of the signature
-    code = call_code(collective, op, row.code if dtype is not None and is_everywhere else 0)
-    code |= ON_DEVICE if device_type != "cpu" and is_everywhere else 0
-    plan = PreparedPlan(collective, code, by_size(runners, dtype))
+    logger.debug("%s(%s, %s) on %s, %s: %s", collective, dtype, op, group.name, key.device_type, _in_words(names))
+    around = partial(_on_tensors, runtime, group, key)
+    operation = by_size([(limit, around(each, backend)) for limit, each, backend in bound], dtype)
+    code = call_code(collective, op, dtype_code if spec.is_everywhere else 0)
+    plan = Plan(collective, code, operation.run, compared_shape(collective))
     plan.backends = names
-    plan.is_on_device = device_type != "cpu"
-    plan.enqueues = plan.is_on_device and names[-1][1] != HIERARCHICAL and all(each.enqueues for _, _, each in bound)
-    if direct or collective not in IN_PLACE:
-        plan.bare = PreparedPlan(collective, code, by_size(operations, dtype))
-        plan.bare.backends = names
-        if direct and collective == "allreduce" and device_type == "cpu":
-            run = _operation_on_lists(operations, dtype)
-            if run is not None:
-                plan.many = Plan("allreduce_many", as_many(code), run, operator.attrgetter("signature"))
-                plan.many.backends = names
-    is_known = not is_everywhere if dtype is None else not dtype.is_complex
-    if device_type == "cpu" and is_known and not asynchronous:
-        plan.is_simple = plan.bare is not plan
-        plan.bare.cached_call = getattr(plan.bare.run, "cached_call", no_cached_call)
+    if key.device_type != "cpu":
+        plan.code |= ON_DEVICE if spec.is_everywhere else 0
+        plan.is_on_device = True
+        plan.enqueues = names[-1][1] != HIERARCHICAL and all(each.enqueues for _, _, each in bound)
+    elif key.is_plain:
+        if operation.run_list is not None and collective == "allreduce":
+            plan.many = Plan("allreduce_many", as_many(code), operation.run_list, operator.attrgetter("signature"))
+            plan.many.backends = names
+        if mode == "sync" and not (dtype is not None and dtype.is_complex):  # a cached call reads no conjugate bit
+            plan.cached_call = operation.cached_call
     return plan
 
 
@@ -144,24 +78,6 @@ def _in_words(names: tuple[tuple[int | None, str], ...]) -> str:
     return ", then ".join(name if limit is None else f"{name} up to {limit} bytes" for limit, name in names)
 
 
-def _operation_on_lists(operations: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation | None:
-    """Return an operation on tensor lists, if the backend of the longest lists has one; short lists may be packed."""
-    if getattr(operations[-1][1], "many", None) is None:
-        return None
-    return by_size([(limit, getattr(each, "many", None) or _packing(each)) for limit, each in operations], dtype)
-
-
-def _packing(operation: Operation) -> Operation:
-    """Return an operation on tensor lists that packs them for an operation on a flat tensor."""
-
-    def run(tensors: Any, _: None, root: int) -> None:
-        flat = bucket_plan.pack(tensors.work)
-        operation(flat, None, root)
-        bucket_plan.unpack(flat, tensors.work)
-
-    return run
-
-
 def checked_dtype(collective: str, dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
     """Return the properties of a dtype; raise if the collective does not take it."""
     try:
@@ -170,20 +86,22 @@ def checked_dtype(collective: str, dtype: torch.dtype, op: str | None, where: st
         raise type(error)(f"{where}: {error}") from None
 
 
-def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str | None) -> str:
+def _chosen_by(runtime: Runtime, spec: CollectiveSpec, device_type: str, wanted: str | None) -> str:
     """Return the device type for which the backend is chosen; it must be the same on all ranks."""
-    if not SPECS[collective].only_root_passes:
+    if not spec.only_root_passes:
         return device_type
     # Ranks that pass None have no device: use that of the host, unless a backend is given.
     backend = runtime.selector.backends.get(wanted or "")
-    return "cpu" if backend is None or backend.takes("cpu", collective) else "cuda"
+    return "cpu" if backend is None or backend.takes("cpu", spec.name) else "cuda"
 
 
 def _composition(
     runtime: Runtime, collective: str, dtype: torch.dtype | None, op: str | None, *, wanted: str | None, mode: str
 ) -> Operation:
     runner = StepRunner(op, partial(_step, runtime, wanted, mode), variant=(wanted, mode))
-    return SpanCollective(runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian)
+    return Operation(
+        SpanCollective(runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian).run
+    )
 
 
 def _step(
@@ -198,33 +116,27 @@ def _step(
 ) -> tuple[Operation, Backends]:
     around = None
     if device_type != "cpu":
-        around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
+        around = partial(_on_tensors, runtime, group, PlanKey(collective, op, dtype, f"plain {device_type}"))
     return runtime.selector.bind(group, collective, dtype, op, device_type, wanted=wanted, mode=mode, around=around)
 
 
-def _runner(
-    runtime: Runtime,
-    collective: str,
-    operation: Operation,
-    backend: Backend,
-    *,
-    group: Group,
-    device_type: str,
-    direct: bool,
-) -> Operation:
-    """Wrap an operation of a backend into a collective on tensors of the user."""
-    if not SPECS[collective].tensors:
+def _on_tensors(runtime: Runtime, group: Group, key: PlanKey, operation: Operation, backend: Backend) -> Operation:
+    """Return an operation of a backend that takes the tensors of the program: plain or not, on any device."""
+    spec, run = SPECS[key.collective], operation.run
+    if not spec.tensors:
         return operation
-    takes = backend.takes(device_type, collective)
-    if not takes and collective in IN_PLACE:
-        return device_staging.StagedOperation(collective, operation, group, _pool(runtime))
-    if takes and device_type != "cpu":
-        if direct and backend.enqueues and collective in IN_PLACE:
-            return _direct_in_order(operation, group)
-        operation = in_order(operation, group) if backend.enqueues else _settled(operation)
-    if collective not in IN_PLACE:
-        return _producing(operation, takes=takes)
-    return _direct(operation) if direct and takes else _copying(collective, operation, group)
+    takes = backend.takes(key.device_type, key.collective)
+    if not takes and spec.in_place:
+        return Operation(device_staging.StagedOperation(spec, run, group, _pool(runtime)).run)
+    if takes and key.device_type != "cpu":
+        if key.is_plain and backend.enqueues and spec.in_place:
+            return Operation(_plain_in_order(run, group))
+        run = in_order(run, group) if backend.enqueues else _settled(run)
+    if spec.in_place:
+        run = _plain_in_place(spec, run, group) if key.is_plain and takes else _copying(spec, run, group)
+    else:
+        run = _plain_producing(run) if key.place == PLAIN else _producing(run, takes=takes)
+    return replace(operation, run=run)
 
 
 _pools: dict[Runtime, device_staging.StagingPool] = {}
@@ -246,7 +158,7 @@ def _shared_bytes(runtime: Runtime, num_bytes: int) -> torch.Tensor:
     return runtime.empty_shared((num_bytes,), torch.uint8)
 
 
-def in_order(operation: Operation, group: Group) -> Operation:
+def in_order(work: Run, group: Group) -> Run:
     """Keep the operations that a group enqueues on its device in order, although the callers' streams may differ."""
     order = _orders.setdefault(group, streams.Order())
 
@@ -254,29 +166,29 @@ def in_order(operation: Operation, group: Group) -> Operation:
         tensor = destination if source is None else source
         with streams.on_device(tensor):
             order.enter(tensor)
-            return operation(source, destination, root)
+            return work(source, destination, root)
 
     return run
 
 
-def _settled(operation: Operation) -> Operation:
+def _settled(work: Run) -> Run:
     """Wait for the device first: the operation takes device memory without regard to streams."""
 
     def run(source: Any, destination: Any, root: int) -> Any:
         for tensor in (source, destination):
             if tensor is not None:
                 streams.settle(tensor)
-        return operation(source, destination, root)
+        return work(source, destination, root)
 
     return run
 
 
-def _direct_in_order(operation: Operation, group: Group) -> Operation:
-    """Return `_direct` of `in_order` in one function, since this is the path of every short call."""
-    ordered, is_kept_by = in_order(operation, group), _orders[group].is_kept_by
+def _plain_in_order(work: Run, group: Group) -> Run:
+    """Return `_plain_in_place` of `in_order` in one function, since this is the path of every short call."""
+    ordered, is_kept_by = in_order(work, group), _orders[group].is_kept_by
 
     def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
-        (operation if is_kept_by(tensor) else ordered)(tensor, None, root)
+        (work if is_kept_by(tensor) else ordered)(tensor, None, root)
         try:  # buffers.touch without a call
             buffers.increment_version((tensor,))
         except RuntimeError:
@@ -286,33 +198,59 @@ def _direct_in_order(operation: Operation, group: Group) -> Operation:
     return run
 
 
-def _direct(operation: Operation) -> Operation:
-    def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
-        operation(tensor, None, root)
-        buffers.touch(tensor)
+def _plain_in_place(spec: CollectiveSpec, work: Run, group: Group) -> Run:
+    """Run on the memory of the tensor, or on that of `out`, into which it is copied: both are plain and equal."""
+
+    def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
+        if out is not None and spec.receives(group.rank == root):  # otherwise nothing is changed
+            if out.is_inference():
+                buffers.overwrite(out, tensor)
+            else:
+                out.copy_(tensor)  # notifies autograd too
+            tensor = out
+        work(tensor, None, root)
+        try:  # buffers.touch without a call
+            buffers.increment_version((tensor,))
+        except RuntimeError:
+            buffers.touch(tensor)
         return tensor
 
     return run
 
 
-def _copying(collective: str, operation: Operation, group: Group) -> Operation:
-    spec = SPECS[collective]
+def _plain_producing(work: Run) -> Run:
+    """Run from plain host memory into `out`, plain too and apart from the tensor, or into a new tensor."""
+
+    def run(tensor: torch.Tensor | None, out: torch.Tensor | None, root: int) -> torch.Tensor | None:
+        result: torch.Tensor | None = work(tensor, out, root)
+        if out is None or result is None:  # gathered by another rank
+            return result
+        if result is not out:  # which does not fit: the call has ended on all ranks before this one raises
+            buffers.copy_result(result, out)
+        buffers.touch(out)
+        return out
+
+    return run
+
+
+def _copying(spec: CollectiveSpec, work: Run, group: Group) -> Run:
+    """Run on a plain copy of a tensor that is not plain, or of which the result goes to `out`."""
 
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         receives = spec.receives(group.rank == root)
         target = tensor if out is None else out
         begin = call_parts.begin()
-        work = buffers.plain(tensor, to_host=False)
-        if out is not None and receives and work.data_ptr() == tensor.data_ptr():
-            work = work.clone()
-        if begin and work.data_ptr() != tensor.data_ptr():
+        copy = buffers.plain(tensor, to_host=False)
+        if out is not None and receives and copy.data_ptr() == tensor.data_ptr():
+            copy = copy.clone()
+        if begin and copy.data_ptr() != tensor.data_ptr():
             call_parts.end("staging", begin)
-        operation(work, None, root)
+        work(copy, None, root)
         if not receives:
             return tensor
-        if work.data_ptr() != target.data_ptr() or not buffers.is_direct(target):
+        if copy.data_ptr() != target.data_ptr() or not buffers.is_direct(target):
             begin = call_parts.begin()
-            buffers.overwrite(target, work)
+            buffers.overwrite(target, copy)
             call_parts.end("staging", begin)
         else:
             buffers.touch(target)
@@ -321,7 +259,7 @@ def _copying(collective: str, operation: Operation, group: Group) -> Operation:
     return run
 
 
-def _producing(operation: Operation, *, takes: bool) -> Operation:
+def _producing(work: Run, *, takes: bool) -> Run:
     """Run into a new tensor, or into `out`; through the host as a whole if the backend does not take device memory.
 
     The lengths may differ between ranks, so chunks would not be the same on all of them.
@@ -339,7 +277,7 @@ def _producing(operation: Operation, *, takes: bool) -> Operation:
             given = out.detach()
         # The backend determines the shape of the result. If `out` does not fit, the backend allocates memory, so that
         # the call ends on all ranks before this rank raises.
-        result: torch.Tensor | None = operation(source, given, root)
+        result: torch.Tensor | None = work(source, given, root)
         if result is None:
             return None
         begin = call_parts.begin()

@@ -18,8 +18,7 @@ from ..config import BackendName, Operation
 from ..other_names import refuses_keywords, unknown_keyword
 from ..shared_memory import fast_path
 from . import signatures
-from .dispatch import submit
-from .operations import call
+from .dispatch import call, submit
 from .signatures import Values
 
 __all__ = [

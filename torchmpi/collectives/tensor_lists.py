@@ -18,13 +18,13 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm
+from ..communicators.plan import CHECKSUM_MODULUS, PLAIN, PLAIN_CUDA, Plan, PlanKey
 from ..config import BackendName, Operation
 from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from . import dispatch, reductions
-from .prepared import CHECKSUM_MODULUS, PreparedPlan
 
 __all__ = ["allreduce_many", "allreduce_many_async"]
 
@@ -63,7 +63,7 @@ class TensorList:
         "work",
     )
 
-    def __init__(self, plan: PreparedPlan) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.tensors: list[_Tensor] = []
         self._shapes: list[torch.Size] = []
@@ -131,7 +131,7 @@ class TensorList:
 
 
 def tensor_lists(
-    tensors: Iterable[_Tensor], comm: Communicator, op: str, backend: str | None = None, *, asynchronous: bool = False
+    tensors: Iterable[_Tensor], comm: Communicator, op: str, backend: str | None = None, mode: str = "sync"
 ) -> list[TensorList]:
     """Group tensors by dtype and device, in the order of their first occurrence: the same lists on all ranks.
 
@@ -140,30 +140,19 @@ def tensor_lists(
     Raises:
         ArgumentError: A tensor cannot be sent, or the operation does not support its dtype.
     """
-    known = comm.intra.plans
     lists: dict[tuple[torch.dtype, torch.device], TensorList] = {}
     for tensor in tensors:
-        is_direct = (
-            type(tensor) is _Tensor
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-            and tensor.is_contiguous()
-            and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
-        ) or buffers.is_simple_on_gpu(tensor)
-        try:
-            address = tensor.data_ptr() if is_direct else 0
-        except RuntimeError:  # a tensor of torch.func
-            address = 0
-        if not address:
+        is_direct = buffers.is_plain(tensor) or buffers.is_plain_on_gpu(tensor)
+        if not is_direct:
             buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
             is_direct = buffers.is_direct(tensor)
-            address = tensor.data_ptr()
+        address = tensor.data_ptr()
         dtype, device = tensor.dtype, tensor.device
         members = lists.get((dtype, device))
         if members is None:
-            key = ("allreduce", op, dtype, device.type, True, backend, asynchronous)
-            plan: PreparedPlan | None = known.get(key)
+            place = PLAIN if device.type == "cpu" else PLAIN_CUDA
+            key = PlanKey("allreduce", op, dtype, place, backend, mode)
+            plan: Plan | None = comm.intra.plans.get(key)
             members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key) if plan is None else plan)
         members.tensors.append(tensor)
         members._shapes.append(tensor.shape)
@@ -273,7 +262,7 @@ def _start(
     # All plans before the first call: a list that is rejected leaves the tensors unchanged.
     op = operation(op)
     buffers.refuse_tracing(f"{group.where}: allreduce_many")
-    lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
+    lists = tensor_lists(tensors, communicator, op, backend, "async" if asynchronous else "sync")
     for tensor in tensors:
         dispatch.refuse_read_only(group, "allreduce", tensor, 0)
     if len({id(tensor) for tensor in tensors}) < len(tensors):

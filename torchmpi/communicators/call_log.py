@@ -15,10 +15,10 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import monotonic_ns
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..collective_specs import CODES, SPECS
 from ..errors import MismatchError, StallError
@@ -26,8 +26,11 @@ from ..shared_memory.memory_layout import (
     ARRIVED,
     BLAMED_RANK_BITS,
     BLOCK_FIELDS,
+    DIFFERENT,
     EXIT_STATUS,
     MAX_LOG_DIMS,
+    NEIGHBOR,
+    NOT_ARRIVED,
     RECORD_LENGTH,
     RING_LENGTH,
     Block,
@@ -141,7 +144,11 @@ class CallLog:
     1
     """
 
+    publish: ClassVar[Callable[..., int] | None] = None
+    """The kernel `announce`, when kernels have been loaded; only with it there is an order on weak memory."""
+
     __slots__ = (
+        "_blocks",
         "_chunks_since",
         "_fields",
         "_missing",
@@ -189,6 +196,9 @@ class CallLog:
             (entry(rank, i), tuple(entry(other, i) for other in self._neighbors)) for i in range(RING_LENGTH)
         ]
         """The positions of each entry of the ring: of this rank, and of its neighbors."""
+        neighbors = [log_board.block_address(other) for other in self._neighbors] if log_board is not None else []
+        self._blocks = None if log_board is None else (log_board.block_address(rank), *neighbors, 0, 0)[:3]
+        """The addresses of the blocks of this rank and of its neighbors, 0 for none; None when they are unmapped."""
         self._missing: tuple[int, ...] = ()
         """Positions of the entries of neighbors that had not arrived when this rank announced its call."""
         self.is_ended = False
@@ -260,23 +270,49 @@ class CallLog:
 
     def announce(self) -> None:
         """Publish the call that was entered and compare it with the neighbors, as kernels also do."""
-        # On the path of every call: no helper functions, and each read of the board costs 40 ns.
-        fields = self._fields
-        if fields is None or self.entered is None:
+        # On the path of every call.
+        if self._fields is None or self.entered is None:
             return
         seq, code, shape = self.entered
-        own, others = self._slots[seq & (RING_LENGTH - 1)]
-        signature = code ^ hash(shape)
+        signature, arrived = code ^ hash(shape), 0
         if not code & ON_DEVICE:  # where calls may end when they are enqueued
-            fields[own + ARRIVED], self.time_field = self.begin, CounterFields.known_ns
+            arrived, self.time_field = self.begin, CounterFields.known_ns
+        publish = type(self).publish
+        if publish is None or self._blocks is None:
+            found = self._publish(seq, signature, arrived)
+        else:
+            found = publish(*self._blocks, seq, signature, arrived)
+        if found:
+            for slot in self._slots[seq & (RING_LENGTH - 1)][1]:
+                if found & NOT_ARRIVED:
+                    self._missing += (slot,)
+                elif found & DIFFERENT:
+                    self._refuse_entry(slot)
+                found //= NEIGHBOR
+
+    def _publish(self, seq: int, signature: int, arrived: int) -> int:
+        """Publish a call as the kernel `announce` does, but for the order of the stores, and return the same."""
+        fields = self._fields
+        assert fields is not None
+        own, _ = self._slots[seq & (RING_LENGTH - 1)]
+        if arrived:
+            fields[own + ARRIVED] = arrived
         fields[own + Entry.signature] = signature
         fields[own + Entry.sequence] = seq  # last: until then the entry has the number of an old call
         fields[self.rank * BLOCK_FIELDS + Block.entered] = seq
-        for slot in others:
-            if fields[slot + Entry.sequence] != seq:
-                self._missing += (slot,)
-            elif fields[slot + Entry.signature] != signature:
-                self._refuse_entry(slot)
+        return self._compared(seq, signature)
+
+    def _compared(self, seq: int, signature: int) -> int:
+        """Compare a call with the neighbors: NOT_ARRIVED or DIFFERENT, with another factor for each."""
+        assert self._fields is not None
+        found, unit = 0, 1
+        for slot in self._slots[seq & (RING_LENGTH - 1)][1]:
+            if self._fields[slot + Entry.sequence] != seq:
+                found += NOT_ARRIVED * unit
+            elif self._fields[slot + Entry.signature] != signature:
+                found += DIFFERENT * unit
+            unit *= NEIGHBOR
+        return found
 
     def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
         """Wait for ranks that are a whole ring behind: the root of a broadcast waits for no rank and may run ahead."""
@@ -371,13 +407,19 @@ class CallLog:
 
     def compare(self) -> None:
         """Compare the call with the neighbors that had not arrived when it began."""
-        fields, call = self._fields, self.current
-        if fields is None or call is None:
+        call, publish, blocks = self.current, type(self).publish, self._blocks
+        if self._fields is None or call is None:
             return
         seq, code, shape = call
-        for slot in self._missing:
-            if fields[slot + Entry.sequence] == seq and fields[slot + Entry.signature] != code ^ hash(shape):
+        signature = code ^ hash(shape)
+        if publish is None or blocks is None:
+            found = self._compared(seq, signature)
+        else:
+            found = publish(0, *blocks[1:], seq, signature, 0)
+        for slot in self._slots[seq & (RING_LENGTH - 1)][1]:
+            if found & DIFFERENT and slot in self._missing:
                 self._refuse_entry(slot)
+            found //= NEIGHBOR
 
     def abandon(self) -> None:
         """End the call with an error, so that waiting ranks abort the call.
@@ -499,6 +541,7 @@ class CallLog:
         if self.log_board is not None:
             self.log_board.write_text(self.rank, "\n".join(["has freed this communicator", *self.recent_in_words()]))
             self.log_board.set(self.rank, Block.closed, 1)
+        self._blocks = None
 
 
 def is_stopping(board: StatusBoard, rank: int) -> bool:

@@ -1,14 +1,20 @@
-"""Ordered queues of communication calls.
+"""The order of the calls on a communicator.
 
-MPI requires that every rank enters the calls on a communicator in the same order, so each communicator has one queue.
-A synchronous call runs in the caller's thread if the queue is idle, which costs one lock; otherwise it is queued behind
-the asynchronous calls. One worker thread per queue runs the asynchronous calls; it sleeps while the queue is empty.
-A call made by the worker itself (from a callback at the end of a call) runs immediately, before everything queued, on
-all ranks alike.
+MPI requires that every rank enters the calls on a communicator in the same order, so each communicator has one queue
+and one run lock: whoever holds the lock takes the call at the head. A synchronous call runs in the caller's thread if
+nothing is queued, which costs one lock. An asynchronous call is taken by whoever comes first: a thread that waits for
+it, which costs no switch of threads, or the helper thread of the queue, which sleeps while there is nothing to do.
+
+The helper is woken for each call as long as it has run some of the last ones, because the program computes meanwhile.
+If the program has waited for them at once, the helper only looks every millisecond; without that, a call for which
+nobody waits would block the other ranks.
+
+A call made by a call of the same queue (from a callback at its end) runs immediately, before everything queued, on all
+ranks alike.
 
 Calls on device tensors depend on the current stream, which is a property of the thread. A call that runs in the
-caller's thread uses the caller's stream; a call in the worker uses another stream that follows the caller's, and
-``wait()`` makes the stream of the waiting thread follow the worker's stream.
+caller's thread uses the caller's stream. The helper runs all others, on another stream that follows the caller's, and
+``wait()`` makes the stream of the waiting thread follow that of the helper.
 """
 
 from __future__ import annotations
@@ -18,18 +24,24 @@ import queue
 import sys
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import CommunicatorError
 from ..shared_memory.memory_layout import LockFields
-from ..tensors import streams
+from ..tensors import modes, streams
 from ..timeline import events
 from .conditions import sleep_until
 from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
+_LOOK_SECONDS = 0.001
+_MOST_LOOKS = 100
+"""After as many looks without a call, the helper sleeps until it is woken."""
+_SURE = 3
+"""After as many calls that threads have run for which they waited, the helper is not woken for the next one."""
 
 
 class RunLock:
@@ -96,8 +108,17 @@ class FastCall(Protocol):
         """Release the resources of the call."""
 
 
+class _Entry(NamedTuple):
+    """A call that has been made and has not begun."""
+
+    task: Task
+    handle: Handle[Any]
+    origin: events.PlainOrigin | None
+    in_any_thread: bool
+
+
 class CallQueue:
-    """A queue of calls and the lock held while one of them runs.
+    """The calls of a communicator in their order, and the lock held while one of them runs.
 
     >>> calls = CallQueue("example")
     >>> calls.run(lambda: 1), calls.submit(lambda: 2, "two").wait()
@@ -121,8 +142,16 @@ class CallQueue:
         self._counting = threading.Lock()
         self.origin: events.PlainOrigin | None = None
         """Where the queued call that is running was made, if calls are recorded."""
-        self._tasks: queue.SimpleQueue[tuple[Task, Handle[Any], events.PlainOrigin | None] | None] = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None
+        self.in_background = False
+        """Whether the helper runs a call, so that the program computes beside it."""
+        self._entries: deque[_Entry] = deque()
+        self._helper: threading.Thread | None = None
+        self._runner = 0
+        """The thread that runs a queued call."""
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_rung = self._looks = self._is_ending = False
+        self._num_run_by_waiters = 0
+        """Since the helper has run a call."""
 
     @property
     def doing(self) -> str | None:
@@ -140,10 +169,17 @@ class CallQueue:
         """The number of submitted calls that have not ended."""
         return self.run_lock.fields[LockFields.pending]
 
-    def run(self, task: Callable[..., Any], *arguments: Any, subject: object = None) -> Any:
+    def run(
+        self,
+        task: Callable[..., Any],
+        *arguments: Any,
+        subject: object = None,
+        describe: Callable[..., events.ShownCall] | None = None,
+    ) -> Any:
         """Run ``task(*arguments)`` in the order of the queue and return its result.
 
-        The task runs in the calling thread if the queue is idle; otherwise it is queued. `subject` is as in `submit`.
+        The task runs in the calling thread if nothing is queued before it. `subject` is as in `submit`, and
+        ``describe(*arguments)`` describes the call for torch.profiler.
         """
         # RunLock.acquire(False) inlined: two method calls less on the path of every synchronous call.
         lock = self.run_lock
@@ -156,89 +192,158 @@ class CallQueue:
             finally:
                 fields[LockFields.held] = 0
                 lock.mutex.release()
-        if not getattr(subject, "is_cuda", False) and (not self._threaded or self.is_worker()):
+        has_streams = streams.has_streams(subject)
+        if not has_streams and (not self._threaded or self.runs_here()):
             if self.closed:
                 raise self._closed_error(self.name)
             return task(*arguments)
-        return self.submit(partial(task, *arguments), self.name, subject).wait()
+        call = None if describe is None else partial(describe, *arguments)
+        if isinstance(task, events.DescribedTask):
+            call = task.described_call
+        return self.submit(
+            partial(task, *arguments), self.name, subject, call=call, in_any_thread=not has_streams
+        ).wait()
 
-    def submit(self, task: Task, description: str, subject: object = None, depth: int = 2) -> Handle[Any]:
-        """Run `task` in the background, after all calls submitted before.
+    def submit(
+        self,
+        task: Task,
+        description: str,
+        subject: object = None,
+        *,
+        call: Callable[[], events.ShownCall] | None = None,
+        in_any_thread: bool = False,
+    ) -> Handle[Any]:
+        """Run a task in the background, after all calls made before.
 
-        `depth`: how many frames of this package are around the call, that of this function included.
-
-        If `subject` is a tensor on a device, the work of the task on that device follows the work that the calling
-        thread has queued on its current stream, and the handle is a
-        :class:`~torchmpi.communicators.handle.DeviceHandle`.
+        Args:
+            task: The task.
+            description: The rank and the call, for messages.
+            subject: If this is a tensor on a device, the work of the task on that device follows the work that the
+                calling thread has queued on its current stream, and the handle is a
+                :class:`~torchmpi.communicators.handle.DeviceHandle`.
+            call: Describes the call for torch.profiler.
+            in_any_thread: Whether a thread that waits for a call may run the task, as if it had made the call then.
         """
+        if call is None and isinstance(task, events.DescribedTask):
+            call = task.described_call
         mark = streams.fence(subject)
         if mark is not None:
             task = partial(streams.queue, mark, mark.stream.device, task, task)
-            queued = self.submit(task, description, None, depth + 1)
-            return DeviceHandle(queued, description)
+            return DeviceHandle(self.submit(task, description, call=call), description)
         handle: Handle[Any] = Handle(description)
-        if not self._threaded or self.is_worker():
+        if not self._threaded or self.runs_here():
             if self.closed:
                 raise self._closed_error(description)
-            # Queued from the worker itself, the task would wait for its own end.
-            self._finish(task, handle, self.origin)
+            # Queued by a call of this queue, the task would wait for its own end.
+            self._finish(_Entry(task, handle, self.origin, in_any_thread))
             return handle
         with self._counting:
             if self.closed:
                 raise self._closed_error(description)
-            if self._worker is None:
-                worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
-                worker.start()  # raises where the system allows no more threads
-                self._worker = worker
+            if self._helper is None:
+                helper = threading.Thread(target=self._help, name=f"torchmpi {self.name}", daemon=True)
+                helper.start()  # raises where the system allows no more threads
+                self._helper = helper
             recorder = events.recorder
             if events.show_task is not None and not events.has_event():
-                task = events.show_task(description, task)
-            origin = None if recorder is None else recorder.origin(events.now(), depth + 1)
+                task = events.show_task(description, None if call is None else call(), task)
+            origin = None if recorder is None else recorder.origin(events.now())
+            in_any_thread = in_any_thread and recorder is None  # calls are in the rows of the threads that run them
+            handle.queue = self
             self.run_lock.fields[LockFields.pending] += 1
-            self._tasks.put((task, handle, origin))
+            self._entries.append(_Entry(task, handle, origin, in_any_thread))
+            is_seen = in_any_thread and self._looks and self._num_run_by_waiters >= _SURE
+            if not (is_seen or self._is_rung):  # ring() without a call
+                self._is_rung = True
+                self._bell.put(None)
         return handle
 
-    def is_worker(self) -> bool:
-        """Return whether the calling thread is the worker of this queue."""
-        return self._worker is threading.current_thread()
+    def ring(self) -> None:
+        """Wake the helper, if it has not been woken."""
+        if not self._is_rung:
+            self._is_rung = True
+            self._bell.put(None)
+
+    def run_until(self, handle: Handle[Any]) -> None:
+        """Run the calls at the head in this thread until one has ended, if this thread may; else wake the helper."""
+        while not handle.has_ended:
+            head = next(iter(self._entries), None)
+            may_run = head is not None and head.in_any_thread and not self.runs_here() and not modes.are_active()
+            if not may_run or not self.run_lock.acquire(False):
+                self.ring()
+                return
+            try:
+                if self._entries and self._entries[0].in_any_thread:  # else another thread was here meanwhile
+                    self._num_run_by_waiters += 1
+                    self._run(self._entries.popleft())
+            finally:
+                self.run_lock.release()
+
+    def runs_here(self) -> bool:
+        """Return whether the calling thread runs a queued call."""
+        return self._runner == threading.get_ident()
 
     def _closed_error(self, description: str) -> CommunicatorError:
         return CommunicatorError(f"{description}: its communicator has been closed.")
 
     def drain(self) -> None:
         """Wait until all calls submitted so far have ended."""
-        if self._worker is not None and not self.is_worker():
+        if self._helper is not None and not self.runs_here():
             with contextlib.suppress(CommunicatorError):  # closed by another thread: nothing is queued
                 self.submit(lambda: None, "drain").wait()
 
     def close(self) -> None:
-        """Finish the queued calls and the running one, and end the worker."""
+        """Finish the queued calls and the running one, and end the helper."""
         if not self.closed:
             self.drain()
             with self._counting:
                 self.closed = True
                 self.run_lock.fields[LockFields.pending] += 1  # never idle again, so all calls reach submit()
-                if self._worker is not None:
-                    self._tasks.put(None)
-            if self._worker is not None:
-                self._worker.join()
+                self._is_ending = True
+            if self._helper is not None:
+                self.ring()
+                self._helper.join()
             for call in self.fast_calls.values():
                 call.close()
             self.run_lock.acquire()  # never released: a thread that has just found the queue idle must not start a call
 
-    def _work(self) -> None:
-        while (entry := self._tasks.get()) is not None:
-            with self.run_lock:
-                try:
-                    self._finish(*entry)
-                except BaseException:  # of a callback, such as SystemExit; a job that the hook does not end continues
-                    thread = threading.current_thread()
-                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
-                with self._counting:
-                    self.run_lock.fields[LockFields.pending] -= 1
-            del entry  # otherwise the tensors of the last call would live until the next call
+    def _help(self) -> None:
+        num_looks = 0
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=_LOOK_SECONDS if self._looks else None)
+                num_looks = 0
+            self._is_rung = False
+            while self._entries:
+                with self.run_lock:
+                    if self._entries:
+                        self._num_run_by_waiters, self.in_background = 0, True
+                        try:
+                            self._run(self._entries.popleft())
+                        except BaseException:  # of a callback, such as SystemExit; unless the hook ends the job, go on
+                            thread = threading.current_thread()
+                            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
+                        self.in_background = False
+            num_looks += 1
+            with self._counting:
+                if self._entries:
+                    continue
+                if self._is_ending:
+                    return
+                self._looks = self._num_run_by_waiters >= _SURE and num_looks < _MOST_LOOKS
 
-    def _finish(self, task: Task, handle: Handle[Any], origin: events.PlainOrigin | None) -> None:
+    def _run(self, entry: _Entry) -> None:
+        """Run a call that has been taken; the caller holds the run lock."""
+        self._runner = threading.get_ident()
+        try:
+            self._finish(entry)
+        finally:
+            self._runner = 0
+            with self._counting:
+                self.run_lock.fields[LockFields.pending] -= 1
+
+    def _finish(self, entry: _Entry) -> None:
+        task, handle, origin, _ = entry
         before, self.origin = self.origin, origin
         if self.failed:  # an error that has been raised would keep the tensors of its call
             self.failed = [other for other in self.failed if other.unseen_error is not None]

@@ -162,7 +162,7 @@ class Communicator:
             )
         if group.call_queue.closed:
             return
-        if group.call_queue.is_worker():
+        if group.call_queue.runs_here():
             raise CommunicatorError(
                 f"{group.where}: communicator {self.name} cannot be freed by a callback of one of its calls. Free it "
                 "in the thread that waits for the call."

@@ -17,27 +17,25 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..collective_specs import SPECS
-from ..errors import MismatchError, RankLostError, StallError, TransportError
+from ..errors import MismatchError, RankLostError, StallError, TorchMPIError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, slots_begin
 from ..shared_memory.segments import Segment
-from ..tensors import buffers
-from ..tensors.dtypes import short_name
 from ..timeline import events
 from . import splits
 from .call_counts import CallCounts
-from .call_log import Call, CallLog, call_code, call_names, how_it_left
+from .call_log import Call, CallLog, call_code, how_it_left
 from .call_queue import CallQueue
 from .conditions import broadcast_short, on_all
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
 from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
+from .observed_call import ObservedCall
 from .plan import Plan
 from .release import Key, MessageCounter, register, retire
-from .shown_calls import ShownTask, message_sizes
+from .shown_calls import ShownTask, describe, describe_call
 from .status_board import StatusBoard
 
 T = TypeVar("T")
@@ -51,6 +49,22 @@ class Comparison(Protocol):
 
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""
+
+
+class GroupResource:
+    """What a backend or a service keeps for a group, until the group is freed."""
+
+    can_expire = False
+    """Whether its calls can be ended before all ranks arrive."""
+
+    def expire(self, seq: int) -> None:
+        """End the call with this number with an error, if it still waits."""
+
+    def abort_device_work(self) -> None:
+        """End the work on a device that waits for other ranks."""
+
+    def close(self) -> None:
+        """End its use, in the order opposite to that in which the attachments were made."""
 
 
 class Group:
@@ -69,7 +83,7 @@ class Group:
         checking: How calls are compared: ``board``, ``strict`` (with a message before each call) or ``off``.
         shared: State of the shared-memory backend, made by that backend.
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
-            worker of the call queue, and there must be one count of calls.
+            helper of the call queue, and there must be one count of calls.
         key: A number that is the same on all ranks of the group and differs from those of other groups, freed ones too.
         info: The description of the group for readers of recorded calls.
         timeout_seconds: The timeout of calls in shared memory; 0 for none.
@@ -120,11 +134,9 @@ class Group:
         self.call_queue = CallQueue(name, threaded=context.threaded)
         self.peer_queues: dict[tuple[str, int], CallQueue] = {}
         self.timeout_seconds = 0.0
-        self.attachments: list[Any] = []
+        self.attachments: list[GroupResource] = []
         self.communicator: Any = None
         self._compared = 0
-        self._recorder: events.Recorder | None = None
-        """The last recorder of the calls: before it, nobody has reset the algorithm in the call log."""
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.local, self.across = _split_by_host(self)
         context.groups.append(self)
@@ -135,7 +147,7 @@ class Group:
 
     def call(self, plan: Plan, tensor: Any = None, out: Any = None, root: int = 0) -> Any:
         """Run a plan in the order of the call queue, in the calling thread if the queue is idle."""
-        return self.call_queue.run(self.perform, plan, tensor, out, root)
+        return self.call_queue.run(self.perform, plan, tensor, out, root, describe=self.described_call)
 
     def call_action(self, collective: str, action: Callable[[], T]) -> T:
         """Run `action`, a collective operation without tensors, as a call that the ranks compare."""
@@ -147,87 +159,53 @@ class Group:
         result: T = self.call(Plan(collective, call_code(collective), run))
         return result
 
-    def perform(self, plan: Plan, tensor: Any, out: Any, root: int, depth: int = 3) -> Any:
-        """Run a plan, with an entry in the call log. The caller holds the run lock of the call queue.
-
-        `depth`: how many frames of this package are around the call, that of this function included.
-        """
+    def perform(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
+        """Run a plan: begin its record, run it, end its record. The caller holds the run lock of the call queue."""
         call_log = self.call_log
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
-        recorder = events.recorder
-        event = None
-        if recorder is not None:
-            if recorder is not self._recorder:
-                self._recorder, call_log.log_fields[LogFields.algorithm] = recorder, 0
-            if events.show_call is not None:
-                event = self._begin_event(plan, tensor, out, root)
+        observed = (
+            None
+            if events.recorder is None
+            else ObservedCall(self.info, call_log, self.call_queue, plan, code, tensor, out)
+        )
         try:
             call_log.enter(code, shape)
             result = plan.run(tensor, out, root)
             num_bytes = bytes_of(tensor, out, result)
             end = call_log.leave(num_bytes)
-        except (self.context.MPI.Exception, TransportError) as error:
-            try:
-                if (lost := self.context.loss_behind(error)) is None:
-                    call_log.compare()  # raises MismatchError if that is the reason
-            finally:
-                call_log.abandon()
-                if recorder is not None:
-                    events.end_event(event)
-                    self._record(recorder, plan, code, bytes_of(tensor, out), events.now(), depth, type(error).__name__)
-            call = Call(call_log.seq, code, shape)
-            raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException as error:
-            call_log.abandon()
-            if recorder is not None:
-                events.end_event(event)
-                self._record(recorder, plan, code, bytes_of(tensor, out), events.now(), depth, type(error).__name__)
-            if (lost := self.context.loss_behind(error)) is not None:
-                raise lost from error
-            raise
-        if recorder is not None:
-            if event is not None:
-                events.end_event(event)
-            self._record(recorder, plan, code, num_bytes, end, depth)
+            try:
+                self._raise_reason(error, Call(call_log.seq, code, shape))
+            finally:
+                if observed is not None:
+                    observed.end(bytes_of(tensor, out), events.now(), type(error).__name__)
+        if observed is not None:
+            observed.end(num_bytes, end)
         return result
 
-    def _record(
-        self, recorder: events.Recorder, plan: Plan, code: int, num_bytes: int, end: int, depth: int, error: str = ""
-    ) -> None:
-        """Record a call that has ended. `depth`: of :meth:`perform`, its caller."""
-        log = self.call_log
-        origin = self.call_queue.origin or recorder.origin(0, depth + 2)
-        algorithm, log.log_fields[LogFields.algorithm] = log.log_fields[LogFields.algorithm], 0
-        recorder.call(self.info, log.seq, plan, code, num_bytes, algorithm, log.begun, end, origin, error)
+    def _raise_reason(self, error: BaseException, call: Call | None) -> NoReturn:
+        """End the record of a call that has failed with an error, and raise the error of the program."""
+        call_log = self.call_log
+        if not isinstance(error, (self.context.MPI.Exception, TransportError)):
+            call_log.abandon()
+            if (lost := self.context.loss_behind(error)) is not None:
+                raise lost from error
+            raise error
+        try:
+            if (lost := self.context.loss_behind(error)) is None:
+                call_log.compare()  # raises MismatchError if that is the reason
+        finally:
+            call_log.abandon()
+        raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
 
-    def perform_into(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
-        """Run a collective that works in place on a copy of the tensor in `out`."""
-        if not SPECS[plan.collective].receives(self.rank == root):  # it changes nothing there
-            self.perform(plan, tensor, None, root, 4)
-            return tensor
-        if out.is_inference():
-            buffers.overwrite(out, tensor)
-        else:
-            out.copy_(tensor)  # notifies autograd too
-        self.perform(plan, out, None, root, 4)
-        return out
-
-    def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
-        is_task = self.call_queue.origin is not None
-        return events.begin_event(self.described_call(plan, tensor, out, root), is_task=is_task)
-
-    def described_call(self, plan: Plan, tensor: Any, out: Any, root: int, *_: Any) -> events.ShownCall:
-        """Return what torch.profiler shows of a call of :meth:`perform`, and of :meth:`perform_into`."""
-        collective, op, dtype, root = call_names(plan.code | root << 32)
-        given = out if tensor is None else tensor
-        if not dtype and given is not None:  # the ranks of a scatter do not compare it
-            dtype = short_name(given.dtype)
-        return self.described((collective, op, dtype, root), tensor, out)
+    def described_call(self, plan: Plan, tensor: Any, out: Any, root: int) -> events.ShownCall:
+        """Return what torch.profiler shows of a call of :meth:`perform`."""
+        return describe_call(self.info, plan.code | root << 32, tensor, out)
 
     def described(self, names: events.Names, given: Any = None, out: Any = None) -> events.ShownCall:
         """Return what torch.profiler shows of a call in which this rank passes `given` and receives in `out`."""
-        return events.ShownCall(self.info, names, *message_sizes(names[0], self.rank, self.size, given, out))
+        return describe(self.info, names, given, out)
 
     def shown(
         self, task: Callable[[], T], describe: Callable[..., events.ShownCall], *arguments: Any
@@ -249,12 +227,7 @@ class Group:
         try:
             result = finish()
         except BaseException as error:
-            call_log.abandon()
-            if (lost := self.context.loss_behind(error)) is not None:
-                raise lost from error
-            if isinstance(error, self.context.MPI.Exception):
-                raise TransportError(f"{self.where}: {call} failed: {error}.") from error
-            raise
+            self._raise_reason(error, call)
         call_log.leave(call_log.log_fields[LogFields.num_bytes])
         return result
 
@@ -354,14 +327,13 @@ class Group:
         for item in self._expirable():
             item.expire(seq)
 
-    def _expirable(self) -> list[Any]:
-        return [item for item in (self.shared, *self.attachments) if hasattr(item, "expire")]
+    def _expirable(self) -> list[GroupResource]:
+        return [item for item in (self.shared, *self.attachments) if item is not None and item.can_expire]
 
     def abort_device_work(self) -> None:
         """End the work on a device that waits for other ranks. Later calls on the same connections fail."""
         for item in list(self.attachments):
-            if hasattr(item, "abort_device_work"):
-                item.abort_device_work()
+            item.abort_device_work()
 
     def duplicate(self, name: str) -> Group:
         """Return a group of the same ranks with a separate call queue and call log. Collective."""
@@ -463,7 +435,7 @@ class GroupContext:
         """
         if not self.raises_lost_ranks or isinstance(error, RankLostError):
             return None
-        is_elsewhere = getattr(error, "reason_is_elsewhere", False)
+        is_elsewhere = isinstance(error, TorchMPIError) and error.reason_is_elsewhere
         if not (is_elsewhere or isinstance(error, (self.MPI.Exception, TransportError, StallError))):
             return None
         limit = time.monotonic() + _NOTICE_SECONDS

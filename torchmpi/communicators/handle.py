@@ -6,7 +6,7 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from ..errors import StallError
 from ..log import logger
@@ -14,6 +14,16 @@ from ..timeline import events
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+
+
+class CallOrder(Protocol):
+    """An order of calls, of which a waiting thread may run some."""
+
+    def run_until(self, handle: Handle[Any]) -> None:
+        """Run calls in this thread until that of the handle has ended, if this thread may; else wake the helper."""
+
+    def ring(self) -> None:
+        """Wake the helper."""
 
 
 class Handle(Generic[T_co]):
@@ -37,6 +47,7 @@ class Handle(Generic[T_co]):
         "_result",
         "_seen",
         "awaited",
+        "queue",
     )
 
     def __init__(self, description: str = "asynchronous call") -> None:
@@ -46,6 +57,8 @@ class Handle(Generic[T_co]):
         self._description = description
         self.awaited: Callable[[], str] | None = None
         """Returns the ranks for which the call waits, for the message of a timeout; '' if unknown."""
+        self.queue: CallOrder | None = None
+        """The order of calls in which this one is, until it has ended."""
         self._result = cast(T_co, None)
         self._error: BaseException | None = None
         self._is_done = False
@@ -83,6 +96,10 @@ class Handle(Generic[T_co]):
         """
         recorder = None if self._is_done else events.recorder
         begin = 0 if recorder is None else events.now()
+        if timeout is None:
+            self.run_here()
+        elif (order := self.queue) is not None:  # a thread that runs the call itself cannot return before its end
+            order.ring()
         if not self._finished.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX)):
             ranks = self.awaited() if self.awaited is not None else ""
             reason = f": it waits for {ranks}" if ranks else ""
@@ -103,6 +120,18 @@ class Handle(Generic[T_co]):
         Returns:
             True if ``wait()`` would not wait.
         """
+        if (order := self.queue) is not None:
+            order.ring()
+        return self._is_done
+
+    def run_here(self) -> None:
+        """Run the call, and those before it, in this thread if it may; else wake the helper."""
+        if (order := self.queue) is not None:
+            order.run_until(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the call has ended; unlike :meth:`done`, this does not wake the helper."""
         return self._is_done
 
     def when_done(self, callback: Callable[[], object]) -> None:
@@ -123,6 +152,8 @@ class Handle(Generic[T_co]):
         self._callbacks.append(callback)
         if self._is_done:
             self._call_back()
+        elif (order := self.queue) is not None:
+            order.ring()
 
     # For the code that runs the call.
 
@@ -159,7 +190,7 @@ class Handle(Generic[T_co]):
         return self._result
 
     def _end(self) -> None:
-        self._is_done = True
+        self._is_done, self.queue = True, None
         self._finished.release()
         if self._callbacks:
             self._call_back()

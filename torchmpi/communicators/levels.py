@@ -193,7 +193,7 @@ class CommunicatorStack:
             group.free()
         for level in (self.span.levels[0], nested[0]):
             level.intra.forget_plans()  # made for the old span
-        # Separate groups: a step may run in a worker thread while the user makes a call on the same level.
+        # Separate groups: a step may run in a helper thread while the user makes a call on the same level.
         pairs = [(level, kind, group) for level in nested[1:] for kind, group in level.groups.items()]
         groups = {(level.level, kind): group.duplicate(f"{group.name} in span") for level, kind, group in pairs}
         self.span = LevelSpan(nested, groups)

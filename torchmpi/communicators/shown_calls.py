@@ -8,7 +8,9 @@ from typing import Any
 
 from ..collective_specs import spec_of
 from ..tensors import partition
+from ..tensors.dtypes import short_name
 from ..timeline import events
+from .call_log import call_names
 from .call_queue import CallQueue
 
 
@@ -53,7 +55,21 @@ def _numel(tensors: Any) -> int | None:
     return None if tensors is None else tensors.numel()
 
 
-class ShownTask:
+def describe(info: events.GroupInfo, names: events.Names, given: Any = None, out: Any = None) -> events.ShownCall:
+    """Return what torch.profiler shows of a call in which this rank passes `given` and receives in `out`."""
+    return events.ShownCall(info, names, *message_sizes(names[0], info.rank, len(info.ranks), given, out))
+
+
+def describe_call(info: events.GroupInfo, code: int, tensor: Any, out: Any) -> events.ShownCall:
+    """Return the same of a call with this signature."""
+    collective, op, dtype, root = call_names(code)
+    given = out if tensor is None else tensor
+    if not dtype and given is not None:  # the ranks of a scatter do not compare it
+        dtype = short_name(given.dtype)
+    return describe(info, (collective, op, dtype, root), tensor, out)
+
+
+class ShownTask(events.DescribedTask):
     """A task that is one event of torch.profiler, whatever calls it makes."""
 
     def __init__(self, call_queue: CallQueue, task: Callable[[], Any], call: events.ShownCall) -> None:

@@ -30,6 +30,10 @@ class StatusBoard:
         """Write a field of the head of this rank's block."""
         self.fields[rank * BLOCK_FIELDS + field] = value
 
+    def block_address(self, rank: int) -> int:
+        """Return the address of a rank's block in this process."""
+        return self.segment.address + rank * BLOCK_BYTES
+
     def write_text(self, rank: int, text: str) -> None:
         """Write the text of this rank's block, cut to its length."""
         data = text.encode(errors="replace")[: BLOCK_BYTES - TEXT_START_BYTES - 1]

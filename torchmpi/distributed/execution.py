@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ..collective_specs import spec_of
 from ..collectives import dispatch
-from ..collectives.prepared import PreparedPlan
 from ..communicators.handle import Handle
+from ..communicators.plan import Plan, PlanKey
 from ..session import runtime
 from ..tensors import buffers, dtypes, writable
 from ..timeline import events
@@ -92,8 +92,9 @@ class GroupExecution(GroupProperties):
 
     def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
         """Queue a task, ordered after the work on the device of `tensor` so far."""
-        # Four frames of this package: CallQueue.submit, this function, _launch, and the one that calls it.
-        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", tensor, 4)
+        # A call in shared memory ends at its timeout itself, so that the thread that waits may run it.
+        description, ends_itself = f"{self._where}: {collective}", not self._by_messages
+        handle = self._group.call_queue.submit(task, description, tensor, in_any_thread=ends_itself)
         handle.awaited = partial(awaited_ranks, self._group)
         return handle
 
@@ -118,10 +119,9 @@ class GroupExecution(GroupProperties):
         works, self._block = self._block or [], None
         return joined(works, [])
 
-    def _rows_plan(self, collective: str, source: torch.Tensor, op: str | None = None) -> PreparedPlan:
+    def _rows_plan(self, collective: str, source: torch.Tensor, op: str | None = None) -> Plan:
         """Return the plan of a call on rows, which are made of `source` when the call runs."""
-        key = (collective, op, source.dtype, source.device.type, False, None, False)
-        return dispatch.plan_for(self._communicator, key)
+        return dispatch.plan_for(self._communicator, PlanKey(collective, op, source.dtype, source.device.type))
 
     def _check(self, collective: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         what = f"{self._where}: {collective}"

@@ -18,8 +18,9 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.release import MessageCounter, register, retire
 from ..errors import ArgumentError, LaunchError
-from ..session import launcher, mpi_library, runtime
-from ..session.start_watch import StartWatch
+from ..launch import launcher, mpi_library
+from ..launch.start_watch import StartWatch
+from ..session import runtime
 from .torch_names import BackendOptions
 
 _TAG_BITS = 14  # MPI guarantees 15
@@ -56,7 +57,7 @@ class Membership:
         self._retirement_key, _ = register(self._base, tuple(self._world_ranks))
 
     def _connect(self, options: BackendOptions) -> None:
-        from ..session import launcherless
+        from ..launch import launcherless
 
         seconds = (options.timeout or default_pg_timeout).total_seconds()  # gloo accepts 0: no limit
         is_whole_job = launcher.detect().num_ranks == options.group_size  # otherwise ranks outside of it may end

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .. import collectives
 from ..collectives import dispatch, exchange
-from ..collectives.prepared import PreparedPlan
+from ..communicators.plan import Plan
 from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
@@ -112,10 +112,7 @@ class ProcessGroup(GroupExecution):
         if not (is_asynchronous(opts) or is_composite or others or self._by_messages):
             collectives.allreduce(tensor, op=op, comm=self._communicator)
             return COMPLETED
-        if dispatch.is_simple(tensor) and not tensor.is_conj():
-            plan = dispatch.plan_for(self._communicator, ("allreduce", op, tensor.dtype, "cpu", True, None, False))
-        else:
-            plan = dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
+        plan = dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
         is_long = tensor.is_cpu and tensor.nbytes >= bucket_memory.MIN_BYTES
         if is_long and self._may_share and torch_names.is_bucket_of_ddp(tensor):
             self._may_share = bucket_memory.share(tensor)
@@ -184,7 +181,7 @@ class ProcessGroup(GroupExecution):
         op = op_name(opts.reduceOp, tensors[0].dtype)
         return self._launch(task, tensors, tensors, opts, "allreduce_coalesced", op)
 
-    def _allreduce_plan(self, tensor: torch.Tensor, reduction: Any) -> PreparedPlan:
+    def _allreduce_plan(self, tensor: torch.Tensor, reduction: Any) -> Plan:
         op = op_name(reduction, tensor.dtype)
         return dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
 
@@ -527,7 +524,7 @@ class ProcessGroup(GroupExecution):
     @overloaded(BarrierOptions, 0, "timeout")
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called."""
-        plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
+        plan = dispatch.plan_for(self._communicator, dispatch.BARRIER)
         return self._launch(partial(self._group.perform, plan, None, None, 0), [], [], opts, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:

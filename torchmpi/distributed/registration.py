@@ -47,7 +47,7 @@ def _register() -> None:
     global _has_address
     has_address, is_like_torchrun = "MASTER_ADDR" in os.environ, _is_set(_AS_TORCHRUN) or _is_set(_AS_GLOO)
     if is_like_torchrun:  # programs for gloo are written for torchrun
-        from ..session import launcher
+        from ..launch import launcher
 
         for name, value in (launcher.torch_variables() | launcher.torch_address()).items():
             os.environ.setdefault(name, value)
@@ -82,8 +82,8 @@ def _explain_missing_variables() -> None:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         original(kind, error, trace)
         if found := _MISSING.search(str(error)):
+            from ..launch import launcher
             from ..log import log_fatal
-            from ..session import launcher
 
             log_fatal(launcher.about_missing(found[1]))
 

@@ -16,10 +16,9 @@ from urllib.parse import parse_qsl, urlencode, urlparse
 
 import torch.distributed as dist
 
-from ..backends import network, torch_groups
 from ..errors import ArgumentError, LaunchError
-from ..session import launcher, mpi_library
-from ..session.start_watch import StartWatch
+from ..launch import launcher, mpi_library, network, tcp_store
+from ..launch.start_watch import StartWatch
 from . import torch_names
 
 _CONNECT_SECONDS = 3.0
@@ -116,9 +115,9 @@ def _open_store(world: Any, timeout: timedelta) -> torch_names.Store:
         for other in listeners.keys() - {address}:
             listeners[other].close()
         own_end = listeners[address].detach()
-        store = torch_groups.open_tcp_store(address, port, world.size, True, timeout, master_listen_fd=own_end)
+        store = tcp_store.open_tcp_store(address, port, world.size, True, timeout, master_listen_fd=own_end)
     else:
-        store = torch_groups.open_tcp_store(address, port, world.size, False, timeout)
+        store = tcp_store.open_tcp_store(address, port, world.size, False, timeout)
     world.Barrier()  # if rank 0 failed before the others are connected, they would try until their timeout
     return store
 

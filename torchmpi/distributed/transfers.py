@@ -64,7 +64,7 @@ class MessageHandle(Handle[torch.Tensor]):
         self._begin = events.now()
         self._origin = None if events.recorder is None else events.recorder.origin(self._begin)
         show = events.show_task
-        self._show_end = None if show is None else show(self._description, partial(self.described_call))
+        self._show_end = None if show is None else show(self._description, self.described_call(), lambda: None)
         self._is_receive = collective != "send"
         self._call_queue = group.peer_queue("receive" if self._is_receive else "send", -1 if peer is None else peer)
         rank = ANY_RANK if peer is None else group.world_ranks[peer]
@@ -112,19 +112,16 @@ class MessageHandle(Handle[torch.Tensor]):
             self._show_end()
         if (recorder := events.recorder) is not None and self._origin is not None:
             peer = self.source if self._is_receive else self._peer
-            line = events.origin_of(self._origin).line
-            details = {"bytes": tensor.nbytes, "line": line, "dtype": dtypes.short_name(tensor.dtype)}
-            details |= {"communicator": group.name, "queued": self._begin / 1000}
-            if peer is not None and peer >= 0:
-                details["peer"] = rank = group.world_ranks[peer]
-                if self._channel.is_exact:
-                    names = ("from", "received") if self._is_receive else ("to", "sent")
-                    details |= {"group": f"{group.key:x}", "tag": self._tag, names[0]: rank, names[1]: self._number}
-            # In their row, messages are one after the other: viewers drop slices that overlap.
-            calls = self._call_queue
-            begin = max(self._begin, calls.recorded_until)
-            recorder.slice(collective, events.BACKGROUND_MESSAGE, begin, calls.name, **details)
-            calls.recorded_until = events.now()
+            rank = -1 if peer is None or peer < 0 else group.world_ranks[peer]
+            number = events.MessageNumber(rank, self._number) if rank >= 0 and self._channel.is_exact else None
+            record = events.MessageRecord(
+                group.info, collective, dtypes.short_name(tensor.dtype), tensor.nbytes, rank,
+                sent=None if self._is_receive else number, received=number if self._is_receive else None, tag=self._tag,
+                queue=self._call_queue.name, is_background=True, begin=self._begin, end=events.now(),
+                thread=threading.get_ident(), origin=events.origin_of(self._origin),
+                error="" if self._error is None else type(self._error).__name__,
+            )  # fmt: skip
+            recorder.report(record)
         super()._end()
 
     def test(self) -> bool:

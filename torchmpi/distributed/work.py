@@ -69,6 +69,8 @@ class PendingWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
         seconds = timeout.total_seconds() if timeout else 0.0
+        if seconds <= 0:
+            self._handle.run_here()
         self._handle.wait(seconds if seconds > 0 else self._limit_seconds or None)
         return True
 

@@ -21,19 +21,14 @@ _FLUSH_SECONDS = 0.02
 """Programs read the file while it is written, as Horovod writes each event at once."""
 
 
-class _Timeline:
-    """A file that is being written."""
+class _Timeline(TraceWriter):
+    """A file that is being written; operations that end after its end are not recorded."""
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
         self.mark_cycles = mark_cycles
         job = {"rank": 0, "size": world().size, "host": runtime.current().host_name}
-        self._writer = TraceWriter(Path(path), job, [ClockSample(0, 0, 0)], _FLUSH_SECONDS)
-        events.add_reader(self._writer.read)
-
-    def close(self) -> None:
-        """Complete the file; operations that end later are not recorded."""
-        events.remove_reader(self._writer.read)
-        self._writer.close([])
+        super().__init__(Path(path), job, [ClockSample(0, 0, 0)], _FLUSH_SECONDS)
+        self.attach()
 
 
 _current: dict[str, _Timeline] = {}

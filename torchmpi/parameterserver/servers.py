@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from ..collectives.dispatch import is_simple
 from ..communicators.call_queue import CallQueue
-from ..communicators.group import Group, share
+from ..communicators.group import Group, GroupResource, share
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm, communicator_of_block
 from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
@@ -165,7 +164,7 @@ class Server:
         self.shards.close()
 
 
-class ServerContext:
+class ServerContext(GroupResource):
     """The state shared by all servers of a group; made by the first `init` on the group and closed with it."""
 
     def __init__(self, group: Group) -> None:
@@ -419,7 +418,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         if prepared.name != "zero":
             raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' needs none.")
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
-    elif not is_simple(tensor):
+    elif not buffers.is_plain(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what)
     if tensor.is_cpu:
@@ -466,7 +465,7 @@ def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle[torch.
     what = _check_server(server, "receive")
     if tensor is None:
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
-    elif not is_simple(tensor):
+    elif not buffers.is_plain(tensor):
         buffers.check(tensor, what, written=True)
     writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
     _check_fits(server, tensor, what)

@@ -1,1 +1,1 @@
-"""``start()`` and ``stop()``: the owner of all resources, detection of launchers, job termination, stall detection."""
+"""``start()`` and ``stop()``: the owner of all resources, which makes the parts of a job and ends them in order."""

@@ -15,13 +15,14 @@ import torch
 
 from .. import timeline
 from .._version import __version__
-from ..backends import network, saved_tables
+from ..backends import saved_tables
 from ..backends.base import Backend
 from ..backends.gpus import Devices, ipc_key
 from ..backends.job_facts import JobFacts, make_backends
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
+from ..communicators.call_log import CallLog
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import on_all
 from ..communicators.flight_record import FlightRecord, as_ranges
@@ -39,21 +40,23 @@ from ..errors import (
     TorchMPIError,
     set_rank,
 )
+from ..launch import affinity, launcher, mpi_library, network
+from ..launch.start_watch import StartWatch
 from ..log import HOST, logger, set_place
 from ..other_names import refuses_keywords, unknown_keyword
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
-from ..timeline import torch_profiler
-from . import affinity, children, clock_samples, host_ring, job_metrics, launcher, mpi_library, mpi_progress
+from ..supervision import children, clock_samples, host_ring, job_metrics, job_observers
+from ..supervision.failure import FailureHandling
+from ..supervision.heartbeat import Heartbeat
+from ..supervision.lost_ranks import LossWatch
+from ..supervision.program_lines import location
+from ..supervision.watchdog import Watchdog
+from ..timeline import observer, torch_profiler
+from . import mpi_progress
 from .devices import about_gpu_backends, check_cuda, choose_device
-from .failure import FailureHandling
-from .heartbeat import Heartbeat
-from .lost_ranks import LossWatch
-from .program_lines import location
 from .rank_info import RankInfo, RankPlace, check_settings, has_rdma, place_of, shared_settings
-from .start_watch import StartWatch
-from .watchdog import Watchdog
 
 Initializer = Callable[[], Any]
 
@@ -113,9 +116,9 @@ class Runtime:
             self.resources.callback(mpi_progress.start(self.MPI))
         clock_samples.provide_timeline(self.world, self._described())
         self.resources.callback(timeline.set_job, None)
+        self.resources.callback(observer.close_all)
         torch_profiler.watch()
         self.metrics = partial(job_metrics.of, self.context, self.world.rank, self.host_name)
-        self.resources.callback(job_metrics.export(self.config, self.local_rank, self.world.rank, self.metrics))
         self.flight_record.note_ticks()  # the second time: this rank may be killed before the watchdog does so
 
     def _described(self) -> dict[str, Any]:
@@ -126,6 +129,12 @@ class Runtime:
             "mpi": mpi_library.short_version(self.MPI), "hierarchical": self.config.hierarchical,
             "bucket_bytes": self.config.bucket_bytes_on(self.device.type),
         }  # fmt: skip
+
+    @property
+    def observed(self) -> observer.ObservedJob:
+        """What observers know of this job."""
+        ranks = self.world.rank, self.local_rank
+        return observer.ObservedJob(self.config, *ranks, self.host_name, self.world.comm, self.metrics)
 
     def _exchange_information(self, with_cuda: bool | None) -> list[RankInfo]:
         """Gather the information of all ranks, and raise on all of them if it is inconsistent."""
@@ -223,6 +232,7 @@ class Runtime:
         if shared.reads_directly:
             self.context.processes = {rank: probe.process for rank, probe in neighbors.items()}
         if shared.kernels:
+            CallLog.publish = shared.kernels["announce"]
             self.flight_record.read_ticks = shared.kernels["read_ticks"]
             self.flight_record.note_ticks()
             fast_path.build(communicator_in_use, enabled=self.config.fast_path)
@@ -363,10 +373,7 @@ class Runtime:
         self.world.call_log.sleep_until_all_arrive()
         self.world.call_log.compare()
         self.world.comm.Barrier()
-        if timeline.is_recording():
-            timeline.finish(partial(clock_samples.measure, self.world))
-        if self.config.summary:
-            job_metrics.show_table(self.world.comm, self.metrics())
+        observer.meet_all()
 
 
 @refuses_keywords
@@ -440,8 +447,7 @@ def start(
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())
     logger.debug("process %d on cores %s, %s", os.getpid(), sorted(affinity.current()), running.config)
-    if running.config.timeline:
-        timeline.start(running.config.timeline)
+    job_observers.attach_all(running.observed)
 
 
 def _of_launcher() -> str:

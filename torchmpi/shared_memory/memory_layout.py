@@ -48,6 +48,8 @@ class Announcement(Record):
 
 
 RING_LENGTH = 32  # a power of two
+NOT_ARRIVED, DIFFERENT = 1, 2  # results of a comparison with a neighbor (kernels.arrival.announce)
+NEIGHBOR = 4  # the factor of the result for the second neighbor
 
 
 class Block(Record):

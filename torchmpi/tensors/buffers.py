@@ -16,6 +16,7 @@ from ..errors import ArgumentError, DeviceError, DtypeError, rank_prefix
 from . import streams
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 def as_bytes(MPI: Any, tensor: torch.Tensor) -> Any:
@@ -45,16 +46,36 @@ def is_direct(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def is_simple_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a direct one on a GPU that needs no further checks.
+def is_plain(tensor: object) -> bool:
+    """Return whether a value is a contiguous host tensor that needs no further checks.
 
-    >>> is_simple_on_gpu(torch.ones(2))
+    >>> is_plain(torch.ones(2)), is_plain(torch.ones(2, 2).t()), is_plain(3)
+    (True, False, False)
+    """
+    try:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
+            and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+        )
+    except RuntimeError:  # of data_ptr(), for the tensors of torch.func
+        return False
+
+
+def is_plain_on_gpu(tensor: object) -> bool:
+    """Return whether a value is a contiguous tensor on a GPU that needs no further checks.
+
+    >>> is_plain_on_gpu(torch.ones(2))
     False
     """
     return (  # is_direct(tensor) inlined, on the path of every call
         type(tensor) is torch.Tensor
         and tensor.is_cuda
-        and tensor.layout is torch.strided
+        and tensor.layout is _STRIDED
         and not tensor.is_nested
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)

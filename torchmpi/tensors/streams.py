@@ -88,6 +88,15 @@ class Mark(NamedTuple):
     """Identifier of the thread that recorded the event."""
 
 
+def has_streams(tensor: object) -> bool:
+    """Return whether a value is a tensor on a device whose work is ordered by streams.
+
+    >>> has_streams(torch.ones(2)), has_streams(None)
+    (False, False)
+    """
+    return isinstance(tensor, torch.Tensor) and tensor.is_cuda
+
+
 def fence(tensor: object) -> Mark | None:
     """Return a mark at the end of the current stream of the tensor's device; None for host tensors.
 

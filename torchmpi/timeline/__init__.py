@@ -10,11 +10,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ..errors import NotStartedError, TorchMPIError
-from . import events
+from ..errors import ArgumentError, NotStartedError, TorchMPIError, rank_prefix
+from . import events, observer
 from .clocks import ClockSample
+from .events import CallRecord, MessageRecord, SliceRecord
+from .observer import Observer
 from .trace_writer import TraceWriter, path_for
 
 
@@ -30,6 +32,10 @@ class MeasuredClock(Protocol):
         """Take no further samples."""
 
 
+Measure = Callable[[], list[ClockSample]]
+AnyObserver = TypeVar("AnyObserver", bound=Observer)
+
+
 class JobInfo(NamedTuple):
     """What a timeline needs of the running job."""
 
@@ -37,8 +43,10 @@ class JobInfo(NamedTuple):
     """Rank, size, host, the first rank of the host (`leader`), and other facts for the readers of the file."""
     open_clock: Callable[[], MeasuredClock]
     """Compares the clock of this host with that of rank 0, now and further on. Collective."""
-    measure_clock: Callable[[], list[ClockSample]]
+    measure_clock: Measure
     """Compares the clock of this host with that of rank 0. Collective."""
+    measure_in_call: Measure
+    """The same, by a thread that already makes a call."""
     agree: Callable[[bool], bool]
     """Whether a condition is true on all ranks. Collective."""
 
@@ -47,7 +55,7 @@ _job: JobInfo | None = None
 _recording: Recording | None = None
 
 
-class Recording:
+class Recording(TraceWriter):
     """A timeline that is being recorded: a context manager that calls :func:`stop` at its end.
 
     Attributes:
@@ -57,39 +65,45 @@ class Recording:
 
     def __init__(self, folder: Path, job: JobInfo) -> None:
         self.folder, self._job = folder, job
-        path = path_for(folder, job.describe["rank"])
-        self._clock = job.open_clock()
+        self._measure: Measure = list
+        self._clock, self._remove_marks = job.open_clock(), _count_steps()
         error: Exception | None = None
         try:
-            self._writer = TraceWriter(path, job.describe, self._clock.samples)
+            super().__init__(path_for(folder, job.describe["rank"]), job.describe, self._clock.samples)
         except (OSError, RuntimeError) as caught:  # the latter if there can be no more threads
             error = caught
         if not job.agree(error is None):  # or stop() would wait for this rank
-            self._clock.close()
-            if error is None:
-                self._writer.close([])
+            (self.close if error is None else self._close_clock)()
             raise error or TorchMPIError(f"No timeline is recorded: other ranks cannot write to {folder}.")
-        self.path = self._writer.path
-        self._clock.follow(self._writer.add_sample)
-        self._hook = _count_steps()
-        events.add_reader(self._writer.read)
+        self._clock.follow(self.add_sample)
+        self.attach()
 
-    def _close(self, measure_clock: Callable[[], list[ClockSample]]) -> None:
-        events.remove_reader(self._writer.read)  # before the measurement, which is no call of the program
-        self._hook()
-        samples: list[ClockSample] = []
+    def meet(self) -> None:
+        """Complete the file, with the clock at the end."""
+        self.finish(self._job.measure_in_call)
+
+    def finish(self, measure: Measure) -> None:
+        """Complete the file with a measurement of the clock."""
+        self._measure = measure
+        self.close()
+
+    def _end(self) -> None:
+        global _recording
+        _recording = None if _recording is self else _recording
+        events.remove_reader(self.read)  # before the measurement, which is no call of the program
         try:
-            samples = measure_clock()  # waits for the other ranks; until then the clock is measured further
+            for each in self._measure():  # waits for the other ranks; until then the clock is measured further
+                self.add_sample(each)
         finally:
-            self._clock.close()
-            self._writer.close(samples)
+            self._close_clock()
+            super()._end()
 
-    def __enter__(self) -> Recording:
-        return self
+    def _close_clock(self) -> None:
+        self._remove_marks()
+        self._clock.close()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if _recording is self:
-            _end(agree=error is None)
+        self.finish(self._job.measure_clock if error is None else list)
 
 
 def start(folder: str | os.PathLike[str]) -> Recording:
@@ -135,7 +149,8 @@ def stop() -> None:
         train_one_epoch()
         mpi.timeline.stop()
     """
-    _end(agree=True)
+    if _recording is not None:
+        _recording.finish(_recording._job.measure_clock)
 
 
 def range(name: str) -> AbstractContextManager[None]:
@@ -187,25 +202,47 @@ def is_recording() -> bool:
     return _recording is not None
 
 
-def _end(*, agree: bool) -> None:
-    """Complete the file; compare the clocks again if all ranks do so."""
-    if _recording is not None:
-        finish(_recording._job.measure_clock if agree else list)
+def add_observer(observer: AnyObserver) -> AnyObserver:
+    """Pass records of all calls of this rank to an observer, until its ``close()`` or ``mpi.stop()``. Not collective.
 
+    While there is an observer, calls do not take the fast path (docs/timeline.md#cost).
 
-def finish(measure_clock: Callable[[], list[ClockSample]]) -> None:
-    """Complete the file with the measurement that a function makes."""
-    global _recording
-    recording, _recording = _recording, None
-    if recording is not None:
-        recording._close(measure_clock)
+    Args:
+        observer: An object of a class that is derived from :class:`Observer`.
+
+    Returns:
+        The observer, which is also a context manager that closes it.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+        ArgumentError: `observer` is no Observer.
+        TorchMPIError: The observer has been closed.
+
+    Example:
+        ::
+
+            class Sizes(mpi.timeline.Observer):
+                def write(self, records):
+                    sizes.extend(each.num_bytes for each in records if isinstance(each, mpi.timeline.CallRecord))
+
+            sizes = []
+            with mpi.timeline.add_observer(Sizes()):
+                mpi.allreduce(torch.ones(3))
+            assert sizes == [12]
+    """
+    if _job is None:
+        raise NotStartedError("An observer needs the calls of a job. Call mpi.start() before timeline.add_observer().")
+    if not isinstance(observer, Observer):
+        raise ArgumentError(
+            f"{rank_prefix()}timeline.add_observer(): a {type(observer).__name__} is no Observer. Pass an object of a "
+            "class that is derived from mpi.timeline.Observer."
+        )
+    return observer.attach()
 
 
 def set_job(job: JobInfo | None) -> None:
-    """Set the running job, or None when it ends, which completes the file of this rank."""
+    """Set the running job, or None when it ends."""
     global _job
-    if job is None:
-        _end(agree=False)
     _job = job
 
 
@@ -214,6 +251,7 @@ def in_forked_child() -> None:
     global _job, _recording
     _job = _recording = None
     events.in_forked_child()
+    observer.in_forked_child()
 
 
 os.register_at_fork(after_in_child=in_forked_child)
@@ -231,4 +269,15 @@ def _count_steps() -> Callable[[], None]:
     return register_optimizer_step_post_hook(mark).remove
 
 
-__all__ = ["Recording", "is_recording", "range", "start", "stop"]
+__all__ = [
+    "CallRecord",
+    "MessageRecord",
+    "Observer",
+    "Recording",
+    "SliceRecord",
+    "add_observer",
+    "is_recording",
+    "range",
+    "start",
+    "stop",
+]

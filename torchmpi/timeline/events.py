@@ -38,8 +38,9 @@ OF_DDP = "of DistributedDataParallel"
 """The end of the labels of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
 """Categories of the parameter server: calls of a client, its requests to one rank, and requests that a rank serves."""
-BACKGROUND_MESSAGE = "background message"
-"""The category of messages that have begun in one call and end while the program runs, or waits for them."""
+MESSAGE, BACKGROUND_MESSAGE = "message", "background message"
+"""The categories of messages in trace files; the second one has begun in one call and ends while the program runs, or
+waits for it."""
 PART = "part"
 """The category of parts of the call that a thread runs: `combining`, and `staging`, copies before and after it."""
 now = time.monotonic_ns
@@ -88,13 +89,52 @@ class CallRecord(NamedTuple):
     origin: Origin
     error: str
 
+    @property
+    def name(self) -> str:
+        """The collective, as records of all kinds have a name."""
+        return self.collective
+
+
+class MessageNumber(NamedTuple):
+    """A message, by its number among those to or from another rank (:mod:`torchmpi.communicators.message_record`)."""
+
+    rank: int
+    """The other rank, as a number in the world."""
+    number: int
+
+
+class MessageRecord(NamedTuple):
+    """A message that has ended: a send, a receive, or an exchange, which is both."""
+
+    group: GroupInfo
+    name: str
+    """``send``, ``recv`` or ``sendreceive``."""
+    dtype: str
+    num_bytes: int
+    peer: int
+    """The other rank, as a number in the world, of an exchange that from which it receives; -1 if it is not known."""
+    sent: MessageNumber | None
+    received: MessageNumber | None
+    """None also if the numbers are not those of the sender."""
+    tag: int
+    """The tag of a message of torch.distributed; -1 for others."""
+    queue: str
+    """The name of the queue to or from the other rank, whose messages end one after the other."""
+    is_background: bool
+    """Whether the program has made other calls meanwhile: a nonblocking message of torch.distributed."""
+    begin: int
+    end: int
+    thread: int
+    origin: Origin
+    error: str
+
 
 class EventQueue(deque[Any]):
     """Records that wait for a reader; those that find no room are counted and dropped."""
 
     num_lost = 0
 
-    def put(self, record: PlainCall | SliceRecord) -> None:
+    def put(self, record: Reported) -> None:
         """Add a record, in the thread that made the call."""
         if len(self) < MOST_EVENTS:
             self.append(record)
@@ -135,6 +175,11 @@ def call_record(plain: PlainCall) -> CallRecord:
     )  # fmt: skip
 
 
+def as_record(reported: Reported) -> Record:
+    """Return the record of what a reader was passed."""
+    return call_record(reported) if type(reported) is tuple else reported  # type: ignore[return-value]
+
+
 def origin_of(plain: PlainOrigin) -> Origin:
     """Return the origin of a call, given as it was recorded."""
     queued, code, offset, label = plain
@@ -165,7 +210,7 @@ def backend_for(num_bytes: int, backends: Backends) -> str:
 
 
 class SliceRecord(NamedTuple):
-    """An interval of one thread or queue that is no collective: a message, a wait, or a range of the program."""
+    """An interval of one thread or queue that is neither call nor message, such as a wait or a range of the program."""
 
     name: str
     category: str
@@ -179,7 +224,9 @@ class SliceRecord(NamedTuple):
 
 Names = tuple[str, str, str, int]
 """Collective, operation, dtype and root of a call; '' or -1 for none."""
-Reader = Callable[[PlainCall | SliceRecord], None]
+Record = CallRecord | MessageRecord | SliceRecord
+Reported = PlainCall | MessageRecord | SliceRecord
+Reader = Callable[[Reported], None]
 
 
 class Recorder:
@@ -188,18 +235,9 @@ class Recorder:
     def __init__(self) -> None:
         self.readers: tuple[Reader, ...] = ()
 
-    def origin(self, queued: int, depth: int = 2) -> PlainOrigin:
-        """Return where the program makes the current call; the first `depth` frames are of this package."""
-        label = labels.get(_this_thread(), "") if labels else ""
-        # On the path of every call: no function, and one frame, of which CPython makes an object.
-        try:
-            frame = _frame_at(depth)
-        except ValueError:  # a thread of autograd, for example, has fewer frames
-            return queued, None, 0, label
-        code = frame.f_code
-        if id(code) in _program_code:
-            return queued, code, frame.f_lasti, label
-        return queued, *_place_of_call(depth + 1), label
+    def origin(self, queued: int) -> PlainOrigin:
+        """Return where the program makes the current call: the innermost line outside of torchmpi and torch."""
+        return queued, *_place_of_call(2), labels.get(_this_thread(), "") if labels else ""
 
     def call(
         self,
@@ -223,7 +261,7 @@ class Recorder:
         """Report an interval that ends now."""
         self.report(SliceRecord(name, category, track, begin, now(), _this_thread(), details))
 
-    def report(self, record: SliceRecord) -> None:
+    def report(self, record: MessageRecord | SliceRecord) -> None:
         """Report something that has ended."""
         for read in self.readers:
             read(record)
@@ -247,8 +285,16 @@ class ShownCall(NamedTuple):
 
 show_call: Callable[[ShownCall, str], Any] | None = None
 """Begins an event of torch.profiler while one runs, else None; "task": of a queued call, in its own thread."""
-show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
+show_task: Callable[[str, ShownCall | None, Callable[[], Any]], Callable[[], Any]] | None = None
 """Begins an event of a call that is queued now and returns the task that also ends it; None without a profiler."""
+
+
+class DescribedTask:
+    """A task that knows what torch.profiler shows of it."""
+
+    def described_call(self) -> ShownCall:
+        """Return what the profiler shows."""
+        raise NotImplementedError
 
 
 class _OpenCalls(threading.local):
@@ -288,9 +334,11 @@ def end_event(event: Any) -> None:
 
 
 def add_reader(reader: Reader) -> None:
-    """Pass all further events to a reader, which any thread may call."""
+    """Pass all further events to a reader, once, which any thread may call."""
     with _changing:
-        _set_readers((*(() if recorder is None else recorder.readers), reader))
+        readers = () if recorder is None else recorder.readers
+        if reader not in readers:
+            _set_readers((*readers, reader))
 
 
 def remove_reader(reader: Reader) -> None:
@@ -302,11 +350,9 @@ def remove_reader(reader: Reader) -> None:
 
 def _set_readers(readers: tuple[Reader, ...]) -> None:
     global recorder
-    if readers:
-        recorder = recorder or Recorder()
-        recorder.readers = readers
-    else:
-        recorder = None
+    reporting = recorder or Recorder()
+    reporting.readers = readers  # also of calls that are in progress
+    recorder = reporting if readers else None
     for changed in when_changed:
         changed()
 

@@ -87,13 +87,12 @@ def _name_of(collective: str, kind: str = "") -> str:
     return f"torchmpi{kind and f' {kind}'}:{spec_of(collective).torch_name or collective}"
 
 
-def _show_queued(description: str, task: Callable[[], Any]) -> Callable[[], Any]:
+def _show_queued(description: str, call: events.ShownCall | None, task: Callable[[], Any]) -> Callable[[], Any]:
     """Return a task for the thread of the calls. Its event lasts from now to its end, in the row of this thread.
 
     Torch ends such an event by a future, and gives it no fields, so an event without a length, ``torchmpi queued:...``,
     has them. The profiler sees the thread of the calls with ``profile_all_threads`` only.
     """
-    call = _described(task)
     if call is not None:
         collective = call.names[0]
     elif ": " in description:  # a call of the parameter server
@@ -113,16 +112,3 @@ def _show_queued(description: str, task: Callable[[], Any]) -> Callable[[], Any]
             ended.set_result(None)
 
     return run
-
-
-def _described(task: Any) -> events.ShownCall | None:
-    """Return the description of a task by its owner; None if there is none.
-
-    The task of a call on device tensors is the last argument of the one that the queue runs.
-    """
-    function, arguments = getattr(task, "func", task), getattr(task, "args", ())
-    describe = getattr(getattr(function, "__self__", function), "described_call", None)
-    if describe is None:
-        return _described(arguments[-1]) if arguments else None
-    call: events.ShownCall = describe(*arguments)
-    return call

@@ -1,15 +1,13 @@
 """The trace file of a rank: Chrome's JSON format, compressed, and readable at any time, also after a kill.
 
 The file consists of gzip members, each of which is written by one call of ``write()``, so that a killed process leaves
-whole members. The JSON array is closed by ``stop()``; viewers accept it without the end. Events wait in a bounded
-queue, which a thread empties; events that do not fit are counted, and the count is written.
+whole members. The JSON array is closed by ``stop()``; viewers accept it without the end.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import logging
 import os
 import threading
 import time
@@ -21,39 +19,36 @@ from typing import Any
 
 from .. import files
 from .clocks import ClockSample
-from .events import PART, CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, now
+from .events import BACKGROUND_MESSAGE, MESSAGE, PART, CallRecord, GroupInfo, MessageRecord, Record, SliceRecord, now
+from .observer import Observer
 
 FORMAT = 2
 FIRST_ROW = 1000
 """The number of the first row of a rank, that of the main thread. Perfetto takes 0 for the idle thread of the machine:
 it puts the rows 0 of all ranks together, and drops slices that overlap there. It takes a row with the number of a
 process for its main thread."""
-_FLUSH_SECONDS = 0.5
-_MOST_RECORDS = 5000
-"""The most records in a gzip member: a job that makes calls without a pause loses the last member if it is killed."""
 _MOST_TEXTS = 10_000
 _MOST_PARTS = 1000
 _COMPRESSION = 1  # of 9: events are alike, so that more effort hardly pays
 QUEUED = "queued"
 
 
-class TraceWriter:
-    """Writes the events of one rank to a file, as a reader of :mod:`torchmpi.timeline.events`."""
+class TraceWriter(Observer):
+    """Writes the events of one rank to a file."""
 
     def __init__(
         self, path: Path, job: dict[str, Any], samples: list[ClockSample], flush_seconds: float | None = None
     ) -> None:
         """Create the file, compressed if its name ends in ``.gz``; `job` describes this rank, `samples` its clock."""
+        super().__init__(f"the timeline {path}", flush_seconds)
         self.rank: int = job["rank"]
         self.path, self._is_compressed = path, path.suffix == ".gz"
-        self._events = EventQueue()
-        self.read = self._events.put
-        """Queues an event; called by the thread that made the call."""
-        self._pid = os.getpid()
         self._tracks: dict[str, int] = {}
         self._fixed: dict[tuple[object, ...], tuple[str, str]] = {}
         self._parts: dict[int, list[SliceRecord]] = {}
         """Of each thread, the parts of a call that has not been written."""
+        self._after: dict[str, int] = {}
+        """Of each queue of messages, the time after the last one: slices of a row must not overlap."""
         self._main_thread = threading.main_thread().ident or 0
         self._file = files.create(self.path)
         self._begin = "[\n"
@@ -64,12 +59,9 @@ class TraceWriter:
         self._lines += [self._metadata("torchmpi_job", format=FORMAT, **job)]
         self._samples = deque(samples)
         self._track("")  # the first row
-        self._flush_seconds = _FLUSH_SECONDS if flush_seconds is None else flush_seconds
-        self._stopped, self._has_failed = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="torchmpi timeline", daemon=True)
         try:
-            self._flush()
-            self._thread.start()
+            self.write([])
+            self.start()
         except BaseException:
             os.close(self._file)
             raise
@@ -78,65 +70,40 @@ class TraceWriter:
         """Write a measurement of the clock, which any thread has made."""
         self._samples.append(sample)
 
-    def close(self, samples: list[ClockSample]) -> None:
-        """Write the queued events and the end of the file, unless writing has failed before."""
-        if os.getpid() != self._pid:
-            return
-        self._stopped.set()
-        self._thread.join()
-        self._samples.extend(samples)
-        self._try_to_flush(last=True)
-        os.close(self._file)
+    def write(self, records: list[Record]) -> None:
+        """Write records as one gzip member: a job that makes calls without a pause loses the last one if it is killed.
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._flush_seconds if len(self._events) < _MOST_RECORDS else 0):
-            if not self._try_to_flush():
-                return
-
-    def _try_to_flush(self, *, last: bool = False) -> bool:
-        """Write; return False if that is not possible: the file ends there, like that of a killed rank."""
-        try:
-            if not self._has_failed:
-                self._flush(last=last)
-        except OSError as error:
-            self._has_failed = True
-            message = f"rank {self.rank}: the timeline {self.path} is not complete: {error}"
-            logging.getLogger("torchmpi").warning(message)
-        return not self._has_failed
-
-    def _flush(self, *, last: bool = False) -> None:
-        num_records = len(self._events)
-        while num_records > _MOST_RECORDS:
-            self._format(_MOST_RECORDS)
-            self._write(last=False)
-            num_records -= _MOST_RECORDS
-        self._format(num_records)
-        self._write(last=last)
-
-    def _format(self, num_records: int) -> None:
-        """Make lines of the oldest records."""
-        for _ in range(num_records):
-            record = self._events.popleft()
-            if not isinstance(record, (SliceRecord, CallRecord)):
-                record = call_record(record)
-            if isinstance(record, SliceRecord) and record.category == PART:
-                self._parts.setdefault(record.thread, []).append(record)
-            elif isinstance(record, SliceRecord):
-                self._format_slice(record)
-            else:
+        On an error the file ends, like that of a killed rank.
+        """
+        for record in records:
+            if isinstance(record, CallRecord):
                 self._format_call(record)
+            elif isinstance(record, MessageRecord):
+                self._format_message(record)
+            elif record.category == PART:
+                self._parts.setdefault(record.thread, []).append(record)
+            else:
+                self._format_slice(record)
         for thread, parts in list(self._parts.items()):
             # Calls come after their parts, possibly in the next flush. Of some there is no record.
             self._parts[thread] = parts[-_MOST_PARTS:]
             if not parts:
                 del self._parts[thread]
+        self._write(last=False)
+
+    def end(self) -> None:
+        """Write the end of the file, unless writing has failed before."""
+        try:
+            if not self.has_failed:
+                self._write(last=True)
+        finally:
+            os.close(self._file)
 
     def _write(self, *, last: bool) -> None:
-        """Write the lines as one gzip member."""
         if samples := [self._samples.popleft() for _ in range(len(self._samples))]:
             self._lines.append(self._metadata("torchmpi_clock", samples=[list(each) for each in samples]))
-        if self._events.num_lost or last:
-            self._lines.append(self._metadata("torchmpi_lost", events=self._events.num_lost))
+        if self.num_lost or last:
+            self._lines.append(self._metadata("torchmpi_lost", events=self.num_lost))
         if last:
             self._lines.append(self._metadata("torchmpi_end"))
         if not self._lines:
@@ -223,6 +190,26 @@ class TraceWriter:
         name = json.dumps(record.collective)
         head = f'{{"ph":"X","name":{name},"cat":"collective","pid":{self.rank},"tid":{tid}'
         return head, f",{json.dumps(details)[1:]}}}"
+
+    def _format_message(self, record: MessageRecord) -> None:
+        """Write a message on the row of its queue, where it is shown after the end of the one before."""
+        group, origin = record.group, record.origin
+        details: dict[str, Any] = {
+            "bytes": record.num_bytes, "line": origin.line, "dtype": record.dtype, "communicator": group.name,
+            "group": f"{group.key:x}",
+        }  # fmt: skip
+        for rank, number, known in (("to", "sent", record.sent), ("from", "received", record.received)):
+            if known is not None:
+                details |= {rank: known.rank, number: known.number}
+        if origin.queued:
+            details[QUEUED] = _microseconds(origin.queued)
+        optional = {"peer": record.peer, "tag": record.tag, "error": record.error}
+        details |= {name: value for name, value in optional.items() if value not in (-1, "")}
+        after = self._after.get(record.queue, 0)
+        begin = min(max(record.begin, after), record.end)
+        self._after[record.queue] = max(after, record.end + 1)
+        category = BACKGROUND_MESSAGE if record.is_background else MESSAGE
+        self._format_slice(SliceRecord(record.name, category, record.queue, begin, record.end, record.thread, details))
 
     def _format_slice(self, record: SliceRecord) -> None:
         tid = self._track(record.track) if record.track else self._thread_track(record.thread)

@@ -214,8 +214,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     request = Server(sys.argv[1]).serve()
-    if request is not None:
-        run(take_over(*request))
+    if request is None:
+        os._exit(0)  # without the destructors of torch, which take longer than everything else
+    run(take_over(*request))
 
 
 if __name__ == "__main__":

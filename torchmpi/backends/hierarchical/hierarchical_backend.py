@@ -16,14 +16,14 @@ import torch
 
 from ...communicators.group import Group
 from ...config import Config
-from ..base import Operation
+from ..base import Backend, Operation
 from ..job_facts import JobFacts
 
 if TYPE_CHECKING:
     from .steps import BindStep
 
 
-class HierarchicalBackend:
+class HierarchicalBackend(Backend):
     """Collectives in steps; the backend of each step is selected for its group."""
 
     name = "hierarchical"

@@ -40,19 +40,19 @@ def prepare(
     """Prepare a collective over the hosts of a group."""
     runner = StepRunner(op, bind_step)
     if collective == "allgather":
-        return HostAllgather(group, runner)
+        return Operation(HostAllgather(group, runner).run)
     chunk_numel = 1 if dtype is None else max(1, chunk_bytes // dtype.itemsize)
     if op is None or dtype is None:
-        return _sequence(group, collective, runner, chunk_numel)
+        return Operation(_sequence(group, collective, runner, chunk_numel).run)
     partial_results = PartialResults(dtype, op, group.size)
     if collective == "allreduce":
         allreduce = HostAllreduce(group, runner, partial_results, chunk_numel)
         if isinstance(group.comparison, HostComparison):
-            return ComparedHostAllreduce(group, op, partial_results, allreduce)
-        return allreduce
+            return ComparedHostAllreduce(group, op, partial_results, allreduce).operation()
+        return Operation(allreduce.run)
     if collective == "reduce_scatter":
-        return HostReduceScatter(group, runner, partial_results, chunk_numel)
-    return _sequence(group, collective, runner, chunk_numel, partial_results=partial_results)
+        return Operation(HostReduceScatter(group, runner, partial_results, chunk_numel).run)
+    return Operation(_sequence(group, collective, runner, chunk_numel, partial_results=partial_results).run)
 
 
 def _sequence(
@@ -93,14 +93,14 @@ class HostAllreduce:
             sum_across=self._sum_across,
         )  # fmt: skip
 
-    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+    def run(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         if self.group.is_grid and buffer.numel() * buffer.element_size() > _SHORT_BYTES:
             self.group.call_log.log_fields[LogFields.algorithm] = algorithms.SLICES
             self._in_slices(chunks_of(buffer, self.chunk_numel))
         else:
             self.group.call_log.log_fields[LogFields.algorithm] = algorithms.FIRST_RANKS
-            self.by_first_ranks(buffer, None, root)
+            self.by_first_ranks.run(buffer, None, root)
         return buffer
 
     def _in_slices(self, chunks: list[torch.Tensor]) -> None:
@@ -149,8 +149,6 @@ class ComparedHostAllreduce:
     They are reduced to the first rank of the host, exchanged between those, and the result is broadcast.
     """
 
-    compares = True
-
     def __init__(self, group: Group, op: str, partial_results: PartialResults, longer: HostAllreduce) -> None:
         assert isinstance(group.comparison, HostComparison)
         self.group, self.comparison, self.longer = group, group.comparison, longer
@@ -159,21 +157,25 @@ class ComparedHostAllreduce:
         self.combine = combiner(partial_results.accumulator, OPERATIONS[op].partial)
         self.work = ChunkBuffers(partial_results.accumulator)
 
-    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+    def operation(self) -> Operation:
+        """Return the operation of the collective."""
+        return Operation(self.run, compares=True, cached_call=self.cached_call)
+
+    def run(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         if not self.comparison.can_carry(buffer.numel() * self.partial_results.accumulator.itemsize):
             self.group.announce()
-            return self.longer(buffer, None, root)
+            return self.longer.run(buffer, None, root)
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
         flat = buffer.detach().view(-1)
         # A copy at the first rank, which is not to change the tensor of a call that differs.
         work = flat
         if self.partial_results.is_rounded or self.comparison.exchange is not None:
             work = self.work.take(0, flat.numel()).copy_(flat)
-        self._run(flat, work, partial(self._reduce_inside, work), partial(self._broadcast_inside, flat))
+        self._compare(flat, work, partial(self._reduce_inside, work), partial(self._broadcast_inside, flat))
         return buffer
 
-    def _run(
+    def _compare(
         self, flat: torch.Tensor, work: torch.Tensor, before: Callable[[], object], after: Callable[[], object]
     ) -> None:
         """Compare the call in its steps, and raise on all ranks if it differs."""
@@ -195,19 +197,24 @@ class ComparedHostAllreduce:
     def _broadcast_inside(self, flat: torch.Tensor) -> None:
         self.runner.run(_inside(self.group), "broadcast", flat)
 
-    def cached_call(self, root: int) -> fast_path.CachedCall | None:
+    def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
         group, local, dtype = self.group, self.group.local, self.partial_results.dtype
-        if OPERATIONS[self.op].finish or self.partial_results.is_rounded or not can_call_from_kernels(group):
+        if (
+            most_bytes is not None
+            or OPERATIONS[self.op].finish
+            or self.partial_results.is_rounded
+            or not can_call_from_kernels(group)
+        ):
             return None
         names = ("reduce", "broadcast") if local is not None else ()
         found = [self.runner.cached_call(_inside(group), name, torch.empty(0, dtype=dtype)) for name in names]
         steps = [step for step in found if step is not None]
         if len(steps) < len(names):  # the ranks of the host share no memory
             return None
-        most_bytes, exchange = most_carried(self.comparison.num_hosts, in_steps=True), self.comparison.exchange
+        carried, exchange = most_carried(self.comparison.num_hosts, in_steps=True), self.comparison.exchange
         finish = partial(self._finish, steps)
-        return FastAllreduce(group, dtype, self.op, most_bytes, exchange, finish, steps).cached_call()
+        return FastAllreduce(group, dtype, self.op, carried, exchange, finish, steps).cached_call()
 
     def _finish(
         self, steps: Sequence[fast_path.CachedCall], failed: int, status: int, tensor: torch.Tensor
@@ -220,7 +227,7 @@ class ComparedHostAllreduce:
             raise self.group.context.MPI.Exception(status)
         if failed == STEP_BEFORE:
             before = partial(steps[0].settle, status, work, None)
-            self._run(flat, work, before, partial(self._broadcast_inside, flat))
+            self._compare(flat, work, before, partial(self._broadcast_inside, flat))
         else:
             after = partial(steps[1].settle, status, flat, None) if failed == STEP_AFTER else _nothing
             is_equal = self.comparison.run(self.group.call_number, _nothing, lambda *_: failed == STEP_AFTER, after)
@@ -248,7 +255,7 @@ class HostAllgather:
         self.order = [rank for ranks in (zip(*hosts, strict=True) if group.is_grid else hosts) for rank in ranks]
         """The order in which the rows of the ranks are gathered."""
 
-    def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+    def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks, in rank order, on all ranks."""
         _note_algorithm(self.group)
         rows = row_counts(self.group, source)
@@ -303,7 +310,7 @@ class HostReduceScatter:
         self.work, self.slices, self.shares = (ChunkBuffers(accumulator) for _ in range(3))
         self.rounded, self.own = ChunkBuffers(dtype), ChunkBuffers(dtype)
 
-    def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+    def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         _note_algorithm(self.group)
         num_rows, row_numel = rows_of(source)

@@ -76,9 +76,8 @@ class StepRunner:
 
     def cached_call(self, group: Group, collective: str, tensor: torch.Tensor) -> fast_path.CachedCall | None:
         """Return a step with root 0 on tensors like this one for the fast path; None if it cannot run the step."""
-        cached = getattr(self._plan(group, collective, tensor, None).run, "cached_call", None)
-        found: fast_path.CachedCall | None = None if cached is None else cached(0)
-        return found
+        cached_call = self._plan(group, collective, tensor, None).cached_call
+        return None if cached_call is None else cached_call(0, None)
 
     def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> Plan:
         tensor = destination if source is None else source
@@ -93,8 +92,8 @@ class StepRunner:
             shape_of = self._shape_of or (None if whole_shape else no_shape)
             code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
             operation, backends = self._bind_step(group, collective, dtype, op, device_type)
-            plan = group.plans[key] = Plan(collective, code, operation, shape_of)
-            plan.backends = backends
+            plan = group.plans[key] = Plan(collective, code, operation.run, shape_of)
+            plan.backends, plan.cached_call = backends, operation.cached_call
         return plan
 
 
@@ -130,7 +129,7 @@ class StepSequence:
             self.work = ChunkBuffers(partial_results.accumulator)
         self.phases = lru_cache(maxsize=None)(lambda root: _phases(collective, plan(root)))
 
-    def __call__(self, buffer: torch.Tensor | None, _: Any, root: int) -> torch.Tensor | None:
+    def run(self, buffer: torch.Tensor | None, _: Any, root: int) -> torch.Tensor | None:
         """Run the steps on a contiguous tensor."""
         before, middle, after = self.phases(root)
         chunks = chunks_of(buffer, self.chunk_numel)

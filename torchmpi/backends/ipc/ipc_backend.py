@@ -8,7 +8,7 @@ import torch
 
 from ...communicators.group import Group
 from ...config import Config
-from ..base import Operation
+from ..base import Backend, Operation
 from ..gpus import Devices
 from ..job_facts import JobFacts
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .staging_areas import CudaDevice
 
 
-class IpcBackend:
+class IpcBackend(Backend):
     """Collectives of ranks that share a GPU, or whose GPUs can access each other."""
 
     name = "ipc"

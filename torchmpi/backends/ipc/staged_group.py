@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ...communicators import algorithms
-from ...communicators.group import Group
+from ...communicators.group import Group, GroupResource
+from ...communicators.plan import Run
 from ...errors import BackendUnavailableError, DeviceError, StallError
 from ...shared_memory.memory_layout import LogFields
 from ...tensors import buffers, partition
@@ -40,12 +41,12 @@ Action = Callable[[torch.Tensor, torch.Tensor, int], object]
 
 def prepare(staged: StagedGroup, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
     """Prepare a collective on a group."""
-    operation: Operation = getattr(IpcCollectives(staged, dtype, op), collective)
+    work: Run = getattr(IpcCollectives(staged, dtype, op), collective)
 
     def run(source: Any, destination: Any, root: int) -> Any:
         try:
             staged.begin(source)
-            result = operation(source, destination, root)
+            result = work(source, destination, root)
             staged.sync.complete()
             return result
         except BaseException:
@@ -53,7 +54,7 @@ def prepare(staged: StagedGroup, collective: str, dtype: torch.dtype | None, op:
             raise
 
     if collective != "allreduce" or dtype is None:
-        return run
+        return Operation(run)
     short: ShortAllreduce | None = None
     staging: Staging | None = None  # for which `short` was made, or could not be made
 
@@ -71,11 +72,13 @@ def prepare(staged: StagedGroup, collective: str, dtype: torch.dtype | None, op:
             raise
         return run(source, destination, root)
 
-    return run_allreduce
+    return Operation(run_allreduce)
 
 
-class StagedGroup:
+class StagedGroup(GroupResource):
     """The staging areas of a group, made by its first call, and the execution of plans on them."""
+
+    can_expire = True
 
     def __init__(
         self,

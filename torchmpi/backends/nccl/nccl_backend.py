@@ -11,7 +11,7 @@ import torch
 
 from ...communicators.group import Group
 from ...config import Config
-from ..base import Operation
+from ..base import Backend, Operation
 from ..gpus import Devices
 from ..job_facts import JobFacts
 
@@ -36,7 +36,7 @@ def version() -> tuple[int, ...]:
     return tuple(torch.cuda.nccl.version())
 
 
-class NcclBackend:
+class NcclBackend(Backend):
     """Collectives of NCCL, on CUDA tensors."""
 
     name = "nccl"

@@ -16,6 +16,7 @@ import torch
 
 from ...collective_specs import SPECS
 from ...communicators.group import Group
+from ...communicators.plan import Run
 from ...errors import TransportError
 from ...tensors import buffers, partition
 from ..base import Operation
@@ -38,15 +39,15 @@ def prepare(
         calls: NcclReduction | RowMovement = NcclReduction(torch_group, dtype, op)
     else:
         calls = RowMovement(group, torch_group)
-    operation: Operation = getattr(calls, collective)
+    work: Run = getattr(calls, collective)
 
     def run(source: Any, destination: Any, root: int) -> Any:
         try:
-            return operation(source, destination, root)
+            return work(source, destination, root)
         except torch.distributed.DistBackendError as error:
             raise torch_group.failure(error) from error
 
-    return run
+    return Operation(run)
 
 
 class NcclGroup(TorchGroup):

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ...config import PREFIX
-from ...session import affinity, mpi_library, runtime
+from ...launch import affinity, mpi_library
+from ...session import runtime
 from ..facts import read_text, version_of, versions
 from ..formatting import core_list, counted
 

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import ArgumentError, JobError, TorchMPIError
+from ...launch import affinity, launcher, mpi_library
 from ...log import log_fatal
-from ...session import affinity, launcher, mpi_library, runtime
+from ...session import runtime
 from ..formatting import StatusLine
 from ..launching import BOOTSTRAP, PACKAGE_PARENT, find_programs, launch_command, run_limited
 from ..supervision import handle_signals

@@ -21,7 +21,8 @@ import torchmpi
 from ...backends.selector import AVAILABLE
 from ...collective_specs import IN_PLACE, SPECS
 from ...distributed.registration import register
-from ...session import mpi_library, runtime
+from ...launch import mpi_library
+from ...session import runtime
 from .bench_job import BenchJob
 from .options import AUTO, DIST, PEERS
 from .workload import Allocate, BenchCase, Workload

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from ...session import mpi_library
+from ...launch import mpi_library
 from .bench_job import BenchJob
 
 BATCH_SECONDS = 3e-3

@@ -15,7 +15,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ... import nn as mpinn
-from ...session import mpi_library
+from ...launch import mpi_library
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
 from .bench_report import Row, grouped, has_figure, header, reasons, timing_of

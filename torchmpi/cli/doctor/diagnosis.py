@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import MissingMPIError
-from ...session import launcher
+from ...launch import launcher
 from ..facts import (
     Facts,
     Finding,

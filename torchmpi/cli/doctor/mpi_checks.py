@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ...session.launcher import are_incompatible
-from ...session.mpi_library import HOW_TO_INSTALL
+from ...launch.launcher import are_incompatible
+from ...launch.mpi_library import HOW_TO_INSTALL
 from ..facts import Facts, Finding, Findings, LaunchTrial, MPIFacts, Program
 from ..formatting import counted
 

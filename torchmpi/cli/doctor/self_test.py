@@ -17,7 +17,8 @@ from ...backends.gpus import Devices, ipc_groups
 from ...backends.ipc import staging_areas
 from ...config import Config
 from ...errors import ConfigError, NotStartedError, TorchMPIError
-from ...session import mpi_library, runtime
+from ...launch import mpi_library
+from ...session import runtime
 from ..facts import SelfTest
 
 REFUSED = "refused"

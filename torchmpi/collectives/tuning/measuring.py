@@ -18,6 +18,7 @@ from ... import collectives
 from ...backends.selection_table import MODES, Key
 from ...collective_specs import SPECS
 from ...communicators.communicator import Communicator
+from ...communicators.plan import PLAIN, Plan, PlanKey
 from ...config import BackendName
 from ...session import runtime
 from ...tensors import streams
@@ -121,9 +122,9 @@ class Work:
             function = getattr(collectives, f"{collective}_async" if self._is_async else collective)
             self._call = lambda name: function(given, comm=communicator, backend=name)
 
-    def _barrier(self, running: runtime.Runtime, known: dict[str, prepared.PreparedPlan], name: str) -> None:
+    def _barrier(self, running: runtime.Runtime, known: dict[str, Plan], name: str) -> None:
         if name not in known:  # barrier() has no backend=
-            key: prepared.PlanKey = ("barrier", None, None, "cpu", True, name, False)
+            key = PlanKey("barrier", None, None, PLAIN, name)
             known[name] = prepared.prepare(running, self._communicator, key)
         self._communicator.intra.call(known[name])
 

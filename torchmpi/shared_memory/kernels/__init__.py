@@ -18,7 +18,7 @@ raw memory, atomics, system calls   intrinsics
 functions of CPython                cpython
 rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir, simd_ir
-compilation                         kernel_sets, compilation, llvm
+compilation                         kernel_sets, compilation, target, llvm
 loading                             native_code, object_file
 =================================== ============================================================================
 """
@@ -138,7 +138,10 @@ def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
             announce(f"compiled {num_compiled} functions")
 
     compilation.Function.on_compiled = staticmethod(report)
-    wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in names]
+    wrappers = [
+        compilation.plain(_PREFIX + name, compilation.kernels[name], keeps_gil=name in kernel_set.brief)
+        for name in names
+    ]
     if kernel_set.fast_paths:
         from .fast_path_code import entry_wrapper
 

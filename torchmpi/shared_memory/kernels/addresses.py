@@ -17,7 +17,6 @@ from numba.core.errors import NumbaTypeError
 from numba.core.imputils import lower_constant
 from numba.core.typing import templates
 from numba.extending import (
-    infer_getattr,
     lower_builtin,
     lower_cast,
     lower_getattr_generic,
@@ -28,6 +27,7 @@ from numba.extending import (
 )
 
 from ..typed_records import Array, Embedded, Field, Pointer, RecordType, Word, Words
+from .target import TYPING
 
 _WORD = ir.IntType(64)
 # mypy knows only some of Numba's functions.
@@ -103,10 +103,13 @@ def _as_condition(context: Any, builder: Any, kind: Any, target: Any, value: Any
     return builder.icmp_signed("!=", value, _WORD(0))
 
 
-@_templates.infer_global(bool)
-class _Bool(_templates.AbstractTemplate):
+@TYPING.register_global(bool)
+class _Condition(_templates.AbstractTemplate):
+    """The condition of a branch, which Numba would also look for among those of objects."""
+
     def generic(self, args: Any, kws: Any) -> Any:
-        return _typing.signature(_types.boolean, args[0]) if isinstance(args[0], Address) else None
+        is_known = args[0] in (_types.boolean, _types.int64) or isinstance(args[0], Address)
+        return _typing.signature(_types.boolean, args[0]) if is_known else None
 
 
 @lower_builtin(bool, Address)
@@ -123,7 +126,7 @@ def _type_of_field(field: Field[Any]) -> Any:
     return Address(Words) if isinstance(field, Array) else _types.int64
 
 
-@infer_getattr
+@TYPING.register_attr
 class _Fields(_templates.AttributeTemplate):
     key = Address
 
@@ -132,7 +135,7 @@ class _Fields(_templates.AttributeTemplate):
         return None if field is None else _type_of_field(field)
 
 
-@infer_getattr
+@TYPING.register_attr
 class _Numbers(_templates.AttributeTemplate):
     key = RecordClass
 
@@ -174,7 +177,7 @@ def _store(context: Any, builder: Any, sig: Any, arguments: Any, name: str) -> N
 # --- rows -------------------------------------------------------------------------------------------------------
 
 
-@_templates.infer_global(operator.getitem)
+@TYPING.register_global(operator.getitem)
 class _Item(_templates.AbstractTemplate):
     def generic(self, args: Any, kws: Any) -> Any:
         if not isinstance(args[0], Address):
@@ -183,7 +186,7 @@ class _Item(_templates.AbstractTemplate):
         return _typing.signature(_types.int64 if words else args[0], args[0], _types.int64)
 
 
-@_templates.infer_global(operator.setitem)
+@TYPING.register_global(operator.setitem)
 class _SetItem(_templates.AbstractTemplate):
     def generic(self, args: Any, kws: Any) -> Any:
         if not isinstance(args[0], Address) or args[0].record is not Words:

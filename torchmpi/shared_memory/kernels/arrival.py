@@ -18,13 +18,15 @@ slots.
 A wait polls `spins` times with a pause instruction, `yields` times with `sched_yield`, and then sleeps. Aborted calls
 and the time limit are checked between sleeps and at some yields: on a busy machine a yield takes milliseconds. A wait
 that is not over after the first polls is measured, and added to the call log.
+
+A call that no kernel runs is published by `announce`, with the same order, and without waiting.
 """
 
 from __future__ import annotations
 
-from ..memory_layout import IN_RING, RING_LENGTH, Block, signed_chunks
+from ..memory_layout import DIFFERENT, IN_RING, NEIGHBOR, NOT_ARRIVED, RING_LENGTH, Block, signed_chunks
 from .access import block_of, entry_of, fail_check, outcome, own_block, peer_at, ring_field, set_counter
-from .compilation import inlined, inner
+from .compilation import inlined, inner, kernel
 from .intrinsics import (
     fence,
     field_address,
@@ -256,3 +258,44 @@ def leave(group: GroupRecord, seq, status):
     if status == 0:
         store(own_block(group).left, seq)
     return outcome(group, status)
+
+
+# --- calls that no kernel runs ------------------------------------------------------------------------------------
+
+
+@inner
+def compared(block: Block, seq, signature):
+    """Compare a call with that of another rank, if there is one: 0, or NOT_ARRIVED, or DIFFERENT."""
+    if not block:
+        return 0
+    theirs = block.ring[seq & (RING_LENGTH - 1)]
+    if load_acquire(theirs.sequence) != seq:
+        return NOT_ARRIVED
+    return 0 if theirs.signature == signature else DIFFERENT
+
+
+@kernel
+def announce(own: Block, one: Block, other: Block, seq, signature, arrived):
+    """Publish a call, and compare it with those of the neighbors, of which there may be none or one.
+
+    No rank sees the call before this rank has ended all reads of its earlier calls.
+
+    Args:
+        own: The block of this rank; 0 if the call has been published.
+        one: That of a neighbor, or 0.
+        other: That of the other one, or 0.
+        seq: Number of the call.
+        signature: Its signature.
+        arrived: When this rank has entered the call; 0 if that is not to be published.
+
+    Returns:
+        The result for `one` and, times NEIGHBOR, for `other`.
+    """
+    if own:
+        entry = own.ring[seq & (RING_LENGTH - 1)]
+        if arrived != 0:
+            entry.payload[0] = arrived
+        entry.signature = signature
+        store_release(entry.sequence, seq)
+        store_release(own.entered, seq)
+    return compared(one, seq, signature) + compared(other, seq, signature) * NEIGHBOR

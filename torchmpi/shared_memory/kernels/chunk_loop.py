@@ -66,7 +66,7 @@ def divide_stream(group: GroupRecord, num_bytes, max_bytes):
     """Choose the chunks of a stream for all ranks; return the number of rounds."""
     chunk = max((num_bytes + _STREAM_CHUNKS - 1) // _STREAM_CHUNKS, _MIN_CHUNK_BYTES * group.size)
     chunk = (chunk + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
-    group.chunk_bytes = min(chunk, max_bytes, group.slot_bytes)
+    group.chunk_bytes = min(min(chunk, max_bytes), group.slot_bytes)
     group.spacing = 0
     return count_rounds(group, num_bytes)
 

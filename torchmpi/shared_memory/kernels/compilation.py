@@ -20,6 +20,7 @@ from numba.core.errors import TypingError
 
 from ..typed_records import RecordType
 from .addresses import Address
+from .target import TARGET, TYPING
 
 # mypy knows only some of Numba's functions.
 _types: Any = types
@@ -67,7 +68,7 @@ class _Texts(_codegen.CodeLibrary):  # type: ignore[misc]
 
 @_machinery.register_pass(mutates_CFG=True, analysis_only=False)
 class _Lowering(_typed.BaseNativeLowering):  # type: ignore[misc]
-    """The last pass, which replaces Numba's compilation: callers find the function by its descriptor."""
+    """The last pass, without Numba's compilation: callers find the function by its descriptor."""
 
     _name = "torchmpi_lowering"
     lowering_class = lowering.Lower
@@ -80,27 +81,23 @@ class _Lowering(_typed.BaseNativeLowering):  # type: ignore[misc]
         descriptor = state["cr"].fndesc
         state.targetctx.insert_user_function(descriptor, descriptor, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=descriptor)
-        return True
+        return bool(_typed.NoPythonBackend().run_pass(state))
 
 
 class _Pipeline(_compiler.CompilerBase):  # type: ignore[misc]
-    """The passes of Numba that functions of numbers need."""
+    """The passes of Numba that functions of numbers need, without those that end the lives of objects."""
 
     def define_pipelines(self) -> list[Any]:
         manager = _machinery.PassManager("torchmpi")
         for each in (
             _untyped.TranslateByteCode,
             _untyped.FixupArgs,
-            _untyped.IRProcessing,
             _untyped.GenericRewrites,
             _untyped.DeadBranchPrune,
             _untyped.ReconstructSSA,
             _typed.NopythonTypeInference,
             _typed.PreLowerStripPhis,
-            _typed.IRLegalization,
-            _typed.AnnotateTypes,
             _Lowering,
-            _typed.NoPythonBackend,
         ):
             manager.add_pass(each, each.__name__)
         manager.finalize()
@@ -110,11 +107,12 @@ class _Pipeline(_compiler.CompilerBase):  # type: ignore[misc]
 class Function(_registry.CPUDispatcher):  # type: ignore[misc]
     """A function of numbers that kernels call; Python cannot call it."""
 
+    targetdescr = TARGET
     on_compiled: Callable[[], object] = staticmethod(lambda: None)
     """Called after each function that Numba has compiled."""
 
     def __init__(self, function: Callable[..., Any], *, is_inlined: bool = False) -> None:
-        options = {"nopython": True, "nogil": True, "error_model": "numpy", "forceinline": is_inlined}
+        options = {"nopython": True, "nogil": True, "error_model": "numpy", "forceinline": is_inlined, "_nrt": False}
         super().__init__(function, targetoptions=options, pipeline_class=_Pipeline)
         functions.append(self)
 
@@ -180,6 +178,23 @@ def kernel(function: F) -> F:
     return cast("F", kernels[function.__name__])
 
 
+# Numba would compile and optimize its own ones for each number of arguments.
+
+
+@inner
+def _smaller(one: int, other: int) -> int:
+    return other if other < one else one
+
+
+@inner
+def _larger(one: int, other: int) -> int:
+    return other if other > one else one
+
+
+TYPING.register_global(min, _types.Dispatcher(_smaller))
+TYPING.register_global(max, _types.Dispatcher(_larger))
+
+
 def link(prefix: str, wrappers: Iterable[Wrapper]) -> Any:
     """Return an LLVM module with these wrappers, whose names begin with `prefix`, and all functions that they call."""
     wrappers = list(wrappers)
@@ -216,11 +231,8 @@ def _texts(libraries: Iterable[Any], seen: set[int]) -> Iterator[str]:
     for library in libraries:
         if id(library) not in seen:
             seen.add(id(library))
-            if isinstance(library, _Texts):
-                yield from library.texts
-                yield from _texts(library.used, seen)
-            else:  # a function of Numba, such as min
-                yield library.get_llvm_str()
+            yield from library.texts
+            yield from _texts(library.used, seen)
 
 
 class Wrapper:
@@ -297,10 +309,11 @@ class Wrapper:
         return status
 
 
-def plain(name: str, function: Function) -> Wrapper:
+def plain(name: str, function: Function, *, keeps_gil: bool = False) -> Wrapper:
     """Return a wrapper that takes Python integers and returns one."""
     wrapper = Wrapper(name, function.num_arguments)
     arguments = [wrapper.number(wrapper.argument(index)) for index in range(function.num_arguments)]
     wrapper.end_if_raised()
-    wrapper.builder.ret(wrapper.as_number(wrapper.without_gil(function, arguments)))
+    call = wrapper.call if keeps_gil else wrapper.without_gil
+    wrapper.builder.ret(wrapper.as_number(call(function, arguments)))
     return wrapper

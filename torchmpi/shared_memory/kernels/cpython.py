@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .intrinsics import intrinsic
+from .target import Intrinsic, intrinsic
 
 _WORD, _INT, _VOID = ir.IntType(64), ir.IntType(32), ir.VoidType()
 _NULL = _WORD(0)
@@ -20,40 +20,24 @@ _NULL = _WORD(0)
 
 def _c_function(name: str, num_arguments: int, result: Any = _WORD) -> Any:
     """Return an intrinsic that calls a C function of words."""
-    kind = ir.FunctionType(result, [_WORD] * num_arguments)
-    return _of_numbers(num_arguments, lambda builder, numbers: _called(builder, name, kind, numbers), result)
+    return _caller(name, num_arguments, ir.FunctionType(result, [_WORD] * num_arguments))
 
 
 def _variadic(name: str, num_arguments: int, *last: Any) -> Any:
     """Return an intrinsic that calls a C function of any number of words, with these ones at the end."""
-    kind = ir.FunctionType(_WORD, [_WORD], var_arg=True)
-    return _of_numbers(num_arguments, lambda builder, numbers: _called(builder, name, kind, [*numbers, *last]), _WORD)
+    return _caller(name, num_arguments, ir.FunctionType(_WORD, [_WORD], var_arg=True), *last)
 
 
-def _called(builder: Any, name: str, kind: Any, arguments: Any) -> Any:
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
-
-
-def _of_numbers(count: int, call: Any, result: Any) -> Any:
-    """Return an intrinsic of so many numbers."""
-
+def _caller(name: str, num_arguments: int, kind: Any, *last: Any) -> Any:
     def generate(context, builder, signature, arguments):
-        called = call(builder, arguments)
-        if result == _VOID:
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        result = builder.call(function, [*arguments, *last])
+        if kind.return_type == _VOID:
             return context.get_dummy_value()
-        return called if result == _WORD else builder.sext(called, _WORD)
+        return result if kind.return_type == _WORD else builder.sext(result, _WORD)
 
-    returned = types.void if result == _VOID else types.int64
-    typed = returned(*[types.int64] * count), generate
-    typers = (  # Numba counts the parameters
-        lambda context: typed,
-        lambda context, a: typed,
-        lambda context, a, b: typed,
-        lambda context, a, b, c: typed,
-        lambda context, a, b, c, d: typed,
-        lambda context, a, b, c, d, e: typed,
-    )
-    return intrinsic(typers[count])
+    returned = types.void if kind.return_type == _VOID else types.int64
+    return Intrinsic(name, returned(*[types.int64] * num_arguments), generate)
 
 
 incref = _c_function("Py_IncRef", 1, _VOID)
@@ -78,7 +62,7 @@ restore_error = _c_function("PyErr_Restore", 3, _VOID)
 
 
 @intrinsic
-def exception_class(typing_context):
+def exception_class():
     """Return the class Exception, which KeyboardInterrupt and SystemExit are not derived from."""
 
     def generate(context, builder, signature, arguments):
@@ -89,7 +73,7 @@ def exception_class(typing_context):
 
 
 @intrinsic
-def describe_with(typing_context, function, tensor, described):
+def describe_with(function, tensor, described):
     """Call torch's function that describes a tensor as a DLTensor; -1 if an exception is set."""
 
     def generate(context, builder, signature, arguments):
@@ -103,7 +87,7 @@ def on_stack(num_fields: int) -> Any:
     """Return an intrinsic that returns the address of a record of so many fields in the frame of its caller."""
 
     @intrinsic
-    def room(typing_context):
+    def room():
         def generate(context, builder, signature, arguments):
             fields = cgutils.alloca_once(builder, ir.ArrayType(_WORD, num_fields))
             return builder.ptrtoint(fields, _WORD)

@@ -9,18 +9,13 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
 
 from .kernel_sets import DELAYS
 from .simd_ir import Lanes
+from .target import intrinsic
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
-
-
-def intrinsic(function: Any) -> Any:
-    """Apply Numba's decorator, untyped: a call has one argument less than the definition."""
-    return _intrinsic(function)
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -66,7 +61,7 @@ def _delay_function(module: Any) -> Any:
 
 
 @intrinsic
-def load(typing_context, address):
+def load(address):
     """Load a 64-bit integer."""
 
     def generate(context, builder, signature, arguments):
@@ -76,7 +71,7 @@ def load(typing_context, address):
 
 
 @intrinsic
-def store(typing_context, address, value):
+def store(address, value):
     """Store a 64-bit integer."""
 
     def generate(context, builder, signature, arguments):
@@ -87,7 +82,7 @@ def store(typing_context, address, value):
 
 
 @intrinsic
-def load_acquire(typing_context, address):
+def load_acquire(address):
     """Load a 64-bit integer; earlier writes of its writer are visible to later reads."""
 
     def generate(context, builder, signature, arguments):
@@ -98,7 +93,7 @@ def load_acquire(typing_context, address):
 
 
 @intrinsic
-def store_release(typing_context, address, value):
+def store_release(address, value):
     """Store a 64-bit integer after all earlier reads and writes."""
 
     def generate(context, builder, signature, arguments):
@@ -111,7 +106,7 @@ def store_release(typing_context, address, value):
 
 
 @intrinsic
-def field_address(typing_context, record, field):
+def field_address(record, field):
     """Return the address of a field."""
 
     def generate(context, builder, signature, arguments):
@@ -121,7 +116,7 @@ def field_address(typing_context, record, field):
 
 
 @intrinsic
-def copy(typing_context, target, source, num_bytes):
+def copy(target, source, num_bytes):
     """Copy with the C library's memcpy."""
 
     def generate(context, builder, signature, arguments):
@@ -150,13 +145,13 @@ def _lines_copier(*, past: bool) -> Any:
 
 
 @intrinsic
-def copy_lines(typing_context, target, source):
+def copy_lines(target, source):
     """Copy four cache lines of 64 bytes."""
     return types.void(types.int64, types.int64), _lines_copier(past=False)
 
 
 @intrinsic
-def copy_lines_past(typing_context, target, source):
+def copy_lines_past(target, source):
     """Copy four cache lines to an aligned target with non-temporal stores, which do not read the target first."""
     return types.void(types.int64, types.int64), _lines_copier(past=True)
 
@@ -178,13 +173,13 @@ def _lines_prefetcher(is_write: int, locality: int) -> Any:
 
 
 @intrinsic
-def prefetch_lines(typing_context, address):
+def prefetch_lines(address):
     """Prefetch four cache lines for reading, into the second-level cache."""
     return types.void(types.int64), _lines_prefetcher(0, 2)
 
 
 @intrinsic
-def claim_lines(typing_context, address):
+def claim_lines(address):
     """Prefetch four cache lines for writing."""
     return types.void(types.int64), _lines_prefetcher(1, 3)
 
@@ -201,7 +196,7 @@ def _nanoseconds(builder: Any) -> Any:
 
 
 @intrinsic
-def now(typing_context):
+def now():
     """Return nanoseconds of the monotonic clock."""
 
     def generate(context, builder, signature, arguments):
@@ -211,7 +206,7 @@ def now(typing_context):
 
 
 @intrinsic
-def ticks(typing_context):
+def ticks():
     """Return the time stamp counter of the processor; where it cannot be read, the monotonic clock with a minus."""
 
     def generate(context, builder, signature, arguments):
@@ -224,7 +219,7 @@ def ticks(typing_context):
 
 
 @intrinsic
-def fence(typing_context):
+def fence():
     """Order all earlier memory accesses before all later ones, including non-temporal stores."""
 
     def generate(context, builder, signature, arguments):
@@ -235,7 +230,7 @@ def fence(typing_context):
 
 
 @intrinsic
-def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel):
+def reduce(function, outs, num_outs, sources, num_sources, numel):
     """Call a reduction function by its address (see torchmpi.shared_memory.kernels.reduction)."""
 
     def generate(context, builder, signature, arguments):
@@ -251,7 +246,7 @@ def pointer_to(number: Any) -> Any:
     """Return an intrinsic that makes an address a pointer to numbers of a Numba type, which can be indexed."""
 
     @intrinsic
-    def pointer(typing_context, address):
+    def pointer(address):
         def generate(context, builder, signature, arguments):
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
@@ -261,7 +256,7 @@ def pointer_to(number: Any) -> Any:
 
 
 @intrinsic
-def float_of_bits(typing_context, bits):
+def float_of_bits(bits):
     """Reinterpret an unsigned 32-bit integer as a float32."""
 
     def generate(context, builder, signature, arguments):
@@ -271,7 +266,7 @@ def float_of_bits(typing_context, bits):
 
 
 @intrinsic
-def bits_of_float(typing_context, number):
+def bits_of_float(number):
     """Return the bits of a float32."""
 
     def generate(context, builder, signature, arguments):
@@ -289,7 +284,7 @@ def half_conversions(*, has_half: bool) -> tuple[Any, Any]:
     number, one_number = ir.FloatType(), ir.VectorType(ir.FloatType(), 1)
 
     @intrinsic
-    def widened(typing_context, bits):
+    def widened(bits):
         def generate(context, builder, signature, arguments):
             if has_half:
                 return builder.fpext(builder.bitcast(arguments[0], half), number)
@@ -299,7 +294,7 @@ def half_conversions(*, has_half: bool) -> tuple[Any, Any]:
         return types.float32(types.uint16), generate
 
     @intrinsic
-    def narrowed(typing_context, value):
+    def narrowed(value):
         def generate(context, builder, signature, arguments):
             if has_half:
                 return builder.bitcast(builder.fptrunc(arguments[0], half), ir.IntType(16))
@@ -312,7 +307,7 @@ def half_conversions(*, has_half: bool) -> tuple[Any, Any]:
 
 
 @intrinsic
-def compare_and_swap(typing_context, address, expected, value):
+def compare_and_swap(address, expected, value):
     """Store `value` if the memory contains `expected`, atomically; return the previous value."""
 
     def generate(context, builder, signature, arguments):
@@ -323,7 +318,7 @@ def compare_and_swap(typing_context, address, expected, value):
 
 
 @intrinsic
-def call_rule(typing_context, function, arrays, sent, numel, coefficients, steps):
+def call_rule(function, arrays, sent, numel, coefficients, steps):
     """Call a rule of the parameter server by its address (see torchmpi.shared_memory.kernels.server_rules)."""
 
     def generate(context, builder, signature, arguments):
@@ -354,7 +349,7 @@ def _caller(*kinds: Any) -> Any:
 
 @intrinsic
 def call_sendrecv(
-    typing_context, function, sent, sent_count, sent_type, target, sent_tag,
+    function, sent, sent_count, sent_type, target, sent_tag,
     received, count, kind, source, tag, comm, status,
 ):  # fmt: skip
     """Call MPI_Sendrecv by its address; return its error."""
@@ -364,13 +359,13 @@ def call_sendrecv(
 
 
 @intrinsic
-def call_isend(typing_context, function, memory, count, kind, peer, tag, comm, request):
+def call_isend(function, memory, count, kind, peer, tag, comm, request):
     """Call MPI_Isend or MPI_Irecv by its address; return its error."""
     return types.int64(*[types.int64] * 8), _caller(_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD)
 
 
 @intrinsic
-def call_test(typing_context, function, request, status):
+def call_test(function, request, status):
     """Call MPI_Test by its address; return its error, or -1 while the request is not complete."""
     call = _caller(_WORD, _WORD, _WORD)
 
@@ -387,7 +382,7 @@ def call_test(typing_context, function, request, status):
 
 
 @intrinsic
-def call_batch(typing_context, function, stream, count, operations):
+def call_batch(function, stream, count, operations):
     """Call cuStreamBatchMemOp by its address, without flags; return its error."""
     call = _caller(_WORD, _INT, _WORD, _INT)
 
@@ -398,7 +393,7 @@ def call_batch(typing_context, function, stream, count, operations):
 
 
 @intrinsic
-def call_launch(typing_context, function, kernel, num_blocks, num_threads, stream, parameters):
+def call_launch(function, kernel, num_blocks, num_threads, stream, parameters):
     """Call cuLaunchKernel by its address, for blocks and threads in one dimension; return its error."""
     call = _caller(_WORD, _INT, _INT, _INT, _INT, _INT, _INT, _INT, _WORD, _WORD, _WORD)
 
@@ -412,7 +407,7 @@ def call_launch(typing_context, function, kernel, num_blocks, num_threads, strea
 
 
 @intrinsic
-def this_core(typing_context):
+def this_core():
     """Return the core on which this thread runs now."""
 
     def generate(context, builder, signature, arguments):
@@ -424,7 +419,7 @@ def this_core(typing_context):
 
 
 @intrinsic
-def give_way(typing_context):
+def give_way():
     """Yield the core to another thread (`sched_yield`)."""
 
     def generate(context, builder, signature, arguments):
@@ -436,7 +431,7 @@ def give_way(typing_context):
 
 
 @intrinsic
-def read_memory(typing_context, process, target, source, num_bytes):
+def read_memory(process, target, source, num_bytes):
     """Copy from the memory of another process; return the number of bytes, -1 if the system refuses."""
 
     def generate(context, builder, signature, arguments):
@@ -455,7 +450,7 @@ def read_memory(typing_context, process, target, source, num_bytes):
 
 
 @intrinsic
-def sleep(typing_context, microseconds):
+def sleep(microseconds):
     """Sleep (`usleep`)."""
 
     def generate(context, builder, signature, arguments):
@@ -468,7 +463,7 @@ def sleep(typing_context, microseconds):
 
 
 @intrinsic
-def pause(typing_context):
+def pause():
     """Issue the processor's hint for a polling loop."""
 
     def generate(context, builder, signature, arguments):

@@ -36,6 +36,8 @@ class KernelSet(NamedTuple):
     seconds: int
     """Expected duration of the compilation of all parts by one rank on an idle core."""
     fast_paths: Mapping[str, FastPathKernel] = MappingProxyType({})
+    brief: frozenset[str] = frozenset()
+    """Kernels that neither wait nor move data, so that they keep the GIL."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,7 +60,16 @@ SETS = {
         ),
         # Two thirds of all functions in each: most functions are called by both, so that a third part saves little.
         (
-            ("allreduce", "any_allreduce", "allreduce_list", "barrier", "exchange", "reduce_scatter", "read_ticks"),
+            (
+                "allreduce",
+                "any_allreduce",
+                "allreduce_list",
+                "barrier",
+                "exchange",
+                "reduce_scatter",
+                "read_ticks",
+                "announce",
+            ),
             (
                 "broadcast",
                 "allgather",
@@ -92,6 +103,7 @@ SETS = {
             "barrier": FastPathKernel("barrier", "enter_barrier", takes_tensor=False, writes=False),
             "sendreceive": FastPathKernel("sendreceive", "enter_sendreceive"),
         },
+        brief=frozenset(("read_ticks", "announce")),
     ),
     "sharding": KernelSet(("shard_passes",), (("pass_over", "end_chunk"),), "parameter-server kernels", 1),
 }

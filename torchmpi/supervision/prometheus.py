@@ -7,16 +7,19 @@ import math
 import re
 import socket
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
 from .. import files
-from ..backends import network
-from ..backends.conversations import Conversation, Conversations
+from ..launch import network
+from ..launch.conversations import Conversation, Conversations
 from ..log import logger
+from ..timeline.observer import JobObserver
 
 FILE_NAME = "torchmpi_rank{}.prom"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -104,7 +107,7 @@ def _number(value: float) -> str:
 
 
 def exporter(target: str, seconds: float, local_rank: int, rank: int, read: Read) -> Exporter:
-    """Start the export to a folder, or the server at ``PORT`` or ``ADDRESS:PORT``, to which the local rank is added.
+    """Return the export to a folder, or the server at ``PORT`` or ``ADDRESS:PORT``, to which the local rank is added.
 
     Raises:
         OSError: The folder cannot be made, or the port is in use.
@@ -117,8 +120,8 @@ def exporter(target: str, seconds: float, local_rank: int, rank: int, read: Read
     return FileExporter(rank, read, Path(target).absolute() / FILE_NAME.format(rank), seconds)  # for os.chdir()
 
 
-class Exporter(ABC):
-    """A thread that exports metrics until :meth:`close`. Errors are logged once, and change nothing else."""
+class Exporter(JobObserver):
+    """A thread that exports metrics. Errors are logged once, and change nothing else."""
 
     def __init__(self, rank: int, read: Read) -> None:
         self._rank, self._read = rank, read
@@ -133,7 +136,12 @@ class Exporter(ABC):
     def _wake(self) -> None:
         """End the wait of the thread."""
 
-    def close(self) -> None:
+    def attach(self) -> Self:
+        """Start the thread."""
+        self._thread.start()
+        return super().attach()
+
+    def _end(self) -> None:
         """End the thread, but do not wait for a client or file system that does not answer."""
         self._stopped.set()
         self._wake()
@@ -155,7 +163,6 @@ class FileExporter(Exporter):
         self._path, self._seconds = path, seconds
         files.make_folder(path.parent)
         files.remove_unfinished(path.parent, path.name)
-        self._thread.start()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -179,7 +186,6 @@ class ServerExporter(Exporter):
         family = network.family(address)
         is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         self._listener = socket.create_server((address, port), family=family, backlog=128, dualstack_ipv6=is_dual)
-        self._thread.start()
 
     def _run(self) -> None:
         serving = Conversations[None](

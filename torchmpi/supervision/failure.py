@@ -31,11 +31,13 @@ from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
 from ..communicators.status_board import StatusBoard
 from ..config import Config
-from ..errors import MismatchError, StallError
+from ..errors import MismatchError, StallError, TorchMPIError
+from ..launch import launcher, mpi_library
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import EXIT_STATUS, Block
 from ..shared_memory.process_vm import has_ended
-from . import children, launcher, mpi_library, report
+from ..timeline import observer
+from . import children, report
 from .program_lines import line_of_program
 from .signals import SignalWatch
 from .watchdog import activities_on_host
@@ -469,7 +471,8 @@ os.register_at_fork(after_in_child=_in_forked_child)  # cannot be unregistered, 
 
 
 def _flush() -> None:
-    """Flush standard output and error: after this, other ranks may end this process at any moment."""
+    """Flush what observers know, standard output and error: then other ranks may end this process at any moment."""
+    observer.flush_all()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, None, or its reader has ended
             stream.flush()
@@ -486,7 +489,7 @@ def _flush() -> None:
 def _reason_is_elsewhere(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # an error may be its own cause
-        if getattr(error, "reason_is_elsewhere", False):
+        if isinstance(error, TorchMPIError) and error.reason_is_elsewhere:
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

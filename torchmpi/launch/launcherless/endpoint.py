@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from ...log import log_fatal
+from ...timeline import observer
 from .. import launcher
 from .link import Arrival, Link, means_later
 from .requests import ANY, CommunicationError, Receive, Request
@@ -489,6 +490,7 @@ class Endpoint:
         self._tell_all(_HEAD.pack(rank, len(reason), status, _ABORT) + reason)
         text = f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})"
         log_fatal(text)
+        observer.flush_all()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

@@ -5,7 +5,7 @@ files. If there are several hosts, each rank also listens at one address until a
 that of the caller, covers all. At the end the keys are removed from the store.
 
 Others may read and write the store of torch. So each entry is signed with the key of the job, which is not in the
-store, and each connection is authenticated (:mod:`torchmpi.backends.meeting`). On one host, which the launcher states,
+store, and each connection is authenticated (:mod:`torchmpi.launch.meeting`). On one host, which the launcher states,
 the kernel names the user at the other end of each connection, and no key is needed.
 """
 
@@ -24,9 +24,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from ... import files
-from ...backends import meeting, network
 from ...errors import LaunchError
-from .. import launcher
+from .. import launcher, meeting, network
 
 _KEY = "torchmpi rendezvous"
 _MAX_SILENCE_SECONDS = 30.0

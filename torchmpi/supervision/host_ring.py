@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..backends import meeting, network
 from ..communicators.conditions import on_all
+from ..launch import meeting, network
 
 _CONNECT_SECONDS = 10.0
 _MAX_LINE_BYTES = 64 << 10

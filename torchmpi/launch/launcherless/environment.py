@@ -13,10 +13,9 @@ from datetime import timedelta
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from ...backends import network, torch_groups
 from ...errors import LaunchError
 from ...log import logger
-from .. import launcher
+from .. import launcher, network, tcp_store
 from . import connect as connect_through_store
 from .stand_in import StandIn
 from .step_file import MeetingPoint, StepFile
@@ -99,7 +98,7 @@ def _store_of_step(
                 key = meeting.key.encode()
                 opened.callback(step_file.remove)
                 step_file.write(meeting)
-            store = torch_groups.open_tcp_store(
+            store = tcp_store.open_tcp_store(
                 address,
                 listener.getsockname()[1],
                 found.num_ranks,
@@ -108,7 +107,7 @@ def _store_of_step(
                 master_listen_fd=listener.detach(),
             )
         else:
-            store = torch_groups.open_tcp_store(address, wanted, found.num_ranks, False, _TIMEOUT)
+            store = tcp_store.open_tcp_store(address, wanted, found.num_ranks, False, _TIMEOUT)
     except (OSError, RuntimeError) as error:
         raise LaunchError(
             f"rank {found.rank} of the step {step} of Slurm: the store of rank 0 at {address}, port {wanted}, failed: "

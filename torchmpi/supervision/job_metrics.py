@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..communicators.group import GroupContext
-from ..config import Config
 from ..log import logger
+from ..timeline.observer import JobObserver, ObservedJob
 
 Metrics = dict[str, Any]
 """See :func:`torchmpi.metrics`."""
@@ -56,24 +56,28 @@ def _numbers(calls: int, num_bytes: int, seconds: float, known: float, waited: f
     return {"calls": calls, "bytes": num_bytes, **times, "stalls": stalls}
 
 
-def export(config: Config, local_rank: int, rank: int, read: Callable[[], Metrics]) -> Callable[[], None]:
-    """Export the metrics as the setting `metrics` says; return the function that ends it."""
-    if not config.metrics:
-        return lambda: None
+def exporter(job: ObservedJob, target: str) -> JobObserver:
+    """Return what exports the metrics as the setting `metrics` says."""
     from . import prometheus  # which imports an HTTP server
 
     try:
-        return prometheus.exporter(config.metrics, config.metrics_seconds, local_rank, rank, read).close
+        return prometheus.exporter(target, job.config.metrics_seconds, job.local_rank, job.rank, job.metrics)
     except (OSError, OverflowError) as error:  # a folder that cannot be made, a port in use or above 65535
-        logger.warning(f"rank {rank}: no metrics are exported to {config.metrics}: {error}")
-        return lambda: None
+        logger.warning(f"rank {job.rank}: no metrics are exported to {target}: {error}")
+        return JobObserver()
 
 
-def show_table(comm: Any, own: Metrics) -> None:
-    """Log the table of all ranks on rank 0. Collective."""
-    ranks = comm.allgather(own)
-    if own["rank"] == 0:
-        logger.info(table(ranks))
+class Summary(JobObserver):
+    """Logs the table of all ranks on rank 0 at ``stop()``."""
+
+    def __init__(self, job: ObservedJob, _is_wanted: bool) -> None:
+        self._job = job
+
+    def meet(self) -> None:
+        """Log the table. Collective."""
+        ranks = self._job.comm.allgather(self._job.metrics())
+        if self._job.rank == 0:
+            logger.info(table(ranks))
 
 
 def table(ranks: Sequence[Metrics]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ... import _version
-from ...backends import schedule
+from ...tensors import schedule
 from .endpoint import Endpoint
 from .link import Arrival
 from .requests import ANY, UNDEFINED, CommunicationError, Datatype, Receive, Request, Status

@@ -20,14 +20,14 @@ from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupContext
 from ..communicators.status_board import request_status, request_statuses
 from ..config import Config
+from ..launch import mpi_library
+from ..launch.stacks import StackRequests, stacks
 from ..log import logger
 from ..shared_memory.memory_layout import Block
-from . import mpi_library
 from .deadlock import WaitingRanks, find_any_circle, find_circle, waits_of
 from .heartbeat import Heartbeat, RankStatus
 from .program_lines import location
 from .report import NO_ANSWER, Activity, about_others
-from .stacks import StackRequests, stacks
 
 # A rank that rejects a call raises, and its traceback ends the job. Other ranks report only if it continues instead.
 _REFUSAL_GRACE_SECONDS = 2.0

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from .. import timeline
-from ..backends import meeting, network
 from ..communicators.conditions import on_all
 from ..communicators.group import Group
+from ..launch import meeting, network
 from ..timeline import events
 from ..timeline.clocks import ClockSample, sample
 from .host_ring import leaders_of
@@ -35,12 +35,13 @@ def provide_timeline(world: Group, description: dict[str, Any]) -> None:
     """Let timelines be recorded by the ranks of the world."""
     hosts = world.context.hosts
     open_here: Callable[[], HostClock] = partial(HostClock, world)
-    measure_here: Callable[[], list[ClockSample]] = partial(measure, world)
+    measure_in_call = measure_here = partial(measure, world)
     description = {**description, "leader": leaders_of(hosts)[hosts[world.rank]]}
     if len(set(hosts)) > 1:  # otherwise they do not communicate
         open_here = partial(world.call_action, "barrier", open_here)
         measure_here = partial(world.call_action, "barrier", measure_here)
-    timeline.set_job(timeline.JobInfo(description, open_here, measure_here, partial(_agree, world)))
+    agree = partial(_agree, world)
+    timeline.set_job(timeline.JobInfo(description, open_here, measure_here, measure_in_call, agree))
 
 
 def _agree(world: Group, condition: bool) -> bool:

@@ -1,7 +1,7 @@
 """Connections between the hosts of a job: lost hosts end the job, and ranks ask each other for their status.
 
 The first ranks of the hosts form a ring, and the other ranks of a host are connected to the first one. The kernels
-probe the connections (:func:`torchmpi.backends.network.limit_silence`), so the thread of this module sleeps until a
+probe the connections (:func:`torchmpi.launch.network.limit_silence`), so the thread of this module sleeps until a
 message arrives or a connection ends. No message goes through MPI, which may crash when it sends to a process that has
 ended.
 docs/design/heartbeat.md has the reasons.
@@ -21,8 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..backends import network
-from . import launcher
+from ..launch import launcher, network
 from .host_ring import HostLink, Message, leaders_of, next_hop
 
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
@@ -49,7 +48,7 @@ class RankStatus(NamedTuple):
     problem: str = ""
     """Why the rank has no status, if the host next to its host can tell."""
     activity: tuple[str, float, str] = ("", 0.0, "")
-    """The fields of a :class:`torchmpi.session.report.Activity`."""
+    """The fields of a :class:`torchmpi.supervision.report.Activity`."""
     calls: dict[str, int] | None = None
     """The number of the last call on each group of the rank, by the key of the group."""
     blocked_on: str = ""

@@ -1,7 +1,7 @@
 """Ranks without an MPI launcher: a small message layer that takes the place of ``mpi4py.MPI``.
 
 Processes that torchrun or a program of the user has started find each other through a store of torch.distributed. The
-result of :func:`connect` is passed to :func:`torchmpi.session.mpi_library.adopt`.
+result of :func:`connect` is passed to :func:`torchmpi.launch.mpi_library.adopt`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""Ranks that are forks of a process which has imported torch and torchmpi (``tests/jobs/warm``)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "jobs" / "warm"
+_START_SECONDS = 300.0
+_AT_IMPORT = (
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH_",
+    "TORCHMPI_AS_",
+    "TORCHMPI_KERNEL_",
+    "TORCHMPI_LOG",
+    "LD_",
+)
+
+
+def is_cold(names: Iterable[str]) -> bool:
+    """Return whether one of these variables is read at import, which the server has done; or TORCHMPI_TEST_COLD=1."""
+    return "TORCHMPI_TEST_COLD" in os.environ or any(name.startswith(_AT_IMPORT) for name in names)
+
+
+def command(address: str) -> list[str]:
+    """Return the command in place of Python for ranks of the server at this address."""
+    return [sys.executable, "-I", "-S", str(FOLDER / "rank.py"), address]
+
+
+class Server:
+    """The process that is forked, started by `launcher` (a command, or nothing)."""
+
+    def __init__(self, address: str, env: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
+        Path(address).unlink(missing_ok=True)  # of a server that was killed
+        self._address, self._limit = address, time.monotonic() + _START_SECONDS
+        self._process = subprocess.Popen(
+            [*launcher, sys.executable, str(FOLDER / "server.py"), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=dict(env),
+            start_new_session=True,
+        )
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_for_start(self) -> None:
+        while not os.path.exists(self._address):
+            is_starting = self.is_running() and time.monotonic() < self._limit
+            assert is_starting, "the server of warm ranks did not start: see its error above"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End it, and its ranks."""
+        self._process.communicate(timeout=30)

@@ -1,0 +1,1 @@
+"""What ranks have before they communicate: launcher, MPI library or sockets of their own, network, cores."""

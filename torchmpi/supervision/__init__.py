@@ -1,0 +1,1 @@
+"""What watches a running job: status of the ranks, stalls, failures and signals, heartbeats, metrics."""
