@@ -6,16 +6,19 @@ Each field can be set in the environment as ``TORCHMPI_<FIELD>``; ``start(config
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from . import log
 from .backend_specs import GPU_BACKENDS
 from .errors import ConfigError
+
+_T = TypeVar("_T")
 
 PREFIX = "TORCHMPI_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -35,23 +38,7 @@ _Bind = Literal["auto", "none"]
 _Check = Literal["auto", "strict", "board", "off"]
 _Hierarchical = Literal["auto", "on", "off"]
 _OnLostRank = Literal["end", "raise"]
-_CHOICES = {
-    "bind": get_args(_Bind),
-    "check": get_args(_Check),
-    "hierarchical": get_args(_Hierarchical),
-    "on_lost_rank": get_args(_OnLostRank),
-    "backend": ("auto", *get_args(BackendName)),
-}
-"""The values of the settings that have few."""
 
-_POSITIVE = (
-    "watchdog_period_seconds",
-    "message_bytes",
-    "pipeline_bytes",
-    "bucket_bytes",
-    "gpu_bucket_bytes",
-    "metrics_seconds",
-)
 # Variables with the same prefix that are not settings of a run.
 SET_BY_RUN = ("TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS")
 """Variables that ``torchmpi run`` sets for its ranks."""
@@ -59,6 +46,19 @@ _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",
     "TORCHMPI_KERNEL_DELAYS", "TORCHMPI_JOB_KEY", *SET_BY_RUN, log.VARIABLE,
 )  # fmt: skip
+
+
+def setting(default: _T, *, least: float | None = None, above: float | None = None, shared: bool = False) -> _T:
+    """Return the field of a setting.
+
+    Args:
+        default: Its value where none is given.
+        least: Its least value.
+        above: A number below all its values.
+        shared: Whether it must be the same on all ranks.
+    """
+    field: _T = dataclasses.field(default=default, metadata={"least": least, "above": above, "shared": shared})
+    return field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,28 +76,28 @@ class Config:
     bind: _Bind = "auto"
     """``auto``: bind each local rank to its own cores, unless the launcher has bound it or there are too few cores;
     ``none``: do not bind."""
-    threads: int = 0
+    threads: int = setting(0, least=0)
     """Number of threads of torch for one operation; 0: one per core that only this rank uses."""
-    check: _Check = "auto"
+    check: _Check = setting("auto", shared=True)
     """Comparison of calls between ranks. ``board``: through shared memory, without messages (ranks of one host);
     ``strict``: by a header exchanged before each call; ``auto``: board within a host, strict across hosts; ``off``."""
-    stall_warning_seconds: float = 30.0
+    stall_warning_seconds: float = setting(30.0, least=0)
     """Report a call that waits longer than this, with the ranks that have not arrived."""
-    stall_abort_seconds: float = 600.0
+    stall_abort_seconds: float = setting(600.0, least=0)
     """End the job when a call waits longer than this; 0: never."""
-    heartbeat_seconds: float = 30.0
+    heartbeat_seconds: float = setting(30.0, least=0, shared=True)
     """End the job when another host does not answer for this time; 0: do not connect the hosts for that."""
-    watchdog_period_seconds: float = 0.5
+    watchdog_period_seconds: float = setting(0.5, above=0)
     """Interval at which the watchdog checks for stalls."""
-    message_bytes: int = 1 << 30
+    message_bytes: int = setting(1 << 30, above=0, shared=True)
     """Largest message of one call of MPI, whose counts have 32 bits; larger ones are split."""
-    pipeline_bytes: int = 4 << 20
+    pipeline_bytes: int = setting(4 << 20, above=0, shared=True)
     """Size of the chunks in which rank-order reductions are computed, so that the sums stay in the cache."""
-    bucket_bytes: int = 4 << 20
+    bucket_bytes: int = setting(4 << 20, above=0, shared=True)
     """Largest size of a bucket: tensors that are fused into one message, also those of asynchronous backward."""
-    gpu_bucket_bytes: int = 32 << 20
+    gpu_bucket_bytes: int = setting(32 << 20, above=0, shared=True)
     """The same for CUDA tensors, whose calls take longer to begin."""
-    slot_bytes: int = 512 << 10
+    slot_bytes: int = setting(512 << 10, least=0, shared=True)
     """Size of a slot in shared memory, the largest chunk that a rank publishes to the others of its host. Each rank has
     two slots, four if there are two ranks, smaller ones if there are many; 0: no shared memory."""
     read_directly: bool = True
@@ -107,16 +107,16 @@ class Config:
     share_ddp_buckets: bool = True
     """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that reductions copy
     nothing."""
-    staging_bytes: int = 32 << 20
+    staging_bytes: int = setting(32 << 20, least=0, shared=True)
     """Size of a staging area of backend `ipc`, the largest chunk of a CUDA tensor that a rank publishes to the others
     of its host. Each rank has two areas on its GPU for each communicator that uses them; 0: no backend `ipc`."""
-    gpu_backends: str = "auto"
+    gpu_backends: str = setting("auto", shared=True)
     """Backends of the GPU that may be chosen for CUDA tensors: `nccl`, `ipc` or both, with a comma. `auto`: `nccl`, and
     `ipc` among ranks that share one GPU. Without one, CUDA tensors are staged through the host. `none`: both are off,
     also for ``backend=``."""
-    backend: Literal["auto"] | BackendName = "auto"
+    backend: Literal["auto"] | BackendName = setting("auto", shared=True)
     """Backend of every call that it supports; ``auto``: chosen by the selection table, default or measured."""
-    hierarchical: _Hierarchical = "auto"
+    hierarchical: _Hierarchical = setting("auto", shared=True)
     """Hierarchical collectives over several hosts. ``on``: wherever possible; ``off``: never; ``auto``: as ``on``,
     unless the selection table was measured."""
     tuning_file: str = ""
@@ -126,10 +126,10 @@ class Config:
     abort_on_exception: bool = True
     """End the whole job on an uncaught exception or SIGTERM on one rank."""
 
-    on_lost_rank: _OnLostRank = "end"
+    on_lost_rank: _OnLostRank = setting("end", shared=True)
     """Effect of a killed rank on the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
     and the program may continue with ``recover()`` (ranks without an MPI launcher only)."""
-    timeline: str = ""
+    timeline: str = setting("", shared=True)
     """Folder in which each rank records a timeline from start() to stop() (docs/timeline.md); empty: none."""
     flight_record: str = ""
     """Folder in which each rank keeps a file with its last calls (docs/flight-record.md); empty: in memory, where
@@ -137,9 +137,9 @@ class Config:
     metrics: str = ""
     """Destination of the metrics of a rank for Prometheus (docs/metrics.md): a folder, for a file that is rewritten; or
     ``PORT`` or ``ADDRESS:PORT``, to which the local rank is added, for an HTTP server; empty: nowhere."""
-    metrics_seconds: float = 15.0
+    metrics_seconds: float = setting(15.0, above=0)
     """Interval at which the file of `metrics` is rewritten."""
-    summary: bool = False
+    summary: bool = setting(False, shared=True)
     """Print a table of the calls of all ranks on rank 0 at stop()."""
     report: str = ""
     """File to which the report of a job that fails is also written, as JSON; empty: none."""
@@ -147,20 +147,22 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             self._check_type(field.name, type(field.default))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
+            self._check_value(field)
         if not set(self.chosen_gpu_backends) <= set(GPU_BACKENDS):
             raise ConfigError(
                 f"gpu_backends={self.gpu_backends!r} is neither auto nor none nor a list of {', '.join(GPU_BACKENDS)}."
             )
-        for name in _POSITIVE:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be finite and greater than zero.")
-        seconds = ("stall_warning_seconds", "stall_abort_seconds", "heartbeat_seconds")
-        for name in ("threads", "slot_bytes", "staging_bytes", *seconds):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be finite and not negative.")
+
+    def _check_value(self, field: dataclasses.Field[Any]) -> None:
+        value, choices = getattr(self, field.name), _choices().get(field.name)
+        if choices and value not in choices:
+            raise ConfigError(f"{field.name}={value!r} is not one of {', '.join(choices)}.")
+        above, least = field.metadata.get("above"), field.metadata.get("least")
+        if above is not None and not above < value < math.inf:
+            raise ConfigError(f"{field.name}={value!r} must be finite and greater than {above or 'zero'}.")
+        if least is not None and not least <= value < math.inf:
+            expected = "not negative" if least == 0 else f"at least {least}"
+            raise ConfigError(f"{field.name}={value!r} must be finite and {expected}.")
 
     def _check_type(self, name: str, kind: type) -> None:
         """Raise a ConfigError unless a setting has the type of its default, or one that stands for it."""
@@ -218,6 +220,31 @@ class Config:
                 raise ConfigError(f"The environment sets {variable}, which is not a setting. Known settings: {known}.")
             values[name] = parse(variable, text, type(fields[name].default))
         return cls(**values)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Return the values of the settings that have few, from their types.
+
+    >>> _choices()["bind"], _choices()["backend"][:2]
+    (('auto', 'none'), ('auto', 'mpi'))
+    """
+    return {name: values for name, hint in get_type_hints(Config).items() if (values := _values_of(hint))}
+
+
+def _values_of(hint: Any) -> tuple[str, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(value for part in get_args(hint) for value in _values_of(part))
+
+
+def shared_settings(config: Config) -> dict[str, object]:
+    """Return the settings that must be the same on all ranks.
+
+    >>> shared_settings(Config(summary=True))["summary"]
+    True
+    """
+    return {each.name: getattr(config, each.name) for each in dataclasses.fields(config) if each.metadata.get("shared")}
 
 
 def cache_folder() -> Path | None:

@@ -22,6 +22,7 @@ LISTS = {
     "backends/nccl/nccl_backend.py": ("collectives",),
     "backends/p2p_backend.py": ("collectives",),
 }
+MAKE_ROWS = ("_Row", "_action", "setting")
 PART = 24
 EVERY = 1 if os.environ.get("TORCHMPI_TEST_COMPLETE") else 8
 """One of so many facts is removed; of all of them (scripts/test_cpu.sh --complete) the tests take ten minutes."""
@@ -64,7 +65,7 @@ def facts(file: str, text: str) -> Iterator[tuple[str, str]]:
     """What is removed, and the text without it."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("_Row", "_action"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKE_ROWS:
             name = ast.unparse(node.args[0])
             for argument in (*node.args[1:], *node.keywords):
                 yield f"{ast.unparse(argument)} of {name}", without(text, argument)

@@ -53,6 +53,26 @@ def test_facts_of_the_backends():
     }
 
 
+def test_facts_of_the_settings():
+    fields = dataclasses.fields(config.Config)
+
+    def having(fact: str) -> set[str]:
+        found = {each.name: each.metadata.get(fact) for each in fields}
+        return {name for name, value in found.items() if value is not None and value is not False}
+
+    assert having("shared") == {
+        "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "gpu_bucket_bytes", "slot_bytes", "staging_bytes",
+        "gpu_backends", "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
+    }  # fmt: skip
+    numbers = {each.name for each in fields if type(each.default) in (int, float)}
+    assert having("least") | having("above") == numbers and not having("least") & having("above")
+    assert having("above") == {
+        "watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes", "gpu_bucket_bytes",
+        "metrics_seconds",
+    }  # fmt: skip
+    assert set(config._choices()) == {"bind", "check", "hierarchical", "on_lost_rank", "backend"}
+
+
 def test_types_name_the_operations():
     assert set(get_args(config.Operation)) == set(OPERATIONS)
     assert set(get_args(config.NoAverage)) == {name for name, spec in OPERATIONS.items() if "integer" in spec.kinds}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .._version import __version__
 from ..config import Config
+from ..config import shared_settings as settings_of
 from ..errors import ConfigError
 from ..shared_memory import process_vm
 
@@ -71,11 +72,7 @@ def place_of(config: Config, first: int | None = None) -> RankPlace:
 
 def shared_settings(config: Config, **arguments: object) -> dict[str, object]:
     """Return the settings and arguments of `start()` that must be the same on all ranks."""
-    names = (
-        "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "gpu_bucket_bytes", "slot_bytes", "staging_bytes",
-        "gpu_backends", "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
-    )  # fmt: skip
-    return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
+    return settings_of(config) | arguments | {"version": __version__}
 
 
 def check_settings(settings: list[dict[str, object]]) -> None:
