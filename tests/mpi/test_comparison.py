@@ -12,8 +12,8 @@ import torch
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi.backends.hierarchical.host_comparison import HostComparison
 from torchmpi.backends import number_exchange
+from torchmpi.backends.hierarchical.host_comparison import HostComparison
 from torchmpi.backends.number_exchange import NumberExchange, can_carry, most_carried
 from torchmpi.communicators.group import Group
 from torchmpi.config import BackendName, Config, Operation
