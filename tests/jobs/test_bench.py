@@ -173,6 +173,7 @@ def test_training(job, tmp_path):
     assert {"ddp", "gloo buckets", "ddp's way on gloo"} <= named
 
 
+@pytest.mark.release
 def test_starts(alone, tmp_path):
     file = tmp_path / "a.json"
     result = alone(*script_command("starts"), "--count", "1", "--size", "64K", "--json", file)
@@ -191,6 +192,7 @@ def test_leaks(launch, tmp_path):
     assert all(row["descriptors_growth"] == 0 for row in rows), rows
 
 
+@pytest.mark.release
 def test_memory(alone, tmp_path):
     file = tmp_path / "a.json"
     rows = rows_of(file, alone(*script_command("memory"), "-n", "2", "--json", file))

@@ -86,6 +86,7 @@ def skip_without(package: str) -> None:
         pytest.skip(f"{package} is not installed here: install the extra frameworks")
 
 
+@pytest.mark.release
 def test_lightning_runs_unchanged(launch):
     """Under mpirun, without addresses. The program compares its parameters with those of one process."""
     skip_without("lightning")
@@ -95,6 +96,7 @@ def test_lightning_runs_unchanged(launch):
     assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
 
 
+@pytest.mark.release
 def test_transformers_run_unchanged(job):
     """The same: with a tensor parallel plan the tokens and logits of the undivided model; then with its Trainer."""
     skip_without("transformers")
@@ -126,7 +128,7 @@ def test_remaining_workers_do_not_keep_the_job(job):
     check(job, WORKERS)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: no g++")
 def test_compiled_to_machine_code(job, tmp_path):
     """tests/mpi checks only the graphs, since compilation takes ten seconds of a core for each rank."""

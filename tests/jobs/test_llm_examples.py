@@ -55,6 +55,7 @@ def parameters(folder):
     return torch.load(file, weights_only=True)[key]
 
 
+@pytest.mark.release
 def test_loss(launch, bigram_loss):
     """A loss that needs more context than one byte."""
     result = launch(2, [EXAMPLES / "nn_gpt.py", "--cpu"], env=ONE_THREAD)
@@ -71,7 +72,9 @@ def test_all_programs_print_the_same_losses(launch):
     assert len(outputs) == 1 and outputs.pop().count("loss ") == 3, results
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name == "engine_gpt" else pytest.param(name, marks=pytest.mark.release) for name in NAMES]
+)
 def test_a_killed_run_continues_to_the_same_bits(launch, tmp_path, name):
     """Rank 1 is killed in the tenth update, after the checkpoint of update 8."""
     program, whole, parted = EXAMPLES / f"{name}.py", tmp_path / "whole", tmp_path / "parted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,28 @@ LIMIT_SECONDS = 300  # scripts/test_cpu.sh sets the timeout of pytest to 600
 pytest.importorskip("expecttest", reason="PyTorch's tests import it: install the extra dev")
 
 
+COMPILES = ("test_ddp_compile_static_graph",)
+"""Compiles for half a minute."""
+MORE_OF_THE_SAME = (
+    # Training of networks over calls that other tests make too; several forms of each call and of each group.
+    "SyncBatchNorm_", "model_averager", "post_localSGD", "mixed_precision", "profil", "apply_optim", "hook_parity",
+    "join_model", "uneven_input", "unused_params", "full_group", "grad_is_view", "static_graph",
+)  # fmt: skip
+"""In the names of tests that are run before a release only."""
+
+
 @pytest.mark.slow
 def test_pytorchs_tests_pass(mpirun, tmp_path):
-    """On four ranks, where the fewest tests are skipped; except one that compiles for half a minute."""
+    """On four ranks, where the fewest tests are skipped. Two thirds of them; before a release all."""
+    is_complete = bool(os.environ.get("TORCHMPI_TEST_COMPLETE"))
     command = [sys.executable, str(SUITE / "driver.py"), "--logs", str(tmp_path), "--job-limit", str(LIMIT_SECONDS)]
-    command += ["--without", "test_ddp_compile_static_graph", "--", *mpirun, "-n", "4"]
+    for name in COMPILES if is_complete else (*COMPILES, *MORE_OF_THE_SAME):
+        command += ["--without", name]
+    command += ["--", *mpirun, "-n", "4"]
     result = subprocess.run(command, capture_output=True, text=True, env=job_environment({}), check=False)
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr
     passed, _, listed, failed = map(int, result.stdout.splitlines()[-1].partition("PyTorch")[2].split()[1:5])
-    assert passed >= 200 and listed < 5 and failed == 0, result.stdout
+    assert passed >= (200 if is_complete else 140) and listed < 5 and failed == 0, result.stdout
 
 
 def test_unexpected_results_are_problems(monkeypatch):

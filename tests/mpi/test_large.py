@@ -29,7 +29,7 @@ def memory(world) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(NUMEL, dtype=torch.uint8), torch.empty(NUMEL // 2 + 1, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("backend", (None, "gloo"))
+@pytest.mark.parametrize("backend", (None, pytest.param("gloo", marks=pytest.mark.release)))
 def test_more_than_two_to_the_31_elements(agree, memory, backend):
     rank, size = mpi.rank(), mpi.size()
     tensor, half = memory[0].fill_(rank + 1), memory[1].zero_()

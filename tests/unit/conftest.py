@@ -40,7 +40,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Without arguments: leave out slow tests, and run the others on several cores."""
     if not is_without_arguments(config):
         return
-    config.stash[_header] = "70 seconds on two free cores; with tests that are marked slow: pytest tests/unit"
+    config.stash[_header] = "Under a minute on two free cores; with tests that are marked slow: pytest tests/unit"
     config.option.markexpr = "not slow"
     if config.option.durations is None:
         config.option.durations = 10

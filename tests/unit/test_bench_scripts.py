@@ -309,6 +309,7 @@ def test_a_server_that_is_its_own_client(tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_stopped_process_ends_with_its_rank():
     rank = subprocess.Popen(
         [sys.executable, "-c", _RANK, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

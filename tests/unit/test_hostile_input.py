@@ -99,6 +99,7 @@ def test_a_damaged_tuning_file_is_a_reason_not_an_error(tmp_path, data):
     assert table is not None or reason
 
 
+@pytest.mark.slow
 @MANY
 @given(json_values, json_values, json_values)
 def test_a_tuning_file_with_other_json_is_a_reason_not_an_error(tmp_path, entries, table, rule):
@@ -203,6 +204,7 @@ def test_an_archive_runs_nothing(tmp_path):
     assert not trap.exists()
 
 
+@pytest.mark.slow
 def test_an_archive_that_expands_does_not_exhaust_memory():
     """Regression: 4 MB of a file of zeros in a zip became 4 GB."""
     buffer = io.BytesIO()

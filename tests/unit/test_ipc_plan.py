@@ -80,6 +80,7 @@ LENGTHS = st.lists(LENGTH, min_size=1, max_size=9)
 SPECIFICATIONS = st.lists(st.tuples(st.sampled_from(COLLECTIVES), LENGTHS, st.integers(0, 99)), min_size=1, max_size=7)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 3), SPECIFICATIONS, st.integers(0, 1 << 30))
 def test_any_sequence_of_calls_in_any_interleaving(size, factor, specifications, seed):

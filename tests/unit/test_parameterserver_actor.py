@@ -64,6 +64,7 @@ def passes(draw, rig: Rig, optimizer: Rule):
     return draw(st.integers(0, 5)), rule, (rig.chunks()[begin][0], rig.chunks()[end][1]), draw(st.integers(0, 99))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_random_sequences_of_passes(data):
@@ -319,7 +320,7 @@ def test_a_chunk_whose_writer_was_killed_is_refused_and_others_are_usable():
     rig.close()
 
 
-@pytest.mark.parametrize("rule", ("copy", adam(0.1)), ids=("copy", "adam"))
+@pytest.mark.parametrize("rule", ("copy", pytest.param(adam(0.1), marks=pytest.mark.slow)), ids=("copy", "adam"))
 def test_chunks_without_a_lock_are_whole_after_random_kills(rule):
     chunk, choose = 4096, random.Random(1)
 

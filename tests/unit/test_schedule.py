@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -193,10 +194,13 @@ def test_the_simulation_detects_wrong_plans() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_of_the_design_is_that_of_the_plans() -> None:
+def test_the_table_of_the_design_is_that_of_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python benchmarks/plan_costs.py --write docs/design/hierarchy.md` makes it anew."""
     root = Path(__file__).resolve().parents[2]
     import plan_costs
+
+    # Of small jobs on two hosts, as the number is not compared.
+    monkeypatch.setattr(plan_costs, "kept_bytes", functools.partial(plan_costs.kept_bytes, (9, 12)))
 
     def without_bytes_of_start(text: str) -> str:
         """The objects that `start()` gathers have the names and numbers of this machine and of its processes."""

@@ -141,7 +141,9 @@ def test_an_allreduce_over_hosts_sends_each_byte_no_more_than_necessary() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "backend"), [(400, "p2p"), (256, "hierarchical")])
+@pytest.mark.parametrize(
+    ("size", "backend"), [(100, "p2p"), pytest.param(400, "p2p", marks=pytest.mark.release), (256, "hierarchical")]
+)
 def test_many_ranks(size: int, backend: str) -> None:
     hosts = [rank // 8 if backend == "hierarchical" else rank for rank in range(size)]
     vectors = torch.randn(size, 300, generator=torch.Generator().manual_seed(1))
@@ -319,9 +321,9 @@ def test_some_ranks_stand_for_all(plan: str, hosts_per_switch: int) -> None:
     [
         ("tree", 1024),
         ("gather", 200),
-        pytest.param("gather", 1024, marks=pytest.mark.slow),
+        pytest.param("gather", 1024, marks=pytest.mark.release),
         ("relayed", 200),
-        pytest.param("relayed", 1024, marks=pytest.mark.slow),
+        pytest.param("relayed", 1024, marks=pytest.mark.release),
     ],
 )
 def test_blocks_of_many_ranks(plan: str, size: int) -> None:
