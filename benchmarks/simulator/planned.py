@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torchmpi.backends.comparison import can_carry, most_gathered
+from torchmpi.backends.number_exchange import can_carry, most_gathered
 from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
 from torchmpi.backends.pieces import PieceQueue, piece_sizes
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import numpy as np
 
 from torchmpi.backends.base import Backend
-from torchmpi.backends.comparison import NumberExchange
 from torchmpi.backends.hierarchical import host_comparison
 from torchmpi.backends.hierarchical.host_comparison import HostComparison, comparison_for
+from torchmpi.backends.number_exchange import NumberExchange
 from torchmpi.backends.plan_cost import HEADER_BYTES, PlanCost, cost_of
 from torchmpi.communicators.group import Group
 from torchmpi.config import Config

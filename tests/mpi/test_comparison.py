@@ -12,9 +12,9 @@ import torch
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi.backends import comparison
-from torchmpi.backends.comparison import NumberExchange, can_carry, most_carried
+from torchmpi.backends import number_exchange
 from torchmpi.backends.hierarchical.host_comparison import HostComparison
+from torchmpi.backends.number_exchange import NumberExchange, can_carry, most_carried
 from torchmpi.communicators.group import Group
 from torchmpi.config import BackendName, Config, Operation
 from torchmpi.errors import MismatchError
@@ -45,7 +45,7 @@ def placement(request) -> Iterator[str]:
     hosts = PLACEMENTS[name][:SIZE]
     with pytest.MonkeyPatch.context() as patch:
         for limit, value in RELAYED.items() if is_relayed else ():
-            patch.setattr(comparison, limit, value)
+            patch.setattr(number_exchange, limit, value)
         mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=hosts[RANK]))
         yield hosts
         mpi.stop()

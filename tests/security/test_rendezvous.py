@@ -18,11 +18,13 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers import warm
 from helpers.strangers import STRANGER, Stranger, needs_root
 
 from torchmpi.errors import LaunchError
@@ -66,24 +68,22 @@ def wait_for(path: Path) -> None:
 class Victims:
     """Two ranks, of which one waits for the file ``go``."""
 
-    def __init__(self, folder: Path, late: int, launch: str) -> None:
+    def __init__(self, folder: Path, late: int, launch: str, python: list[str]) -> None:
         self.folder, self.late = folder, late
         program = folder / "program.py"
         program.write_text(PROGRAM)
         tail = [str(program), str(folder), str(late)]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "SLURM_"))}
-        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
-        python = sys.executable
+        env |= {"PYTHONPATH": str(ROOT), "TORCHMPI_THREADS": "1", "HOME": str(folder)}
         if launch == "run":
-            commands = [[python, "-m", "torchmpi", "run", "--without-mpi", "-n", "2", *tail]]
+            commands = [[*python, "-m", "torchmpi", "run", "--without-mpi", "-n", "2", *python, *tail]]
             self.prefixes = ["/worker/attempt_0/", ""]
         elif launch == "torchrun":
-            commands = [
-                [python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone", *tail]
-            ]
+            options = ["--nproc-per-node=2", "--master-port=0", "--standalone", "--no-python"]
+            commands = [[*python, "-m", "torch.distributed.run", *options, *python, *tail]]
             self.prefixes = ["/worker/attempt_0/", ""]
         else:
-            commands = [[python, *tail]] * 2
+            commands = [[*python, *tail]] * 2
             self.prefixes = ["77.0.0/"]
             env |= {
                 "SLURM_JOB_ID": "77",
@@ -128,13 +128,26 @@ class Victims:
             output.close()
 
 
+@pytest.fixture(scope="module")
+def warm_python(tmp_path_factory) -> Iterator[list[str]]:
+    """The command in place of Python for ranks that have imported torchmpi."""
+    if warm.is_cold([]):
+        yield [sys.executable]
+        return
+    address = str(tmp_path_factory.mktemp("warm") / "socket")
+    server = warm.Server(address, os.environ | {"PYTHONPATH": str(ROOT)})
+    server.wait_for_start()
+    yield warm.command(address)
+    server.close()
+
+
 @pytest.fixture
-def victims(tmp_path):
+def victims(tmp_path, warm_python):
     """``victims(late, launch)``: two ranks, of which `late` waits for :meth:`Victims.go`."""
     begun: list[Victims] = []
 
     def begin(late: int, launch: str) -> Victims:
-        begun.append(Victims(tmp_path, late, launch))
+        begun.append(Victims(tmp_path, late, launch, warm_python))
         return begun[-1]
 
     yield begin

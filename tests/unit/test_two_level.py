@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchmpi.backends import ordered_reduction, rank_order
+from torchmpi.backends import range_reduction, rank_order
 from torchmpi.backends.base import Operation
 from torchmpi.backends.hierarchical import steps
 from torchmpi.backends.nccl.recipes import recipe
@@ -133,7 +133,7 @@ def test_a_reduce_scatter_of_rows_reduces_the_elements_of_these_rows() -> None:
     for rank, (first, last) in enumerate(((0, 3), (3, 5), (5, 7))):
         group: Any = SimpleNamespace(rank=rank, size=3)
         reduction: Any = Copies()
-        scattered = ordered_reduction.operation(group, reduction, "reduce_scatter").run(source, None, 0)
+        scattered = range_reduction.operation(group, reduction, "reduce_scatter").run(source, None, 0)
         assert torch.equal(scattered, source[first:last])
 
 

@@ -26,7 +26,7 @@ from ..launch import network
 from ..shared_memory.memory_layout import Block, LogFields
 from ..tensors import buffers
 from ..tensors.schedule import Round
-from . import ordered_reduction
+from . import range_reduction
 from .base import Operation, refusal
 from .p2p import PipelinedReduction
 from .round_messages import TensorOf
@@ -84,7 +84,7 @@ def _work(
         assert dtype is not None and op is not None
         chunk_bytes = min(config.pipeline_bytes, config.message_bytes)  # gloo takes less than 2 GB
         reduction = GlooReduction(group, torch_group, dtype, op, chunk_bytes)
-        return ordered_reduction.operation(group, reduction, collective).run
+        return range_reduction.operation(group, reduction, collective).run
     movement: Run = getattr(RowMovement(group, torch_group), collective)
     return movement
 

@@ -23,7 +23,7 @@ from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.operation_specs import OperationSpec, form
 from ..tensors.writable import is_writable
-from . import ordered_reduction
+from . import range_reduction
 from .base import Backend, Operation, collectives_of
 from .comparing import compared
 from .job_facts import JobFacts
@@ -37,7 +37,7 @@ from .mpi_messages import (
     row_counts,
     rows_of,
 )
-from .ordered_reduction import RangeReduction
+from .range_reduction import RangeReduction
 from .rank_order import combiner, divide
 from .shm import SharedMemoryBackend
 
@@ -103,7 +103,7 @@ class MPIBackend(Backend):
             reduction = NativeReduction(group, dtype, op, self.config)
         else:
             reduction = OrderedReduction(group, dtype, op, self.config)
-        return ordered_reduction.operation(group, reduction, collective)
+        return range_reduction.operation(group, reduction, collective)
 
 
 class NativeReduction:

@@ -24,10 +24,10 @@ from ..config import Config
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, partition, schedule
 from ..tensors.schedule import Round
-from . import ordered_reduction
+from . import range_reduction
 from .base import Operation
-from .comparison import ComparedAllreduce, NumberExchange
 from .mpi_messages import Range, destination_for, row_counts, rows_of
+from .number_exchange import ComparedAllreduce, NumberExchange
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
@@ -56,7 +56,7 @@ def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | 
     if not SPECS[collective].reduces:
         return Operation(getattr(P2PMovement(group, config.message_bytes), collective))
     assert dtype is not None and op is not None
-    operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
+    operation = range_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
     if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
         return ComparedAllreduce(group, dtype, op, operation.run).operation()
     return operation

@@ -277,11 +277,12 @@ class CallLog:
         signature, arrived = code ^ hash(shape), 0
         if not code & ON_DEVICE:  # where calls may end when they are enqueued
             arrived, self.time_field = self.begin, CounterFields.known_ns
-        publish = type(self).publish
-        if publish is None or self._blocks is None:
+        publish, blocks = type(self).publish, self._blocks
+        if publish is None or blocks is None:
             found = self._publish(seq, signature, arrived)
         else:
-            found = publish(*self._blocks, seq, signature, arrived)
+            own, one, other = blocks
+            found = publish(own, one, other, seq, signature, arrived)
         if found:
             for slot in self._slots[seq & (RING_LENGTH - 1)][1]:
                 if found & NOT_ARRIVED:
@@ -415,11 +416,13 @@ class CallLog:
         if publish is None or blocks is None:
             found = self._compared(seq, signature)
         else:
-            found = publish(0, *blocks[1:], seq, signature, 0)
-        for slot in self._slots[seq & (RING_LENGTH - 1)][1]:
-            if found & DIFFERENT and slot in self._missing:
-                self._refuse_entry(slot)
-            found //= NEIGHBOR
+            _, one, other = blocks
+            found = publish(0, one, other, seq, signature, 0)
+        if found:
+            for slot in self._slots[seq & (RING_LENGTH - 1)][1]:
+                if found & DIFFERENT and slot in self._missing:
+                    self._refuse_entry(slot)
+                found //= NEIGHBOR
 
     def abandon(self) -> None:
         """End the call with an error, so that waiting ranks abort the call.

@@ -34,8 +34,8 @@ from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
 from .observed_call import ObservedCall
 from .plan import Plan
+from .profiled_calls import ShownTask, describe, describe_call
 from .release import Key, MessageCounter, register, retire
-from .shown_calls import ShownTask, describe, describe_call
 from .status_board import StatusBoard
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from ..timeline import events
 from .call_log import CallLog
 from .call_queue import CallQueue
 from .plan import Plan
-from .shown_calls import describe_call
+from .profiled_calls import describe_call
 
 
 class ObservedCall:

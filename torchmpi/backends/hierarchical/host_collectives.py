@@ -22,8 +22,8 @@ from ...shared_memory.memory_layout import WITH_COMPARISON, LogFields
 from ...tensors import buffers, partition
 from ...tensors.operation_specs import OPERATIONS
 from ..base import Operation
-from ..comparison import FastAllreduce, NumberExchange, most_carried
 from ..mpi_messages import can_call_from_kernels, destination_for, row_counts, rows_of
+from ..number_exchange import FastAllreduce, NumberExchange, most_carried
 from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults, combiner
 from .host_comparison import HostComparison

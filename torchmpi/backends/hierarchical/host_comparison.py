@@ -11,7 +11,7 @@ from ...communicators.group import Group
 from ...communicators.plan import Backends
 from ...errors import MismatchError
 from ..base import Backend, Operation, bind, refusal
-from ..comparison import NumberExchange, can_carry
+from ..number_exchange import NumberExchange, can_carry
 from .steps import StepRunner
 
 _DIFFERENT = 0
