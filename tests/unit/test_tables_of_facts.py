@@ -133,6 +133,7 @@ def test_facts_of_the_collectives_of_mpi():
     assert having("reduces") == ["allreduce", "reduce", "reduce_scatter"]
     assert having("divides") == ["reduce_scatter", "scatter", "alltoall"]
     assert having("gathers") == ["allgather", "gather", "alltoall"]
+    assert having("reduces_to_all") == ["allreduce"] and having("reduces_to_root") == ["reduce"]
     assert having("only_root_passes") == ["scatter"]
     assert having("in_place") == ["allreduce", "reduce", "broadcast"]
     assert [name for name in known if not SPECS[name].has_async] == ["barrier"]
