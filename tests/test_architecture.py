@@ -173,20 +173,13 @@ def test_device_differences_are_confined():
 
 
 COMPARED_NAMES = {
-    "backends.hierarchical.host_collectives": (4, "one algorithm for each collective"),
-    "backends.hierarchical.steps": (5, "the pipeline of the steps of an allreduce, and of a reduce"),
-    "backends.ipc.staged_group": (1, "the kernels of an allreduce"),
     "backends.nccl.recipes": (1, "the NaN of the two operations with an order"),
-    "backends.p2p": (1, "the allreduce that is compared by its messages"),
-    "backends.selection_table": (1, "which allreduce is compared by its messages"),
     "collectives.dispatch": (6, "the kernels of the fast path: those without a tensor, and of an allreduce"),
     "collectives.prepared": (1, "the allreduce of tensor lists"),
     "collectives.tuning.tuner": (1, "measures an allreduce first"),
     "engine.early_stop": (2, "the mode of early stopping"),
     "engine.measurement": (1, "the reduction of torch's losses"),
-    "engine.sgd_engine": (1, "the reduction of torch's losses"),
     "launch.affinity": (1, "the word for no limit in a file of the system"),
-    "shared_memory.fast_path": (1, "the barrier has no tensor"),
     "shared_memory.kernels.simd_ir": (4, "the instructions of each step of an operation"),
 }
 """How often a module compares with names of collectives or operations, outside the tables of facts, and what for.

@@ -65,6 +65,16 @@ class CollectiveSpec:
         return self.is_everywhere and not (self.divides or self.gathers)
 
     @cached_property
+    def reduces_to_all(self) -> bool:
+        """Whether every rank gets the combination of the tensors of all, in place: an allreduce, and its forms."""
+        return self.reduces and self.in_place and self.flow == "all to all"
+
+    @cached_property
+    def reduces_to_root(self) -> bool:
+        """Whether the root alone gets it."""
+        return self.reduces and self.in_place and self.flow == "all to root"
+
+    @cached_property
     def compared(self) -> Literal["shape", "rows", "nothing"]:
         """What must be equal on all ranks: the shape of the tensor, the shape of its rows, or neither."""
         return "nothing" if not self.is_everywhere else "shape" if self.in_place or self.reduces else "rows"

@@ -187,7 +187,9 @@ def test_copy_copies_the_payload():
 
 def test_peers_without_an_argument_for_the_result_copy_first(alone_on_gloo):
     gloo = TorchDistributed("gloo", None, asynchronous=False)
-    for collective in IN_PLACE:
+    known = [collective for collective in IN_PLACE if gloo.why_not(collective, "float32") is None]
+    assert known
+    for collective in known:
         (work,) = workloads(collective, size=1, out_of_place=True)
         work.fill()
         gloo.bind(work, 0)()

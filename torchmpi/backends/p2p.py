@@ -57,7 +57,7 @@ def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | 
         return Operation(getattr(P2PMovement(group, config.message_bytes), collective))
     assert dtype is not None and op is not None
     operation = range_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
-    if collective == "allreduce" and isinstance(group.comparison, NumberExchange):
+    if SPECS[collective].reduces_to_all and isinstance(group.comparison, NumberExchange):
         return ComparedAllreduce(group, dtype, op, operation.run).operation()
     return operation
 

@@ -158,7 +158,7 @@ def default_rule(
     is_reduction = SPECS[key.collective].reduces
     if key.span != "across" or not is_reduction or not is_staged or forced != "auto" or not can("p2p"):
         return ((None, transport),)
-    short = "p2p" if key.collective == "allreduce" and compared else transport
+    short = "p2p" if SPECS[key.collective].reduces_to_all and compared else transport
     long = "p2p" if is_tcp else transport
     return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
 

@@ -26,8 +26,7 @@ class Measurement:
         num_rows, output, target = state.sample.num_rows, state.output, state.sample.target
         if num_rows == 0:
             return  # the mean over no rows is nan
-        is_sum = getattr(state.criterion, "reduction", "mean") == "sum"
-        self._loss.add(state.loss.item() / (num_rows if is_sum else 1), num_rows)
+        self._loss.add(state.loss.item() / (num_rows if adds_rows(state.criterion) else 1), num_rows)
         if _is_classification(output, target):
             self._error.add(output.cpu(), target.cpu())
         for metric in self._metrics.values():
@@ -41,6 +40,16 @@ class Measurement:
         return TestResult(
             self._loss, self._error, {name: result_of(metric, size) for name, metric in self._metrics.items()}
         )
+
+
+def adds_rows(criterion: object) -> bool:
+    """Return whether a criterion returns the sum over the rows of a batch, instead of their mean.
+
+    >>> import torch
+    >>> adds_rows(torch.nn.MSELoss(reduction="sum")), adds_rows(torch.nn.functional.mse_loss)
+    (True, False)
+    """
+    return getattr(criterion, "reduction", "mean") == "sum"
 
 
 def _is_classification(output: object, target: object) -> bool:

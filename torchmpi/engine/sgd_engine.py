@@ -22,7 +22,7 @@ from .coordination import Coordinator, SingleProcess
 from .data_loading import DeviceCopy, Epoch, Source, make, set_epoch
 from .early_stop import EarlyStop
 from .engine import Engine
-from .measurement import Measurement
+from .measurement import Measurement, adds_rows
 from .metrics import Metric, check_metrics
 from .progressbar import ProgressBar
 from .scheduling import MakeScheduler, Schedule, Scheduler, SchedulerStep
@@ -156,7 +156,7 @@ class SGDEngine(Engine):
             autocast_dtype(autocast),
             scaler is not None,
         )
-        if weight == "example" and getattr(criterion, "reduction", "mean") == "sum":
+        if weight == "example" and adds_rows(criterion):
             raise ArgumentError("weight='example' takes the mean of each batch: use a criterion with reduction='mean'")
         validation = None if validate is None else Validation(validate, dict(metrics or {}), stop_early)
         if validation is None and not (metrics is None and stop_early is None):

@@ -140,8 +140,8 @@ def transport(compression: Compression | None) -> GradientTransport:
         return GradientTransport(None, compression)
     if compression not in _WIRES:
         raise ArgumentError(
-            f"{rank_prefix()}compression={compression!r} is not one of None, 'fp16', 'bf16', EightBit(), TopK() "
-            "and PowerSGD()."
+            f"{rank_prefix()}compression={compression!r} is not None, 'fp16', 'bf16' or a compressor, such as "
+            "torchmpi.nn.EightBit()."
         )
     return GradientTransport(_WIRES[compression])
 

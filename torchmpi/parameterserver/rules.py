@@ -281,7 +281,7 @@ def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
 
     >>> prepare("nonsense", torch.float32)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    torchmpi.errors.ArgumentError: unknown rule 'nonsense'. Available: adagrad, ... register_rule adds others.
+    torchmpi.errors.ArgumentError: unknown rule 'nonsense'. Available: ... register_rule adds others.
     """
     if isinstance(rule, str):
         rule = Rule(rule)

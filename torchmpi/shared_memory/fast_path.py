@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..collective_specs import SPECS
 from ..tensors import buffers, dlpack, tracing
 from . import kernels, memory_layout
 from .kernels import records
@@ -180,7 +181,7 @@ class _FastPath:
             result = cached_call.settle(status, tensor, out)
         finally:
             cached_call.run_lock.fields[memory_layout.LockFields.entered] = 0
-        if self.name == "barrier":
+        if self.name in SPECS and not SPECS[self.name].tensors:
             return False  # None means that Python must run the call
         if result is None:  # a gather on another rank than the root
             return tensor

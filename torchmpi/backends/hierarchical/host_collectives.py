@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from ...collective_specs import SPECS
 from ...communicators import algorithms, splits
 from ...communicators.group import Group
 from ...communicators.handle import Handle
@@ -38,19 +39,19 @@ def prepare(
     group: Group, collective: str, dtype: torch.dtype | None, op: str | None, bind_step: BindStep, chunk_bytes: int
 ) -> Operation:
     """Prepare a collective over the hosts of a group."""
-    runner = StepRunner(op, bind_step)
-    if collective == "allgather":
+    runner, spec = StepRunner(op, bind_step), SPECS[collective]
+    if spec.gathers:
         return Operation(HostAllgather(group, runner).run)
     chunk_numel = 1 if dtype is None else max(1, chunk_bytes // dtype.itemsize)
     if op is None or dtype is None:
         return Operation(_sequence(group, collective, runner, chunk_numel).run)
     partial_results = PartialResults(dtype, op, group.size)
-    if collective == "allreduce":
+    if spec.reduces_to_all:
         allreduce = HostAllreduce(group, runner, partial_results, chunk_numel)
         if isinstance(group.comparison, HostComparison):
             return ComparedHostAllreduce(group, op, partial_results, allreduce).operation()
         return Operation(allreduce.run)
-    if collective == "reduce_scatter":
+    if spec.divides:
         return Operation(HostReduceScatter(group, runner, partial_results, chunk_numel).run)
     return Operation(_sequence(group, collective, runner, chunk_numel, partial_results=partial_results).run)
 
@@ -62,7 +63,7 @@ def _sequence(
     split = splits.plan_split([member.group for member in group.placement.members], cartesian=cartesian)
 
     def plan(root: int) -> tuple[splits.Step, ...]:
-        if collective == "reduce":
+        if SPECS[collective].reduces_to_root:
             return splits.reduce_group_by_group(group.rank, split, root)
         return splits.steps_for(name, group.rank, [split], root=root)
 

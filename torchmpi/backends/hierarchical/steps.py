@@ -122,6 +122,7 @@ class StepSequence:
         on any device. `sum_across` replaces the last step of an allreduce: ``sum_across(run_step, group, total, out)``.
         """
         self.collective, self.rank, self.groups, self.runner = collective, rank, groups, runner
+        self.spec = SPECS[collective]
         self.partial_results, self.chunk_numel = partial_results, chunk_numel
         self.sum_across = sum_across or self._sum_across
         self.work: ChunkBuffers | None = None
@@ -148,8 +149,8 @@ class StepSequence:
 
         def run_after(k: int) -> None:
             work, chunk = works.pop(k), chunks[k]
-            self._run(after, chunk if self.collective == "allreduce" else work)
-            if self.collective == "reduce" and self.rank == root:
+            self._run(after, chunk if self.spec.reduces_to_all else work)
+            if self.spec.reduces_to_root and self.rank == root:
                 assert self.partial_results is not None and work is not None and chunk is not None
                 self.partial_results.finish(work, chunk)
 
@@ -168,7 +169,7 @@ class StepSequence:
     def _run_middle(
         self, step: splits.Step, work: torch.Tensor | None, chunk: torch.Tensor | None, run_step: RunStep
     ) -> None:
-        if step.collective == "allreduce":
+        if SPECS[step.collective].reduces_to_all:
             assert work is not None and chunk is not None
             self.sum_across(run_step, self._group(step), work, chunk)
         else:
@@ -182,7 +183,7 @@ class StepSequence:
     def _work_for(self, chunk: torch.Tensor | None, k: int) -> torch.Tensor | None:
         """Return the memory of partial results: a copy if they are wider than the result, or not for other ranks."""
         partial_results = self.partial_results
-        if chunk is None or partial_results is None or not (partial_results.is_rounded or self.collective == "reduce"):
+        if chunk is None or partial_results is None or not (partial_results.is_rounded or self.spec.reduces_to_root):
             return chunk
         if self.work is None:
             return chunk.to(partial_results.accumulator, copy=True)
@@ -204,7 +205,7 @@ def _phases(collective: str, steps: tuple[splits.Step, ...]) -> Phases:
     In an allreduce this is the last reduction, after which the result is rounded. Without such a step, the first step
     comes before and the others after: the ranks of a group must run their steps for all chunks in the same order.
     """
-    if collective == "allreduce":
+    if SPECS[collective].reduces_to_all:
         middles = [index for index, step in enumerate(steps) if SPECS[step.collective].reduces][-1:]
     else:
         middles = [index for index, step in enumerate(steps) if step.group == "inter"][:1]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...collective_specs import SPECS
 from ...communicators import algorithms
 from ...communicators.group import Group, GroupResource
 from ...communicators.plan import Run
@@ -53,7 +54,7 @@ def prepare(staged: StagedGroup, collective: str, dtype: torch.dtype | None, op:
             staged.sync.abort()
             raise
 
-    if collective != "allreduce" or dtype is None:
+    if not SPECS[collective].reduces_to_all or dtype is None:
         return Operation(run)
     short: ShortAllreduce | None = None
     staging: Staging | None = None  # for which `short` was made, or could not be made
