@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 
 from torchmpi.communicators.call_log import CallLog, call_code
-from torchmpi.shared_memory.kernels import compilation, function_at, native_code, source_digest
+from torchmpi.shared_memory.compiler import compilation, native_code
+from torchmpi.shared_memory.kernels import function_at, source_digest
 from torchmpi.shared_memory.kernels.fast_path_code import begin_call
 from torchmpi.shared_memory.kernels.intrinsics import ticks
 from torchmpi.shared_memory.kernels.logged_calls import end_call

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from llvmlite import binding
 
-from torchmpi.shared_memory.kernels import compilation, kernel_sets
-from torchmpi.shared_memory.kernels.llvm import Llvm
+from torchmpi.shared_memory.compiler import compilation
+from torchmpi.shared_memory.compiler.llvm import Llvm
+from torchmpi.shared_memory.kernels import kernel_sets
 
 _SYMBOL = re.compile(r"_ZN[\w.$]+")
 _NUMBERED = re.compile(r"\b(message)\.\d+")

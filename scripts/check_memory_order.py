@@ -28,7 +28,8 @@ KINDS = {
 
 def texts_of_kernels() -> list[str]:
     """Return the LLVM text of every function of the kernels, as compiled for the processor of --triple."""
-    from torchmpi.shared_memory.kernels import compilation, kernel_sets
+    from torchmpi.shared_memory.compiler import compilation
+    from torchmpi.shared_memory.kernels import kernel_sets
 
     for kernel_set in kernel_sets.SETS.values():
         for module in kernel_set.modules:

@@ -60,7 +60,7 @@ from torchmpi.launch.launcherless import mesh
 from torchmpi.launch.launcherless.step_file import StepFile
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.parameterserver.shards import chunk_numel
-from torchmpi.shared_memory.kernels import native_code
+from torchmpi.shared_memory.compiler import native_code
 from torchmpi.supervision import prometheus
 from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample

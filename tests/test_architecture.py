@@ -37,13 +37,15 @@ LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 IMPORTED_BY_START = ("mpi4py", "numba")
 """Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
 KERNEL_MODULES = (
-    "addresses", "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop",
-    "movement",
-    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages",
-    "host_calls", "message_pieces", "gpu_calls", "compilation", "cpython", "target",
+    "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
+    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "host_calls", "message_pieces",
+    "gpu_calls",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
+COMPILER_MODULES = ("addresses", "compilation", "cpython", "target")
+"""The same of ``shared_memory/compiler``."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
+IMPORTING_NUMBA |= {f"shared_memory/compiler/{name}.py" for name in COMPILER_MODULES}
 
 
 def module_files() -> list[Path]:
@@ -180,7 +182,7 @@ COMPARED_NAMES = {
     "engine.early_stop": (2, "the mode of early stopping"),
     "engine.measurement": (1, "the reduction of torch's losses"),
     "launch.affinity": (1, "the word for no limit in a file of the system"),
-    "shared_memory.kernels.simd_ir": (4, "the instructions of each step of an operation"),
+    "shared_memory.compiler.simd_ir": (4, "the instructions of each step of an operation"),
 }
 """How often a module compares with names of collectives or operations, outside the tables of facts, and what for.
 

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from torchmpi.shared_memory import kernels
-from torchmpi.shared_memory.kernels import compilation, native_code
+from torchmpi.shared_memory.compiler import compilation, native_code
 
 _numbers = itertools.count()
 

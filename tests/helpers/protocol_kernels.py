@@ -138,7 +138,7 @@ def _load_module(name: str, loaded: dict[str, dict[str, Any]], constants: Mappin
             space |= {each: INTRINSICS[each] for each in names}
         elif node.module == "kernel_sets":
             space["ENABLE_CHECKS"] = False
-        elif node.module == "compilation":
+        elif node.module == "compiler.compilation":
             space |= dict.fromkeys(names, lambda function: function)
         elif node.module != "__future__":
             module = _load_module(str(node.module), loaded, constants, faults)

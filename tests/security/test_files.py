@@ -30,7 +30,7 @@ from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import CheckpointError, TorchMPIError
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.shared_memory import kernels
-from torchmpi.shared_memory.kernels import native_code
+from torchmpi.shared_memory.compiler import native_code
 from torchmpi.supervision import prometheus, report
 from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample

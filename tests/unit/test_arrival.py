@@ -9,7 +9,8 @@ import pytest
 from helpers.kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
-from torchmpi.shared_memory.kernels import arrival, compilation, intrinsics, records
+from torchmpi.shared_memory.compiler import compilation
+from torchmpi.shared_memory.kernels import arrival, intrinsics, records
 
 kernel = compiled(arrival.wait_same_core, arrival.begin, arrival.has_aborted, arrival.arrive)
 

@@ -36,7 +36,7 @@ from torchmpi.config import Config
 from torchmpi.launch import affinity
 from torchmpi.session import runtime
 from torchmpi.shared_memory import kernels, memory_layout
-from torchmpi.shared_memory.kernels import native_code
+from torchmpi.shared_memory.compiler import native_code
 from torchmpi.shared_memory.segments import Segment
 from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers, sparse
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numba.core.errors import NumbaError
 
-from torchmpi.shared_memory.kernels.compilation import inner
+from torchmpi.shared_memory.compiler.compilation import inner
 from torchmpi.shared_memory.kernels.intrinsics import load
 
 words = st.integers(-(1 << 63), (1 << 63) - 1)

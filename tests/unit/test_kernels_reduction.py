@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from torchmpi import errors
 from torchmpi.backends import rank_order
-from torchmpi.shared_memory.kernels import native_code, reduction, reduction_ir
+from torchmpi.shared_memory.compiler import native_code
+from torchmpi.shared_memory.kernels import reduction, reduction_ir
 from torchmpi.shared_memory.kernels.reduction_key import FunctionKey
 from torchmpi.tensors import dtypes
 

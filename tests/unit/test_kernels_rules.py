@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchmpi import errors
-from torchmpi.shared_memory.kernels import native_code, server_rules, source_digest
+from torchmpi.shared_memory.compiler import native_code
+from torchmpi.shared_memory.kernels import server_rules, source_digest
 from torchmpi.tensors import dtypes
 
 CASES = [

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmpi.shared_memory.kernels import load, native_code, object_file, reduction, source_digest
+from torchmpi.shared_memory.compiler import native_code, object_file
+from torchmpi.shared_memory.compiler.llvm import Llvm
+from torchmpi.shared_memory.kernels import load, reduction, source_digest
 from torchmpi.shared_memory.kernels.kernel_sets import SETS
-from torchmpi.shared_memory.kernels.llvm import Llvm
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="LLVM loads files of this processor")
 
@@ -125,7 +126,7 @@ def test_a_thread_ends_in_a_kernel_after_the_interpreter():
         import ctypes, os, sys, threading, time
         sys.path.insert(0, sys.argv[1])
         from helpers.kernel_rig import compiled
-        from torchmpi.shared_memory.kernels.compilation import kernel
+        from torchmpi.shared_memory.compiler.compilation import kernel
         from torchmpi.shared_memory.kernels.intrinsics import sleep
 
         @kernel

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba.core.errors import NumbaError
 
-from torchmpi.shared_memory.kernels.compilation import inner
+from torchmpi.shared_memory.compiler.compilation import inner
 from torchmpi.shared_memory.kernels.intrinsics import load_acquire, store_release
 from torchmpi.shared_memory.kernels.records import FastPath, GroupRecord
 from torchmpi.shared_memory.typed_records import Array, Atomic, Embedded, Pointer, Record, Word

@@ -136,8 +136,6 @@ class CallQueue:
         """The calls that the fast path can run."""
         self.failed: list[Handle[Any]] = []
         """Failed calls, so that an error for which no thread waits can be reported when the group is freed."""
-        self.recorded_until = 0
-        """The end of the last message in the timeline, whose slices on a row do not overlap."""
         self._threaded = threaded
         self._counting = threading.Lock()
         self.origin: events.PlainOrigin | None = None

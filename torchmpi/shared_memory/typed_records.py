@@ -12,7 +12,7 @@
 
 A record is a row of 64-bit fields, in the order of the declarations. The class gives the number of a field
 (``Group.tensors`` is 1); the address of a record, as a value of the class, gives what is stored there. So it is in
-kernels, where such a value costs what the address costs (see :mod:`torchmpi.shared_memory.kernels.addresses`), and in
+kernels, where such a value costs what the address costs (see :mod:`torchmpi.shared_memory.compiler.addresses`), and in
 Python:
 
 ============ ======================== ======================================================================

@@ -42,7 +42,7 @@ import torchmpi.distributed
 import torchmpi.engine
 import torchmpi.parameterserver
 import torchmpi.session.runtime
-import torchmpi.shared_memory.kernels.native_code
+import torchmpi.shared_memory.compiler.native_code
 import torchmpi.shared_memory.kernels.reduction_ir  # noqa: F401
 
 _HIGH = 500  # greater descriptors are unused

@@ -11,15 +11,14 @@ kernels that Python calls           movement, reduce_kernels, host_calls, messag
 loop, routes, measurements          chunk_loop, peer_memory, copying
 synchronization                     arrival
 shared memory by name               access
-records                             records, shard_layout, addresses, torchmpi.shared_memory.memory_layout, and
+records                             records, shard_layout, torchmpi.shared_memory.memory_layout, and
                                     torchmpi.shared_memory.typed_records, which says what a record is
 signatures, flight record           logged_calls
 raw memory, atomics, system calls   intrinsics
-functions of CPython                cpython
 rules of the parameter server       server_rules, server_rule_loops
-reductions as LLVM text             reduction, reduction_ir, simd_ir
-compilation                         kernel_sets, compilation, target, llvm
-loading                             native_code, object_file
+reductions as LLVM text             reduction, reduction_ir
+which kernels there are             kernel_sets
+compilation, loading                torchmpi.shared_memory.compiler
 =================================== ============================================================================
 """
 
@@ -42,7 +41,7 @@ from ...log import logger
 from .kernel_sets import DELAYS, ENABLE_CHECKS, SETS
 
 if TYPE_CHECKING:
-    from .native_code import Compiler
+    from ..compiler.native_code import Compiler
 
 _PREFIX = "torchmpi_kernel_"
 _METH_FASTCALL = 0x80
@@ -61,7 +60,7 @@ def load(
     ['allgather', 'allreduce', 'allreduce_list', 'alltoall', 'barrier', 'broadcast', 'exchange', 'offer', ...]
     """
     if which not in _kernels:
-        from . import native_code
+        from ..compiler import native_code
 
         compiler = native_code.compiler()
         _load_or_build(compiler, which, announce)
@@ -124,7 +123,7 @@ def no_garbage_collection() -> Iterator[None]:
 def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
     """Return a part of a set of kernels as an LLVM module, and announce the progress of the compilation."""
     kernel_set, names = SETS[which], SETS[which].parts[number]
-    from . import compilation
+    from ..compiler import compilation
 
     for module in kernel_set.modules:
         importlib.import_module(f"{__package__}.{module}")
@@ -165,7 +164,7 @@ _definitions: dict[str, _Definition] = {}
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
     """Return the fast path of a collective; `fields`: the address of its record (records.FastPath)."""
-    from . import native_code
+    from ..compiler import native_code
 
     name = f"enter_{which}"
     return function_at(name, native_code.compiler().find(_PREFIX + name), fields)
@@ -191,11 +190,11 @@ def function_at(name: str, address: int, owner: int | None = None) -> Callable[.
 
 @lru_cache(maxsize=1)
 def source_digest() -> str:
-    """Return a digest of all sources of this package that the compiled code depends on."""
+    """Return a digest of all sources that the compiled code depends on."""
     digest = hashlib.sha256((b"checks" if ENABLE_CHECKS else b"") + DELAYS.encode())
     folder = Path(__file__).parent
     shared = (folder.parent / name for name in ("memory_layout.py", "typed_records.py"))
-    for path in (*sorted(folder.glob("*.py")), *shared):
+    for path in (*sorted(folder.glob("*.py")), *sorted((folder.parent / "compiler").glob("*.py")), *shared):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

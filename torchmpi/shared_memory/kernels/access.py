@@ -15,9 +15,9 @@ whose name stands for its address: it is written by `store_release` after the da
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner
 from ..memory_layout import BLOCK_BYTES, CHUNK_BITS, PAYLOAD_BYTES, RING_LENGTH, Block, Entry
 from ..typed_records import Words
-from .compilation import inner
 from .intrinsics import copy, field_address, load, load_acquire, store_release
 from .kernel_sets import ENABLE_CHECKS
 from .records import (

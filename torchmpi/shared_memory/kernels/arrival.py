@@ -24,9 +24,9 @@ A call that no kernel runs is published by `announce`, with the same order, and 
 
 from __future__ import annotations
 
+from ..compiler.compilation import inlined, inner, kernel
 from ..memory_layout import DIFFERENT, IN_RING, NEIGHBOR, NOT_ARRIVED, RING_LENGTH, Block, signed_chunks
 from .access import block_of, entry_of, fail_check, outcome, own_block, peer_at, ring_field, set_counter
-from .compilation import inlined, inner, kernel
 from .intrinsics import (
     fence,
     field_address,

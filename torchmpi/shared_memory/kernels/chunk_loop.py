@@ -19,6 +19,7 @@ before that data is read. `reduced` is published after the reads, and acquired b
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner, kernel
 from ..memory_layout import IN_CHUNKS, Block
 from .access import (
     block_of,
@@ -31,7 +32,6 @@ from .access import (
     transfer_slot_of,
 )
 from .arrival import set_algorithm, wait, wait_all
-from .compilation import inner, kernel
 from .copying import (
     LONG_BYTES,
     begin_measuring,

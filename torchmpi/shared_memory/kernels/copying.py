@@ -19,8 +19,8 @@ Memory order: `fetches_slowly` is a hint, read and written without order; ranks 
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner
 from .access import block_of, is_in_slot, own_block, set_counter
-from .compilation import inner
 from .intrinsics import (
     claim_lines,
     copy,

@@ -16,11 +16,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ..memory_layout import MAX_LOG_DIMS, LockFields
-from ..typed_records import Array, Record, Word, Words
-from .access import group_of
-from .compilation import BYTES, WORD, Function, Wrapper, inner, kernel, kernels
-from .cpython import (
+from ..compiler.compilation import BYTES, WORD, Function, Wrapper, inner, kernel, kernels
+from ..compiler.cpython import (
     call_with_four,
     call_with_one,
     clear_error,
@@ -39,6 +36,9 @@ from .cpython import (
     take_gil,
     tuple_of_one,
 )
+from ..memory_layout import MAX_LOG_DIMS, LockFields
+from ..typed_records import Array, Record, Word, Words
+from .access import group_of
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim

@@ -5,8 +5,8 @@ The same steps as the plan of one shot (torchmpi.backends.ipc.chunk_plan), so th
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner, kernel
 from ..memory_layout import STAGE_BITS, Block
-from .compilation import inner, kernel
 from .intrinsics import (
     call_batch,
     call_launch,

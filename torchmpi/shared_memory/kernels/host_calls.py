@@ -7,8 +7,8 @@ Python runs the rest of the call, or raises the error.
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner, kernel
 from ..memory_layout import CALL_NUMBER_BITS, RECORD_IS_NUMBER, WITH_COMPARISON
-from .compilation import inner, kernel
 from .intrinsics import call_sendrecv, copy, now, reduce
 from .logged_calls import (
     FIRST_HASH,

@@ -10,9 +10,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from ..compiler.simd_ir import Lanes
+from ..compiler.target import intrinsic
 from .kernel_sets import DELAYS
-from .simd_ir import Lanes
-from .target import intrinsic
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _BYTE_POINTER = ir.IntType(8).as_pointer()

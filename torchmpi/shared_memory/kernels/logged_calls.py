@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner, kernel
 from ..memory_layout import RECORD_LENGTH, LockFields, LogFields, RecordFields
-from .compilation import inner, kernel
 from .intrinsics import now, store, store_release, ticks
 
 # CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.

@@ -6,7 +6,7 @@ messages, so that ranks of both paths meet.
 
 from __future__ import annotations
 
-from .compilation import inner, kernel
+from ..compiler.compilation import inner, kernel
 from .intrinsics import call_isend, call_test, give_way, now, reduce, sleep
 from .records import Chunks, LongMessage, Piece, Queue
 

@@ -5,8 +5,8 @@ A message is the number of its dtype, the number of dimensions, the shape, and t
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner, kernel
 from ..memory_layout import ChannelFields
-from .compilation import inner, kernel
 from .fast_path_code import begin_call, data, dim, is_free, num_dims, plain_numel
 from .intrinsics import call_sendrecv, copy, now, store, store_release
 from .records import MISMATCH, NOT_FAST, Arguments, CachedCallRecord, DLTensor, SendReceive, TensorMessage

@@ -29,6 +29,7 @@ address for direct reads. `take` moves the rest, after Python has allocated the 
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner, kernel
 from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, PAYLOAD_BYTES, Block
 from .access import (
     copy_from_slot,
@@ -56,7 +57,6 @@ from .chunk_loop import (
     run_rounds,
     send_to_all,
 )
-from .compilation import inner, kernel
 from .copying import begin_measuring, end_measuring, note_chunk, note_time
 from .intrinsics import copy, load, now, store
 from .kernel_sets import ENABLE_CHECKS

@@ -27,12 +27,12 @@ Memory order: the address is published by the sequence number of the entry, `unr
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner
 from ..memory_layout import BY_DIRECT_READS, Announcement
 from ..typed_records import Words
 from .access import block_of, fail_check, own_block, payload_of, peer_at
 from .arrival import end_reads, set_algorithm
 from .chunk_loop import deliver
-from .compilation import inner
 from .copying import phase_of_call
 from .intrinsics import load, load_acquire, read_memory
 from .kernel_sets import ENABLE_CHECKS

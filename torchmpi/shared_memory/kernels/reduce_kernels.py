@@ -27,6 +27,7 @@ after step 3 of chunk `c`; see docs/design/shared-memory.md.
 
 from __future__ import annotations
 
+from ..compiler.compilation import inner, kernel
 from ..memory_layout import IN_CHUNKS, IN_SHARED_TENSORS, IN_WHOLE_SLOTS, PAYLOAD_BYTES, Block
 from .access import (
     block_of,
@@ -40,7 +41,6 @@ from .access import (
     slot_of,
 )
 from .arrival import arrive, begin, end_reads, have_all, leave, set_algorithm, wait_all
-from .compilation import inner, kernel
 from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
 from .intrinsics import now, reduce
 from .kernel_sets import ENABLE_CHECKS

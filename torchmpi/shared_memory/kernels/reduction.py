@@ -95,7 +95,8 @@ def function_key(dtype: torch.dtype, op: str) -> FunctionKey:
 
 
 def _compiled(key: FunctionKey) -> int:
-    from . import native_code, source_digest  # here, so that programs without such reductions need no llvmlite
+    from ..compiler import native_code
+    from . import source_digest  # here, so that programs without such reductions need no llvmlite
 
     def text(**options: bool) -> str:
         from . import reduction_ir  # here, so that LLVM is loaded only to compile

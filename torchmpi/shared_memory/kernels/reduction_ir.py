@@ -9,8 +9,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..compiler.simd_ir import BYTE, I64, Lanes, constant, in_vectors, loop, pick, spread
 from .reduction_key import FunctionKey
-from .simd_ir import BYTE, I64, Lanes, constant, in_vectors, loop, pick, spread
 
 # Bytes of accumulators in flight: four of the widest registers there are, eight of AVX2.
 _BLOCK_BYTES = 256

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from ..compiler.compilation import inlined, inner
 from ..typed_records import Words
-from .compilation import inlined, inner
 from .intrinsics import bits_of_float, float_of_bits, half_conversions, pointer_to
 
 

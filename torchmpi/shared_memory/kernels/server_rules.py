@@ -165,11 +165,13 @@ def address(dtype: torch.dtype, name: str) -> int:
 
 
 def _compiled(symbol: str, name: str, kind: str) -> int:
-    from . import native_code, source_digest  # here, so that programs without a server need no llvmlite
+    from ..compiler import native_code
+    from . import source_digest  # here, so that programs without a server need no llvmlite
 
     compiler, recipe = native_code.compiler(), source_digest()
     if not compiler.load(symbol, recipe):
-        from . import compilation, server_rule_loops
+        from ..compiler import compilation
+        from . import server_rule_loops
 
         if kind == "f16" and not compiler.llvm.has_half:
             kind = "f16 by arithmetic"

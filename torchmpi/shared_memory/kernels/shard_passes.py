@@ -5,7 +5,7 @@ docs/design/parameterserver.md describes the protocol.
 
 from __future__ import annotations
 
-from .compilation import inner, kernel
+from ..compiler.compilation import inner, kernel
 from .copying import copy_past
 from .intrinsics import (
     call_rule,
