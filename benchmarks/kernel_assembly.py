@@ -20,9 +20,10 @@ from pathlib import Path
 
 from llvmlite import binding
 
+from torchmpi.parameterserver.kernels import SHARDING
 from torchmpi.shared_memory.compiler import compilation
 from torchmpi.shared_memory.compiler.llvm import Llvm
-from torchmpi.shared_memory.kernels import kernel_sets
+from torchmpi.shared_memory.kernels.kernel_sets import COLLECTIVES, KernelSet
 
 _SYMBOL = re.compile(r"_ZN[\w.$]+")
 _NUMBERED = re.compile(r"\b(message)\.\d+")
@@ -40,11 +41,10 @@ def _plain_name(symbol: str) -> str:
     return next((part for part in reversed(parts) if not part.startswith(("B", "c8tJTI", "_3c", "v"))), symbol)
 
 
-def functions_of(which: str, number: int) -> dict[str, list[str]]:
+def functions_of(kernel_set: KernelSet, number: int) -> dict[str, list[str]]:
     """Return the assembly of the functions of a part of a set of kernels, by name; several may have one name."""
-    kernel_set = kernel_sets.SETS[which]
     for module in kernel_set.modules:
-        import_module(f"torchmpi.shared_memory.kernels.{module}")
+        import_module(f"{kernel_set.package}.{module}")
     llvm, names = Llvm(), kernel_set.parts[number]
     whole = compilation.link("k_", [compilation.plain(f"k_{name}", compilation.kernels[name]) for name in names])
     whole.triple, whole.data_layout = llvm._triple, str(llvm._machine.target_data)
@@ -72,9 +72,10 @@ def main() -> int:
     if (options.write is None) == (options.compare is None):
         parser.error("give --write FOLDER or --compare FOLDER")
     num_different = 0
-    for which, kernel_set in kernel_sets.SETS.items():
+    for kernel_set in (COLLECTIVES, SHARDING):
+        which = kernel_set.name
         for number in range(len(kernel_set.parts)):
-            functions = functions_of(which, number)
+            functions = functions_of(kernel_set, number)
             if options.write is not None:
                 folder = options.write / f"{which}_{number}"
                 folder.mkdir(parents=True, exist_ok=True)

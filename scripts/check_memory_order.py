@@ -28,13 +28,14 @@ KINDS = {
 
 def texts_of_kernels() -> list[str]:
     """Return the LLVM text of every function of the kernels, as compiled for the processor of --triple."""
+    from torchmpi.parameterserver.kernels import SHARDING
     from torchmpi.shared_memory.compiler import compilation
-    from torchmpi.shared_memory.kernels import kernel_sets
+    from torchmpi.shared_memory.kernels.kernel_sets import COLLECTIVES
 
-    for kernel_set in kernel_sets.SETS.values():
+    for kernel_set in (COLLECTIVES, SHARDING):
         for module in kernel_set.modules:
-            import_module(f"torchmpi.shared_memory.kernels.{module}")
-    wanted = [compilation.kernels[name] for each in kernel_sets.SETS.values() for name in each.names]
+            import_module(f"{kernel_set.package}.{module}")
+    wanted = [compilation.kernels[name] for each in (COLLECTIVES, SHARDING) for name in each.names]
     libraries = [kernel.native().library for kernel in wanted]
     found: dict[int, list[str]] = {}
     while libraries:

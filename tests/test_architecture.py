@@ -38,14 +38,16 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 """Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
 KERNEL_MODULES = (
     "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
-    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "messages", "host_calls", "message_pieces",
-    "gpu_calls",
+    "fast_path_code", "logged_calls", "messages", "host_calls", "message_pieces", "gpu_calls",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 COMPILER_MODULES = ("addresses", "compilation", "cpython", "target")
 """The same of ``shared_memory/compiler``."""
+SERVER_MODULES = ("shard_passes", "server_rule_loops")
+"""The same of ``parameterserver/kernels``."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
 IMPORTING_NUMBA |= {f"shared_memory/compiler/{name}.py" for name in COMPILER_MODULES}
+IMPORTING_NUMBA |= {f"parameterserver/kernels/{name}.py" for name in SERVER_MODULES}
 
 
 def module_files() -> list[Path]:

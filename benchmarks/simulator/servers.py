@@ -12,10 +12,10 @@ import torch
 from torchmpi.backends.plan_cost import PlanCost
 from torchmpi.communicators.group import Group, GroupContext
 from torchmpi.parameterserver import remote
+from torchmpi.parameterserver.kernels.server_rules import state_dtype
 from torchmpi.parameterserver.remote import RemoteClient, ServerThread
 from torchmpi.parameterserver.rules import PreparedRule, Rule, prepare
 from torchmpi.parameterserver.shards import SERVER, Actor, Shards, chunk_numel, layout, message_ranges, private_segment
-from torchmpi.shared_memory.kernels.server_rules import state_dtype
 from torchmpi.tensors.partition import even_partition
 
 from .coroutines import Event, Turns

@@ -179,7 +179,7 @@ def load_kernels(constants: Mapping[str, int], faults: Iterable[Fault], *, polls
         loaded["arrival"] |= {"wait": _wait, "wait_long": _wait, "wait_all": _wait_all, "have_all": _have_all}
     for name in _MODULES:
         space = _load_module(name, loaded, constants, faults)
-        names = [each for each in kernels.SETS["collectives"].names if each in space]
+        names = [each for each in kernels.COLLECTIVES.names if each in space]
         found |= {each: _called_with_numbers(space[each]) for each in names}
     unused = [fault for fault in faults if fault[0] not in loaded]
     assert not unused, f"no such module: {unused}"

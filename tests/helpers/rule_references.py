@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from torchmpi.shared_memory.kernels import server_rules
+from torchmpi.parameterserver.kernels import server_rules
 
 COEFFICIENTS = {
     "scaled_add": [(0.3,), (-1.0,), (0.0,)],

@@ -10,10 +10,10 @@ import torch
 
 from helpers.rule_references import twin
 from torchmpi.parameterserver import rules
+from torchmpi.parameterserver.kernels import server_rules as native
+from torchmpi.parameterserver.kernels import shard_layout as fields
 from torchmpi.parameterserver.rules import Rule
 from torchmpi.parameterserver.shards import CLIENT, Actor, Shards, layout, private_segment
-from torchmpi.shared_memory.kernels import server_rules as native
-from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.segments import Segment
 
 

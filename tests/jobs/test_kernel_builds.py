@@ -62,10 +62,9 @@ def test_one_rank_announces_the_compilation_once_and_ends(alone, tmp_path):
 
 # Starts with the kernels of the first job, and compiles those of the parameter server, two parts of a second each.
 SERVER = """
-from torchmpi.shared_memory.kernels import kernel_sets
-kernels = kernel_sets.SETS["sharding"]
-kernel_sets.SETS["sharding"] = kernels._replace(parts=tuple((name,) for name in kernels.names))
 import torchmpi.parameterserver as ps
+from torchmpi.parameterserver import shards
+shards.SHARDING = shards.SHARDING._replace(parts=tuple((name,) for name in shards.SHARDING.names))
 server = ps.init(torch.zeros(1000))
 print("compiled" if "numba" in sys.modules else "loaded", flush=True)
 ps.send(server, torch.ones(1000)).wait()

@@ -86,7 +86,8 @@ def test_wrong_arguments_of_an_intrinsic_do_not_compile(function, message):
 
 
 PROGRAM = """
-from torchmpi.shared_memory.kernels import movement, shard_passes
+from torchmpi.parameterserver.kernels import shard_passes
+from torchmpi.shared_memory.kernels import movement
 movement.barrier.native(), movement.broadcast.native(), shard_passes.pass_over.native()
 from numba.core.registry import cpu_target
 print(len(cpu_target.target_context._registries), len(cpu_target.typing_context._registries))

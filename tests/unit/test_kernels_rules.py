@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchmpi import errors
+from torchmpi.parameterserver.kernels import server_rules
 from torchmpi.shared_memory.compiler import native_code
-from torchmpi.shared_memory.kernels import server_rules, source_digest
+from torchmpi.shared_memory.kernels import source_digest
 from torchmpi.tensors import dtypes
 
 CASES = [
@@ -179,7 +180,7 @@ def test_half_precision_without_instructions_of_the_processor(name, monkeypatch)
     for other in (1.0, 6e-8, 60000.0):
         incoming, arrays, c = torch.full_like(everything, other), fresh(name, everything), next(runs(name))
         check_equal(applied(address, c, arrays, incoming), twin(name, c, arrays, incoming), (name, other))
-    assert undefined_symbols(native_code.compiler()._read(symbol, source_digest())) == []
+    assert undefined_symbols(native_code.compiler()._read(symbol, source_digest(server_rules.__package__))) == []
 
 
 def test_processors_that_convert_half_precision(monkeypatch):
@@ -191,7 +192,10 @@ def test_processors_that_convert_half_precision(monkeypatch):
 def test_rules_call_no_function_of_numba():
     for name, dtype in (*CASES, *(("sgd" + server_rules.PLAIN, dtype) for dtype in REAL)):
         server_rules.address(dtype, name)
-    images = {symbol: native_code.compiler()._read(symbol, source_digest()) for symbol in server_rules._addresses}
+    images = {
+        symbol: native_code.compiler()._read(symbol, source_digest(server_rules.__package__))
+        for symbol in server_rules._addresses
+    }
     called = {symbol: undefined_symbols(image) for symbol, image in images.items()}
     rules = server_rules.BUILT_IN
     num_copying = 4 * sum(rule.keeps_bits for rule in rules.values())  # they depend on the size of a number alone

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchmpi.parameterserver.kernels import SHARDING
 from torchmpi.shared_memory.compiler import native_code, object_file
 from torchmpi.shared_memory.compiler.llvm import Llvm
 from torchmpi.shared_memory.kernels import load, reduction, source_digest
-from torchmpi.shared_memory.kernels.kernel_sets import SETS
+from torchmpi.shared_memory.kernels.kernel_sets import COLLECTIVES
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="LLVM loads files of this processor")
 
@@ -70,13 +71,15 @@ def test_both_loaders_agree():
 
 
 def test_every_kernel_is_loaded_without_llvm(monkeypatch):
-    for which in SETS:
+    sets = COLLECTIVES, SHARDING
+    for which in sets:
         load(which=which)
     reduction.address(torch.float16, "avg")
     monkeypatch.setattr(native_code.Compiler, "llvm", property(lambda self: pytest.fail("loaded LLVM")))
     compiler = native_code.Compiler()
-    for which, kernels in SETS.items():
-        assert all(compiler.load(f"torchmpi_{which}_{part}", source_digest()) for part in range(len(kernels.parts)))
+    for kernels in sets:
+        names = [f"torchmpi_{kernels.name}_{part}" for part in range(len(kernels.parts))]
+        assert all(compiler.load(name, source_digest(kernels.package)) for name in names)
         assert all(compiler.find(f"torchmpi_kernel_{name}") for name in kernels.names)
     assert compiler.function("torchmpi_reduce_f16_sum_1_divide", source_digest(), pytest.fail)
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torchmpi import errors
 from torchmpi.communicators import levels
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
+from torchmpi.parameterserver.kernels import shard_layout as fields
+from torchmpi.parameterserver.kernels.server_rules import state_dtype
 from torchmpi.parameterserver.shards import CLIENT, SERVER, Actor, RuleFailure
-from torchmpi.shared_memory.kernels import shard_layout as fields
-from torchmpi.shared_memory.kernels.server_rules import state_dtype
 from torchmpi.shared_memory.process_vm import has_ended
 
 PLAIN_RULES = ("zero", "copy", "add", "max", "min")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import torchmpi.parameterserver as ps
 from torchmpi import errors
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
+from torchmpi.parameterserver.kernels import server_rules as native
+from torchmpi.parameterserver.kernels.shard_layout import CHUNK_BYTES, NUM_ARRAYS, Header
 from torchmpi.parameterserver.shards import MESSAGE_BYTES, chunk_numel, layout, message_ranges
-from torchmpi.shared_memory.kernels import server_rules as native
-from torchmpi.shared_memory.kernels.shard_layout import CHUNK_BYTES, NUM_ARRAYS, Header
 from torchmpi.tensors.partition import even_partition
 
 ITEMS = ((8, 8), (4, 4), (2, 4), (1, 4))

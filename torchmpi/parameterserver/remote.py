@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group
 from ..errors import ArgumentError, TorchMPIError
-from ..shared_memory.kernels.shard_layout import NUM_COEFFICIENTS
 from ..tensors.buffers import as_bytes
 from ..timeline import events
+from .kernels.shard_layout import NUM_COEFFICIENTS
 from .rules import MAX_NAME_BYTES, PreparedRule, Rule
 from .shards import MESSAGE_BYTES, Actor, RuleFailure, Shards, applied_part, message_ranges
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ..argument_types import checks_types
 from ..errors import ArgumentError
-from ..shared_memory.kernels import server_rules as native
-from ..shared_memory.kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
+from .kernels import server_rules as native
+from .kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
 __all__ = ["Rule", "adagrad", "adam", "axpby", "register_rule", "scaled_add", "sgd"]
 

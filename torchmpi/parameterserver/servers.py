@@ -21,11 +21,11 @@ from ..communicators.handle import Handle
 from ..communicators.levels import Comm, communicator_of_block
 from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
 from ..session import runtime
-from ..shared_memory.kernels.server_rules import state_dtype
 from ..tensors import buffers, streams, writable
 from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
 from ..timeline import events
+from .kernels.server_rules import state_dtype
 from .remote import RemoteClient, ServerThread
 from .rules import PreparedRule, Rule, RuleBoard, prepare
 from .shards import CLIENT, SERVER, Actor, RuleFailure, Shards, applied_part, layout, private_segment

@@ -25,10 +25,10 @@ from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..errors import CheckpointError
 from ..session import runtime
-from ..shared_memory.kernels.shard_layout import MOST_STATES, Header
 from ..tensors import archive
 from ..tensors.dtypes import short_name
 from ..tensors.partition import part_of
+from .kernels.shard_layout import MOST_STATES, Header
 from .servers import Server, ServerContext, call_collectively
 
 __all__ = ["load", "save"]

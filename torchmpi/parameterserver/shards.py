@@ -19,9 +19,10 @@ import torch
 from ..communicators.levels import CallsForbidden
 from ..errors import TorchMPIError, TransportError
 from ..shared_memory import kernels
-from ..shared_memory.kernels import shard_layout as fields
 from ..shared_memory.process_vm import has_ended
 from ..shared_memory.segments import Segment, Ticket
+from .kernels import SHARDING
+from .kernels import shard_layout as fields
 from .rules import PreparedRule
 
 MESSAGE_BYTES = 1 << 20
@@ -183,7 +184,7 @@ class Actor:
     def __init__(
         self, kind: int, index: int = 0, *, ranks: Mapping[int, int] | None = None, is_crowded: bool = False
     ) -> None:
-        loaded = kernels.load(which="sharding")
+        loaded = kernels.load(which=SHARDING)
         self._pass_over, self._end_chunk = loaded["pass_over"], loaded["end_chunk"]
         self._plan = np.zeros(fields.Pass.FIELDS, np.int64)
         self._coefficients = np.zeros(fields.NUM_COEFFICIENTS, np.float64)

@@ -7,15 +7,14 @@ processes load the machine code from files.
 layer, from the top                 modules
 =================================== ============================================================================
 kernels that Python calls           movement, reduce_kernels, host_calls, messages, message_pieces, gpu_calls,
-                                    fast_path_code, shard_passes
+                                    fast_path_code
 loop, routes, measurements          chunk_loop, peer_memory, copying
 synchronization                     arrival
 shared memory by name               access
-records                             records, shard_layout, torchmpi.shared_memory.memory_layout, and
+records                             records, torchmpi.shared_memory.memory_layout, and
                                     torchmpi.shared_memory.typed_records, which says what a record is
 signatures, flight record           logged_calls
 raw memory, atomics, system calls   intrinsics
-rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir
 which kernels there are             kernel_sets
 compilation, loading                torchmpi.shared_memory.compiler
@@ -30,15 +29,16 @@ import fcntl
 import gc
 import hashlib
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import files
 from ...log import logger
-from .kernel_sets import DELAYS, ENABLE_CHECKS, SETS
+from .kernel_sets import COLLECTIVES, DELAYS, ENABLE_CHECKS, KernelSet
 
 if TYPE_CHECKING:
     from ..compiler.native_code import Compiler
@@ -52,29 +52,29 @@ _kernels: dict[str, dict[str, Callable[..., int]]] = {}
 
 
 def load(
-    announce: Callable[[str], object] = lambda message: None, *, which: str = "collectives"
+    announce: Callable[[str], object] = lambda message: None, *, which: KernelSet = COLLECTIVES
 ) -> dict[str, Callable[..., int]]:
     """Return a set of kernels by name. The first processes on a machine compile them; one calls `announce` before.
 
     >>> sorted(load())  # doctest: +ELLIPSIS
     ['allgather', 'allreduce', 'allreduce_list', 'alltoall', 'barrier', 'broadcast', 'exchange', 'offer', ...]
     """
-    if which not in _kernels:
+    if which.name not in _kernels:
         from ..compiler import native_code
 
         compiler = native_code.compiler()
         _load_or_build(compiler, which, announce)
-        _kernels[which] = {name: function_at(name, compiler.find(_PREFIX + name)) for name in SETS[which].names}
-    return _kernels[which]
+        _kernels[which.name] = {name: function_at(name, compiler.find(_PREFIX + name)) for name in which.names}
+    return _kernels[which.name]
 
 
-def _load_or_build(compiler: Compiler, which: str, announce: Callable[[str], object]) -> None:
+def _load_or_build(compiler: Compiler, which: KernelSet, announce: Callable[[str], object]) -> None:
     """Load all parts of a set. A rank compiles the parts that are missing and that no other rank compiles, then waits.
 
     If the other rank has ended, or could not write its file, all waiting ranks compile that part at the same time.
     """
-    recipe = source_digest()
-    names = [f"torchmpi_{which}_{number}" for number in range(len(SETS[which].parts))]
+    recipe = source_digest(which.package)
+    names = [f"torchmpi_{which.name}_{number}" for number in range(len(which.parts))]
     missing = [number for number, name in enumerate(names) if not compiler.load(name, recipe)]
     tell: Callable[[str], object] = lambda message: None  # noqa: E731, replaced below
     for waits in (False, True):
@@ -88,7 +88,7 @@ def _load_or_build(compiler: Compiler, which: str, announce: Callable[[str], obj
                 if number == 0:  # one rank of the host, which may compile the other parts too
                     tell = announce
                     tell(
-                        f"compiling the {SETS[which].description}, once per machine: about {SETS[which].seconds} s "
+                        f"compiling the {which.description}, once per machine: about {which.seconds} s "
                         "if a core is idle"
                     )
                 with no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
@@ -120,13 +120,13 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
+def _module(which: KernelSet, number: int, announce: Callable[[str], object]) -> Any:
     """Return a part of a set of kernels as an LLVM module, and announce the progress of the compilation."""
-    kernel_set, names = SETS[which], SETS[which].parts[number]
+    names = which.parts[number]
     from ..compiler import compilation
 
-    for module in kernel_set.modules:
-        importlib.import_module(f"{__package__}.{module}")
+    for module in which.modules:
+        importlib.import_module(f"{which.package}.{module}")
     num_compiled, reported = 0, time.monotonic()
 
     def report() -> None:
@@ -138,13 +138,12 @@ def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
 
     compilation.Function.on_compiled = staticmethod(report)
     wrappers = [
-        compilation.plain(_PREFIX + name, compilation.kernels[name], keeps_gil=name in kernel_set.brief)
-        for name in names
+        compilation.plain(_PREFIX + name, compilation.kernels[name], keeps_gil=name in which.brief) for name in names
     ]
-    if kernel_set.fast_paths:
+    if which.fast_paths:
         from .fast_path_code import entry_wrapper
 
-        specs = {name: spec for name, spec in kernel_set.fast_paths.items() if spec.kernel in names}
+        specs = {name: spec for name, spec in which.fast_paths.items() if spec.kernel in names}
         wrappers += [entry_wrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in specs.items()]
     return compilation.link(_PREFIX, wrappers)
 
@@ -188,13 +187,14 @@ def function_at(name: str, address: int, owner: int | None = None) -> Callable[.
     return made
 
 
-@lru_cache(maxsize=1)
-def source_digest() -> str:
-    """Return a digest of all sources that the compiled code depends on."""
+@cache
+def source_digest(package: str = __name__) -> str:
+    """Return a digest of all sources that the compiled code of a package depends on."""
     digest = hashlib.sha256((b"checks" if ENABLE_CHECKS else b"") + DELAYS.encode())
     folder = Path(__file__).parent
+    folders = {folder, folder.parent / "compiler", Path(str(sys.modules[package].__file__)).parent}
     shared = (folder.parent / name for name in ("memory_layout.py", "typed_records.py"))
-    for path in (*sorted(folder.glob("*.py")), *sorted((folder.parent / "compiler").glob("*.py")), *shared):
+    for path in (*sorted(path for each in folders for path in each.glob("*.py")), *shared):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -319,7 +319,7 @@ def compare_and_swap(address, expected, value):
 
 @intrinsic
 def call_rule(function, arrays, sent, numel, coefficients, steps):
-    """Call a rule of the parameter server by its address (see torchmpi.shared_memory.kernels.server_rules)."""
+    """Call a rule of the parameter server by its address (see torchmpi.parameterserver.kernels.server_rules)."""
 
     def generate(context, builder, signature, arguments):
         results = [cgutils.alloca_once(builder, _WORD), cgutils.alloca_once(builder, _BYTE_POINTER)]

@@ -1,4 +1,4 @@
-"""The sets of kernels that are compiled and loaded together, and how fast paths call them."""
+"""Sets of kernels that are compiled and loaded together: those of the collectives, and how fast paths call them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class FastPathKernel(NamedTuple):
 class KernelSet(NamedTuple):
     """Kernels that are compiled and loaded together."""
 
+    name: str
+    package: str
+    """The package of the modules."""
     modules: tuple[str, ...]
     parts: tuple[tuple[str, ...], ...]
     """The names of the kernels, by the file into which they are compiled: ranks of a host compile different files."""
@@ -45,65 +48,64 @@ class KernelSet(NamedTuple):
         return tuple(name for part in self.parts for name in part)
 
 
-SETS = {
-    "collectives": KernelSet(
-        (
-            "chunk_loop",
-            "movement",
-            "reduce_kernels",
-            "logged_calls",
-            "fast_path_code",
-            "messages",
-            "host_calls",
-            "message_pieces",
-            "gpu_calls",
-        ),
-        # Two thirds of all functions in each: most functions are called by both, so that a third part saves little.
-        (
-            (
-                "allreduce",
-                "any_allreduce",
-                "allreduce_list",
-                "barrier",
-                "exchange",
-                "reduce_scatter",
-                "read_ticks",
-                "announce",
-            ),
-            (
-                "broadcast",
-                "allgather",
-                "alltoall",
-                "offer",
-                "take",
-                "scatter",
-                "sendreceive",
-                "add_pieces",
-                "finish_pieces",
-                "allreduce_in_pieces",
-                "allreduce_on_gpu",
-                "add_on_gpu",
-            ),
-        ),
-        "shared-memory kernels",
-        8,
-        {
-            "allreduce": FastPathKernel("any_allreduce", "enter_allreduce"),
-            "reduce": FastPathKernel("allreduce", "enter_allreduce"),
-            "allreduce_into": FastPathKernel("any_allreduce", "enter_allreduce_into", takes_out=True),
-            "broadcast": FastPathKernel("broadcast", "enter_broadcast"),
-            "broadcast_into": FastPathKernel("broadcast", "enter_broadcast_into", takes_out=True),
-            "allgather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
-            "reduce_scatter": FastPathKernel("reduce_scatter", "enter_reduce_scatter", takes_out=True),
-            "alltoall": FastPathKernel("alltoall", "enter_alltoall", takes_out=True),
-            "gather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
-            "give": FastPathKernel("allgather", "enter_give", writes=False),
-            "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True),
-            "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
-            "barrier": FastPathKernel("barrier", "enter_barrier", takes_tensor=False, writes=False),
-            "sendreceive": FastPathKernel("sendreceive", "enter_sendreceive"),
-        },
-        brief=frozenset(("read_ticks", "announce")),
+COLLECTIVES = KernelSet(
+    "collectives",
+    __name__.rpartition(".")[0],
+    (
+        "chunk_loop",
+        "movement",
+        "reduce_kernels",
+        "logged_calls",
+        "fast_path_code",
+        "messages",
+        "host_calls",
+        "message_pieces",
+        "gpu_calls",
     ),
-    "sharding": KernelSet(("shard_passes",), (("pass_over", "end_chunk"),), "parameter-server kernels", 1),
-}
+    # Two thirds of all functions in each: most functions are called by both, so that a third part saves little.
+    (
+        (
+            "allreduce",
+            "any_allreduce",
+            "allreduce_list",
+            "barrier",
+            "exchange",
+            "reduce_scatter",
+            "read_ticks",
+            "announce",
+        ),
+        (
+            "broadcast",
+            "allgather",
+            "alltoall",
+            "offer",
+            "take",
+            "scatter",
+            "sendreceive",
+            "add_pieces",
+            "finish_pieces",
+            "allreduce_in_pieces",
+            "allreduce_on_gpu",
+            "add_on_gpu",
+        ),
+    ),
+    "shared-memory kernels",
+    8,
+    {
+        "allreduce": FastPathKernel("any_allreduce", "enter_allreduce"),
+        "reduce": FastPathKernel("allreduce", "enter_allreduce"),
+        "allreduce_into": FastPathKernel("any_allreduce", "enter_allreduce_into", takes_out=True),
+        "broadcast": FastPathKernel("broadcast", "enter_broadcast"),
+        "broadcast_into": FastPathKernel("broadcast", "enter_broadcast_into", takes_out=True),
+        "allgather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
+        "reduce_scatter": FastPathKernel("reduce_scatter", "enter_reduce_scatter", takes_out=True),
+        "alltoall": FastPathKernel("alltoall", "enter_alltoall", takes_out=True),
+        "gather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
+        "give": FastPathKernel("allgather", "enter_give", writes=False),
+        "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True),
+        "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
+        "barrier": FastPathKernel("barrier", "enter_barrier", takes_tensor=False, writes=False),
+        "sendreceive": FastPathKernel("sendreceive", "enter_sendreceive"),
+    },
+    brief=frozenset(("read_ticks", "announce")),
+)

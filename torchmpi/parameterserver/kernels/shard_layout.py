@@ -5,7 +5,7 @@ docs/design/parameterserver.md describes the protocol.
 
 from __future__ import annotations
 
-from ..typed_records import Array, Atomic, Pointer, Record, Word
+from ...shared_memory.typed_records import Array, Atomic, Pointer, Record, Word
 
 CHUNK_BYTES = 64 << 10
 """Size of a chunk in the array with the largest elements."""

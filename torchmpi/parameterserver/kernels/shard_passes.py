@@ -5,9 +5,9 @@ docs/design/parameterserver.md describes the protocol.
 
 from __future__ import annotations
 
-from ..compiler.compilation import inner, kernel
-from .copying import copy_past
-from .intrinsics import (
+from ...shared_memory.compiler.compilation import inner, kernel
+from ...shared_memory.kernels.copying import copy_past
+from ...shared_memory.kernels.intrinsics import (
     call_rule,
     compare_and_swap,
     copy,

@@ -165,12 +165,12 @@ def address(dtype: torch.dtype, name: str) -> int:
 
 
 def _compiled(symbol: str, name: str, kind: str) -> int:
-    from ..compiler import native_code
-    from . import source_digest  # here, so that programs without a server need no llvmlite
+    from ...shared_memory.compiler import native_code
+    from ...shared_memory.kernels import source_digest  # here, so that programs without a server need no llvmlite
 
-    compiler, recipe = native_code.compiler(), source_digest()
+    compiler, recipe = native_code.compiler(), source_digest(__package__)
     if not compiler.load(symbol, recipe):
-        from ..compiler import compilation
+        from ...shared_memory.compiler import compilation
         from . import server_rule_loops
 
         if kind == "f16" and not compiler.llvm.has_half:

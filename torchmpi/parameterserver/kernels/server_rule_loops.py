@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from ..compiler.compilation import inlined, inner
-from ..typed_records import Words
-from .intrinsics import bits_of_float, float_of_bits, half_conversions, pointer_to
+from ...shared_memory.compiler.compilation import inlined, inner
+from ...shared_memory.kernels.intrinsics import bits_of_float, float_of_bits, half_conversions, pointer_to
+from ...shared_memory.typed_records import Words
 
 
 @inlined

@@ -1,0 +1,7 @@
+"""The compiled code of the parameter server: passes over shards, and the rules that they apply."""
+
+from ...shared_memory.kernels.kernel_sets import KernelSet
+
+SHARDING = KernelSet(
+    "sharding", __name__, ("shard_passes",), (("pass_over", "end_chunk"),), "parameter-server kernels", 1
+)
