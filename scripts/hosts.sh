@@ -182,8 +182,13 @@ cut_link() {
 }
 
 heal_link() {
+    local host
     ip link set "$prefix-$1" up
     bridge fdb del "$(mac "$1")" dev "$(other_port "$1")" master 2>/dev/null || true
+    # Otherwise hosts that have not found the address meanwhile refuse connections for seconds ("No route to host").
+    for host in $(hosts); do
+        ip -n "$prefix-$host" neigh flush all
+    done
 }
 
 mac() {

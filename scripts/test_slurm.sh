@@ -170,7 +170,7 @@ for name in $mpis; do
         version="no MPI library"
     else
         use_environment "$name"
-        version=$(python -c 'from torchmpi.session import mpi_library; print(mpi_library.short_version(mpi_library.load()))')
+        version=$(python -c 'from torchmpi.launch import mpi_library; print(mpi_library.short_version(mpi_library.load()))')
     fi
     checks=$(printf '%s\n' "${table[@]}" | awk -v start="$name-" '
         index($1, start) == 1 || (start == "none-" && $1 == "requeue") {

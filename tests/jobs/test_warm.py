@@ -57,7 +57,7 @@ def test_arguments_environment_and_files_are_equal(warm_python, tmp_path, how):
 
 def test_ranks_of_torchmpi_run_are_recognized(warm_python, tmp_path):
     """By the process in TORCHMPI_RUN_PID. Otherwise init_process_group would not find the others through MPI."""
-    code = "from torchmpi.session import launcher; print(launcher.is_started_by_run())"
+    code = "from torchmpi.launch import launcher; print(launcher.is_started_by_run())"
     shell = 'TORCHMPI_RUN_PID=$$ exec "$@"'
     for python in ([sys.executable], warm_python):
         assert run(["sh", "-c", shell, "sh", *python], ["-c", code], tmp_path).stdout == "True\n"

@@ -417,6 +417,17 @@ def test_sys_exit_in_a_callback_is_left_to_the_hook_of_threads(monkeypatch):
     assert [(failure.exc_type, failure.thread.name) for failure in failures] == [(SystemExit, "torchmpi test")]
 
 
+def test_sys_exit_in_a_callback_ends_the_same_way_in_a_thread_that_waits(monkeypatch):
+    failures, call_queue = [], CallQueue("test")
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    with call_queue.run_lock:
+        call_queue.submit(lambda: None, "first", in_any_thread=True).when_done(sys.exit)
+        last = call_queue.submit(lambda: "next", "task", in_any_thread=True)
+    assert last.wait() == "next"
+    call_queue.close()
+    assert [(failure.exc_type, failure.thread.name) for failure in failures] == [(SystemExit, "torchmpi test")]
+
+
 def test_an_interrupt_in_a_callback_reaches_the_main_thread():
     def interrupt():
         raise KeyboardInterrupt

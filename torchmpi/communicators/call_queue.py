@@ -316,11 +316,7 @@ class CallQueue:
                 with self.run_lock:
                     if self._entries:
                         self._num_run_by_waiters, self.in_background = 0, True
-                        try:
-                            self._run(self._entries.popleft())
-                        except BaseException:  # of a callback, such as SystemExit; unless the hook ends the job, go on
-                            thread = threading.current_thread()
-                            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
+                        self._run(self._entries.popleft())
                         self.in_background = False
             num_looks += 1
             with self._counting:
@@ -335,6 +331,11 @@ class CallQueue:
         self._runner = threading.get_ident()
         try:
             self._finish(entry)
+        except BaseException as error:  # of a callback, such as SystemExit; unless the hook ends the job, go on
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not self._helper:
+                raise
+            # As of the helper, whoever runs the call: a callback does not choose the thread.
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._helper)))
         finally:
             self._runner = 0
             with self._counting:
