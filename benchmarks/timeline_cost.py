@@ -203,7 +203,8 @@ class WithoutRecorder(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> Any:
         """Remove what is done with a recorder."""
-        if "recorder is not None" not in ast.unparse(node.test):
+        test = ast.unparse(node.test)
+        if "recorder is not None" not in test and test != "observed is not None":
             return self.generic_visit(node)
         self.num_removed += 1
         return None
@@ -214,6 +215,11 @@ class WithoutRecorder(ast.NodeTransformer):
             return self.generic_visit(node)
         self.num_removed += 1
         return node.body
+
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        """Replace a comparison in an expression."""
+        return ast.Constant(value=True) if ast.unparse(node) == "recorder is None" else self.generic_visit(node)
 
 
 def without_recorder(method: Callable[..., Any]) -> Any:
