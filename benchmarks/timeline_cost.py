@@ -207,7 +207,7 @@ class WithoutRecorder(ast.NodeTransformer):
         if "recorder is not None" not in test and test != "observed is not None":
             return self.generic_visit(node)
         self.num_removed += 1
-        return None
+        return ast.Pass()
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         """Take the value without a recorder."""
@@ -215,7 +215,6 @@ class WithoutRecorder(ast.NodeTransformer):
             return self.generic_visit(node)
         self.num_removed += 1
         return node.body
-
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         """Replace a comparison in an expression."""
