@@ -265,17 +265,22 @@ class CallQueue:
     def run_until(self, handle: Handle[Any]) -> None:
         """Run the calls at the head in this thread until one has ended, if this thread may; else wake the helper."""
         while not handle.has_ended:
-            head = next(iter(self._entries), None)
-            may_run = head is not None and head.in_any_thread and not self.runs_here() and not modes.are_active()
+            may_run = self._is_head_for_any_thread() and not self.runs_here() and not modes.are_active()
             if not may_run or not self.run_lock.acquire(False):
                 self.ring()
                 return
             try:
-                if self._entries and self._entries[0].in_any_thread:  # else another thread was here meanwhile
+                if self._is_head_for_any_thread():  # else another thread was here meanwhile
                     self._num_run_by_waiters += 1
                     self._run(self._entries.popleft())
             finally:
                 self.run_lock.release()
+
+    def _is_head_for_any_thread(self) -> bool:
+        try:
+            return self._entries[0].in_any_thread
+        except IndexError:  # nothing is queued
+            return False
 
     def runs_here(self) -> bool:
         """Return whether the calling thread runs a queued call."""
