@@ -11,12 +11,14 @@ import itertools
 import math
 import os
 import pwd
+import random
 import shutil
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -252,6 +254,59 @@ def test_calls_for_which_the_program_waits_at_once_need_no_other_thread():
     threads = [call_queue.submit(threading.get_ident, "call", in_any_thread=True).wait() for _ in range(200)]
     assert threads.count(here) > 100  # the helper may come first in some
     assert here not in [call_queue.submit(threading.get_ident, "task").wait() for _ in range(5)]
+    call_queue.close()
+
+
+class ChangingCalls(deque):
+    """Calls of which another thread takes or adds one while this thread begins to look at them."""
+
+    def __iter__(self):
+        found = super().__iter__()
+        self.append(None)
+        self.pop()
+        return found
+
+
+def test_a_call_is_taken_while_a_waiting_thread_looks_at_the_head():
+    """Regression: "RuntimeError: deque mutated during iteration" of wait(), on a busy machine."""
+    call_queue = CallQueue("test")
+    call_queue._entries = ChangingCalls()
+    assert [call_queue.submit(lambda: 1, "call", in_any_thread=True).wait() for _ in range(20)] == [1] * 20
+    call_queue.close()
+
+
+def test_many_threads_take_the_calls_of_a_queue_one_by_one():
+    call_queue, numbers, submitting, seen = CallQueue("test"), itertools.count(), threading.Lock(), []
+    running, errors_seen, before = threading.Lock(), [], sys.getswitchinterval()
+
+    def call(number):
+        assert running.acquire(blocking=False)
+        seen.append(number)
+        running.release()
+        return number
+
+    def work(seed):
+        generator = random.Random(seed)
+        try:
+            for _ in range(500):
+                with submitting:
+                    number = next(numbers)
+                    in_any_thread = generator.random() < 0.7
+                    handle = call_queue.submit(partial(call, number), "call", in_any_thread=in_any_thread)
+                assert handle.wait(generator.choice((None, None, 30))) == number
+        except BaseException as error:
+            errors_seen.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors_seen and seen == list(range(2000))
     call_queue.close()
 
 
