@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from helpers.timeline_records import EXACT, MAIN, call, job, plain
@@ -102,6 +103,23 @@ def test_an_observer_that_fails_is_reported_once_and_hurts_nobody(warnings):
     (text,) = warnings()
     assert text.startswith("the output of Failing is not complete: Traceback") and "no such column" in text
     assert len(kept.records) == 3 and events.recorder is None
+
+
+def test_a_request_that_comes_as_the_thread_ends_is_not_waited_for():
+    """Regression: flush() after an error waited for ever, for a thread that had looked for requests before."""
+    kept = Kept()
+    kept.start()
+    kept.close()
+    states = iter((True, True, False))
+    kept._thread = SimpleNamespace(is_alive=lambda: next(states))
+    observer._running[kept] = True
+    try:
+        thread = threading.Thread(target=kept.flush, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive() and next(states, None) is None
+    finally:
+        observer._running.pop(kept, None)
 
 
 def test_an_observer_that_exits_or_cannot_write_fails_like_others(warnings):

@@ -25,6 +25,7 @@ from .events import EventQueue, Record
 PERIOD_SECONDS = 0.5
 _MOST_RECORDS = 5000
 """The most records that are passed on together."""
+_LOOK_SECONDS = 0.05
 _SETTLING = 20_000_000
 """Nanoseconds for which a record may come after others that have ended later: its thread may have lost the GIL."""
 _LAST_SECONDS = 1.0
@@ -167,8 +168,11 @@ class Observer(JobObserver, ABC):
             done = threading.Event()
             self._flushed.append(done)
             self._wake.set()
-            if self._thread.is_alive():
-                done.wait(min(seconds, threading.TIMEOUT_MAX))
+            limit = time.monotonic() + seconds
+            # By turns: a thread that ends after an error may have looked for requests before this one was made.
+            while self._thread.is_alive() and not done.wait(max(0.0, min(limit - time.monotonic(), _LOOK_SECONDS))):
+                if time.monotonic() >= limit:
+                    return
 
     def __enter__(self) -> Self:
         return self
