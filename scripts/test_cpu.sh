@@ -15,7 +15,7 @@ namespaces (otherwise the reason is printed). Ends with the ten slowest tests, a
 
 Tests come in three tiers; the times are those of two free cores, once the environments have been made:
 
-  seconds  pytest                        under a minute: logic, kernels, the model of the protocol; in an environment of .venv
+  seconds  pytest                        75 seconds: logic, kernels, the model of the protocol; in an environment of .venv
   minutes  scripts/test_cpu.sh --quick   under 3 minutes: core tests on 1, 2 and 3 ranks, some jobs
   all      scripts/test_cpu.sh           about 15 minutes
 
