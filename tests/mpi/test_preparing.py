@@ -1,4 +1,4 @@
-"""Plans are made by the thread that makes the call or by the worker of the call queue, whichever needs them first."""
+"""Plans are made by the thread that makes the call or by the helper of the call queue, whichever needs them first."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm, used
-from ..communicators.plan import PLAIN, PLAIN_CUDA, Place, Plan, PlanKey
+from ..communicators.plan import PLAIN, PLAIN_ON, Place, Plan, PlanKey
 from ..errors import ArgumentError, DeviceError, DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
@@ -88,10 +88,11 @@ def submit(
     """Run a collective in the background."""
     checked = check_call(collective, tensor, out, root, other_names.operation(op), comm, backend, "async")
     group, plan, given, root, finish = checked
-    task: Callable[[], Any] = partial(group.perform, plan, given, out, root)
-    if finish is not None:
-        convert, run = finish, task
-        task = lambda: convert(run())  # noqa: E731
+
+    def task() -> Any:
+        result = group.perform(plan, given, out, root)
+        return result if finish is None else finish(result)
+
     return group.call_queue.submit(
         task,
         f"{group.where}: {collective}",
@@ -127,12 +128,10 @@ def check_call(
     plan: Plan | None = group.plans.get(key)
     if plan is None:
         plan = plan_for(communicator, PlanKey(*key))
-    if out is not None:
-        written, name = out if spec.receives(is_root) else None, f"{collective}: out"
-    else:
-        written, name = tensor if spec.changed_by[is_root] else None, collective
-    if written is not None and not writable.is_writable(written):
-        writable.refuse_read_only(written, group.where, name)
+    if out is None:
+        refuse_read_only(group, collective, tensor, root)
+    elif spec.receives(is_root):
+        writable.refuse_read_only(out, group.where, f"{collective}: out")
     return CheckedCall(group, plan, tensor, root, None)
 
 
@@ -181,7 +180,7 @@ def classify(spec: CollectiveSpec, tensor: Any, out: Any = None) -> Place | None
             return PLAIN
         is_apart = buffers.is_plain(out) and out.dtype is tensor.dtype and not buffers.overlap(out, tensor)
         return PLAIN if is_apart and (out.shape == tensor.shape or not spec.in_place) else None
-    return PLAIN_CUDA if out is None and buffers.is_plain_on_gpu(tensor) else None
+    return PLAIN_ON["cuda"] if out is None and buffers.is_plain_on_gpu(tensor) else None
 
 
 def _checked_number(value: Any, op: str | None, collective: str, group: Group) -> _Tensor:
@@ -202,7 +201,9 @@ def _checked_number(value: Any, op: str | None, collective: str, group: Group) -
 
 def refuse_read_only(group: Group, collective: str, tensor: _Tensor | None, root: int) -> None:
     """Raise if a collective writes to the tensor of this rank, which is in memory that cannot be written."""
-    if tensor is not None and SPECS[collective].changes(root == group.rank):
+    if tensor is None or not SPECS[collective].changed_by[root == group.rank]:
+        return
+    if not writable.is_writable(tensor):  # else no name of the rank is needed
         writable.refuse_read_only(tensor, group.where, collective)
 
 
@@ -256,7 +257,7 @@ def plan_of(
         what = f"{group.where}: {collective}"
         buffers.check(tensor, what, written=out is None and spec.in_place, or_number=not spec.divides)
         is_usable = out is None and buffers.is_direct(tensor)
-        place = (PLAIN if tensor.is_cpu else PLAIN_CUDA) if is_usable else tensor.device.type
+        place = PLAIN_ON[tensor.device.type] if is_usable else tensor.device.type
     elif place is None:
         place = "cpu" if out is None else out.device.type
     if out is not None and receives:

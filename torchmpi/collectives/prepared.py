@@ -24,7 +24,7 @@ from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.plan import PLAIN, Backends, Plan, PlanKey, Run, compared_shape
+from ..communicators.plan import PLAIN, PLAIN_ON, Backends, Plan, PlanKey, Run, compared_shape
 from ..errors import ArgumentError, DtypeError
 from ..log import logger
 from ..session.runtime import Runtime
@@ -61,7 +61,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Plan:
         plan.is_on_device = True
         plan.enqueues = names[-1][1] != HIERARCHICAL and all(each.enqueues for _, _, each in bound)
     elif key.is_plain:
-        if operation.run_list is not None and collective == "allreduce":
+        if operation.run_list is not None:
             plan.many = Plan("allreduce_many", as_many(code), operation.run_list, operator.attrgetter("signature"))
             plan.many.backends = names
         if mode == "sync" and not (dtype is not None and dtype.is_complex):  # a cached call reads no conjugate bit
@@ -116,7 +116,7 @@ def _step(
 ) -> tuple[Operation, Backends]:
     around = None
     if device_type != "cpu":
-        around = partial(_on_tensors, runtime, group, PlanKey(collective, op, dtype, f"plain {device_type}"))
+        around = partial(_on_tensors, runtime, group, PlanKey(collective, op, dtype, PLAIN_ON[device_type]))
     return runtime.selector.bind(group, collective, dtype, op, device_type, wanted=wanted, mode=mode, around=around)
 
 

@@ -18,7 +18,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm
-from ..communicators.plan import CHECKSUM_MODULUS, PLAIN, PLAIN_CUDA, Plan, PlanKey
+from ..communicators.plan import CHECKSUM_MODULUS, PLAIN_ON, Plan, PlanKey
 from ..config import BackendName, Operation
 from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
@@ -150,8 +150,7 @@ def tensor_lists(
         dtype, device = tensor.dtype, tensor.device
         members = lists.get((dtype, device))
         if members is None:
-            place = PLAIN if device.type == "cpu" else PLAIN_CUDA
-            key = PlanKey("allreduce", op, dtype, place, backend, mode)
+            key = PlanKey("allreduce", op, dtype, PLAIN_ON[device.type], backend, mode)
             plan: Plan | None = comm.intra.plans.get(key)
             members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key) if plan is None else plan)
         members.tensors.append(tensor)

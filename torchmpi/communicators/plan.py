@@ -25,7 +25,8 @@ Place = Literal["plain", "cpu", "plain cuda", "cuda"]
 """Where the tensors of a call are: in plain memory, which a backend can use as it is, or in other memory."""
 PLAIN: Place = "plain"
 """Contiguous host memory of tensors that need no further checks."""
-PLAIN_CUDA: Place = "plain cuda"
+PLAIN_ON: dict[str, Place] = {"cpu": PLAIN, "cuda": "plain cuda"}
+"""Plain memory, by the type of the device."""
 
 
 class PlanKey(NamedTuple):
@@ -44,12 +45,12 @@ class PlanKey(NamedTuple):
     @property
     def device_type(self) -> str:
         """The type of the device of the tensors."""
-        return {PLAIN: "cpu", PLAIN_CUDA: "cuda"}.get(self.place, self.place)  # type: ignore[call-overload, no-any-return]
+        return next((device for device, place in PLAIN_ON.items() if place == self.place), self.place)
 
     @property
     def is_plain(self) -> bool:
         """Whether a backend can use the memory of the tensors as it is."""
-        return self.place in (PLAIN, PLAIN_CUDA)
+        return self.place in PLAIN_ON.values()
 
 
 def no_shape(tensor: Any) -> Shape:

@@ -25,7 +25,6 @@ from .events import EventQueue, Record
 PERIOD_SECONDS = 0.5
 _MOST_RECORDS = 5000
 """The most records that are passed on together."""
-_LOOK_SECONDS = 0.05
 _SETTLING = 20_000_000
 """Nanoseconds for which a record may come after others that have ended later: its thread may have lost the GIL."""
 _LAST_SECONDS = 1.0
@@ -129,7 +128,7 @@ class Observer(JobObserver, ABC):
         self._recent: list[Record] = []
         """Records that may have to come after others in the queue."""
         self._wake, self._flushed = threading.Event(), deque[threading.Event]()
-        self._is_closing = False
+        self._is_closing = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=f"torchmpi {name}", daemon=True)
 
     @abstractmethod
@@ -168,11 +167,8 @@ class Observer(JobObserver, ABC):
             done = threading.Event()
             self._flushed.append(done)
             self._wake.set()
-            limit = time.monotonic() + seconds
-            # By turns: a thread that ends after an error may have looked for requests before this one was made.
-            while self._thread.is_alive() and not done.wait(max(0.0, min(limit - time.monotonic(), _LOOK_SECONDS))):
-                if time.monotonic() >= limit:
-                    return
+            if not self._has_ended:  # else the thread may have looked for requests before this one
+                done.wait(min(seconds, threading.TIMEOUT_MAX))
 
     def __enter__(self) -> Self:
         return self
@@ -193,6 +189,7 @@ class Observer(JobObserver, ABC):
                 part()
             except BaseException as error:  # also sys.exit(): nothing that an observer does may hurt the job
                 self._fail(error)
+        self._has_ended = True  # before the last look at the requests
         while self._flushed:
             self._flushed.popleft().set()
 
