@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -23,6 +24,7 @@ BESIDE = Path(sys.executable).parent
 PROGRAM = Path(__file__).parent / "fault_program.py"
 PREFIX = os.environ.get("HOSTS_PREFIX", "tmpi")
 NETWORK = os.environ.get("HOSTS_NETWORK", "10.87.21")
+_HOSTS = ("h0", "h1", "h2")
 _START_SECONDS = 120.0
 # Of each rank: its status in a file, since the launcher may not learn it, and its messages, which it may not forward.
 _WRAPPER = '{python} "$@" 2>"{folder}/messages.$R"; S=$?; echo $S >"{folder}/status.$R"; exit $S'
@@ -88,7 +90,7 @@ class Job:
     def processes(self) -> dict[str, list[str]]:
         """Return the processes of ranks that run, by host."""
         found: dict[str, list[str]] = {}
-        for host in ("h0", "h1", "h2"):
+        for host in _HOSTS:
             listing = subprocess.run(["ip", "netns", "pids", f"{PREFIX}-{host}"], capture_output=True, text=True)
             for pid in listing.stdout.split():
                 try:
@@ -117,13 +119,37 @@ class Job:
         return [launcher.poll() for launcher in self.launchers]
 
     def close(self) -> None:
-        """Kill what is left."""
-        for pids in self.processes().values():
-            subprocess.run(["kill", "-9", *pids], stderr=subprocess.DEVNULL)
+        """Kill what is left, and wait until nothing writes into the folder."""
         for launcher in self.launchers:
             launcher.kill()
             launcher.wait()
+        self._wait(self._kill_writers, 30, "ended after SIGKILL")
         self.log.close()
+
+    def _kill_writers(self) -> bool:
+        """Kill the processes on the hosts that use the folder; return whether there was none.
+
+        These are ranks, warm ones (which have no word of the job in their command line) and the shells around them,
+        which write the status of a killed rank.
+        """
+        writers = [pid for pid in _processes_on_hosts() if self._uses_folder(Path(f"/proc/{pid}"))]
+        subprocess.run(["kill", "-9", *writers], stderr=subprocess.DEVNULL) if writers else None
+        return not writers
+
+    def _uses_folder(self, process: Path) -> bool:
+        with contextlib.suppress(OSError):
+            if str(self.folder).encode() in (process / "cmdline").read_bytes():
+                return True
+            return (process / "fd" / "2").readlink().is_relative_to(self.folder)
+        return False
+
+
+def _processes_on_hosts() -> list[str]:
+    found = []
+    for host in _HOSTS:
+        listing = subprocess.run(["ip", "netns", "pids", f"{PREFIX}-{host}"], capture_output=True, text=True)
+        found += listing.stdout.split()
+    return found
 
 
 Start = Callable[..., Job]
@@ -219,7 +245,7 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
         return jobs[-1]
 
     yield run
-    for host in ("h0", "h1", "h2"):
+    for host in _HOSTS:
         hosts_sh("heal", host)
     for job in jobs:
         job.close()
