@@ -161,16 +161,16 @@ _COMPARED = (
     _action("free", "none"),
     _Row("alltoall_splits", divides=True, gathers=True, kind="form", form_of="alltoall"),
     _Row("sendreceive", "neighbor", kind="message", mpi_name="Sendrecv_replace"),
-)
-"""The calls that ranks compare, in the order of their codes."""
-_OTHERS = (
     _Row("send", "none", kind="message"),
     _Row("recv", "none", kind="message"),
+)
+"""The calls that ranks compare, or that the fast path counts, in the order of their codes."""
+_OTHERS = (
     # Lists of one part per rank; in the second all ranks have agreed on the lengths.
     _Row("exchange_parts", divides=True, gathers=True, kind="form", form_of="alltoall"),
     _Row("exchange_matching_parts", divides=True, gathers=True, kind="form", form_of="alltoall"),
 )
-"""Messages, which two ranks compare, and what backends bind in addition."""
+"""What backends bind in addition."""
 SPECS = {row.name: row for row in (*_COMPARED, *_OTHERS)}
 """All rows by name."""
 _UNKNOWN = _action("other")

@@ -101,9 +101,9 @@ def test_queued_calls_and_messages_have_the_fields_of_synchronous_ones(agree, al
         agree.equal(queued[name.replace(":", " queued:")], direct[name], name)
         agree.equal(queued[name], [({}, True)], name)
         known, _ = direct[name][0]
-        if all_threads:  # torch 2.13 keeps no fields then
+        if all_threads and name not in messages:  # torch 2.13 keeps no fields then; a message begins at once
             agree.equal(queued[name.replace(":", " task:")], direct[name], name)
-        else:
+        elif not all_threads:
             agree.equal(known["Group size"], size)
 
 

@@ -153,7 +153,8 @@ class SharedGroup(GroupResource):
         self.mappings = np.zeros((size, records.MAPPINGS_PER_RANK, 2), np.int64)
         self._num_mapped = [0] * size
         num_slots, slots_begin = memory_layout.num_slots(size), memory_layout.slots_begin(size)
-        self.slot_bytes = (segment.ticket.num_bytes - slots_begin) // (num_slots * size)
+        slots_end = segment.ticket.num_bytes - memory_layout.rings_bytes(size)
+        self.slot_bytes = (slots_end - slots_begin) // (num_slots * size)
         is_crowded = group.context.is_crowded
         processes = [group.context.processes.get(rank, 0) for rank in group.world_ranks]
         self._processes = np.array(processes, np.int64)

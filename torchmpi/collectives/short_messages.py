@@ -1,69 +1,212 @@
-"""Exchanges of short messages by the fast path: `sendreceive` without Python code in between.
+"""Messages by the fast path: `send`, `recv` and `sendreceive` like an earlier call, without Python code in between.
 
-The kernel packs the header and the values into one message and calls MPI_Sendrecv, so that these messages are in one
-order with all others. It takes the run locks of both queues, of messages to one rank and from the other.
+Over rings of shared memory these are messages of any length. The kernel takes the lock of the messages of the group;
+if the other rank is late, the message becomes one of Python, with the record of the kernel. Over the MPI library these
+are short exchanges: the kernel packs the header and the values into one message and calls MPI_Sendrecv, so that these
+messages are in one order with all others. It takes the run locks of both queues, of messages to one rank and from the
+other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import math
+from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ..backends.mpi_messages import SENDRECV, STATUS_BYTES, kernel_fields
+from ..backends.message_transport import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, Received
+from ..backends.mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
+from ..backends.ring_messages import Frames, RingTransport
 from ..communicators.call_log import CallLog, call_code, describe
+from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group
+from ..communicators.message_record import NO_TAG
+from ..errors import TorchMPIError
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
+from ..shared_memory.memory_layout import LockFields
 from ..tensors import dtypes
+from .messages import Message, adopt, mismatch, transport_of
 
-HEADER_TAG = 1
-MOST_HEADER_BYTES = 8 * 66  # dtype, number of dims, and up to 64 dims, the limit of torch
-PACKED_BYTES = 4096
-"""Values of at most this size are sent behind their header, in one message."""
-_MOST_EXCHANGES = 64  # of a group, as the fast path looks through all of them
-
-Settle = Callable[[int, torch.Tensor, npt.NDArray[np.uint8]], torch.Tensor]
-"""Ends an exchange with an error, given the status of the kernel, the tensor and the received message."""
+_MOST_MESSAGES = 64  # of a group, as the fast path looks through all of them
 
 
-def cached_exchange(
-    group: Group, src: int, dst: int, dtype: torch.dtype, settle: Settle
-) -> fast_path.CachedCall | None:
-    """Return the exchange for the fast path; None if the group is closed, or has too many."""
-    queues = group.peer_queue("receive", src), group.peer_queue("send", dst)
+def cache_message(name: str, group: Group, tensor: torch.Tensor, key: fast_path.Name, src: int, dst: int) -> None:
+    """Let the fast path make calls like this one, if it can.
+
+    Args:
+        name: ``send``, ``recv`` or ``sendreceive``.
+        group: The group.
+        tensor: The tensor, in host memory.
+        key: The identity of the call.
+        src: The rank to receive from, -1 for none.
+        dst: The rank to send to, likewise.
+    """
+    if isinstance(transport_of(group), RingTransport):
+        find = partial(_cached, partial(_RingMessage, name, group, src, dst, tensor.dtype), group, src, dst, tensor)
+        fast_path.cache_call(name, key, find)
+    elif name == "sendreceive" and tensor.nbytes <= PACKED_BYTES and can_call_from_kernels(group):
+        find = partial(_cached, partial(_MpiExchange, name, group, src, dst, tensor.dtype), group, src, dst, tensor)
+        fast_path.cache_call("sendreceive_by_mpi", key, find)
+
+
+def _cached(make: Any, group: Group, src: int, dst: int, tensor: torch.Tensor) -> fast_path.CachedCall | None:
+    """Return the call for the fast path; None if the group is closed, or has too many."""
+    queues = _queues(group, src, dst)
     if any(queue.closed for queue in queues):
         return None
-    exchanges, key = queues[0].fast_calls, (dst, dtype)
-    if key not in exchanges:
-        if sum(len(queue.fast_calls) for queue in list(group.peer_queues.values())) >= _MOST_EXCHANGES:
+    calls: dict[Hashable, Any] = queues[0].fast_calls
+    key = make.func, src, dst, tensor.dtype
+    if key not in calls:
+        if sum(len(queue.fast_calls) for queue in list(group.peer_queues.values())) >= _MOST_MESSAGES:
             return None
-        exchanges[key] = _Exchange(group, src, dst, dtype, settle)
-    exchange = exchanges[key]
-    assert isinstance(exchange, _Exchange)
-    return exchange.cached_call
+        calls[key] = make()
+    call: fast_path.CachedCall = calls[key].cached_call
+    return call
 
 
-class _Exchange:
-    """The memory of the messages to one rank and from another, of one dtype, and the record of the kernel."""
+def _queues(group: Group, src: int, dst: int) -> list[CallQueue]:
+    """Return the queues of a message, that of the receive first."""
+    receives = [] if src < 0 else [group.peer_queue("receive", src)]
+    return receives + ([] if dst < 0 else [group.peer_queue("send", dst)])
 
-    def __init__(self, group: Group, src: int, dst: int, dtype: torch.dtype, settle: Settle) -> None:
-        self._peer, self._settle = src, settle
-        self._call_log, self._counts = CallLog(group.name, group.rank, group.size), group.context.call_counts
-        self._counts.add_exchanges(group.name, self._call_log)
+
+class _FastMessage:
+    """A message that a program repeats: what the kernel needs, and its counts."""
+
+    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype) -> None:
+        self.name, self.group, self.src, self.dst, self.dtype = name, group, src, dst, dtype
+        self.call_log, self._counts = CallLog(group.name, group.rank, group.size), group.context.call_counts
+        self._counts.add_exchanges(group.name, self.call_log)
         self._known: tuple[object, str] = None, ""
+        self._whom = f"from rank {src}" if src >= 0 else f"to rank {dst}"
+
+    def cached(self, record: int, run_lock: RunLock) -> fast_path.CachedCall:
+        """Return the call for the fast path."""
+        code = call_code(self.name, None, dtypes.info(self.dtype).code)
+        return fast_path.CachedCall(record, self.call_log, run_lock, code, code, self.settle, self.abort)
+
+    def channels(self) -> dict[str, int]:
+        """Return the entries of the flight record."""
+        ranks, channel, found = self.group.world_ranks, self.group.channels.channel, {}
+        if self.dst >= 0:
+            found["send_channel"] = channel(ranks[self.dst], is_receive=False).address
+        if self.src >= 0:
+            found["receive_channel"] = channel(ranks[self.src], is_receive=True).address
+        return found
+
+    def doing(self) -> str | None:
+        """Return the description of the message that is under way, the same object as long as it is."""
+        current = self.call_log.current
+        if current is None:
+            return None
+        if current != self._known[0]:
+            self._known = current, f"{describe(*current[1:])} {self._whom}"
+        return self._known[1]
+
+    def close(self) -> None:
+        """Keep the counts of the messages, but not their call log."""
+        self._counts.free_exchanges(self.call_log)
+
+    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
+        """End a message with this status of the kernel."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Remove the message from the call log."""
+        self.call_log.take_over(kernels.load()["read_ticks"]())
+        self.call_log.abandon()
+
+
+class _RingMessage(_FastMessage):
+    """A message through a ring of shared memory."""
+
+    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype) -> None:
+        super().__init__(name, group, src, dst, dtype)
+        transport = transport_of(group)
+        assert isinstance(transport, RingTransport)
+        self._transport, self._frames = transport, Frames()
+        self._frames.write(NO_TAG, 0, dtypes.info(dtype).code)
+        self._record = records.MessageCall.new().write(
+            out=transport.ring(group.rank, dst) if dst >= 0 else 0,
+            into=transport.ring(src, group.rank) if src >= 0 else 0,
+            capacity=transport.capacity,
+            polls=transport.polls,
+            item_bytes=dtype.itemsize,
+            lock=transport.lock.address,
+            call_log=self.call_log.address,
+            **self.channels(),
+        )
+        for passage in (self._record.sending, self._record.receiving):
+            passage.frame, passage.found = self._frames.frame, self._frames.found
+        self._own_lock = RunLock()
+        self.cached_call = self.cached(int(self._record), self._own_lock)
+
+    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
+        """Raise the error of a message that did not fit, or wait for one that the other rank delays."""
+        super().abort()
+        if status == records.MISMATCH:
+            raise mismatch(self.group, self.name, tensor, self._frames.received(self.src))
+        for message in self._adopted(tensor):
+            message.wait()
+        return tensor
+
+    def abort(self) -> None:
+        """Leave the message after an interrupt: what has not been moved yet is sent from, or received in, a copy."""
+        super().abort()
+        tensor = torch.empty(self._frames.expected_shape(), dtype=self.dtype, device="cpu")
+        ctypes.memmove(tensor.data_ptr(), self._record.receiving.address, tensor.nbytes)
+        self._record.sending.address = self._record.receiving.address = tensor.data_ptr()
+        for message in self._adopted(tensor):
+            message.withdraw()
+            message.run_in_background()
+
+    def _adopted(self, tensor: torch.Tensor) -> list[Message]:
+        """Return the messages that Python continues, the receive first, and release the lock that the kernel holds."""
+        record, messages, send = self._record, [], None
+        make = partial(Message, self.group, self.name, is_background=False, begun=record.begun)
+        try:
+            if self.dst >= 0:
+                source = tensor
+                if self.src >= 0:  # received values must not overwrite those that have not been sent
+                    source = tensor.detach().clone()
+                    record.sending.address = source.data_ptr()
+                send = make(source, self.dst, is_receive=False, is_part=self.src >= 0)
+                if record.sending.state != records.ENDED:
+                    messages.append(adopt(send, self._frames, record.sending))
+                else:
+                    send.end_record()
+                    send.finish(None)
+            if self.src >= 0:
+                receive = make(tensor, self.src, is_receive=True, exchange=send)
+                if record.receiving.state != records.ENDED:
+                    messages.insert(0, adopt(receive, self._frames, record.receiving))
+                else:
+                    receive.end_record()
+                    receive.finish(self._frames.received(self.src))
+                    messages.insert(0, receive)
+        finally:
+            self._transport.lock.fields[LockFields.entered] = 0
+        return messages
+
+
+class _MpiExchange(_FastMessage):
+    """A short exchange by MPI_Sendrecv: the memory of the messages to one rank and from another, of one dtype."""
+
+    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype) -> None:
+        super().__init__(name, group, src, dst, dtype)
         self._messages = np.zeros((2, MOST_HEADER_BYTES + PACKED_BYTES), np.uint8)
         sent, self._received = self._messages
         self._status = np.zeros(STATUS_BYTES, np.uint8)
-        ranks, channel = group.world_ranks, group.channels.channel
-        code, queues = dtypes.info(dtype).code, (group.peer_queue("receive", src), group.peer_queue("send", dst))
+        receives, sends = _queues(group, src, dst)
         self._record = records.SendReceive.new().write(
             **kernel_fields(group.context.MPI, group.side_comm, self._status, SENDRECV),
             item_bytes=dtype.itemsize,
-            sent_dtype=code,
+            sent_dtype=dtypes.info(dtype).code,
             sent=sent.ctypes.data,
             received=self._received.ctypes.data,
             received_bytes=self._received.nbytes,
@@ -71,35 +214,21 @@ class _Exchange:
             send_to=dst,
             receive_from=src,
             tag=HEADER_TAG,
-            send_lock=queues[1].run_lock.address,
-            call_log=self._call_log.address,
-            send_channel=channel(ranks[dst], is_receive=False).address,
-            receive_channel=channel(ranks[src], is_receive=True).address,
+            send_lock=sends.run_lock.address,
+            call_log=self.call_log.address,
+            **self.channels(),
         )
-        code = call_code("sendreceive", None, code)
-        self.cached_call = fast_path.CachedCall(
-            int(self._record), self._call_log, queues[0].run_lock, code, code, self.settle, self.abort
-        )
-
-    def doing(self) -> str | None:
-        """Return the description of the exchange that is running, the same object as long as it runs."""
-        current = self._call_log.current
-        if current is None:
-            return None
-        if current != self._known[0]:
-            self._known = current, f"{describe(*current[1:])} from rank {self._peer}"
-        return self._known[1]
-
-    def close(self) -> None:
-        """Keep the counts of the exchanges, but not their call log."""
-        self._counts.free_exchanges(self._call_log)
+        self.cached_call = self.cached(int(self._record), receives.run_lock)
 
     def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        """End an exchange that has failed."""
+        """Raise the error of an exchange that has failed."""
         self.abort()
-        return self._settle(status, tensor, self._received)
-
-    def abort(self) -> None:
-        """Remove the exchange from the call log."""
-        self._call_log.take_over(kernels.load()["read_ticks"]())
-        self._call_log.abandon()
+        context = self.group.context
+        if status != records.MISMATCH:
+            error = context.MPI.Exception(status)
+            what = f"{self.name}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)}) {self._whom}"
+            failure = TorchMPIError(f"{self.group.where}: {self.name}: {what} failed: {error}.")
+            raise context.loss_behind(error) or failure from error
+        code, num_dims = self._received[:16].view(np.int64).tolist()
+        shape = tuple(self._received[16 : 16 + 8 * num_dims].view(np.int64).tolist())
+        raise mismatch(self.group, self.name, tensor, Received(self.src, math.prod(shape), code, shape, None))

@@ -169,6 +169,7 @@ class Communicator:
             )
         for call_queue in list(group.peer_queues.values()):  # a message that waits in a queue is not in the balance
             call_queue.drain()
+        group.finish_messages()
         balances = group.call_action("free", lambda: group.comm.allgather(group.messages.value))
         group.free(together=sum(balances) == 0)
 

@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import MismatchError, RankLostError, StallError, TorchMPIError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, slots_begin
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, rings_bytes, slots_begin
 from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
@@ -87,6 +87,8 @@ class Group:
         key: A number that is the same on all ranks of the group and differs from those of other groups, freed ones too.
         info: The description of the group for readers of recorded calls.
         timeout_seconds: The timeout of calls in shared memory; 0 for none.
+        transport: What carries messages, made for the first one.
+        open_messages: Messages of `send` and `recv` that have not ended.
         attachments: Objects to close before the group.
         communicator: The communicator of which this is the intra group; None until a call needs one.
         placement: Which ranks share a host.
@@ -133,6 +135,8 @@ class Group:
         self.binding = threading.Lock()
         self.call_queue = CallQueue(name, threaded=context.threaded)
         self.peer_queues: dict[tuple[str, int], CallQueue] = {}
+        self.transport: Any = None
+        self.open_messages: set[Handle[Any]] = set()
         self.timeout_seconds = 0.0
         self.attachments: list[GroupResource] = []
         self.communicator: Any = None
@@ -345,9 +349,15 @@ class Group:
         fast_path.invalidate()  # last: calls are cached for existing plans
 
     def drain(self) -> None:
-        """Wait until all queued calls have ended."""
+        """Wait until all queued calls, and the messages of `send` and `recv`, have ended."""
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.drain()
+        self.finish_messages()
+
+    def finish_messages(self) -> None:
+        """Wait until the messages of `send` and `recv` have ended."""
+        for message in list(self.open_messages):
+            message.run_here()
 
     def free(self, *, together: bool = False) -> None:
         """Free the group. Collective.
@@ -355,6 +365,7 @@ class Group:
         `together`: no rank still uses the group, and all messages have been received, so the communicators of MPI are
         freed at once.
         """
+        self.finish_messages()
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
             self.context.failed += [handle for handle in call_queue.failed if handle.unseen_error is not None]
@@ -485,7 +496,7 @@ def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
     if len(group.hosts) > 1 or not context.slot_bytes:
         return register(comm, ranks)[0], None
     slots = group.size * num_slots(group.size) * slot_bytes(group.size, context.slot_bytes)
-    own, segment = _offered(comm, "group", slots_begin(group.size) + slots)
+    own, segment = _offered(comm, "group", slots_begin(group.size) + slots + rings_bytes(group.size))
     key, is_shared = register(comm, ranks, segment is not None)
     segment = _settled(own, segment, is_shared)
     if segment is not None:

@@ -66,6 +66,11 @@ class Channel:
             number = fields[at + ChannelFields.begun] = fields[at + ChannelFields.begun] + 1
         return number & NUMBER_MASK
 
+    @property
+    def number(self) -> int:
+        """The number of the last message that has begun."""
+        return self._fields[self._at + ChannelFields.begun] & NUMBER_MASK
+
     def end(self) -> None:
         """Count a message that ends now."""
         with self._lock:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..collectives.messages import Message
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..errors import StallError
-from .transfers import MessageHandle
 
 Future = torch.futures.Future[Any]
 
@@ -116,7 +116,7 @@ class PendingWork(dist.Work):
 class MessageWork(PendingWork):
     """Work of one point-to-point message."""
 
-    def __init__(self, handle: MessageHandle, outputs: list[torch.Tensor], limit_seconds: float) -> None:
+    def __init__(self, handle: Message, outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__(handle, outputs, limit_seconds)
         self._message = handle
 
@@ -128,7 +128,7 @@ class MessageWork(PendingWork):
             self._message.wait(self._limit_seconds or None)
         except StallError:
             limit = f"the timeout of {self._limit_seconds:g} s that this group has"
-            late = StallError(f"{self._message.what} has not ended within {limit}.")
+            late = StallError(f"{self._message.description} has not ended within {limit}.")
             self._message.abort(late)
             raise late from None
         return True

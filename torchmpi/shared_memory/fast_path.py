@@ -32,7 +32,7 @@ COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"
 # With a result in another tensor, for collectives that work in place.
 INTO = ("allreduce_into", "broadcast_into")
 # The two before the last are a gather on ranks that only send, and a scatter on ranks that only receive.
-_FAST_PATHS = (*COLLECTIVES, *INTO, "give", "receive", "barrier", "sendreceive")
+_FAST_PATHS = (*COLLECTIVES, *INTO, "give", "receive", "barrier", "sendreceive", "sendreceive_by_mpi", "send", "recv")
 # First dimension that must be equal on all ranks, if not 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
@@ -75,6 +75,9 @@ scatter: _Entry = _not_built
 receive: _Entry = _not_built
 barrier: _Entry = _not_built
 sendreceive: _Entry = _not_built
+sendreceive_by_mpi: _Entry = _not_built
+send: _Entry = _not_built
+recv: _Entry = _not_built
 
 
 Name = tuple[Hashable, torch.dtype | None, Any]

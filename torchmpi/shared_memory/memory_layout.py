@@ -183,6 +183,16 @@ class ChannelFields(Record):
     is_receive = Word()
 
 
+class MessageRing(Record):
+    """The messages from one rank of a host to another, in order (kernels.ring_messages)."""
+
+    head = Atomic()
+    """Bytes that the sender has written so far,"""
+    tail = Atomic(at=_LINE_FIELDS)
+    """and that the receiver has read. The memory of the messages follows."""
+    data = Array(0, at=2 * _LINE_FIELDS)
+
+
 class LockFields(Record):
     """The run lock of a call queue."""
 
@@ -200,6 +210,8 @@ _SIGNED_CALLS, _SIGNED_FACTOR = (1 << 31) - 1, 0x4C957F2D
 # Processors copy at half their speed to an address with nearly the same offset in its page as the source. Large NumPy
 # arrays begin 16 bytes after the beginning of a page: so the slots begin in the middle of one.
 _PAGE_BYTES = 4096
+
+_ALL_RINGS_BYTES, _LEAST_RING_BYTES, _MOST_RING_BYTES = 64 << 20, 4 << 10, 512 << 10
 
 
 def signed_chunks(chunks: int) -> int:
@@ -223,6 +235,24 @@ def slots_begin(size: int) -> int:
     2048
     """
     return size * BLOCK_BYTES + _PAGE_BYTES // 2
+
+
+def ring_capacity(size: int) -> int:
+    """Return the bytes of messages in a ring, a power of two: the rings of a host with many ranks are shorter.
+
+    >>> ring_capacity(2), ring_capacity(16), ring_capacity(64)
+    (524288, 262144, 16384)
+    """
+    most = _ALL_RINGS_BYTES // size**2
+    return max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 1 << most.bit_length() - 1))
+
+
+def rings_bytes(size: int) -> int:
+    """Return the bytes of the rings between so many ranks, which are at the end of the segment.
+
+    The system gives memory only to the rings in use.
+    """
+    return size * size * (MessageRing.BYTES + ring_capacity(size))
 
 
 def num_slots(size: int) -> int:

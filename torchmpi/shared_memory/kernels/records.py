@@ -6,7 +6,7 @@ The memory that the ranks share is described in :mod:`torchmpi.shared_memory.mem
 
 from __future__ import annotations
 
-from ..memory_layout import Block, ChannelFields, LockFields, LogFields
+from ..memory_layout import Block, ChannelFields, LockFields, LogFields, MessageRing
 from ..typed_records import Array, Atomic, Embedded, Pointer, Record, Word, Words
 
 # --- Records that groups and calls refer to ----------------------------------------------------------------
@@ -244,6 +244,78 @@ class Exchange(Record):
 class SendReceive(Exchange):
     """An exchange that a program calls, with its entries of the flight record."""
 
+    send_channel = Pointer(ChannelFields)
+    receive_channel = Pointer(ChannelFields)
+
+
+class Frame(Record):
+    """What a message in a ring begins with."""
+
+    tag = Word()
+    is_elsewhere = Word()
+    """Whether the values are sent by MPI."""
+    num_bytes = Word()
+    dtype = Word()
+    """Number of the dtype, the same on all ranks."""
+    num_dims = Word()
+    shape = Array(0)
+
+
+class Passage(Record):
+    """A message that a rank sends or receives, as far as it has got."""
+
+    state = Word()
+    """WAITING, BEGUN or ENDED."""
+    frame = Pointer(Frame)
+    """What is sent, or expected."""
+    found = Pointer(Frame)
+    """What is received."""
+    compared = Word()
+    """How many fields of both must be equal, from `num_bytes` on."""
+    differs = Word()
+    """Whether they are not: the values are dropped."""
+    address = Word()
+    """Where the values are, or go to."""
+    num_bytes = Word()
+    """How many bytes of values there are in the ring, of a receive when it has begun."""
+    moved = Word()
+    """How many of them have been written to the ring, or read from it."""
+    begun = Word()
+    """When it began, in nanoseconds."""
+    is_from_any = Word()
+    """Whether it may begin in several lanes;"""
+    lane = Word()
+    """the one in which it has begun."""
+
+
+WAITING, BEGUN, ENDED = range(3)
+
+
+class Lane(Record):
+    """One direction between this rank and another, and the message of this rank that is next or has begun there."""
+
+    ring = Pointer(MessageRing)
+    passage = Pointer(Passage)
+    is_receive = Word()
+
+
+class MessageCall(Record):
+    """A message to one rank, from one, or both in place, that a program repeats."""
+
+    out = Pointer(MessageRing)
+    """Of the sent message; 0 if none is sent."""
+    into = Pointer(MessageRing)
+    """Of the received one, likewise."""
+    capacity = Word()
+    polls = Word()
+    sending = Embedded(Passage)
+    receiving = Embedded(Passage)
+    item_bytes = Word()
+    begun = Word()
+    """When it began, in nanoseconds."""
+    lock = Pointer(LockFields)
+    """That of all messages of the group."""
+    call_log = Pointer(LogFields)
     send_channel = Pointer(ChannelFields)
     receive_channel = Pointer(ChannelFields)
 
@@ -531,6 +603,8 @@ UNEVEN = 4 << 20
 """The ranks differ in length."""
 TIMEOUT = 5 << 20
 """The call has exceeded its time limit."""
+UNFINISHED = 6 << 20
+"""A message waits for the other rank: Python continues it."""
 UNREADABLE = 6 << 20
 """A rank could not read the memory of another. Internal to the kernels, which use the slots instead."""
 VIOLATION = 7 << 20

@@ -1,0 +1,347 @@
+"""What carries messages between ranks: the interface, and nonblocking messages of the MPI library.
+
+A message with a tag is one message of MPI. One without a tag, of `send` and `recv`, begins with a frame by which the
+receiver detects that its tensor does not fit: the frame is sent together with short values, and before long ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ..communicators.call_queue import CallQueue
+from ..communicators.group import Group
+from ..shared_memory.memory_layout import LockFields
+from ..tensors import buffers, dtypes, partition
+from ..timeline import events
+
+HEADER_TAG, PAYLOAD_TAG = 1, 2
+MOST_HEADER_BYTES = 8 * 66  # dtype, number of dims, and up to 64 dims, the limit of torch
+PACKED_BYTES = 4096
+"""Values of at most this size are sent behind their header, in one message."""
+_NUM_BUSY_TESTS = 2000
+_LEAST_SLEEP_SECONDS, _MOST_SLEEP_SECONDS, _SLEEP_GROWTH = 50e-6, 1e-3, 1.02  # the longest after 0.05 s
+
+
+class Received(NamedTuple):
+    """What a rank has received."""
+
+    source: int
+    num_bytes: int
+    dtype: int
+    """Number of the dtype; 0 if the message has none."""
+    shape: tuple[int, ...]
+    memory: Any
+    """The values, as an array of bytes; None if they are where they belong, or have been dropped."""
+    is_elsewhere: bool = False
+    """Whether the values follow by MPI."""
+
+
+class PostedMessage(Protocol):
+    """A message, for the transport that carries it."""
+
+    what: str
+    peer: int | None
+    """The other rank; None: any."""
+    is_receive: bool
+    tag: int
+    code: int
+    """Number of the dtype."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    work: torch.Tensor
+    """What is sent, or received into: contiguous."""
+    address: int
+    """That of the values in host memory."""
+    is_elsewhere: bool
+    """Whether the sent values are in the memory of a device that MPI reads."""
+    call_queue: CallQueue
+    waited_until: int
+    """When the message began to arrive, in nanoseconds; 0 if that is unknown."""
+
+    @property
+    def compares_shape(self) -> bool:
+        """Whether dtype and shape must be equal, rather than the length alone."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The longest message of MPI."""
+
+    def begin_record(self) -> None:
+        """Count the message, which begins now."""
+
+    def end_record(self) -> None:
+        """Count its end."""
+
+    def finish(self, received: Received | None) -> None:
+        """End it; None for a send."""
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error."""
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, at most until it has ended."""
+
+
+class Transport(Protocol):
+    """How the messages of a group are carried."""
+
+    def post(self, message: PostedMessage) -> None:
+        """Begin a message, and end it if that is possible at once."""
+
+    def proceed(self, message: PostedMessage, turn: int) -> bool:
+        """Continue a message for a while; return whether its thread has waited long."""
+
+    def test(self, message: PostedMessage) -> None:
+        """Continue a message if that is possible at once."""
+
+    def cancel(self, message: PostedMessage) -> bool:
+        """Withdraw a message; return False if it has begun."""
+
+
+Then = Callable[[Any], "Stage | Received | None"]
+
+
+class Stage(NamedTuple):
+    """Requests of MPI, and what follows with the status of the last one: another stage, or the end."""
+
+    requests: list[Any]
+    then: Then
+
+
+@dataclass(eq=False)
+class _Open:
+    """A message that has not ended."""
+
+    message: PostedMessage
+    stage: Stage
+    result: Received | None = None
+    error: BaseException | None = None
+
+
+class MpiTransport:
+    """The messages of a group as messages of MPI."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.MPI, self.comm = group, group.context.MPI, group.side_comm
+        self._lock = threading.Lock()
+        """Held while a thread tests messages."""
+        self._open: dict[CallQueue, deque[_Open]] = {}
+
+    def post(self, message: PostedMessage) -> None:
+        """Begin a message, and end it if that is possible at once."""
+        message.begin_record()
+        self.start(message, self._first_stage)
+
+    def post_values(self, message: PostedMessage, received: Received | None) -> None:
+        """Begin to send the values of a message whose frame has been sent, or to receive those behind a frame."""
+
+        def stage(message: PostedMessage) -> Stage:
+            if received is None:
+                return Stage(
+                    self._sends(message, [(part, PAYLOAD_TAG) for part in self._parts(message, message.work)]),
+                    _end,
+                )
+            return self._values_stage(message, received)
+
+        self.start(message, stage)
+
+    def start(self, message: PostedMessage, make: Callable[[PostedMessage], Stage]) -> None:
+        """Begin a stage of a message in the order of its lane."""
+        queue = message.call_queue
+        with queue.run_lock:  # the fast path may exchange messages with this rank
+            opened = _Open(message, make(message))
+            queue.run_lock.fields[LockFields.pending] += 1
+            self._open.setdefault(queue, deque()).append(opened)
+        self.test(message)
+
+    def proceed(self, message: PostedMessage, turn: int) -> bool:
+        """Continue a message for a while; return whether its thread has waited long."""
+        self.test(message)
+        if turn < _NUM_BUSY_TESTS:
+            os.sched_yield()  # to other ranks; the test lets other threads run. time.sleep(0) would take 70 us
+            return False
+        growth = min(turn - _NUM_BUSY_TESTS, 1000)
+        message.pause(min(_LEAST_SLEEP_SECONDS * _SLEEP_GROWTH**growth, _MOST_SLEEP_SECONDS))
+        return True
+
+    def test(self, message: PostedMessage) -> None:
+        """Continue a message, and those before it, if that is possible at once."""
+        if not self._lock.acquire(False):  # another thread does
+            return
+        ended = []
+        try:
+            opened = self._open.get(message.call_queue, deque())
+            for each in list(opened):
+                if self._has_ended(each):
+                    opened.remove(each)
+                    ended.append(each)
+                if each.message is message:
+                    break
+        finally:
+            self._lock.release()
+        for each in ended:
+            each.message.call_queue.run_lock.fields[LockFields.pending] -= 1
+            if each.error is not None:
+                each.message.fail(each.error)
+            else:
+                each.message.end_record()
+                each.message.finish(each.result)
+
+    def sleep(self, message: PostedMessage, seconds: float) -> None:
+        """Sleep until something may have arrived; without an MPI library this also reads."""
+        opened = next((each for each in self._open.get(message.call_queue, ()) if each.message is message), None)
+        request = opened.stage.requests[0] if opened is not None and opened.stage.requests else None
+        wait: Callable[[float], object] = getattr(request, "wait_for", time.sleep)
+        wait(seconds)
+
+    def cancel(self, message: PostedMessage) -> bool:
+        """Withdraw a message; return False if it has begun."""
+        with self._lock:
+            opened = self._open.get(message.call_queue, deque())
+            found = next((each for each in opened if each.message is message), None)
+            if found is None or not message.is_receive or message.waited_until:
+                return False
+            status = self.MPI.Status()
+            found.stage.requests[0].Cancel()
+            found.stage.requests[0].Wait(status)
+            if status.Is_cancelled():
+                opened.remove(found)
+                message.call_queue.run_lock.fields[LockFields.pending] -= 1
+                return True
+            followed = found.stage.then(status)  # it arrived before it could be cancelled
+            found.stage = followed if isinstance(followed, Stage) else Stage([], lambda _: followed)
+        self.test(message)
+        return False
+
+    # --- Stages -----------------------------------------------------------------------------------------------------
+
+    def _has_ended(self, opened: _Open) -> bool:
+        try:
+            while True:
+                requests, status = opened.stage.requests, self.MPI.Status()
+                while requests:
+                    if not requests[-1].Test(status):
+                        return False
+                    requests.pop()
+                followed = opened.stage.then(status)
+                if not isinstance(followed, Stage):
+                    opened.result = followed
+                    return True
+                opened.stage = followed
+        except self.MPI.Exception as error:
+            if opened.message.is_receive:  # truncated, and not to be received again
+                self.group.messages.add(-1)
+            opened.error = error
+            return True
+
+    def _first_stage(self, message: PostedMessage) -> Stage:
+        peer = self.MPI.ANY_SOURCE if message.peer is None else message.peer
+        if not message.compares_shape:
+            call = self.comm.Irecv if message.is_receive else self.comm.Isend
+            request = _start(call, self.MPI, message.work, (peer, message.tag), message.memory_bytes)
+            if message.is_receive:
+                return Stage([request], self._take_whole)
+            self.group.messages.add(1)
+            return Stage([request], _end)
+        if not message.is_receive:
+            return Stage(self._sends(message, self._messages(message)), _end)
+        header = np.empty(MOST_HEADER_BYTES + PACKED_BYTES, np.uint8)
+        request = self.comm.Irecv((header, self.MPI.BYTE), peer, HEADER_TAG)
+
+        def take(_: Any) -> Stage | Received:
+            self.group.messages.add(-1)
+            message.waited_until = events.now()
+            code, num_dims = header[:16].view(np.int64).tolist()
+            header_bytes = 8 * (2 + num_dims)
+            shape = tuple(header[16:header_bytes].view(np.int64).tolist())
+            dtype = dtypes.from_code(code)
+            assert dtype is not None
+            num_bytes = math.prod(shape) * dtype.itemsize
+            values = header[header_bytes : header_bytes + num_bytes]
+            received = Received(message.peer or 0, num_bytes, code, shape, values)
+            if num_bytes <= PACKED_BYTES:
+                return received
+            return self._values_stage(message, received)
+
+        return Stage([request], take)
+
+    def _values_stage(self, message: PostedMessage, received: Received) -> Stage:
+        """Receive long values, into memory that is dropped if they do not fit."""
+        fits = received.dtype == message.code and received.shape == message.shape
+        dtype = dtypes.from_code(received.dtype)
+        work = message.work if fits else torch.empty(received.shape, dtype=dtype, device="cpu")
+        parts = self._parts(message, work)
+        requests = [self.comm.Irecv((part, self.MPI.BYTE), received.source, PAYLOAD_TAG) for part in parts]
+
+        def take(_: Any, _kept: torch.Tensor = work) -> Received:
+            self.group.messages.add(-len(parts))
+            return received._replace(memory=None, is_elsewhere=False)
+
+        return Stage(requests, take)
+
+    def _take_whole(self, status: Any) -> Received:
+        self.group.messages.add(-1)
+        return Received(status.source, status.Get_elements(self.MPI.BYTE), 0, (), None)
+
+    def _sends(self, message: PostedMessage, parts: list[tuple[Any, int]]) -> list[Any]:
+        requests = []
+        for part, tag in parts:
+            requests.append(self.comm.Isend((part, self.MPI.BYTE), message.peer, tag))
+            self.group.messages.add(1)
+        return requests
+
+    def _messages(self, message: PostedMessage) -> list[tuple[Any, int]]:
+        """Return the header with the memory behind it, or the header and then the memory in parts, with their tags."""
+        header_bytes = 8 * (2 + len(message.shape))
+        is_packed = message.num_bytes <= PACKED_BYTES
+        header = np.empty(header_bytes + message.num_bytes if is_packed else header_bytes, np.uint8)
+        header[:header_bytes].view(np.int64)[:] = message.code, len(message.shape), *message.shape
+        if not is_packed:
+            return [
+                (header, HEADER_TAG),
+                *((part, PAYLOAD_TAG) for part in self._parts(message, message.work)),
+            ]
+        ctypes.memmove(header.ctypes.data + header_bytes, message.address, message.num_bytes)
+        return [(header, HEADER_TAG)]
+
+    def _parts(self, message: PostedMessage, work: torch.Tensor) -> list[Any]:
+        """Return the memory in parts that MPI can count."""
+        flat = work.view(-1)
+        most = max(1, message.memory_bytes // work.element_size())
+        return [
+            buffers.as_bytes(self.MPI, flat[begin : begin + numel])
+            for begin, numel in partition.chunks(flat.numel(), most)
+        ]
+
+
+def _end(status: Any) -> None:
+    """End a send."""
+
+
+def _start(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int, int], most: int) -> Any:
+    """Start one message with all of the memory, as a datatype of blocks if MPI cannot count its bytes.
+
+    One message is necessary: several messages from different ranks could be received in any order.
+    """
+    memory = buffers.as_bytes(MPI, work)
+    if work.nbytes <= most or not hasattr(MPI.BYTE, "Create_contiguous"):  # without MPI there is no such limit
+        return call((memory, MPI.BYTE), *to)
+    num_rows, rest = divmod(work.nbytes, most)
+    block = MPI.BYTE.Create_contiguous(most)
+    kind = MPI.Datatype.Create_struct([num_rows, rest], [0, num_rows * most], [block, MPI.BYTE]).Commit()
+    try:
+        return call((memory, 1, kind), *to)
+    finally:  # MPI keeps them until the message has ended
+        kind.Free()
+        block.Free()

@@ -1,0 +1,407 @@
+"""A message between two ranks: what `send`, `recv`, `sendreceive` and the messages of torch.distributed are.
+
+A message begins when it is made and is continued by the thread that waits for it, by threads that wait for other
+messages of the group, and by the progress thread while nobody waits. What carries it is the transport of its group:
+rings of shared memory if all ranks are on one host, the MPI library otherwise (docs/design/messages.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..backends.message_transport import PACKED_BYTES, MpiTransport, Received, Transport
+from ..backends.ring_messages import Frames, RingTransport
+from ..communicators.group import Group
+from ..communicators.handle import Handle
+from ..communicators.message_record import ANY_RANK, NO_TAG
+from ..errors import MismatchError, RankLostError, StallError, TorchMPIError
+from ..session import runtime
+from ..shared_memory.kernels import records
+from ..tensors import buffers, dtypes, streams
+from ..timeline import events
+
+_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 50e-6, 1e-3
+
+
+def transport_of(group: Group) -> Transport:
+    """Return what carries the messages of a group: the same kind on all its ranks."""
+    if group.transport is None:
+        with group.binding:
+            if group.transport is None:
+                shm = runtime.current().selector.backends["shm"]
+                if group.status_board is not None and shm.why_not("allreduce", "cpu", group) is None:
+                    group.transport = RingTransport(group)
+                    group.attachments.append(group.transport)
+                else:
+                    group.transport = MpiTransport(group)
+    transport: Transport = group.transport
+    return transport
+
+
+class Message(Handle[Any]):
+    """A message that has begun, as a handle.
+
+    Args:
+        group: The group.
+        name: ``send``, ``recv`` or ``sendreceive``, for messages to the user.
+        tensor: The checked tensor to send, or to receive into.
+        peer: The other rank; None to receive from any.
+        tag: The tag; messages without one compare dtype and shape, others the length.
+        is_receive: The direction.
+        exchange: Of the receive of a `sendreceive`: its send, which has begun before.
+        is_part: Whether it is the send of a `sendreceive`: the receive is counted, recorded and shown for both.
+        is_background: Whether the program goes on.
+        result: What ``wait()`` returns, given by a function.
+        begun: When the message began, if before, in nanoseconds.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int = NO_TAG,
+        *,
+        is_receive: bool,
+        exchange: Message | None = None,
+        is_part: bool = False,
+        is_background: bool = True,
+        result: Callable[[], Any] | None = None,
+        begun: int = 0,
+    ) -> None:
+        kind = f"{name}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
+        whom = "any rank" if peer is None else f"rank {peer}"
+        self.doing = f"{kind} {'from' if is_receive else 'to'} {whom}"
+        self.what = f"{group.where}: {name}"
+        super().__init__(f"{group.where}: {self.doing}")
+        self.group, self.name, self.tensor, self.peer, self.tag = group, name, tensor, peer, tag
+        self.is_receive, self._exchange, self._is_part = is_receive, exchange, is_part
+        self._result_of, self._is_background = result, is_background
+        self.code, self.shape, self.num_bytes = dtypes.info(tensor.dtype).code, tuple(tensor.shape), tensor.nbytes
+        self.call_queue = group.peer_queue("receive" if is_receive else "send", -1 if peer is None else peer)
+        rank = ANY_RANK if peer is None else group.world_ranks[peer]
+        self._channel, self._number = group.channels.channel(rank, is_receive=is_receive, tag=tag), 0
+        self._begin = begun or events.now()
+        self.waited_until = 0
+        self.source = -1 if is_receive else group.rank
+        """The rank that sends the message; -1 until that is known."""
+        self.is_waited_for = False
+        """Whether a thread continues the message, so that the progress thread need not."""
+        self._origin = None if events.recorder is None else events.recorder.origin(self._begin if is_background else 0)
+        show = events.show_task if is_background and not is_part else None
+        self._show_end = None if show is None else show(self._description, self.described_call(), lambda: None)
+        self.transport = transport_of(group)
+        takes_device = tag == NO_TAG and runtime.current().selector.choose(
+            name, tensor.device.type, "mpi", group
+        ).takes(tensor.device.type, name)
+        self._mark = None
+        if is_receive:
+            is_direct = (tensor.device.type == "cpu" or takes_device) and buffers.is_direct(tensor)
+            self.work = tensor.detach() if is_direct else self._host_memory()
+            self._mark = streams.fence(tensor)
+            self.is_elsewhere = False
+            self._memory = self.work if self.work.device.type == "cpu" else self._host_memory()
+        else:
+            to_host = not takes_device or tensor.nbytes <= PACKED_BYTES
+            self.work = self._memory = buffers.plain(tensor, to_host=to_host)
+            streams.settle(self.work)  # MPI reads device memory without regard to streams
+            self.is_elsewhere = self.work.device.type != "cpu"
+        self.address = self._memory.data_ptr()
+
+    def _host_memory(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.tensor.dtype, device="cpu")
+
+    @property
+    def compares_shape(self) -> bool:
+        """Whether dtype and shape must be equal, rather than the length alone."""
+        return self.tag == NO_TAG
+
+    @property
+    def memory_bytes(self) -> int:
+        """The longest message of MPI."""
+        return runtime.current().config.message_bytes
+
+    def start(self) -> Message:
+        """Begin the message; return it."""
+        try:
+            self.transport.post(self)
+        except BaseException as error:
+            if self._number:
+                self._channel.withdraw()
+            raise self._failure(error) from error
+        if not self._is_done:
+            if self.compares_shape:
+                self.group.open_messages.add(self)
+            if self._is_background:
+                _in_progress(self)
+        return self
+
+    # --- For the transport ------------------------------------------------------------------------------------------
+
+    def begin_record(self) -> None:
+        """Count the message, which begins now."""
+        self._number = self._channel.begin(self.code, self.num_bytes)
+
+    def end_record(self) -> None:
+        """Count its end."""
+        self._channel.end()
+
+    def finish(self, received: Received | None) -> None:
+        """End the message with what has been received; None for a send."""
+        if (received is None and self.is_elsewhere) or (received is not None and received.is_elsewhere):
+            self.is_elsewhere, self.transport = False, MpiTransport(self.group)
+            self.transport.post_values(self, received)
+            return
+        try:
+            if received is not None:
+                self.source = received.source
+                device = None if self._mark is None else self.tensor.device
+                streams.run_after(self._mark, device, partial(self._take, received))
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.set_result(self.tensor if self._result_of is None else self._result_of())
+
+    def fail(self, error: BaseException) -> None:
+        """End the message with an error."""
+        failure = self._failure(error)
+        self.call_queue.failed = [each for each in self.call_queue.failed if each.unseen_error is not None] + [self]
+        self.set_error(failure)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, at most until the message has ended."""
+        if isinstance(self.transport, MpiTransport):
+            self.transport.sleep(self, seconds)
+        elif self._finished.acquire(timeout=seconds):
+            self._finished.release()
+
+    # --- For the program --------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the message has ended; return the tensor, or raise its error, or StallError after `timeout`."""
+        if not self._is_done:
+            recorder, since = events.recorder, events.now()
+            try:
+                self._continue(timeout)
+            except BaseException:
+                if not self._is_background:
+                    self.withdraw()  # an interrupted receive must not take a later message
+                raise
+            finally:
+                self.call_queue.doing = None
+            if recorder is not None and self._is_background:
+                recorder.slice("wait", "wait", since, call=self._description)
+        return super().wait(timeout)
+
+    def run_here(self) -> None:
+        """Wait until the message has ended, without raising its error."""
+        self._continue(None)
+
+    def _continue(self, timeout: float | None) -> None:
+        limit, turn, context = None if timeout is None else time.monotonic() + timeout, 0, self.group.context
+        self.is_waited_for = True
+        try:
+            while not self._is_done:
+                if self.transport.proceed(self, turn):
+                    self.call_queue.doing = self.doing  # for the watchdog
+                    if context.loss and context.raises_lost_ranks and self.withdraw():
+                        self.fail(RankLostError(f"{context.loss}. Continue with recover()."))
+                    if limit is not None and time.monotonic() > limit and not self._is_done:
+                        raise StallError(
+                            f"{self._description} has not ended after {timeout:g} s. It continues; wait() again."
+                        )
+                turn += 1
+        finally:
+            self.is_waited_for = False
+
+    def test(self) -> bool:
+        """Continue the message if that is possible at once; return whether it has ended."""
+        if not self._is_done:
+            self.transport.test(self)
+        return self._is_done
+
+    def done(self) -> bool:
+        """Return whether the message has ended."""
+        return self.test()
+
+    def withdraw(self) -> bool:
+        """Do not wait for the message any more, unless it has begun to arrive or to leave; return whether it was so."""
+        if self._is_done or not self.transport.cancel(self):
+            return False
+        self._channel.withdraw()
+        if self.is_receive:
+            self._channel.is_exact, self._number = False, 0  # later receives have their numbers already
+        self.group.open_messages.discard(self)
+        return True
+
+    def run_in_background(self) -> None:
+        """Have the message continued, although no thread waits for it."""
+        if not self._is_done:
+            _in_progress(self)
+
+    def abort(self, error: TorchMPIError) -> None:
+        """End a receive that exceeds its timeout with an error, so that it does not take a later message."""
+        if self.is_receive and self.withdraw():
+            self.fail(error)
+
+    @property
+    def description(self) -> str:
+        """The rank and its call, for messages to the user."""
+        return self._description
+
+    def described_call(self) -> events.ShownCall:
+        """Return what torch.profiler shows of the message."""
+        return self.group.described((self.name, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)
+
+    # --- Its end ----------------------------------------------------------------------------------------------------
+
+    def _take(self, received: Received) -> None:
+        """Compare a received message with the tensor, and write its values where they are not yet."""
+        there = received.dtype, received.shape
+        differs = there != (self.code, self.shape) if self.compares_shape else received.num_bytes != self.num_bytes
+        if differs:
+            raise mismatch(self.group, self.name, self.tensor, received, compares_shape=self.compares_shape)
+        memory = self._memory
+        if received.memory is not None and received.num_bytes:
+            ctypes.memmove(memory.data_ptr(), np.ascontiguousarray(received.memory).ctypes.data, received.num_bytes)
+        arrived = memory if received.memory is not None or isinstance(self.transport, RingTransport) else self.work
+        if arrived.data_ptr() != self.tensor.data_ptr() or arrived.device != self.tensor.device:
+            buffers.overwrite(self.tensor, arrived)
+        else:
+            buffers.touch(self.tensor)
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Return an error of MPI as one that names the call, or the loss of a rank behind it."""
+        context = self.group.context
+        if not isinstance(error, context.MPI.Exception):
+            return error
+        failure = TorchMPIError(f"{self.what}: {self.doing} failed: {error}.")
+        failure.__cause__ = error
+        return context.loss_behind(error) or failure
+
+    def _end(self) -> None:
+        """Count and record the message before other threads see its end."""
+        group = self.group
+        group.open_messages.discard(self)
+        end = events.now()
+        if not self._is_part:
+            if self._error is None:
+                waited = max(self.waited_until - self._begin, 0) if self.is_receive and self.waited_until else None
+                group.context.call_counts.add_message(group.name, self.name, self.num_bytes, end - self._begin, waited)
+            if self._show_end is not None:
+                self._show_end()
+            if (recorder := events.recorder) is not None and self._origin is not None:
+                self._record(recorder, end)
+        super()._end()
+
+    def _record(self, recorder: events.Recorder, end: int) -> None:
+        group, peer = self.group, self.source if self.is_receive else self.peer
+        if peer is None or peer < 0:
+            peer = self.peer
+        rank = -1 if peer is None else group.world_ranks[peer]
+        own = self._message_number(rank)
+        sent, received = (None, own) if self.is_receive else (own, None)
+        begin = self._begin
+        if self._exchange is not None:
+            exchange = self._exchange
+            assert exchange.peer is not None
+            sent, begin = exchange._message_number(group.world_ranks[exchange.peer]), min(begin, exchange._begin)
+        assert self._origin is not None
+        recorder.report(
+            events.MessageRecord(
+                group.info, self.name, dtypes.short_name(self.tensor.dtype), self.num_bytes, rank, sent, received,
+                self.tag, self.call_queue.name, is_background=self.tag != NO_TAG, begin=begin, end=end,
+                thread=threading.get_ident(), origin=events.origin_of(self._origin),
+                error="" if self._error is None else type(self._error).__name__,
+            )
+        )  # fmt: skip
+
+    def _message_number(self, rank: int) -> events.MessageNumber | None:
+        is_known = rank >= 0 and self._number and self._channel.is_exact
+        return events.MessageNumber(rank, self._number) if is_known else None
+
+
+def mismatch(
+    group: Group, name: str, tensor: torch.Tensor, received: Received, *, compares_shape: bool = True
+) -> MismatchError:
+    """Return the error for a message that does not fit the tensor."""
+    own = f"{dtypes.short_name(tensor.dtype)} {list(tensor.shape)}"
+    if not compares_shape:
+        return MismatchError(
+            f"{group.where}: rank {received.source} sent {received.num_bytes} bytes, but the tensor to receive into "
+            f"has {tensor.nbytes}: {own}. Make them equal."
+        )
+    dtype = dtypes.from_code(received.dtype)
+    assert dtype is not None
+    return MismatchError(
+        f"{group.where}: {name}: rank {received.source} sent {dtypes.short_name(dtype)} {list(received.shape)}, but "
+        f"the tensor to receive into is {own}. Make them equal; the message is dropped."
+    )
+
+
+def adopt(message: Message, frames: Frames, record: records.Passage) -> Message:
+    """Continue a message that the fast path has begun; the caller has its lock."""
+    assert isinstance(message.transport, RingTransport)
+    message._number = message._channel.number
+    message.transport.adopt(message, frames, record)
+    message.group.open_messages.add(message)
+    return message
+
+
+# --- Progress -------------------------------------------------------------------------------------------------------
+
+
+class _ProgressThread(threading.Thread):
+    """Continues the messages that no thread waits for, and sleeps while there are none."""
+
+    def __init__(self) -> None:
+        super().__init__(name="torchmpi messages", daemon=True)
+        self._messages: set[Message] = set()
+        self._is_needed = threading.Event()
+
+    def add(self, message: Message) -> None:
+        self._messages.add(message)
+        self._is_needed.set()
+
+    def run(self) -> None:
+        """Test the messages, at increasing intervals while none of them ends."""
+        pause = _LEAST_PAUSE_SECONDS
+        while True:
+            self._is_needed.wait()
+            for message in list(self._messages):
+                if message._is_done or not runtime.is_running():
+                    self._messages.discard(message)
+                elif not message.is_waited_for and message.test():
+                    self._messages.discard(message)
+                    pause = _LEAST_PAUSE_SECONDS
+            if not self._messages:
+                self._is_needed.clear()
+                if self._messages:  # one was added before clear()
+                    self._is_needed.set()
+            time.sleep(pause)
+            pause = min(pause * 1.25, _MOST_PAUSE_SECONDS)
+
+
+_progress_thread: _ProgressThread | None = None
+_starting = threading.Lock()
+
+
+def _in_progress(message: Message) -> None:
+    """Have a message continued until it has ended."""
+    global _progress_thread
+    if not runtime.current().threads_allowed and isinstance(message.transport, MpiTransport):
+        return
+    with _starting:
+        if _progress_thread is None or not _progress_thread.is_alive():  # a forked child has no threads
+            _progress_thread = _ProgressThread()
+            _progress_thread.start()
+    _progress_thread.add(message)

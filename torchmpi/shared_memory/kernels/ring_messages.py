@@ -1,0 +1,316 @@
+"""Messages between the ranks of a host, through a ring of shared memory for each ordered pair of ranks.
+
+A message is a frame (:class:`.records.Frame`) and the values behind it; the next one begins at a multiple of a cache
+line. A ring has one writer and one reader: `head` and `tail` only grow, the release store of `head` publishes what has
+been written, that of `tail` frees what has been read.
+
+A message that a rank sends or receives is a :class:`.records.Passage`, which any thread that holds the lock of the
+messages of the group can continue: `send_on` and `receive_on` move its next part. Messages are long before they are
+whole, so that the copies of both ranks overlap. Parts that are not short are written past the caches: a core reads
+lines that another core has just written slower than memory.
+
+- `advance` continues the messages of all lanes, for as long as no message ends.
+- `pass_message` is a message that a program repeats, called by the fast path. If the other rank is late, Python
+  continues it (UNFINISHED).
+"""
+
+from __future__ import annotations
+
+from ..compiler.compilation import inner, kernel
+from ..memory_layout import MessageRing
+from .copying import copy_past
+from .fast_path_code import begin_call, data, dim, is_free, num_dims, plain_numel
+from .intrinsics import copy, fence, give_way, load, load_acquire, now, pause, sleep, store, store_release
+from .messages import begin_message, end_message
+from .records import (
+    BEGUN,
+    ENDED,
+    MISMATCH,
+    NOT_FAST,
+    UNFINISHED,
+    WAITING,
+    Arguments,
+    CachedCallRecord,
+    DLTensor,
+    Frame,
+    Lane,
+    MessageCall,
+    Passage,
+)
+
+_LINE_BYTES = 64
+_MOST_PART_BYTES = 64 << 10
+_LEAST_BYPASSING = 16 << 10
+_NO_LIMIT = 1 << 62
+_YIELD_NANOSECONDS = 300_000
+"""How long the fast path waits for the other rank, after the polls."""
+
+NOTHING, MOVED, OTHER_TAG = range(3)  # what receive_on returns
+SOME_ENDED = 1  # what advance returns: a message has ended, or one from any rank has begun
+UNEXPECTED = 2  # a message arrives in the lane of which the number is added that has another tag than the expected one
+
+
+@inner
+def part_bytes(capacity):
+    """Return the length of the parts that are published together."""
+    return min(capacity // 4, _MOST_PART_BYTES)
+
+
+@inner
+def put(ring: MessageRing, capacity, position, source, num_bytes):
+    """Copy into a ring."""
+    offset = position & (capacity - 1)
+    first = min(num_bytes, capacity - offset)
+    if num_bytes >= _LEAST_BYPASSING:
+        copy_past(ring.data + offset, source, first)
+        copy_past(ring.data + 0, source + first, num_bytes - first)
+        fence()
+    else:
+        copy(ring.data + offset, source, first)
+        copy(ring.data + 0, source + first, num_bytes - first)
+    return 0
+
+
+@inner
+def get(ring: MessageRing, capacity, position, target, num_bytes):
+    """Copy out of a ring."""
+    offset = position & (capacity - 1)
+    first = min(num_bytes, capacity - offset)
+    copy(target, ring.data + offset, first)
+    copy(target + first, ring.data + 0, num_bytes - first)
+    return 0
+
+
+@inner
+def whole_lines(position):
+    """Return where the next message begins."""
+    return (position + _LINE_BYTES - 1) & -_LINE_BYTES
+
+
+@inner
+def frame_bytes(frame: Frame):
+    """Return the length of a frame with its shape."""
+    return (Frame.shape + frame.num_dims) * 8
+
+
+@inner
+def send_on(ring: MessageRing, capacity, passage: Passage):
+    """Write the next part of a message if there is room for it; return whether there was."""
+    head, part = load(ring.head), part_bytes(capacity)
+    room, end = capacity - (head - load_acquire(ring.tail)), head
+    frame, moved, num_bytes = passage.frame, passage.moved, passage.num_bytes
+    if passage.state == WAITING:
+        header = frame_bytes(frame)
+        if room < min(header + num_bytes, part):
+            return False
+        put(ring, capacity, head, frame + 0, header)
+        end, length = head + header, min(num_bytes, part - header)
+        passage.state = BEGUN
+        passage.begun = now()
+    else:
+        length = min(num_bytes - moved, part)
+        if room < length:
+            return False
+    put(ring, capacity, end, passage.address + moved, length)
+    end, moved = end + length, moved + length
+    passage.moved = moved
+    if moved == num_bytes:
+        end = whole_lines(end)
+        passage.state = ENDED
+    store_release(ring.head, end)
+    return True
+
+
+@inner
+def is_as_expected(passage: Passage):
+    """Return whether a received frame is like the expected one."""
+    found, frame = passage.found, passage.frame
+    if found.num_bytes != frame.num_bytes:
+        return False
+    if passage.compared > 1 and (found.dtype != frame.dtype or found.num_dims != frame.num_dims):
+        return False
+    for index in range(passage.compared - 3):
+        if found.shape[index] != frame.shape[index]:
+            return False
+    return True
+
+
+@inner
+def receive_on(ring: MessageRing, capacity, passage: Passage, most):
+    """Read the next part of a message, at most so many bytes of values: NOTHING, MOVED, or OTHER_TAG."""
+    tail = load(ring.tail)
+    ready = load_acquire(ring.head) - tail
+    if ready == 0:
+        return NOTHING
+    if passage.state == WAITING:
+        found = passage.found
+        get(ring, capacity, tail, found + 0, Frame.shape * 8)
+        if found.tag != passage.frame.tag:
+            return OTHER_TAG
+        header = frame_bytes(found)
+        get(ring, capacity, tail, found + 0, header)
+        tail, ready = tail + header, ready - header
+        passage.state = BEGUN
+        passage.begun = now()
+        passage.moved = 0
+        passage.num_bytes = 0 if found.is_elsewhere != 0 else found.num_bytes
+        passage.differs = 0 if is_as_expected(passage) else 1
+    elif most == 0:
+        return NOTHING
+    moved = passage.moved
+    length = min(min(ready, passage.num_bytes - moved), min(part_bytes(capacity), most))
+    if passage.differs == 0:
+        get(ring, capacity, tail, passage.address + moved, length)
+    tail, moved = tail + length, moved + length
+    passage.moved = moved
+    if moved == passage.num_bytes:
+        tail = whole_lines(tail)
+        passage.state = ENDED
+    store_release(ring.tail, tail)
+    return MOVED
+
+
+@kernel
+def advance(lanes: Lane, count, capacity, polls, microseconds, nanoseconds):
+    """Continue the messages of all lanes.
+
+    Args:
+        lanes: The lanes.
+        count: How many there are.
+        capacity: The bytes of a ring.
+        polls: How often to look for something to move before this thread yields,
+        microseconds: or if this is not 0 sleeps.
+        nanoseconds: How long to wait while nothing moves.
+
+    Returns:
+        SOME_ENDED, or UNEXPECTED and the number of a lane, or 0 if nothing has moved for that time.
+    """
+    idle, since, ended = 0, 0, False
+    while True:
+        has_moved = False
+        for index in range(count):
+            lane = lanes[index]
+            passage = lane.passage
+            if not passage:
+                continue
+            state = passage.state
+            if state == ENDED or (state == BEGUN and passage.is_from_any != 0 and passage.lane != index):
+                continue
+            if lane.is_receive == 0:
+                has_moved = send_on(lane.ring, capacity, passage) or has_moved
+            else:
+                result = receive_on(lane.ring, capacity, passage, _NO_LIMIT)
+                if result == OTHER_TAG:
+                    return UNEXPECTED + index
+                if result == MOVED:
+                    has_moved = True
+                    if state == WAITING:
+                        passage.lane = index
+                        ended = ended or passage.is_from_any != 0
+            if passage.state == ENDED:
+                ended = True
+        if ended:
+            return SOME_ENDED
+        if has_moved:
+            idle, since = 0, 0
+            continue
+        idle += 1
+        if idle < polls:
+            pause()
+            continue
+        time = now()
+        if since == 0:
+            since = time
+        if time - since >= nanoseconds:
+            return 0
+        if microseconds == 0:
+            give_way()
+        else:
+            sleep(microseconds)
+
+
+# --- repeated messages --------------------------------------------------------------------------------------------
+
+
+@inner
+def prepare(passage: Passage, address, num_bytes, compared):
+    """Set a message back to its begin, with other values."""
+    passage.state = WAITING
+    passage.moved = 0
+    passage.address = address
+    passage.num_bytes = num_bytes
+    passage.compared = compared
+    return 0
+
+
+@kernel
+def enter_message(cached_call: CachedCallRecord, tensor: DLTensor, _: DLTensor, arguments: Arguments):
+    """Enter a message if no other message of the group is under way, and describe it."""
+    call = MessageCall(cached_call.call)
+    numel, lock = plain_numel(cached_call, tensor), call.lock
+    num_bytes = numel * call.item_bytes
+    if numel < 0 or not is_free(lock):
+        return NOT_FAST
+    status = begin_call(cached_call, tensor, num_bytes, arguments)
+    if status != 0:
+        return status
+    store(lock.entered, 1)
+    frame, length = call.sending.frame, num_dims(tensor)
+    frame.num_bytes = num_bytes
+    frame.num_dims = length
+    for index in range(length):
+        frame.shape[index] = dim(tensor, index)
+    prepare(call.sending, data(tensor), num_bytes, 0)
+    prepare(call.receiving, data(tensor), num_bytes, 3 + length)
+    arguments.rest[0] = data(tensor)
+    arguments.rest[1] = num_bytes
+    return 0
+
+
+@kernel
+def pass_message(call: MessageCall, seq, signature, address, num_bytes):
+    """Send a message, receive one, or both: 0, MISMATCH, or UNFINISHED, after which Python holds the lock.
+
+    In an exchange, received values replace those that have been sent. A cycle of ranks does not wait for itself: each
+    rank puts the first part into a ring that has room for it, before it reads.
+    """
+    out, into, sending, receiving = call.out, call.into, call.sending, call.receiving
+    capacity, polls, begin, dtype = call.capacity, call.polls, now(), call.sending.frame.dtype
+    call.begun = begin
+    if out:
+        begin_message(call.send_channel, begin, dtype, num_bytes)
+    else:
+        sending.state = ENDED
+    if into:
+        begin_message(call.receive_channel, begin, dtype, num_bytes)
+    else:
+        receiving.state = ENDED
+    idle, since = 0, 0
+    while sending.state != ENDED or receiving.state != ENDED:
+        has_moved = False
+        if sending.state != ENDED:
+            has_moved = send_on(out, capacity, sending)
+        if receiving.state != ENDED:
+            most = _NO_LIMIT if sending.state == ENDED or receiving.differs != 0 else sending.moved - receiving.moved
+            has_moved = receive_on(into, capacity, receiving, most) == MOVED or has_moved
+        if has_moved:
+            idle, since = 0, 0
+            continue
+        idle += 1
+        if idle < polls:
+            pause()
+            continue
+        time = now()
+        if since == 0:
+            since = time
+        if time - since >= _YIELD_NANOSECONDS:
+            return UNFINISHED
+        give_way()
+    end = now()
+    if out:
+        end_message(call.send_channel, end)
+    if into:
+        end_message(call.receive_channel, end)
+        call.call_log.waited = max(receiving.begun - begin, 0)
+    store_release(call.lock.entered, 0)
+    return MISMATCH if receiving.differs != 0 and into else 0
