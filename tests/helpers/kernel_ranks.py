@@ -72,8 +72,7 @@ class Ranks:
     """A group of ranks with slots of a page or, from 65 ranks on, of two: short tensors take the paths of long ones."""
 
     def __init__(self, size: int, *, reads_directly: bool = False) -> None:
-        slots = memory_layout.num_slots(size) * size * slot_bytes(size, 4096)
-        self.segment = Segment.create("ranks", memory_layout.slots_begin(size) + slots)
+        self.segment = Segment.create("ranks", memory_layout.segment_bytes(size, slot_bytes(size, 4096)))
         self.segment.withdraw()
         self.members = [Rank(rank, size, self.segment, reads_directly) for rank in range(size)]
         self._pool = ThreadPoolExecutor(size)

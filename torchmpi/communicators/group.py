@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import MismatchError, RankLostError, StallError, TorchMPIError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, rings_bytes, slots_begin
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, segment_bytes
 from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
@@ -495,8 +495,8 @@ def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
     context, comm, ranks = group.context, group.comm, group.world_ranks
     if len(group.hosts) > 1 or not context.slot_bytes:
         return register(comm, ranks)[0], None
-    slots = group.size * num_slots(group.size) * slot_bytes(group.size, context.slot_bytes)
-    own, segment = _offered(comm, "group", slots_begin(group.size) + slots + rings_bytes(group.size))
+    num_bytes = segment_bytes(group.size, slot_bytes(group.size, context.slot_bytes))
+    own, segment = _offered(comm, "group", num_bytes)
     key, is_shared = register(comm, ranks, segment is not None)
     segment = _settled(own, segment, is_shared)
     if segment is not None:

@@ -267,6 +267,15 @@ def num_slots(size: int) -> int:
     return 4 if size == 2 else 2
 
 
+def segment_bytes(size: int, slot_bytes: int) -> int:
+    """Return the bytes of the segment of so many ranks: their status blocks, slots and rings of messages.
+
+    >>> segment_bytes(2, 4096) == slots_begin(2) + 8 * 4096 + rings_bytes(2)
+    True
+    """
+    return slots_begin(size) + num_slots(size) * size * slot_bytes + rings_bytes(size)
+
+
 def entry(block: int, index: int) -> int:
     """Return the first field of an entry in the ring of a block, counted from the first block.
 
