@@ -145,7 +145,7 @@ def test_around_a_ring_of_ranks(ranks, length):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_tags_sources_and_lengths(seed):
-    """Each rank sends to each other many messages; those of a pair and a tag arrive in order, whatever is posted when."""
+    """Messages of a pair and a tag arrive in their order, whatever each rank posts when."""
     size, tags, most = 3, (NO_TAG, 0, 7), 12
     ranks, random_of_all = Ranks(size), random.Random(seed)
     plan = [

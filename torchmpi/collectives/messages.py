@@ -174,7 +174,8 @@ class Message(Handle[Any]):
     def fail(self, error: BaseException) -> None:
         """End the message with an error."""
         failure = self._failure(error)
-        self.call_queue.failed = [each for each in self.call_queue.failed if each.unseen_error is not None] + [self]
+        if self.compares_shape:  # works of torch.distributed may be dropped
+            self.call_queue.failed = [*(each for each in self.call_queue.failed if each.unseen_error), self]
         self.set_error(failure)
 
     def pause(self, seconds: float) -> None:
@@ -252,6 +253,7 @@ class Message(Handle[Any]):
         """End a receive that exceeds its timeout with an error, so that it does not take a later message."""
         if self.is_receive and self.withdraw():
             self.fail(error)
+            self._seen = True  # the caller raises it
 
     @property
     def description(self) -> str:
@@ -367,6 +369,7 @@ class _ProgressThread(threading.Thread):
         super().__init__(name="torchmpi messages", daemon=True)
         self._messages: set[Message] = set()
         self._is_needed = threading.Event()
+        self._is_ending = False
 
     def add(self, message: Message) -> None:
         self._messages.add(message)
@@ -377,31 +380,43 @@ class _ProgressThread(threading.Thread):
         pause = _LEAST_PAUSE_SECONDS
         while True:
             self._is_needed.wait()
+            if self._is_ending:
+                return
             for message in list(self._messages):
-                if message._is_done or not runtime.is_running():
+                if message._is_done:
                     self._messages.discard(message)
                 elif not message.is_waited_for and message.test():
                     self._messages.discard(message)
                     pause = _LEAST_PAUSE_SECONDS
             if not self._messages:
                 self._is_needed.clear()
-                if self._messages:  # one was added before clear()
+                if self._messages or self._is_ending:  # since before clear()
                     self._is_needed.set()
             time.sleep(pause)
             pause = min(pause * 1.25, _MOST_PAUSE_SECONDS)
 
+    def close(self) -> None:
+        """End the thread."""
+        self._is_ending = True
+        self._is_needed.set()
+        if self is not threading.current_thread() and self.is_alive():  # a forked child has no threads
+            self.join()
 
-_progress_thread: _ProgressThread | None = None
+
+_progress: tuple[runtime.Runtime, _ProgressThread] | None = None
 _starting = threading.Lock()
 
 
 def _in_progress(message: Message) -> None:
     """Have a message continued until it has ended."""
-    global _progress_thread
-    if not runtime.current().threads_allowed and isinstance(message.transport, MpiTransport):
+    global _progress
+    running = runtime.current()
+    if not running.threads_allowed and isinstance(message.transport, MpiTransport):
         return
     with _starting:
-        if _progress_thread is None or not _progress_thread.is_alive():  # a forked child has no threads
-            _progress_thread = _ProgressThread()
-            _progress_thread.start()
-    _progress_thread.add(message)
+        if _progress is None or _progress[0] is not running:
+            thread = _ProgressThread()
+            thread.start()
+            running.resources.callback(thread.close)
+            _progress = running, thread
+        _progress[1].add(message)
