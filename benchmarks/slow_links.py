@@ -24,7 +24,6 @@ from torch.nn.functional import cross_entropy
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-import torchmpi.parameterserver as ps
 from torchmpi.cli.bench.contestants import open_group
 from torchmpi.cli.formatting import counted, table
 from torchmpi.session import runtime
@@ -67,7 +66,7 @@ class Method:
 class Periodic(Method):
     """Local steps, and an update of torchmpi after them."""
 
-    def __init__(self, prepare: Callable[[nn.Module], ps.LocalSGDUpdate]) -> None:
+    def __init__(self, prepare: Callable[[nn.Module], mpinn.LocalSGDUpdate]) -> None:
         super().__init__(lambda net: lambda: None)
         self.make_update = prepare
 
@@ -85,7 +84,7 @@ class Periodic(Method):
         """Return the average, or the anchor."""
         if not self.has_changed:
             return None
-        return self.update.anchor if isinstance(self.update, ps.DiLoCoUpdate) else self.parameters
+        return self.update.anchor if isinstance(self.update, mpinn.DiLoCoUpdate) else self.parameters
 
     def end(self) -> None:
         """Complete the exchange in progress. Collective."""
@@ -108,7 +107,7 @@ def make_methods(group: Any, period: int, overlap_steps: int, within_hosts: bool
 
     def diloco(overlap_steps: int, compression: Callable[[], Any]) -> Method:
         return Periodic(
-            lambda net: ps.DiLoCoUpdate(
+            lambda net: mpinn.DiLoCoUpdate(
                 net, update_frequency=period, overlap_steps=overlap_steps, compression=compression()
             )
         )
@@ -124,7 +123,7 @@ def make_methods(group: Any, period: int, overlap_steps: int, within_hosts: bool
         "gradients in 8 bits": synchronized(eight_bit),
         "1 % of the gradients": synchronized(lambda: mpinn.TopK(0.01, within_hosts=within_hosts)),
         "PowerSGD, rank 2": synchronized(lambda: mpinn.PowerSGD(2, within_hosts=within_hosts)),
-        "LocalSGD": Periodic(lambda net: ps.LocalSGDUpdate(net, update_frequency=period)),
+        "LocalSGD": Periodic(lambda net: mpinn.LocalSGDUpdate(net, update_frequency=period)),
         "DiLoCo": diloco(0, lambda: None),
         "DiLoCo, overlapped": diloco(overlap_steps, lambda: None),
         "DiLoCo, overlapped, bf16": diloco(overlap_steps, lambda: "bf16"),

@@ -66,15 +66,15 @@ LAUNCHED = {
     "nn/blocksequential": "test_nn_blocksequential",
     "nn/buckets": "test_nn_sync",
     "nn/clipping": "test_nn_clipping",
+    "nn/diloco": "test_nn_local_sgd",
     "nn/error_feedback": "test_nn_error_feedback",
+    "nn/local_sgd": "test_nn_local_sgd",
     "nn/replica": "test_nn_replica_check",
     "parameterserver/rules": "test_parameterserver",
     "parameterserver/shards": "test_parameterserver",
     "parameterserver/shard_checkpoint": "test_parameterserver_saving",
     "parameterserver/staleness": "test_parameterserver_updates",
     "parameterserver/updates": "test_parameterserver_updates",
-    "parameterserver/updates/diloco": "test_parameterserver_periodic",
-    "parameterserver/updates/localsgd": "test_parameterserver_periodic",
     "supervision/host_ring": "test_host_ring",
     "tensors/buffers": "test_collectives",
     "tensors/dtypes": "test_collectives",
@@ -423,8 +423,8 @@ def _is_open_mpi() -> bool:
 def launched_files(module: str) -> str | None:
     """Return the files of tests/mpi for a module.
 
-    >>> launched_files("parameterserver/updates/diloco.py"), launched_files("log.py")
-    ('test_parameterserver_periodic', None)
+    >>> launched_files("parameterserver/updates/easgd.py"), launched_files("log.py")
+    ('test_parameterserver_updates', None)
     """
     path = Path(module).with_suffix("")
     return next((LAUNCHED[str(each)] for each in (path, *path.parents) if str(each) in LAUNCHED), None)

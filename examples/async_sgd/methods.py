@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from trainers import AllReduce, Sequential
 
+import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
 
 
@@ -78,7 +79,7 @@ class LocalSGD(Periodic):
     """Each rank trains independently; at the end of a period all take the average."""
 
     def make_update(self) -> Any:
-        return ps.LocalSGDUpdate(self.network, update_frequency=self.period)
+        return mpinn.LocalSGDUpdate(self.network, update_frequency=self.period)
 
     def after_step(self) -> None:
         self.update.update()
@@ -88,7 +89,7 @@ class DiLoCo(LocalSGD):
     """The same, but with an outer step with Nesterov's momentum along the average change."""
 
     def make_update(self) -> Any:
-        return ps.DiLoCoUpdate(self.network, outer_lr=0.7, outer_momentum=0.9, update_frequency=self.period)
+        return mpinn.DiLoCoUpdate(self.network, outer_lr=0.7, outer_momentum=0.9, update_frequency=self.period)
 
 
 METHODS: dict[str, type[Sequential]] = {

@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-import torchmpi.parameterserver as ps
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     mpinn.synchronize_parameters(network)
     inner = torch.optim.AdamW(network.parameters(), lr=options.lr, betas=(options.momentum, 0.999))
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
-    update = ps.DiLoCoUpdate(
+    update = mpinn.DiLoCoUpdate(
         network,
         update_frequency=options.inner_steps,
         outer_lr=options.outer_lr,

@@ -54,9 +54,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 def test_a_change_before_the_synchronization_is_refused(agree, change, bucket_bytes):
     with registered(bucket_bytes=bucket_bytes) as (net, inputs, targets):
         CHANGES[change](net)
-        with pytest.raises(
-            GradientError, match=r"gradient of '0.weight'.* changed .*synchronize_gradients_async\(net\)"
-        ):
+        with pytest.raises(GradientError, match=r"some rank has changed or used the gradient of '0.weight'"):
             mpinn.synchronize_gradients_async(net)
         net.zero_grad()
         loss(net, inputs, targets).backward()
@@ -67,7 +65,7 @@ def test_a_change_on_one_rank_is_refused_on_all(agree):
     with registered() as (net, _, _):
         if mpi.rank() == mpi.size() - 1:
             net[2].bias.grad.mul_(2)
-        with pytest.raises(GradientError, match=r"gradient of '2.bias' changed on some rank"):
+        with pytest.raises(GradientError, match=r"some rank has changed or used the gradient of '2.bias' before"):
             mpinn.synchronize_gradients_async(net)
 
 
@@ -108,7 +106,7 @@ def test_the_distributed_optimizer_refuses_changed_gradients(agree, passes, asyn
     )
     loss(net, mine(inputs), mine(targets)).backward()
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    with pytest.raises(GradientError, match=r"'0.weight' and 3 others changed .*synchronize\(\)"):
+    with pytest.raises(GradientError, match=r"'0.weight' and 3 others before .*synchronize\(\)"):
         optimizer.step()
 
 
@@ -120,7 +118,7 @@ def test_a_step_before_the_synchronization_is_refused(agree):
         optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, make("mlp")[0]))
         before = values(net)
         other.step()  # of other parameters
-        with pytest.raises(GradientError, match=r"step\(\) uses gradients of SGD that are not synchronized"):
+        with pytest.raises(GradientError, match=r"step\(\) of SGD uses the gradient of '0.weight' and 3 others"):
             optimizer.step()
         agree.equal(values(net), before)
         mpinn.synchronize_gradients_async(net)
@@ -130,7 +128,7 @@ def test_a_step_before_the_synchronization_is_refused(agree):
 def test_a_step_after_too_few_passes_is_refused(agree):
     with registered(sync_gradient_frequency=2) as (net, _, _):
         agree(not mpinn.synchronize_gradients_async(net))
-        with pytest.raises(GradientError, match="not synchronized"):
+        with pytest.raises(GradientError, match="before it is synchronized"):
             torch.optim.Adam(net.parameters()).step()
 
 
@@ -142,7 +140,7 @@ def test_the_wrapped_optimizer_may_not_step_by_itself(agree, asynchronous):
     loss(net, mine(inputs), mine(targets)).backward()
     with pytest.raises(GradientError, match="DistributedOptimizer"):
         inner.step()
-    with pytest.raises(GradientError, match="not synchronized"), optimizer.skip_synchronize():
+    with pytest.raises(GradientError, match="before it is synchronized"), optimizer.skip_synchronize():
         optimizer.step()
     optimizer.step()
     mpinn.check_with_allreduce(net)
@@ -159,21 +157,6 @@ def test_a_closure_without_synchronization_is_refused(agree):
 
         with pytest.raises(GradientError, match="closure"):
             torch.optim.SGD(net.parameters(), lr=0.1).step(closure)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_a_scaler_before_the_synchronization_is_refused(agree, call, fused):
-    net, inputs, targets = make("mlp")
-    inner = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = mpinn.DistributedOptimizer(inner, net)
-    scaler.scale(loss(net, mine(inputs), mine(targets))).backward()
-    for each in (optimizer, inner):
-        with pytest.raises(GradientError, match=r"not synchronized.* synchronize\(\) before a GradScaler"):
-            getattr(scaler, call)(each)
-    optimizer.synchronize()
-    getattr(scaler, call)(optimizer)
 
 
 # --- conversion while registered -----------------------------------------------------------------------
@@ -214,41 +197,6 @@ def compute(net: nn.Module, *places: int) -> None:
         layer.requires_grad_(not places or index in places)
     loss(net, mine(inputs), mine(targets)).backward()
     net.requires_grad_(True)
-
-
-def train_early(net: nn.Module, use: Callable[[torch.optim.Optimizer], object], steps: int) -> None:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        compute(net)
-        use(optimizer)
-        mpinn.synchronize_gradients(net)
-
-
-def scaler() -> torch.amp.GradScaler:
-    """A GradScaler that has scaled a loss."""
-    result = torch.amp.GradScaler("cpu", init_scale=1.0)
-    result.scale(torch.ones(1))
-    return result
-
-
-EARLY_USES: dict[str, Callable[[torch.optim.Optimizer], object]] = {
-    "step": lambda optimizer: optimizer.step(),
-    "unscale": lambda optimizer: scaler().unscale_(optimizer),
-    "scaler.step": lambda optimizer: scaler().step(optimizer),
-}
-
-
-@pytest.mark.parametrize("use", EARLY_USES)
-def test_a_use_before_synchronize_gradients_is_refused(agree, use):
-    net = make("mlp")[0]
-    with pytest.raises(
-        GradientError, match=r"the gradient of '0.weight' .*was used.* Call synchronize_gradients\(net\)"
-    ):
-        train_early(net, EARLY_USES[use], 3)
-    net.zero_grad()
-    compute(net)
-    mpinn.synchronize_gradients(net)  # the error is not repeated
 
 
 def test_gradients_of_another_optimizer_are_synchronized_after_a_step(agree):

@@ -206,8 +206,8 @@ def unscale(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 EARLY = {
     "clip": (clip, "changed"),
     "clip by value": (lambda net, optimizer: nn.utils.clip_grad_value_(net.parameters(), 1e-3), "changed"),
-    "step": (lambda net, optimizer: optimizer.step(), "uses gradients"),
-    "unscale": (unscale, "a GradScaler uses gradients"),
+    "step": (lambda net, optimizer: optimizer.step(), "uses the gradient"),
+    "unscale": (unscale, "a GradScaler uses the gradient"),
     "zero_grad": (lambda net, optimizer: optimizer.zero_grad(), "changed"),
 }
 

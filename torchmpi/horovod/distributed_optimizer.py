@@ -22,11 +22,13 @@ from torch import Tensor
 
 from .. import collectives
 from ..argument_types import checks_types
+from ..errors import rank_prefix
+from ..nn.gradient_guard import GradientGuard
 from ..session import runtime
 from ..tensors import bucket_plan
 from .basics import is_initialized, size
 from .compressors import Compression, Compressor
-from .exceptions import HorovodInternalError, internal_errors
+from .exceptions import EarlyGradientError, HorovodInternalError, internal_errors
 from .mpi_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
 from .operation_table import synchronize
 from .process_sets import ProcessSet, global_process_set, member_of, private_set, release_private
@@ -78,12 +80,24 @@ class SynchronizingOptimizer(_Base):
         self._lock = threading.RLock()  # hooks run on the threads of autograd
         self._hooks: list[Any] = []
         self._reductions: list[_Reduction] = []
+        self._guard: GradientGuard | None = None
         self._reset()
         included = settings.process_set.included()
         self._private: ProcessSet | None = None
         if size() > 1 and included and len(settings.process_set.ranks or ()) > 1:
             self._buckets = self._plan()
-            hook = partial(_call_hook, weakref.ref(self))  # parameters that refer to their optimizer are never freed
+            own = weakref.ref(self)
+            self._guard = GradientGuard(
+                None,
+                member_of(settings.process_set),
+                partial(_call_synchronize, own),
+                "step() or synchronize() of the optimizer",
+                names=lambda parameters: [names[each] for each in parameters],
+                error=EarlyGradientError,
+            )
+            self._guard.known.update(map(id, self._requires_update))
+            self._guard.open()
+            hook = partial(_call_hook, own)  # parameters that refer to their optimizer are never freed
             self._hooks = [each.register_post_accumulate_grad_hook(hook) for each in self._requires_update]
 
     def _own_set(self) -> ProcessSet:
@@ -95,6 +109,8 @@ class SynchronizingOptimizer(_Base):
         return private
 
     def _reset(self) -> None:
+        if self._guard is not None:
+            self._guard.clear()
         self._allreduce_delay = dict.fromkeys(self._requires_update, self.backward_passes_per_step)
         self._ready: set[Tensor] = set()
         self._reductions.clear()
@@ -102,15 +118,15 @@ class SynchronizingOptimizer(_Base):
     # --- during backward -------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.requires_grad:
+        gradient, guard = parameter.grad, self._guard
+        assert gradient is not None and guard is not None  # autograd has just written to it
+        if gradient.requires_grad:
             raise AssertionError("Gradients that are differentiated themselves (create_graph=True) cannot be reduced.")
         with self._lock:
             if self._allreduce_delay[parameter] <= 0:
-                raise AssertionError(
-                    f"Parameter {self._parameter_names.get(parameter)!r} got more gradients than "
-                    f"backward_passes_per_step={self.backward_passes_per_step} before step() or synchronize()."
-                )
+                use = f"another backward than backward_passes_per_step={self.backward_passes_per_step} adds to"
+                raise EarlyGradientError(rank_prefix() + guard.message(use, [parameter]))
+            guard.note(parameter, gradient)
             self._allreduce_delay[parameter] -= 1
             if self._allreduce_delay[parameter] == 0:
                 self._ready.add(parameter)
@@ -254,11 +270,8 @@ class SynchronizingOptimizer(_Base):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; refused while they are being reduced."""
-        if self._ready or self._reductions:
-            raise AssertionError(
-                "zero_grad() between backward() and step() would change gradients that are being reduced. Call step() "
-                "or synchronize() first."
-            )
+        if self._guard is not None:
+            self._guard.refuse("zero_grad() clears")
         super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -315,6 +328,11 @@ class AdasumOptimizer(_Base):
         for parameter, start, handle, (_, context) in zip(parameters, before, handles, compressed, strict=True):
             parameter.copy_(start + compression.decompress(synchronize(handle), context))
         return result
+
+
+def _call_synchronize(optimizer: weakref.ref[SynchronizingOptimizer]) -> None:
+    if (living := optimizer()) is not None:
+        living.synchronize()
 
 
 def _call_hook(optimizer: weakref.ref[SynchronizingOptimizer], parameter: Tensor) -> None:

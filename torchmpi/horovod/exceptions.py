@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import NotStartedError, TorchMPIError
+from ..errors import GradientError, NotStartedError, TorchMPIError
 
 
 class HorovodInternalError(TorchMPIError):
     """A collective failed: the ranks made different calls, or a rank has left."""
+
+
+class EarlyGradientError(GradientError, AssertionError):
+    """A gradient is used between backward and its synchronization: an assertion of Horovod."""
 
 
 class HostsUpdatedInterrupt(Exception):

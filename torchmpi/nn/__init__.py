@@ -12,8 +12,10 @@ from .async_backward import (
 )
 from .blocksequential import BlockSequential
 from .clipping import clip_grad_norm_, clip_grad_value_
+from .diloco import DiLoCoUpdate
 from .error_feedback import EightBit, GradientCompressor, PowerSGD, TopK
 from .join import join
+from .local_sgd import LocalSGDUpdate
 from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer
 from .replica_check import check_with_allreduce
@@ -24,10 +26,12 @@ from .sync_batchnorm import SyncBatchNorm
 
 __all__ = [
     "BlockSequential",
+    "DiLoCoUpdate",
     "DistributedOptimizer",
     "DistributedSampler",
     "EightBit",
     "GradientCompressor",
+    "LocalSGDUpdate",
     "MPLinear",
     "PowerSGD",
     "Sharding",

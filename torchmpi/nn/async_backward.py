@@ -27,10 +27,10 @@ from .blocksequential import gradient_buckets_of
 from .buckets import ViewBucket
 from .channel import close_private, default_bucket_bytes, open_private
 from .closures import synchronizations
+from .gradient_guard import ASYNCHRONOUS, GradientGuard, refuse_shared
 from .gradient_reduction import Compression, GradientReduction, transport
-from .gradients import GradientList, Presence, WrittenGradients, changed_message, gradient_or_zeros
+from .gradients import GradientList, Presence, gradient_or_zeros
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
-from .registrations import add_registration, refuse_shared, remove_registration
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward
 
@@ -86,7 +86,7 @@ def register_async_backward(
         raise ArgumentError(f"{rank_prefix()}The net is registered already. Call unregister_async_backward(net) first.")
     refuse_inside_join(net, "register_async_backward")
     deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
-    refuse_shared(net, deferred)
+    refuse_shared(net, None if deferred is None else deferred.guard)
     bucket_bytes = default_bucket_bytes(bucket_bytes, list(net.parameters()))
     backward = AsyncBackward(
         net,
@@ -219,7 +219,8 @@ class AsyncBackward(Attachment):
         self.net = net
         self.frequency, self.bucket_bytes, self.average = frequency, bucket_bytes, average
         self.parameters = [parameter for part, _ in parts for parameter in part.trainable]
-        self.known = {id(parameter) for parameter in self.parameters}
+        self.guard = GradientGuard(net, comm, partial(self.finish, flush=True), ASYNCHRONOUS)
+        self.guard.known.update(map(id, self.parameters))
         self._parts = [
             _Part(part.trainable, open_private(holders, f"{holders.name} async backward")) for part, holders in parts
         ]
@@ -243,7 +244,7 @@ class AsyncBackward(Attachment):
         """The gradients outside of the buckets that the last round has reduced."""
         self._lock = threading.Lock()  # hooks run on the threads of autograd
         self._reset()
-        self._number = add_registration(self)
+        self.guard.open()
         # The garbage collector does not see the references of such hooks: strong ones would keep the net for ever.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), slot))
@@ -254,23 +255,6 @@ class AsyncBackward(Attachment):
     def is_running(self) -> bool:
         """Whether this round has begun on this rank, so that other ranks may wait for its end."""
         return self._reduction is not None
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether this rank has gradients that are not yet reduced."""
-        return bool(self._runs)
-
-    @property
-    def outer_comm(self) -> Communicator:
-        """The communicator that was given to the registration."""
-        parent = self.comm.parent
-        assert parent is not None  # comm is private
-        return parent
-
-    @property
-    def is_inside_join(self) -> bool:
-        """Whether the net is inside ``join``."""
-        return attached(self.net, JOIN_STATE) is not None
 
     def finish(self, *, flush: bool = False, shadowed: JoinRound | None = None) -> bool:
         """Reduce the remaining buckets, wait for all, and set the gradients of the parameters."""
@@ -292,32 +276,30 @@ class AsyncBackward(Attachment):
             return True
         failure = self._finish_round(replica, shadowed)
         if failure:
-            raise GradientError(
-                f"rank {self.comm.rank}: {failure}. All ranks have finished the round; call zero_grad() before the "
-                "next backward."
-            )
+            after = " All ranks have finished the round; call zero_grad() before the next backward."
+            raise GradientError(rank_prefix() + failure + after)
         self.is_synchronized = True
-        if not self.is_inside_join:
+        if not self.guard.is_inside_join:
             synchronizations.comm = self.comm
             synchronizations.count += 1
         return True
 
     def _is_summed_already(self) -> bool:
         """Return whether no rank has new gradients: a second sum would count the others again, unlike an average."""
-        if self.average or self.is_inside_join:
+        if self.average or self.guard.is_inside_join:
             return False
         results = {id(view) for bucket in self.buckets for view in bucket.views}
         results.update(id(result) for reference in self._results if (result := reference()) is not None)
         gradients = [parameter.grad for parameter in self.parameters]
-        has_new = self.is_pending or any(each is not None and id(each) not in results for each in gradients)
+        has_new = self.guard.is_pending or any(each is not None and id(each) not in results for each in gradients)
         flag = torch.tensor([int(has_new)])
-        return not collectives.allreduce(flag, op="max", comm=self.outer_comm).item()
+        return not collectives.allreduce(flag, op="max", comm=self.guard.comm).item()
 
     def abandon(self) -> None:
         """End the registration without communication. The private communicator remains until ``stop()``."""
         for hook in self._hooks:
             hook.remove()
-        remove_registration(self._number)
+        self.guard.close()
         attach(self.net, ASYNC_BACKWARD, None)
 
     def close(self) -> None:
@@ -328,7 +310,7 @@ class AsyncBackward(Attachment):
         # A rank that has launched no reduction must take part in those of the other ranks. The ranks agree on the
         # parent communicator, since the next calls on the private one are reductions of buckets.
         waiting = torch.tensor([int(self.is_running)])
-        if collectives.allreduce(waiting, op="max", comm=self.outer_comm).item():
+        if collectives.allreduce(waiting, op="max", comm=self.guard.comm).item():
             self._finish_round(Replica(self.net), None)
         for part in self._parts:
             if self._transport.compressor is not None:
@@ -337,7 +319,7 @@ class AsyncBackward(Attachment):
 
     def _reset(self) -> None:
         self._counts = [0] * len(self.parameters)
-        self._written = WrittenGradients()
+        self.guard.clear()
         self._orders = [None if bucket.flat.is_cpu else streams.Order() for bucket in self.buckets]
         """Order of the streams on which autograd fills each bucket on a device, which are those of the forward pass."""
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
@@ -355,12 +337,10 @@ class AsyncBackward(Attachment):
                 self._begin_run()
             number = self._counts[slot] + 1
             if number > self.frequency:
+                message = self.guard.message(f"backward number {number} adds to", [parameter])
                 self._fail(
-                    f"parameter {Replica(self.net).name(parameter)!r} received gradient number "
-                    f"{number} since the last synchronization, more than the frequency of "
-                    f"{self.frequency} it was registered with. Call synchronize_gradients_async(net) after "
-                    "each backward, or register with a higher sync_gradient_frequency (backward_passes_per_step of a "
-                    "DistributedOptimizer)"
+                    f"{message} To add the gradients of several passes, register the net with a higher "
+                    "sync_gradient_frequency (backward_passes_per_step of a DistributedOptimizer)."
                 )
             if not self.is_paused:
                 self._counts[slot] = number
@@ -368,14 +348,14 @@ class AsyncBackward(Attachment):
             if position_of is None:  # sparse: gathered at the end
                 gradient = parameter.grad
                 assert gradient is not None  # autograd has just added to it
-                self._written.note(parameter, gradient)
+                self.guard.note(parameter, gradient)
                 return
             index, position = position_of
             order = self._orders[index]
             if order is not None:
                 order.enter(parameter)
             gradient = self.buckets[index].move_in(position)
-            self._written.note(parameter, gradient)
+            self.guard.note(parameter, gradient)
             if self._counts[slot] == self.frequency and not self.is_paused:
                 self._num_missing[index] -= 1
                 if self._num_missing[index] == 0:
@@ -387,17 +367,18 @@ class AsyncBackward(Attachment):
             if self.is_running:
                 self._fail(
                     "the backward before this one failed when part of its gradients had been sent. Call "
-                    "synchronize_gradients_async(net), which raises on all ranks, and zero_grad() first"
+                    "synchronize_gradients_async(net), which raises on all ranks, and zero_grad() first."
                 )
             self._reset()
         self._runs[AutogradRun.current()] = AutogradRun()
+        self.guard.is_pending = True  # also if the first gradient is refused
 
     def _failed(self) -> bool:
         return bool(self._failure) or any([run.has_failed for run in self._runs.values()])
 
     def _fail(self, message: str) -> None:
         self._failure = self._failure or message
-        raise GradientError(f"rank {self.comm.rank}: {message}.")
+        raise GradientError(rank_prefix() + message)
 
     def _launch_complete(self) -> None:
         while len(self._finishers) < len(self.buckets) and self._num_missing[len(self._finishers)] == 0:
@@ -443,11 +424,11 @@ class AsyncBackward(Attachment):
     # --- after backward --------------------------------------------------------------------------
 
     def _finish_round(self, replica: Replica, shadowed: JoinRound | None) -> str:
-        """Finish this round, and return a description of the error if the gradients of some rank are not valid."""
+        """Finish this round, and return the message of the error if the gradients of some rank are not valid."""
         try:
             with torch.no_grad(), self._lock:
                 lists = [GradientList(part.parameters) for part in self._parts]
-                changed = self._written.changed()  # before the launches, which write to gradients
+                changed = self.guard.changed()  # before the launches, which write to gradients
                 for bucket in self.buckets:
                     with self._reporting_later():
                         bucket.check_place()
@@ -456,7 +437,7 @@ class AsyncBackward(Attachment):
                 while len(self._finishers) < len(self.buckets):
                     self._launch(self._reduction)
                 has_failed = self._failed()
-                failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank"
+                failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank."
                 presences = [
                     gradients.agree(replica, part.comm, failed=has_failed, changed=changed)
                     for gradients, part in zip(lists, self._parts, strict=True)
@@ -467,7 +448,8 @@ class AsyncBackward(Attachment):
         if presences[0].is_failed:  # only the replicated part has all ranks
             return f"the gradients are incomplete: {failure}"
         if presences[0].has_changed:
-            return changed_message(replica, [each for presence in presences for each in presence.changed])
+            changes = [each for presence in presences for each in presence.changed]
+            return self.guard.message("some rank has changed or used", changes)
         return ""
 
     def _distribute(self, presences: Sequence[Presence], reduction: GradientReduction) -> None:
@@ -495,7 +477,7 @@ class AsyncBackward(Attachment):
     def _check_parameters(self, replica: Replica) -> None:
         """Raise if there are parameters without a hook: their gradients would not be reduced."""
         parts = [replica, *(part for part, _ in replica.shard_parts(self.comm))]
-        new = [each for part in parts for each in part.trainable if id(each) not in self.known]
+        new = [each for part in parts for each in part.trainable if id(each) not in self.guard.known]
         if new:
             raise GradientError(
                 f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or "

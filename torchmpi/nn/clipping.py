@@ -14,9 +14,9 @@ from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
+from .gradient_guard import IN_ONE_CALL, GradientGuard, early_use, guards_of
 from .join_state import JOIN_STATE
-from .registrations import Registration, registered_for
-from .replica import Net, attached
+from .replica import Net, Replica, attached
 from .sharding import sharding_of
 
 _MIN_TOLERANCE = 1e-4
@@ -63,10 +63,12 @@ def clip_grad_norm_(
     """
     _check_limit("clip_grad_norm_: max_norm", max_norm)
     parameters = _parameters(net)
-    communicator, is_inside_join = _finish_pending(net, parameters, comm)
+    guards = guards_of(parameters)
+    communicator, is_inside_join = _finish_pending(net, guards, comm)
     norm = _total_norm(parameters, norm_type)
     if not is_inside_join:  # ranks without data make no other calls there
-        norm = _same_norm(norm, communicator)
+        call = guards[0].call if guards else IN_ONE_CALL
+        norm = _same_norm(norm, communicator, net if isinstance(net, nn.Module) else parameters, call)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"{rank_prefix()}clip_grad_norm_: the total norm of order {norm_type} of the gradients is "
@@ -102,7 +104,7 @@ def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None)
     """
     _check_limit("clip_grad_value_: clip_value", clip_value)
     parameters = _parameters(net)
-    _finish_pending(net, parameters, comm)
+    _finish_pending(net, guards_of(parameters), comm)
     clamp_gradients(parameters, clip_value)
 
 
@@ -125,27 +127,24 @@ def _parameters(net: Net | Tensor) -> list[Tensor]:
     return [net] if isinstance(net, Tensor) else list(net)
 
 
-def _finish_pending(net: Net | Tensor, parameters: Sequence[Tensor], comm: Comm) -> tuple[Communicator, bool]:
-    """Finish the reductions of the gradients of `net`, whose parameters are `parameters`.
+def _finish_pending(net: Net | Tensor, guards: Sequence[GradientGuard], comm: Comm) -> tuple[Communicator, bool]:
+    """Finish the reductions of the gradients of `net`, whose guards are `guards`.
 
     Returns:
         The communicator over which the gradients are equal, and whether a net is inside ``join``.
     """
-    backwards = registered_for(parameters)
-    communicator = runtime.communicator(comm)
-    if comm is None and backwards:
-        communicator = backwards[0].outer_comm
-    is_inside_join = attached(net, JOIN_STATE) is not None or any(each.is_inside_join for each in backwards)
-    for backward, is_pending in zip(backwards, _any_pending(backwards, communicator, is_inside_join), strict=True):
+    communicator = guards[0].comm if comm is None and guards else runtime.communicator(comm)
+    is_inside_join = attached(net, JOIN_STATE) is not None or any(guard.is_inside_join for guard in guards)
+    for guard, is_pending in zip(guards, _any_pending(guards, communicator, is_inside_join), strict=True):
         if is_pending:
-            backward.finish(flush=True)
+            guard.synchronize()
     return communicator, is_inside_join
 
 
-def _any_pending(backwards: Sequence[Registration], comm: Communicator, is_inside_join: bool) -> Sequence[bool]:
+def _any_pending(guards: Sequence[GradientGuard], comm: Communicator, is_inside_join: bool) -> Sequence[bool]:
     """Return which nets have gradients to reduce on any rank: a rank may have used none of the parameters."""
-    pending = [backward.is_pending for backward in backwards]
-    if not backwards or is_inside_join:
+    pending = [guard.is_pending for guard in guards]
+    if not guards or is_inside_join:
         return pending
     flags: list[bool] = collectives.allreduce(torch.tensor(pending, dtype=torch.uint8), op="max", comm=comm).tolist()
     return flags
@@ -175,16 +174,19 @@ def _exact(norm: Tensor) -> Tensor:
     return norm.double().view(1).cpu()
 
 
-def _same_norm(norm: Tensor, comm: Communicator) -> Tensor:
-    """Return the norm of rank 0; raise on all ranks if another norm differs by more than rounding."""
+def _same_norm(norm: Tensor, comm: Communicator, net: Net, call: str) -> Tensor:
+    """Return the norm of rank 0; raise on all ranks if another norm differs by more than rounding.
+
+    `call` is what synchronizes the gradients of `net`, for the message.
+    """
     norms = collectives.allgather(_exact(norm), comm=comm)
     tolerance = max(_MIN_TOLERANCE, 4 * torch.finfo(norm.dtype).eps)
     if not torch.allclose(norms, norms[0].expand_as(norms), rtol=tolerance, atol=0.0, equal_nan=True):
         text = ", ".join(f"{value:.6g}" for value in norms.tolist())
-        raise GradientError(
-            f"rank {comm.rank}: clip_grad_norm_: the norms of the gradients differ between ranks: {text}. Synchronize "
-            "the gradients first, by synchronize_gradients(net) or synchronize() of the DistributedOptimizer."
-        )
+        replica = Replica(net)
+        names = replica.names([each for each in replica.parameters if each.grad is not None])
+        use = f"clip_grad_norm_(), with norms that differ between the ranks ({text}), uses"
+        raise GradientError(rank_prefix() + early_use(use, names, call))
     first: Tensor = norms[0].to(norm)
     return first
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from .. import collectives
 from ..communicators.communicator import Communicator
@@ -158,102 +157,6 @@ def gradient_or_zeros(parameter: Tensor) -> Tensor:
         dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)  # since torch 2.10
         parameter.grad = torch.zeros_like(parameter, dtype=dtype)
     return parameter.grad
-
-
-class WrittenGradients:
-    """The gradients as autograd has left them, to detect that they are changed before they are synchronized.
-
-    >>> parameter = torch.ones(1, requires_grad=True)
-    >>> parameter.grad = torch.ones(1)
-    >>> written = WrittenGradients()
-    >>> written.note(parameter, parameter.grad)
-    >>> parameter.grad /= 2
-    >>> written.changed() == {id(parameter)}
-    True
-    """
-
-    def __init__(self) -> None:
-        self._versions: dict[int, tuple[Tensor, Tensor, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._versions)
-
-    def note(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Note that autograd has written `gradient`, which is that of `parameter`."""
-        self._versions[id(parameter)] = parameter, gradient, gradient._version
-
-    def changed(self, *, may_be_cleared: bool = False) -> set[int]:
-        """Return the ids of the parameters whose gradients were written or replaced after autograd wrote them."""
-        return {
-            number
-            for number, (parameter, gradient, version) in self._versions.items()
-            if (parameter.grad is not gradient or gradient._version != version)
-            and not (may_be_cleared and parameter.grad is None)
-        }
-
-
-def changed_message(replica: Replica, parameters: Sequence[Tensor]) -> str:
-    """Describe gradients that some rank has changed or used too early; none if they are shards of other ranks."""
-    names = replica.names(parameters)
-    others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-    return (
-        f"the gradient of {repr(names[0]) if names else 'a shard'}{others} changed on some rank, or was used, after "
-        "backward and before it was synchronized. Call synchronize_gradients(net) or synchronize_gradients_async(net), "
-        "or synchronize() of the DistributedOptimizer, before gradients are clipped, unscaled, cleared, used by step() "
-        "or changed otherwise"
-    )
-
-
-class _Probe:
-    """The first parameter of an optimizer that has a gradient: the gradients last used, and last synchronized."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = weakref.ref(parameter)
-        self.used: weakref.ref[Tensor] | None = None
-        self.version = 0
-        self.synchronized: weakref.ref[Tensor] | None = None  # before the first synchronization
-
-
-_probes: dict[int, _Probe] = {}
-"""By the id of the parameter."""
-
-
-def note_use(optimizer: Optimizer) -> None:
-    """Note that a step, or a GradScaler, uses the gradients of an optimizer."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None:
-                probe = _probes.get(id(parameter))
-                if probe is None or probe.parameter() is not parameter:
-                    probe = _probes[id(parameter)] = _Probe(parameter)
-                probe.used, probe.version = weakref.ref(gradient), gradient._version
-                return
-
-
-def early_uses(parameters: Sequence[Tensor]) -> set[int]:
-    """Return the ids of parameters whose gradients a step or a GradScaler has used since backward.
-
-    Called when the gradients are synchronized. The gradient was used if it is the tensor that the last step has used,
-    in the same version. It was synchronized before that use if the last call has seen it; the first one knows no step.
-    """
-    early: set[int] = set()
-    for number, probe in list(_probes.items()):
-        parameter = probe.parameter()
-        if parameter is None:
-            del _probes[number]
-            continue
-        gradient, synchronized = parameter.grad, probe.synchronized
-        if gradient is None or gradient.layout is not torch.strided:  # sparse ones are replaced
-            continue
-        probe.synchronized = weakref.ref(gradient)
-        if synchronized is None or synchronized() is gradient or probe.used is None or probe.used() is not gradient:
-            continue
-        if probe.version == gradient._version:
-            for each in parameters:
-                if each is parameter:
-                    early.add(number)
-    return early
 
 
 class SharedGradients(Attachment):

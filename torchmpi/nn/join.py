@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import collectives
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, GradientError, rank_prefix
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward
 from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join
@@ -76,12 +76,9 @@ def join(
     attach(net, JOIN_STATE, state)
     try:
         yield
-        if backward is not None and backward.is_pending:
-            raise GradientError(
-                f"{rank_prefix()}join: the block ended between a backward and its synchronization. Call "
-                "synchronize_gradients_async(net), and after fewer passes than sync_gradient_frequency "
-                "synchronize_gradients_async(net, flush=True), before the end of the block."
-            )
+        if backward is not None:
+            also = " After fewer passes than sync_gradient_frequency, pass flush=True."
+            backward.guard.refuse("the end of the join block drops", also=also)
         while (joint := state.announce_finished()) is not None:
             _contribute_zeros(net, joint, state)
     finally:

@@ -16,6 +16,7 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
+from .gradient_guard import BY_OPTIMIZER
 from .gradient_reduction import Compression, transport
 from .replica import attached
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward, synchronize_gradients
@@ -93,6 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             register_async_backward(
                 model, backward_passes_per_step, average=average, compression=compression, comm=self._comm
             )
+            attached(model, ASYNC_BACKWARD).guard.call = BY_OPTIMIZER
         else:
             deferred = DeferredBackward(model, average=average, compression=compression, comm=self._comm)
             weakref.finalize(self, deferred.close).atexit = False

@@ -24,17 +24,10 @@ from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blo
 from .buckets import CopiedBucket, ViewBucket
 from .channel import default_bucket_bytes
 from .closures import synchronizations
+from .gradient_guard import BY_OPTIMIZER, IN_ONE_CALL, GradientGuard, early_use, early_uses, refuse_shared
 from .gradient_reduction import Compression, GradientReduction, transport
-from .gradients import (
-    GradientList,
-    WrittenGradients,
-    changed_message,
-    early_uses,
-    gradient_or_zeros,
-    shared_gradients,
-)
+from .gradients import GradientList, gradient_or_zeros, shared_gradients
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
-from .registrations import add_registration, refuse_shared, remove_registration
 from .replica import Attachment, Net, Replica, attach, attached
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
@@ -175,7 +168,8 @@ def synchronize_gradients(
     parts = replica.shard_parts(communicator, average=average) if replica.shards else []
     early = early_uses(replica.trainable) if deferred is None else deferred.take_changes()
     with replica.labelled("gradients", replica.trainable):
-        reduce_gradients(replica, reduction, bucket_bytes, communicator, early)
+        call = IN_ONE_CALL if deferred is None else deferred.guard.call
+        reduce_gradients(replica, reduction, bucket_bytes, communicator, early, call)
     for part, holders in parts:
         reduce_gradients(part, reduction.average_over(holders.size), bucket_bytes, holders)
     if deferred is not None:
@@ -193,8 +187,12 @@ def reduce_gradients(
     bucket_bytes: int | None,
     comm: Communicator,
     early: Collection[int] = (),
+    call: str = IN_ONE_CALL,
 ) -> None:
-    """Reduce the gradients of a net over the ranks; raise if some rank has changed or used the `early` ones, by id."""
+    """Reduce the gradients of a net over the ranks; raise if some rank has changed or used the `early` ones, by id.
+
+    `call` is the remedy in that message.
+    """
     # 1. List the gradients of this rank.
     gradients = GradientList(replica.trainable)
     is_within_host = comm.intra.status_board is not None and gradients.is_on_host
@@ -205,7 +203,8 @@ def reduce_gradients(
     # 2. Agree: which gradients exist on any rank, and are they in shared blocks on all ranks?
     presence = gradients.agree(replica, comm, scattered=flats is None, changed=early)
     if presence.has_changed:
-        raise GradientError(f"rank {comm.rank}: {changed_message(replica, presence.changed)}.")
+        names = replica.names(presence.changed)
+        raise GradientError(rank_prefix() + early_use("some rank has changed or used", names, call))
     if flats is not None and not presence.is_scattered:
         for flat in flats:
             reduction.run(flat, comm)
@@ -296,41 +295,30 @@ class DeferredBackward(Attachment):
     """
 
     def __init__(self, net: nn.Module, *, average: bool, compression: Compression | None, comm: Communicator) -> None:
-        self._net, self._average, self._compression, self.outer_comm = net, average, compression, comm
-        self._written = WrittenGradients()
+        self._net, self._average, self._compression = net, average, compression
+        self.guard = GradientGuard(net, comm, self._synchronize, BY_OPTIMIZER)
         self._own: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._hooks: list[Any] = []
-        self.known: set[int] = set()
         self._sums: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.is_synchronized = False
         """Whether no backward pass, step or ``zero_grad`` has followed the last synchronization."""
         earlier: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
-        refuse_shared(net, earlier)
+        refuse_shared(net, None if earlier is None else earlier.guard)
         if earlier is not None:
             earlier.close()
         self._watch_parameters()
-        self._number = add_registration(self)
+        self.guard.open()
         attach(net, DEFERRED_BACKWARD, self)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether this rank has gradients that are not synchronized."""
-        return bool(self._written)
-
-    @property
-    def is_inside_join(self) -> bool:
-        """Whether the net is inside ``join``."""
-        return attached(self._net, JOIN_STATE) is not None
-
-    def finish(self, *, flush: bool = False) -> bool:
-        """Synchronize the gradients."""
-        synchronize_gradients(self._net, self._average, compression=self._compression, comm=self.outer_comm)
-        return True
+    def _synchronize(self) -> None:
+        synchronize_gradients(self._net, self._average, compression=self._compression, comm=self.guard.comm)
 
     def is_summed_already(self, comm: Communicator) -> bool:
         """Return whether no rank has new gradients: a second sum would count the others again, unlike an average."""
         gradients = [(id(each), each.grad) for each in self._net.parameters()]
-        has_new = self.is_pending or any(g is not None and self._sums.get(number) is not g for number, g in gradients)
+        has_new = self.guard.is_pending or any(
+            g is not None and self._sums.get(number) is not g for number, g in gradients
+        )
         return not collectives.allreduce(torch.tensor([int(has_new)]), op="max", comm=comm).item()
 
     def note_sums(self, *, is_sum: bool) -> None:
@@ -341,19 +329,19 @@ class DeferredBackward(Attachment):
 
     def take_changes(self) -> set[int]:
         """Return the ids of the parameters whose gradients were changed since backward, and forget these gradients."""
-        changed = self._written.changed(may_be_cleared=True)  # as on a rank without a gradient
+        changed = self.guard.changed(may_be_cleared=True)  # as on a rank without a gradient
         self.forget()
         return changed
 
     def forget(self) -> None:
         """Accept the present gradients, and the present parameters of the net."""
-        self._written = WrittenGradients()
+        self.guard.clear()
         self._sums.clear()
         self._watch_parameters()
 
     def close(self) -> None:
         """Remove the hooks."""
-        remove_registration(self._number)
+        self.guard.close()
         for hook in self._hooks:
             hook.remove()
         if attached(self._net, DEFERRED_BACKWARD) is self:
@@ -362,8 +350,8 @@ class DeferredBackward(Attachment):
     def _watch_parameters(self) -> None:
         """Add hooks to parameters that have become trainable."""
         for parameter in self._net.parameters():
-            if parameter.requires_grad and id(parameter) not in self.known:
-                self.known.add(id(parameter))
+            if parameter.requires_grad and id(parameter) not in self.guard.known:
+                self.guard.known.add(id(parameter))
                 hook = parameter.register_post_accumulate_grad_hook(self._note)
                 self._hooks.append(hook)
 
@@ -374,5 +362,5 @@ class DeferredBackward(Attachment):
         if self._own.get(number) is not gradient and gradient.layout is torch.strided and not gradient.requires_grad:
             # Gradients of several parameters may be views of one tensor, which has one version counter.
             parameter.grad = self._own[number] = gradient = gradient.data
-        self._written.note(parameter, gradient)
+        self.guard.note(parameter, gradient)
         self.is_synchronized = False

@@ -10,6 +10,9 @@ Example:
 
 from typing import TYPE_CHECKING
 
+from ..nn import diloco, local_sgd  # use no servers, and are public here too, beside the updates that do
+from ..nn.diloco import *
+from ..nn.local_sgd import *
 from ..other_names import missing_attribute as _missing_attribute
 from . import parameter_lists, rules, servers, shard_checkpoint, staleness, updates
 from .parameter_lists import *
@@ -20,7 +23,7 @@ from .staleness import *
 from .updates import *
 
 if not TYPE_CHECKING:  # type checkers take what is imported with *, and read no computed list
-    _MODULES = (parameter_lists, rules, servers, shard_checkpoint, staleness, *updates._MODULES)
+    _MODULES = (diloco, local_sgd, parameter_lists, rules, servers, shard_checkpoint, staleness, *updates._MODULES)
     __all__ = sorted(name for module in _MODULES for name in module.__all__)
     __getattr__ = _missing_attribute(__name__, __all__)  # type checkers would accept every name
 

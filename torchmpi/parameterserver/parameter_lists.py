@@ -6,9 +6,9 @@ ResNet-50 has 161 parameters of one dtype. With one server for all of them, a st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TypeGuard, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, CheckpointError
+from ..errors import ArgumentError, rank_prefix
 from ..nn.agreement import check_same_layout
 from ..nn.replica import Replica
 from ..session import runtime
+from ..tensors.flat_buffers import Allocate, FlatBuffers
 from ..timeline import events
 from .rules import Rule
 from .servers import Server, free, init, prepared_for, receive, send
@@ -29,138 +30,9 @@ from .servers import Server, free, init, prepared_for, receive, send
 __all__ = ["free_tensors", "init_tensors", "integrate_tensors", "prefetch_tensors", "send_tensors", "sync_handles"]
 
 T = TypeVar("T")
-Allocate = Callable[[int, torch.dtype], Tensor]
-"""``allocate(numel, dtype)`` returns a flat tensor."""
 ServerInit = Callable[[Server, Tensor], object]
 """``server_init(server, values)`` sends the initial values of a server."""
 LocalUpdate = Callable[[Tensor], Tensor]
-
-_BLOCK_BYTES = 256 << 10  # two of them fit into the second-level cache
-
-
-class FlatBuffers:
-    """A flat buffer per dtype and device for a list of tensors, and a view into it for each tensor.
-
-    >>> flat = FlatBuffers([torch.ones(2, 2), torch.ones(1)])
-    >>> flat.buffers[0].shape, [view.shape for view in flat.views]
-    (torch.Size([5]), [torch.Size([2, 2]), torch.Size([1])])
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        allocate: Allocate | None = None,
-        *,
-        devices: Sequence[torch.device] | None = None,
-    ) -> None:
-        """Allocate the buffers, on `devices` instead of those of the tensors if given."""
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            device = tensor.device if devices is None else devices[index]
-            groups.setdefault((tensor.dtype, device), []).append(index)
-        self.buffers: list[Tensor] = []
-        views: dict[int, Tensor] = {}
-        for (dtype, device), members in groups.items():
-            sizes = [tensors[index].numel() for index in members]
-            numel = sum(sizes)
-            buffer = torch.empty(numel, dtype=dtype, device=device) if allocate is None else allocate(numel, dtype)
-            _check_buffer(buffer, numel, dtype)
-            self.buffers.append(buffer)
-            for index, part in zip(members, torch.split(buffer, sizes), strict=True):
-                views[index] = part.view(tensors[index].shape)
-        self.views = [views[index] for index in range(len(tensors))]
-
-    @torch.no_grad()
-    def gather(self, tensors: Sequence[Tensor | None], *, add: bool = False) -> None:
-        """Copy the tensors into the buffers, or add them; None counts as zeros, and sparse tensors are possible.
-
-        >>> flat = FlatBuffers([torch.ones(2), torch.ones(1)])
-        >>> flat.gather([torch.tensor([3.0, 4.0]), None]); flat.buffers
-        [tensor([3., 4., 0.])]
-        """
-        dense = [(view, tensor) for view, tensor in zip(self.views, tensors, strict=True) if _is_dense(tensor)]
-        if dense:
-            views, sources = zip(*dense, strict=True)
-            (torch._foreach_add_ if add else torch._foreach_copy_)(list(views), [source.detach() for source in sources])
-        for view, tensor in zip(self.views, tensors, strict=True):
-            if not _is_dense(tensor):
-                if not add:
-                    view.zero_()
-                if tensor is not None:
-                    view.add_(tensor.detach())
-
-    @torch.no_grad()
-    def scatter(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the buffers into the tensors.
-
-        >>> tensors = [torch.zeros(2), torch.zeros(1)]
-        >>> flat = FlatBuffers(tensors); flat.gather([torch.ones(2), torch.ones(1)]); flat.scatter(tensors); tensors
-        [tensor([1., 1.]), tensor([1.])]
-        """
-        if self.views:
-            torch._foreach_copy_([tensor.detach() for tensor in tensors], self.views)
-
-    def clones(self) -> list[Tensor]:
-        """Return copies of the buffers, for a checkpoint."""
-        return [buffer.clone() for buffer in self.buffers]
-
-    def restore(self, saved: Sequence[Tensor]) -> None:
-        """Copy saved buffers back.
-
-        >>> FlatBuffers([torch.zeros(2)]).restore([torch.zeros(3)])
-        Traceback (most recent call last):
-        torchmpi.errors.CheckpointError: The saved state has [3] elements, the network [2]. Resume with the same \
-network.
-        """
-        lengths, expected = ([buffer.numel() for buffer in buffers] for buffers in (saved, self.buffers))
-        if lengths != expected:
-            raise CheckpointError(
-                f"The saved state has {lengths} elements, the network {expected}. Resume with the same network."
-            )
-        for buffer, values in zip(self.buffers, saved, strict=True):
-            buffer.copy_(values)
-
-
-def _is_dense(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    return tensor is not None and tensor.layout is torch.strided
-
-
-def _check_buffer(buffer: object, numel: int, dtype: torch.dtype) -> None:
-    if not (
-        isinstance(buffer, Tensor) and buffer.dtype is dtype and buffer.shape == (numel,) and buffer.is_contiguous()
-    ):
-        raise ArgumentError(
-            f"prefetch_allocator({numel}, {dtype}) must return a contiguous flat tensor of that length and dtype."
-        )
-
-
-def cache_blocks(*lists: Sequence[Tensor], block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[list[Tensor], ...]]:
-    """Iterate over lists of tensors in blocks that stay in the cache, so that several operations read memory once.
-
-    The lists have the same shapes in the same order. Large contiguous tensors are split.
-
-    >>> a, b = [torch.zeros(5), torch.zeros(1)], [torch.ones(5), torch.ones(1)]
-    >>> [(len(first), len(second)) for first, second in cache_blocks(a, b, block_bytes=8)]
-    [(1, 1), (1, 1), (2, 2)]
-    """
-    block: list[tuple[Tensor, ...]] = []
-    num_bytes = 0
-    for tensors in zip(*lists, strict=True):
-        for parts in _split(tensors, block_bytes):
-            block.append(parts)
-            num_bytes += parts[0].nbytes
-            if num_bytes >= block_bytes:
-                yield tuple(map(list, zip(*block, strict=True)))
-                block, num_bytes = [], 0
-    if block:
-        yield tuple(map(list, zip(*block, strict=True)))
-
-
-def _split(tensors: tuple[Tensor, ...], block_bytes: int) -> Iterable[tuple[Tensor, ...]]:
-    if tensors[0].nbytes <= block_bytes or not all(tensor.is_contiguous() for tensor in tensors):
-        return [tensors]
-    numel = max(1, block_bytes // tensors[0].element_size())
-    return zip(*(torch.split(tensor.view(-1), numel) for tensor in tensors), strict=True)
 
 
 class TensorServers:
@@ -180,7 +52,7 @@ class TensorServers:
     ) -> None:
         communicator = runtime.communicator(comm)
         check_same_layout(Replica(tensors), tensors, communicator)
-        self.incoming = FlatBuffers(tensors, prefetch_allocator)
+        self.incoming = FlatBuffers(tensors, prefetch_allocator and _checked_allocator(prefetch_allocator))
         self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         self._devices = [tensor.device for tensor in tensors]
         self._outgoing: FlatBuffers | None = None
@@ -223,6 +95,20 @@ class TensorServers:
         """Free the servers after everything in progress has completed. Collective."""
         for server in self.servers:
             free(server)
+
+
+def _checked_allocator(allocate: Allocate) -> Allocate:
+    """Return `prefetch_allocator`, whose results are checked."""
+
+    def checked(numel: int, dtype: torch.dtype) -> Tensor:
+        buffer: object = allocate(numel, dtype)
+        if isinstance(buffer, Tensor) and buffer.dtype is dtype and buffer.shape == (numel,) and buffer.is_contiguous():
+            return buffer
+        raise ArgumentError(
+            f"prefetch_allocator({numel}, {dtype}) must return a contiguous flat tensor of that length and dtype."
+        )
+
+    return checked
 
 
 def _copy_from_rank_0(server: Server, values: Tensor) -> None:
@@ -272,8 +158,8 @@ def init_tensors(
     tensors, registry = _checked(tensors, "init_tensors"), _registry()
     if any(tensor in registry for tensor in tensors):
         raise ArgumentError(
-            f"{where()}: init_tensors: {_first(tensor in registry for tensor in tensors)} has a server already. Call "
-            "free_tensors() on its list first."
+            f"{rank_prefix()}init_tensors: {_first(tensor in registry for tensor in tensors)} has a server already. "
+            "Call free_tensors() on its list first."
         )
     servers = TensorServers(tensors, comm, prefetch_allocator=prefetch_allocator, server_init=server_init)
     for index, tensor in enumerate(tensors):
@@ -317,7 +203,7 @@ def integrate_tensors(tensors: Iterable[Tensor], function: Callable[[Tensor, Ten
     servers, listed = _find(tensors, "integrate_tensors")
     if not servers.has_fetched:
         raise ArgumentError(
-            f"{where()}: integrate_tensors: no values have been fetched. Call prefetch_tensors() first."
+            f"{rank_prefix()}integrate_tensors: no values have been fetched. Call prefetch_tensors() first."
         )
     servers.fetching = sync_handles(servers.fetching)
     for fetched, tensor in zip(servers.incoming.views, listed, strict=True):
@@ -358,7 +244,9 @@ def send_tensors(
     if len(updates) != len(listed) or any(
         update is not None and update.shape != tensor.shape for update, tensor in zip(updates, listed, strict=True)
     ):
-        raise ArgumentError(f"{where()}: send_tensors: the updates need the shapes of the tensors, in the same order.")
+        raise ArgumentError(
+            f"{rank_prefix()}send_tensors: the updates need the shapes of the tensors, in the same order."
+        )
     _wait_before_reuse(servers.sending)
     servers.outgoing.gather(updates)
     apply_local_update(local_update, servers.outgoing)
@@ -374,8 +262,8 @@ def apply_local_update(local_update: LocalUpdate | None, flat: FlatBuffers) -> N
         if not isinstance(result, Tensor) or result.shape != view.shape:
             found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise ArgumentError(
-                f"{where()}: local_update must return the tensor to send, of shape {list(view.shape)}, even if it has "
-                f"changed its argument in place; it returned {found}."
+                f"{rank_prefix()}local_update must return the tensor to send, of shape {list(view.shape)}, even if it "
+                f"has changed its argument in place; it returned {found}."
             )
         if result is not view:
             view.copy_(result)
@@ -436,14 +324,14 @@ def _registry() -> WeakTensorKeyDictionary:
 def _checked(tensors: Iterable[Tensor], call: str) -> list[Tensor]:
     if not isinstance(tensors, Iterable):
         found = f"a {type(tensors).__name__}; pass list(network.parameters()) for a network"
-        raise ArgumentError(f"{where()}: {call}: expected a list of tensors, found {found}.")
+        raise ArgumentError(f"{rank_prefix()}{call}: expected a list of tensors, found {found}.")
     listed = list(tensors)
     wrong = [type(tensor).__name__ for tensor in listed if not isinstance(tensor, Tensor)]
     if wrong or not listed:
         found = f"a {wrong[0]} in it" if wrong else "an empty one"
-        raise ArgumentError(f"{where()}: {call}: expected a list of tensors, found {found}.")
+        raise ArgumentError(f"{rank_prefix()}{call}: expected a list of tensors, found {found}.")
     if len({id(tensor) for tensor in listed}) < len(listed):
-        raise ArgumentError(f"{where()}: {call}: a tensor is in the list twice. Pass each tensor once.")
+        raise ArgumentError(f"{rank_prefix()}{call}: a tensor is in the list twice. Pass each tensor once.")
     return listed
 
 
@@ -451,14 +339,14 @@ def _find(tensors: Iterable[Tensor], call: str) -> tuple[TensorServers, list[Ten
     listed, registry = _checked(tensors, call), _registry()
     if not all(tensor in registry for tensor in listed):
         raise ArgumentError(
-            f"{where()}: {call}: {_first(tensor not in registry for tensor in listed)} has no server. Call "
+            f"{rank_prefix()}{call}: {_first(tensor not in registry for tensor in listed)} has no server. Call "
             "init_tensors() on the list first. (A network that was moved or loaded may have other tensors.)"
         )
     entries = [registry[tensor] for tensor in listed]
     servers, _, length = entries[0]
     if entries != [(servers, index, length) for index in range(length)]:
         raise ArgumentError(
-            f"{where()}: {call}: these tensors were passed to init_tensors() in another list. Pass that list: the "
+            f"{rank_prefix()}{call}: these tensors were passed to init_tensors() in another list. Pass that list: the "
             "same tensors, in the same order."
         )
     return servers, listed
@@ -466,8 +354,3 @@ def _find(tensors: Iterable[Tensor], call: str) -> tuple[TensorServers, list[Ten
 
 def _first(flags: Iterable[bool]) -> str:
     return f"tensor {list(flags).index(True)} of the list"
-
-
-def where() -> str:
-    """Return the beginning of messages: the rank, or before ``start()`` the name of the package."""
-    return runtime.current().world.where if runtime.is_running() else "torchmpi"

@@ -1,11 +1,9 @@
-"""Asynchronous and low-communication training: Downpour, elastic averaging, local SGD, DiLoCo."""
+"""Asynchronous training: Downpour, elastic averaging."""
 
-from . import diloco, downpour, easgd, localsgd, update
-from .diloco import *
+from . import downpour, easgd, update
 from .downpour import *
 from .easgd import *
-from .localsgd import *
 from .update import *
 
-_MODULES = (diloco, downpour, easgd, localsgd, update)
+_MODULES = (downpour, easgd, update)
 """Modules whose ``__all__`` is public."""

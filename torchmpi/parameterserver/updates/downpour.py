@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ...argument_types import checks_types
 from ...errors import ArgumentError
+from ...nn.periodic_update import check_whole
 from ..parameter_lists import LocalUpdate, apply_local_update
 from ..rules import Rule, scaled_add
 from ..servers import prepared_for
-from .update import Update, check_whole
+from .update import Update
 
 __all__ = ["DownpourUpdate"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...argument_types import checks_types
 from ...errors import ArgumentError
-from ..parameter_lists import cache_blocks
+from ...tensors.flat_buffers import cache_blocks
 from ..rules import scaled_add
 from .update import Update
 

@@ -1,31 +1,31 @@
-"""Base classes of the updates: steps, metrics and checkpoints; for those with servers, when to communicate."""
+"""Base class of the updates with servers: when to communicate, staleness, metrics and checkpoints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import collectives
 from ...argument_types import checks_types
 from ...communicators.communicator import Communicator
 from ...communicators.levels import Comm
-from ...errors import ArgumentError, CheckpointError
+from ...errors import ArgumentError, rank_prefix
+from ...nn.periodic_update import PeriodicUpdate, check_whole
 from ...nn.replica import Replica
 from ...nn.sync import broadcast_replica
 from ...session import runtime
-from ..parameter_lists import FlatBuffers, TensorServers, sync_handles, where
+from ...tensors.flat_buffers import FlatBuffers
+from ..parameter_lists import TensorServers, sync_handles
 from ..rules import Rule
 from ..servers import Server, free
 from ..staleness import Clock, StalenessMeter, check_max_staleness
 
 __all__ = ["Update"]
-
-PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
 
 
 class FetchSchedule(NamedTuple):
@@ -49,152 +49,6 @@ class FetchSchedule(NamedTuple):
     def fetches(self, step: int) -> bool:
         """Return whether this step fetches the values for the next integration."""
         return self.integrates(step + self.prefetch)
-
-    def check(self) -> None:
-        """Raise an ArgumentError unless the numbers can be used."""
-        check_whole("update_frequency", self.update_frequency, 1)
-        check_whole("init_delay", self.init_delay, 0)
-        check_whole("prefetch", self.prefetch, 0)
-        if self.prefetch > self.update_frequency:
-            raise ArgumentError(
-                f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values cannot be "
-                "fetched before the previous integration."
-            )
-
-
-class PeriodicUpdate:
-    """Base of all updates: counts steps and keeps metrics. The end of a ``with`` block calls :meth:`finish`."""
-
-    def __init__(self, network: nn.Module, *, update_frequency: int, init_delay: int) -> None:
-        self.network = network
-        self.update_frequency, self.init_delay = update_frequency, init_delay
-        """May be changed during training; by all ranks at the same step if the update is collective."""
-        self.schedule.check()
-        self.step = 0
-        """The number of the next step."""
-        self.staleness = StalenessMeter()
-        """For each send: the number of rules of other ranks applied since the fetch of the values used."""
-        self.num_integrations = self.num_sends = 0
-        self.is_finished = False
-        self._bytes_sent = self._bytes_received = 0
-        self._parameters: list[Tensor] = []
-
-    @property
-    def schedule(self) -> FetchSchedule:
-        """The steps that communicate, by the current values of the options."""
-        return FetchSchedule(self.update_frequency, self.init_delay)
-
-    def update(self, step: int | None = None) -> bool:
-        """Communicate if this step requires it.
-
-        Args:
-            step: Number of the step. Default: calls are counted from 0.
-
-        Returns:
-            Whether the parameters of the network have changed.
-        """
-        if self.is_finished:
-            raise ArgumentError(f"{where()}: update() after finish(). Create a new {type(self).__name__} to continue.")
-        if step is not None:
-            check_whole("step", step, 0)
-            self.step = step
-        self.schedule.check()  # the options may have been changed
-        with torch.no_grad():
-            changed = self._take_step()
-        self.step += 1
-        return changed
-
-    def _take_step(self) -> bool:
-        raise NotImplementedError(f"{type(self).__name__} does not implement _take_step().")
-
-    def finish(self) -> None:
-        """Complete everything in progress; no update may follow. Further calls have no effect."""
-        self.is_finished = True
-
-    def __enter__(self: PeriodicT) -> PeriodicT:
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is None:
-            self.finish()
-        else:  # other ranks may never make the calls that finish() waits for
-            self._abort()
-
-    def _abort(self) -> None:
-        self.is_finished = True
-
-    # --- metrics
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent."""
-        return self._bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that this rank has received."""
-        return self._bytes_received
-
-    def metrics(self) -> dict[str, float]:
-        """Return all metrics of this rank, for a log.
-
-        Example:
-            writer.add_scalars("parameter server", update.metrics(), step)
-        """
-        return {
-            "step": self.step,
-            "num_integrations": self.num_integrations,
-            "num_sends": self.num_sends,
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
-            "staleness_last": self.staleness.last,
-            "staleness_mean": self.staleness.mean,
-            "staleness_max": self.staleness.max,
-        }
-
-    # --- parameters
-
-    def _adopt_parameters(self) -> list[Tensor]:
-        """Determine the trainable parameters of the network, which must not change afterwards."""
-        self._parameters = Replica(self.network).trainable
-        if not self._parameters:
-            raise ArgumentError(f"{where()}: the network of this {type(self).__name__} has no trainable parameters.")
-        return self._parameters
-
-    def _check_parameters(self) -> None:
-        current = Replica(self.network).trainable
-        if list(map(id, current)) != list(map(id, self._parameters)):
-            raise ArgumentError(
-                f"{where()}: the network has other trainable parameters than when this {type(self).__name__} "
-                "started. Freeze, unfreeze and replace parameters before, or create a new update afterwards."
-            )
-
-    # --- checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank, without the network and the shards."""
-        return {
-            "kind": type(self).__name__,
-            "step": self.step,
-            "num_integrations": self.num_integrations,
-            "num_sends": self.num_sends,
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
-            "staleness": self.staleness.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of ``state_dict``, with the same options and a network of the same structure."""
-        if state.get("kind") != type(self).__name__:
-            raise CheckpointError(
-                f"This is the state of a {state.get('kind')}, not of a {type(self).__name__}. Resume with the class "
-                "with which it was saved."
-            )
-        self.step = state["step"]
-        self.num_integrations, self.num_sends = state["num_integrations"], state["num_sends"]
-        self._bytes_sent += state["bytes_sent"] - self.bytes_sent
-        self._bytes_received += state["bytes_received"] - self.bytes_received
-        self.staleness.load_state_dict(state["staleness"])
 
 
 @checks_types
@@ -255,6 +109,8 @@ class Update(PeriodicUpdate):
         self.prefetch = prefetch
         super().__init__(network, update_frequency=update_frequency, init_delay=init_delay)
         check_max_staleness(max_staleness)
+        self.staleness = StalenessMeter()
+        """For each send: the number of rules of other ranks applied since the fetch of the values used."""
         self.sharding_communicator, self.dataparallel_communicator = sharding_communicator, dataparallel_communicator
         self._max_staleness, self.name = max_staleness, name
         self.num_clients = 0
@@ -273,6 +129,15 @@ class Update(PeriodicUpdate):
         self._is_sending = False
         self._rounds = 0
 
+    def _check_options(self) -> None:
+        super()._check_options()
+        check_whole("prefetch", self.prefetch, 0)
+        if self.prefetch > self.update_frequency:
+            raise ArgumentError(
+                f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values cannot be "
+                "fetched before the previous integration."
+            )
+
     @property
     def schedule(self) -> FetchSchedule:
         """The steps that fetch and integrate, by the current values of the options."""
@@ -290,7 +155,7 @@ class Update(PeriodicUpdate):
             self.clock.max_staleness = value
         elif self._servers is not None and not math.isinf(value):
             raise ArgumentError(
-                f"{where()}: max_staleness={value!r}: this {type(self).__name__} has started without a limit, and "
+                f"{rank_prefix()}max_staleness={value!r}: this {type(self).__name__} has started without a limit, and "
                 "counts no rounds. Pass max_staleness= to its constructor."
             )
         self._max_staleness = value
@@ -301,7 +166,7 @@ class Update(PeriodicUpdate):
         Needed to load saved shards before the first step.
         """
         if self._servers is not None:
-            raise ArgumentError(f"{where()}: this {type(self).__name__} has started already.")
+            raise ArgumentError(f"{rank_prefix()}this {type(self).__name__} has started already.")
         sharding = runtime.communicator(self.sharding_communicator)
         if self.dataparallel_communicator is not None:
             data_parallel = runtime.communicator(self.dataparallel_communicator)
@@ -323,7 +188,7 @@ class Update(PeriodicUpdate):
             for option, value in first.items():
                 if options.get(option) != value:
                     raise ArgumentError(
-                        f"{where()}: the ranks have different options: {option} is {value!r} on rank "
+                        f"{rank_prefix()}the ranks have different options: {option} is {value!r} on rank "
                         f"{sharding.intra.world_ranks[0]} and {options.get(option)!r} on rank {rank}. Pass the same "
                         "on all ranks."
                     )
@@ -342,10 +207,12 @@ class Update(PeriodicUpdate):
     def servers(self) -> TensorServers:
         """The servers of the parameters, from step `init_delay` on."""
         if self._servers is None and self.is_finished:
-            raise ArgumentError(f"{where()}: this {type(self).__name__} has finished, and its servers have been freed.")
+            raise ArgumentError(
+                f"{rank_prefix()}this {type(self).__name__} has finished, and its servers have been freed."
+            )
         if self._servers is None:
             raise ArgumentError(
-                f"{where()}: there is no server before step {self.init_delay}. Call start() to create one now."
+                f"{rank_prefix()}there is no server before step {self.init_delay}. Call start() to create one now."
             )
         return self._servers
 
@@ -496,6 +363,9 @@ class Update(PeriodicUpdate):
         clock = self.clock
         return {
             **super().metrics(),
+            "staleness_last": self.staleness.last,
+            "staleness_mean": self.staleness.mean,
+            "staleness_max": self.staleness.max,
             "num_waits": clock.num_waits if clock is not None else 0,
             "waited_seconds": clock.waited_seconds if clock is not None else 0.0,
         }
@@ -506,22 +376,18 @@ class Update(PeriodicUpdate):
         To resume, make the same update, and call ``load_state_dict(state)``, ``start()`` and ``ps.load(folder)``.
         """
         self._settle_send()
-        return {**super().state_dict(), "rounds": self._rounds if self.clock is None else self.clock.value}
+        return {
+            **super().state_dict(),
+            "staleness": self.staleness.state_dict(),
+            "rounds": self._rounds if self.clock is None else self.clock.value,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict``; call it before ``start()`` and the first step."""
         if self._servers is not None:
-            raise ArgumentError(f"{where()}: load_state_dict() after the start. Call it before start() and update().")
+            raise ArgumentError(
+                f"{rank_prefix()}load_state_dict() after the start. Call it before start() and update()."
+            )
         super().load_state_dict(state)
+        self.staleness.load_state_dict(state["staleness"])
         self._rounds = state["rounds"]
-
-
-def check_whole(option: str, value: object, least: int) -> None:
-    """Raise an ArgumentError unless `value` is a whole number of at least `least`.
-
-    >>> check_whole("prefetch", -1, 0)
-    Traceback (most recent call last):
-    torchmpi.errors.ArgumentError: prefetch=-1: expected a whole number from 0.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{option}={value!r}: expected a whole number from {least}.")

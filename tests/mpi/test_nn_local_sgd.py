@@ -1,4 +1,4 @@
-"""Training without servers: local SGD and DiLoCo; and resuming any of the updates."""
+"""Local SGD and DiLoCo: steps of each rank alone, and now and then an average of all ranks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import updates_rig
 from helpers.outcomes import refusal
-from helpers.updates_rig import LR, make_net, quadratic_step, set_gradients
+from helpers.updates_rig import LR, make_net, quadratic_step
 from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError
 
-levels = updates_rig.levels
-no_servers_left = updates_rig.no_servers_left
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
-
-
-# --- local SGD and DiLoCo
 
 
 def train(net: nn.Module, update, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -36,7 +29,7 @@ def train(net: nn.Module, update, optimizer: torch.optim.Optimizer, steps: range
 
 def test_local_sgd_averages_at_its_steps(agree):
     net = make_net()
-    update = ps.LocalSGDUpdate(net, update_frequency=3, init_delay=1)
+    update = mpinn.LocalSGDUpdate(net, update_frequency=3, init_delay=1)
     changed = []
     for step in range(9):
         with torch.no_grad():
@@ -58,7 +51,7 @@ def test_local_sgd_averages_at_its_steps(agree):
 def test_local_sgd_every_step_is_data_parallel_training(agree):
     net, twin = make_net(), make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
-    train(net, ps.LocalSGDUpdate(net, update_frequency=1), optimizer, range(5))
+    train(net, mpinn.LocalSGDUpdate(net, update_frequency=1), optimizer, range(5))
     other = torch.optim.SGD(twin.parameters(), lr=LR)
     for step in range(5):
         generator = torch.Generator().manual_seed(1000 * step + mpi.rank())
@@ -74,7 +67,7 @@ def test_local_sgd_every_step_is_data_parallel_training(agree):
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_diloco_is_torch_sgd_on_the_average_change(agree, nesterov, momentum):
     net, twin = make_net(), make_net()
-    update = ps.DiLoCoUpdate(net, update_frequency=3, outer_momentum=momentum, nesterov=nesterov)
+    update = mpinn.DiLoCoUpdate(net, update_frequency=3, outer_momentum=momentum, nesterov=nesterov)
     inner, other = torch.optim.SGD(net.parameters(), lr=LR), torch.optim.SGD(twin.parameters(), lr=LR)
     anchor = copy.deepcopy(twin)
     outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=momentum, nesterov=nesterov and momentum > 0)
@@ -96,7 +89,7 @@ def test_diloco_is_torch_sgd_on_the_average_change(agree, nesterov, momentum):
 @pytest.mark.parametrize("overlap_steps", [1, 2, 3])
 def test_overlapped_diloco_adds_the_steps_of_the_exchange_to_the_anchor(agree, overlap_steps):
     net, twin = make_net(), make_net()
-    update = ps.DiLoCoUpdate(net, update_frequency=3, overlap_steps=overlap_steps, compression="bf16")
+    update = mpinn.DiLoCoUpdate(net, update_frequency=3, overlap_steps=overlap_steps, compression="bf16")
     inner, other = torch.optim.SGD(net.parameters(), lr=LR), torch.optim.SGD(twin.parameters(), lr=LR)
     anchor, begun = copy.deepcopy(twin), None
     outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -137,7 +130,7 @@ def test_compressed_diloco_converges_like_the_exact_one(agree, overlap_steps):
     results = []
     for compression in (None, mpinn.EightBit(within_hosts=True)):
         net = make_net()
-        with ps.DiLoCoUpdate(net, **settings, compression=compression) as update:
+        with mpinn.DiLoCoUpdate(net, **settings, compression=compression) as update:
             train(net, update, torch.optim.SGD(net.parameters(), lr=LR), range(40))
         mpinn.check_with_allreduce(net)
         results.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
@@ -150,9 +143,9 @@ def test_compressed_diloco_converges_like_the_exact_one(agree, overlap_steps):
 
 def test_diloco_without_outer_optimizer_is_local_sgd(agree):
     net, twin = make_net(), make_net()
-    with ps.DiLoCoUpdate(net, update_frequency=4, outer_lr=1.0, outer_momentum=0.0) as update:
+    with mpinn.DiLoCoUpdate(net, update_frequency=4, outer_lr=1.0, outer_momentum=0.0) as update:
         train(net, update, torch.optim.SGD(net.parameters(), lr=LR), range(10))
-    with ps.LocalSGDUpdate(twin, update_frequency=4) as other:
+    with mpinn.LocalSGDUpdate(twin, update_frequency=4) as other:
         train(twin, other, torch.optim.SGD(twin.parameters(), lr=LR), range(10))
     for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
         agree.close(ours.detach(), theirs.detach())
@@ -161,7 +154,7 @@ def test_diloco_without_outer_optimizer_is_local_sgd(agree):
 
 def test_diloco_starts_with_the_network_of_rank_0_after_the_delay(agree):
     net = make_net(seed=mpi.rank())
-    update = ps.DiLoCoUpdate(net, update_frequency=2, init_delay=3, outer_lr=0.5, outer_momentum=0.0)
+    update = mpinn.DiLoCoUpdate(net, update_frequency=2, init_delay=3, outer_lr=0.5, outer_momentum=0.0)
     values = [8.0 + mpi.rank() + step for step in range(5)]
     for value in values:
         with torch.no_grad():
@@ -175,7 +168,7 @@ def test_diloco_starts_with_the_network_of_rank_0_after_the_delay(agree):
 
 def test_diloco_has_an_anchor_if_steps_are_skipped(agree):
     net = make_net()
-    update = ps.DiLoCoUpdate(net, update_frequency=2, init_delay=2, outer_lr=0.5, outer_momentum=0.0)
+    update = mpinn.DiLoCoUpdate(net, update_frequency=2, init_delay=2, outer_lr=0.5, outer_momentum=0.0)
     changed = []
     for step in range(3, 7):
         with torch.no_grad():
@@ -196,16 +189,18 @@ def test_invalid_outer_options_are_rejected(agree):
         {"compression": "x"},
     )
     for options in wrong:
-        agree(ArgumentError.__name__ in refusal(lambda options=options: ps.DiLoCoUpdate(make_net(), **options)))
-    agree("no trainable parameters" in refusal(lambda: ps.LocalSGDUpdate(nn.Tanh())))
+        agree(ArgumentError.__name__ in refusal(lambda options=options: mpinn.DiLoCoUpdate(make_net(), **options)))
+    agree("no trainable parameters" in refusal(lambda: mpinn.LocalSGDUpdate(nn.Tanh())))
 
 
 # --- resuming
 
 
-@pytest.mark.parametrize("make", [ps.LocalSGDUpdate, ps.DiLoCoUpdate, partial(ps.DiLoCoUpdate, overlap_steps=4)])
+@pytest.mark.parametrize(
+    "make", [mpinn.LocalSGDUpdate, mpinn.DiLoCoUpdate, partial(mpinn.DiLoCoUpdate, overlap_steps=4)]
+)
 @pytest.mark.parametrize("init_delay", [0, 2])
-def test_resumed_without_servers(agree, make, init_delay):
+def test_resumed(agree, make, init_delay):
     settings = {"update_frequency": 4, "init_delay": init_delay}
     whole, first = make_net(), make_net()  # equal bits at the end also show that runs are reproducible
     update = make(whole, **settings)
@@ -221,13 +216,13 @@ def test_resumed_without_servers(agree, make, init_delay):
         agree.equal(ours.detach(), theirs.detach())
     agree.equal(after.metrics(), pytest.approx(update.metrics(), nan_ok=True))
     if state.get("begun_at") is not None:
-        unlike = ps.DiLoCoUpdate(make_net(), **settings)
+        unlike = mpinn.DiLoCoUpdate(make_net(), **settings)
         agree("the same overlap_steps" in refusal(lambda: unlike.load_state_dict(state)))
 
 
 def test_diloco_returns_to_a_state_during_an_exchange(agree):
     net = make_net()
-    update = ps.DiLoCoUpdate(net, update_frequency=4, overlap_steps=4)
+    update = mpinn.DiLoCoUpdate(net, update_frequency=4, overlap_steps=4)
     inner = torch.optim.SGD(net.parameters(), lr=LR)
     train(net, update, inner, range(2))
     state, weights = update.state_dict(), copy.deepcopy(net.state_dict())
@@ -241,92 +236,3 @@ def test_diloco_returns_to_a_state_during_an_exchange(agree):
     train(net, update, inner, range(2, 8))
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
         agree.equal(ours.detach(), theirs.detach())
-
-
-@pytest.mark.parametrize("stop_at", [5, 8])
-def test_resumed_with_servers(agree, levels, stop_at):
-    """During an accumulation, and during a fetch; each rank has its own server, so that runs are reproducible."""
-
-    def make(net: nn.Module) -> ps.DownpourUpdate:
-        return ps.DownpourUpdate(
-            net, lr=LR, send_frequency=3, sharding_communicator=levels["alone"], update_frequency=4, init_delay=1,
-            max_staleness=1,
-        )  # fmt: skip
-
-    def go(net: nn.Module, update: ps.DownpourUpdate, steps: range) -> None:
-        for step in steps:
-            set_gradients(net, 10 * step + mpi.rank())
-            update.update()
-
-    whole, first, second = make_net(), make_net(), make_net(seed=5)
-    update, before, after = make(whole), make(first), make(second)
-    go(whole, update, range(14))
-    go(first, before, range(stop_at))
-    state = before.state_dict()
-    second.load_state_dict(first.state_dict())
-    shards = [ps.receive(server).wait() for server in before.servers.servers]
-    after.load_state_dict(state)
-    after.start()
-    for server, values in zip(after.servers.servers, shards, strict=True):
-        ps.send(server, values, "copy").wait()
-    agree("after the start" in refusal(lambda: after.load_state_dict(state)))
-    go(second, after, range(stop_at, 14))
-    for one in (update, after):
-        one.finish()
-        one.pull()
-    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
-        agree.equal(ours.detach(), theirs.detach())
-    agree.equal((after.step, after.num_sends, after.num_integrations), (14, update.num_sends, 3))
-    agree.equal(after.clock.value, update.clock.value)
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_resumed_with_saved_shards(agree, levels, tmp_path, finished):
-    """The state of the optimizer on the servers is restored."""
-
-    def make(net: nn.Module) -> ps.DownpourUpdate:
-        return ps.DownpourUpdate(
-            net, rule=ps.adam(0.01), sharding_communicator=levels["alone"], update_frequency=3, init_delay=0
-        )
-
-    def go(net: nn.Module, update: ps.DownpourUpdate, steps: range) -> None:
-        for step in steps:
-            set_gradients(net, 10 * step + mpi.rank())
-            update.update()
-
-    whole, first, second = make_net(), make_net(), make_net(seed=5)
-    update = make(whole)
-    go(whole, update, range(11))
-    update.pull()
-    ps.free_all()
-    before = make(first)
-    go(first, before, range(5))
-    if finished:
-        before.finish()
-    state, folder = before.state_dict(), tmp_path / str(mpi.rank())
-    ps.save(folder, comm=levels["alone"])
-    ps.free_all()
-    second.load_state_dict(first.state_dict())
-    after = make(second)
-    after.load_state_dict(state)
-    agree.equal(after.state_dict()["step"], 5, "the state before start()")
-    after.start()
-    ps.load(folder, comm=levels["alone"])
-    go(second, after, range(5, 11))
-    after.pull()
-    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
-        agree.equal(ours.detach(), theirs.detach())
-
-
-def test_free(agree):
-    """The server of its clock too, or they would accumulate over trainings."""
-    net = make_net()
-    update = ps.DownpourUpdate(net, lr=0.5, init_delay=0, update_frequency=1, max_staleness=1)
-    set_gradients(net, 1)
-    update.update()
-    num_before = update.bytes_sent
-    servers = [*update.servers.servers, update.clock.server]
-    update.free()
-    agree([server.is_open for server in servers] == [False] * len(servers), str(servers))
-    agree(update.bytes_sent >= num_before > 0, str(update.bytes_sent))
-    update.free()

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import collectives
-from ...argument_types import checks_types
-from ...communicators.levels import Comm
-from ...errors import ArgumentError, CheckpointError
-from ...nn.buckets import allocate_flat
-from ...nn.channel import close_private, open_private
-from ...nn.gradient_reduction import Compression, GradientReduction, transport
-from ..parameter_lists import FlatBuffers, cache_blocks
-from .localsgd import LocalSGDUpdate
-from .update import check_whole
+from .. import collectives
+from ..argument_types import checks_types
+from ..communicators.levels import Comm
+from ..errors import ArgumentError, CheckpointError
+from ..tensors.flat_buffers import FlatBuffers, cache_blocks
+from .buckets import allocate_flat
+from .channel import close_private, open_private
+from .gradient_reduction import Compression, GradientReduction, transport
+from .local_sgd import LocalSGDUpdate
+from .periodic_update import check_whole
 
 __all__ = ["DiLoCoUpdate"]
 
@@ -36,7 +36,7 @@ class _Exchanged(NamedTuple):
 
 @checks_types
 class DiLoCoUpdate(LocalSGDUpdate):
-    """Takes an outer step every `update_frequency` steps, without servers.
+    """Takes an outer step every `update_frequency` steps.
 
     The outer gradient is ``anchor - parameters``, averaged over the ranks; the anchor is the result of the previous
     outer step. The outer step is that of ``torch.optim.SGD``, and its result is the new anchor and the parameters of
@@ -69,7 +69,7 @@ class DiLoCoUpdate(LocalSGDUpdate):
 
     Example:
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        with ps.DiLoCoUpdate(model, update_frequency=100) as update:
+        with mpinn.DiLoCoUpdate(model, update_frequency=100) as update:
             for x, y in batches:
                 inner.zero_grad()
                 loss(model(x), y).backward()
@@ -90,14 +90,13 @@ class DiLoCoUpdate(LocalSGDUpdate):
         compression: Compression | None = None,
         comm: Comm = None,
     ) -> None:
+        self.overlap_steps = overlap_steps
         super().__init__(network, update_frequency=update_frequency, init_delay=init_delay, comm=comm)
         if not outer_lr > 0 or not 0 <= outer_momentum < 1:
             raise ArgumentError(
                 f"outer_lr={outer_lr!r} must be greater than zero, outer_momentum={outer_momentum!r} from 0 to below 1."
             )
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
-        self.overlap_steps = overlap_steps
-        self._check_overlap()
         size = self.communicator.size
         self._reduction = GradientReduction(size, size, *transport(compression))
         self._gradient = FlatBuffers(self._parameters, allocate=self._allocate)
@@ -122,7 +121,8 @@ class DiLoCoUpdate(LocalSGDUpdate):
         if init_delay == 0:
             self._set_anchor()
 
-    def _check_overlap(self) -> None:
+    def _check_options(self) -> None:
+        super()._check_options()
         check_whole("overlap_steps", self.overlap_steps, 0)
         if self.overlap_steps > self.update_frequency:
             raise ArgumentError(
@@ -156,7 +156,6 @@ class DiLoCoUpdate(LocalSGDUpdate):
         self._has_anchor = True
 
     def _take_step(self) -> bool:
-        self._check_overlap()  # the period may have been changed
         if not self._has_anchor:
             if self.step + 1 >= self.init_delay:  # greater if update(step) skips steps
                 self._set_anchor()

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...collectives.tensor_lists import allreduce_many
-from ...communicators.levels import Comm
-from ...session import runtime
-from .update import PeriodicUpdate
+from ..collectives.tensor_lists import allreduce_many
+from ..communicators.levels import Comm
+from ..session import runtime
+from .periodic_update import PeriodicUpdate
 
 __all__ = ["LocalSGDUpdate"]
 
 
 class LocalSGDUpdate(PeriodicUpdate):
-    """Averages the parameters over the ranks every `update_frequency` steps, without servers.
+    """Averages the parameters over the ranks every `update_frequency` steps.
 
     Call ``update()`` once per step, *after* ``optimizer.step()``. The call is collective: all ranks take the same
     number of steps. ``finish()`` averages a last time if steps were taken since the last average. Start with equal
@@ -36,7 +36,7 @@ class LocalSGDUpdate(PeriodicUpdate):
         ArgumentError: An option is invalid, or the network has no trainable parameters.
 
     Example:
-        with ps.LocalSGDUpdate(model, update_frequency=16) as update:
+        with mpinn.LocalSGDUpdate(model, update_frequency=16) as update:
             for x, y in batches:
                 optimizer.zero_grad()
                 loss(model(x), y).backward()
