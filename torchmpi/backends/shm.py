@@ -35,8 +35,8 @@ from ..shared_memory.memory_layout import (
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
-from ..tensors import dtypes, partition
-from .base import Backend, Operation, TensorTable, collectives_of
+from ..tensors import buffers, dtypes, partition
+from .base import Backend, Operation, TensorTable, collectives_of, on_rows
 from .job_facts import JobFacts, problem_of_any
 from .mpi_messages import destination_for, longest_part, rows_of
 
@@ -49,7 +49,10 @@ _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 # Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
-_MAX_DIMS = Entry.FIELDS - Entry.payload - 2
+_MOST_PAYLOAD = Entry.FIELDS - Entry.payload
+_MAX_DIMS = _MOST_PAYLOAD - 2
+_SIZES = -1
+"""In the place of the number of rows of an alltoall: a rank exchanges parts, whose sizes follow."""
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -120,6 +123,9 @@ class SharedMemoryBackend(Backend):
         spec = SPECS[collective]
         calls = (SharedReduction if spec.reduces else SharedMovement)(group, self.kernels, dtype, op)
         run: Run = _or_abort(getattr(calls, collective), calls.shared)
+        if collective == "exchange_parts" and dtype is not None:
+            code, even = call_code("alltoall", None, dtypes.info(dtype).code), on_rows(run, group.size)
+            return Operation(run, cached_call=CallsOfFastPath(calls, "alltoall", code, even).cached_call)
         if spec.tensors and (collective not in fast_path.COLLECTIVES or dtype is None):
             return Operation(run)
         code = call_code(collective, op, 0 if dtype is None or spec.only_root_passes else dtypes.info(dtype).code)
@@ -529,17 +535,45 @@ class SharedMovement(SharedCalls):
         return destination
 
     def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
-        """Send part j of `sources` to rank j, and fill part j of `destinations` from it."""
-        sizes = torch.tensor([[part.nbytes for part in parts] for parts in (sources, destinations)], device="cpu")
-        all_sizes = torch.empty((self.size, 2, self.size), dtype=torch.int64, device="cpu")
-        self.run("allgather", self.record(), sizes.data_ptr(), sizes.nbytes, all_sizes.data_ptr())
+        """Send part j of `sources` to rank j, and fill part j of `destinations` from it.
+
+        A rank whose parts are equal and adjacent makes the call of an alltoall, and the others may. Otherwise it
+        publishes -1 in the place of the number of elements, and behind it the sizes of its parts if they have room.
+        """
+        sent, expected = [part.nbytes for part in sources], [part.nbytes for part in destinations]
+        source, destination = sources[0].data_ptr(), destinations[0].data_ptr()
+        if buffers.are_rows(sources) and buffers.are_rows(destinations) and sent[0] == expected[0]:
+            numel = sources[0].numel() * self.size
+            if not self.run("alltoall", self.rootless, source, numel, self._item_bytes, destination):
+                return
+        else:
+            sizes = *sent, *expected
+            self.synchronize(*((_SIZES, *sizes) if len(sizes) < _MOST_PAYLOAD else (_SIZES,)))
+        all_sizes = self._sizes_of_parts(sent, expected)
         longest = longest_part(all_sizes, self.group.where)
-        self._send([part.data_ptr() for part in sources], sizes[0].tolist())
+        self._send([part.data_ptr() for part in sources], sent)
         self.transfers[:, records.Transfer.receive_address] = [part.data_ptr() for part in destinations]
-        self.transfers[:, records.Transfer.receive_bytes] = sizes[1]
-        # From seven ranks on the sizes go through the slots, because they do not fit into the payloads.
-        has_sent = sizes.nbytes + FIELD_BYTES > memory_layout.PAYLOAD_BYTES
-        self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
+        self.transfers[:, records.Transfer.receive_bytes] = expected
+        self.exchange(is_stream=False, longest=longest, has_sent=2 * self.size >= _MOST_PAYLOAD)
+
+    def _sizes_of_parts(self, sent: list[int], expected: list[int]) -> torch.Tensor:
+        """Return the bytes of the parts that each rank sends and expects, which the ranks have announced."""
+        size, own = self.size, torch.tensor([sent, expected], device="cpu")
+        all_sizes = torch.empty((size, 2, size), dtype=torch.int64, device="cpu")
+        if 2 * size >= _MOST_PAYLOAD:
+            self._send([own.data_ptr()] * size, [own.nbytes] * size)
+            self._receive(all_sizes, [own.nbytes] * size)
+            self.exchange(is_stream=True, longest=own.nbytes)
+            return all_sizes
+        for rank, announced in enumerate(self.payloads()):
+            at = self.shared.payload(rank, self.seq) + 1
+            if announced == _SIZES:
+                all_sizes[rank] = torch.tensor(self.shared.status_board.fields[at : at + 2 * size].tolist()).view(
+                    2, size
+                )
+            else:
+                all_sizes[rank] = announced // size * self._item_bytes
+        return all_sizes
 
     exchange_matching_parts = exchange_parts  # also needs the length of the longest part
 

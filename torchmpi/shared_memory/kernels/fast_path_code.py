@@ -36,7 +36,7 @@ from ..compiler.cpython import (
     take_gil,
     tuple_of_one,
 )
-from ..memory_layout import MAX_LOG_DIMS, LockFields
+from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, LockFields
 from ..typed_records import Array, Record, Word, Words
 from .access import group_of
 from .intrinsics import copy, load, store
@@ -44,6 +44,7 @@ from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
 from .movement import rows_before
 from .records import (
+    FLAT,
     NOT_FAST,
     Arguments,
     CachedCallRecord,
@@ -100,6 +101,22 @@ def plain_numel(cached_call: CachedCallRecord, tensor: DLTensor):
         numel *= length
     # Elements without memory: freed storage, a wrapper of torch.func.functionalize, a zero tensor of autograd.
     return NOT_FAST if tensor.data == 0 and numel != 0 else numel
+
+
+@inner
+def take_as_rows(cached_call: CachedCallRecord, tensor: DLTensor, num_rows, dims: Words):
+    """Describe a tensor by another shape, of the same elements in order; return whether it can be."""
+    if num_rows == 0:
+        return True
+    numel = plain_numel(cached_call, tensor)
+    if numel < 0 or (num_rows != FLAT and numel % num_rows != 0):
+        return False
+    is_flat = num_rows == FLAT
+    row = 1 if is_flat else numel // num_rows
+    dims[0], dims[1], dims[2] = numel if is_flat else num_rows, row, 1
+    tensor.shape, tensor.strides = dims, Words(dims + FIELD_BYTES)
+    tensor.num_dims_and_dtype = dtype_of(tensor) << 32 | (1 if is_flat else 2)
+    return True
 
 
 @inner
@@ -372,8 +389,8 @@ class Error(Record):
 
 
 _MOST_ARGUMENTS = 8
-_described, _written, _error, _word = (
-    on_stack(num_fields) for num_fields in (DLTensor.FIELDS, Arguments.FIELDS + _MOST_ARGUMENTS, Error.FIELDS, 1)
+_described, _dims, _written, _error, _word = (
+    on_stack(num_fields) for num_fields in (DLTensor.FIELDS, 3, Arguments.FIELDS + _MOST_ARGUMENTS, Error.FIELDS, 1)
 )
 
 
@@ -527,7 +544,14 @@ def entry(spec: FastPathKernel) -> Function:
         source = first if takes_tensor or not takes_out else last
         target = last if takes_out else first
         cached_call, arguments = find_cached_call(path.first_call, source, key, comm), Arguments(_written())
-        if not cached_call or enter(cached_call, source, target, arguments_of(arguments)) != 0:
+        if not cached_call:
+            return new_reference(path.none)
+        given, received = Words(_dims()), Words(_dims())
+        if takes_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, given):
+            return new_reference(path.none)
+        if takes_out and not take_as_rows(cached_call, last, cached_call.received_rows, received):
+            return new_reference(path.none)
+        if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
         thread = release_gil()
         status = run(cached_call.call, arguments)

@@ -1,0 +1,126 @@
+"""The calls of torch.distributed that are calls of torchmpi: on which rows, by which plan, by which machine code.
+
+A call on plain host tensors is a :class:`BoundCall`, made once for each operation, dtype and root: the plan of the
+native call, bound to the fast path that runs it. What is not plain is copied around the same plan
+(:mod:`.process_group`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..collective_specs import SPECS
+from ..collectives import dispatch, exchange
+from ..communicators.communicator import Communicator
+from ..communicators.handle import Handle
+from ..communicators.plan import PLAIN, Plan, PlanKey
+from ..session import runtime
+from ..shared_memory import fast_path
+from ..shared_memory.kernels.records import FLAT
+
+
+class Form(NamedTuple):
+    """A collective of torch, as one of torchmpi."""
+
+    collective: str
+    """The row of its plan in :data:`~torchmpi.collective_specs.SPECS`, from which the numbers of rows follow."""
+    fast_path: str
+    fast_path_of_others: str = ""
+    """That of the ranks other than the root, if they have one of their own."""
+
+    def num_rows(self, size: int) -> tuple[int, int]:
+        """Return of how many rows the tensors consist that a rank passes and receives; 0 if they are used as they are.
+
+        FLAT is one dimension: the parts of an exchange may differ in length, and so are compared apart from the call.
+
+        >>> FORMS["all_gather"].num_rows(4), FORMS["reduce_scatter"].num_rows(4), FORMS["all_reduce"].num_rows(4)
+        ((1, 4), (4, 1), (0, 0))
+        """
+        spec = SPECS[self.collective]
+        if spec.divides and spec.gathers:
+            return FLAT, FLAT
+        if not (spec.divides or spec.gathers):
+            return 0, 0
+        return size if spec.divides else 1, size if spec.gathers else 1
+
+
+FORMS = {
+    "all_reduce": Form("allreduce", "allreduce"),
+    "reduce": Form("reduce", "reduce"),
+    "broadcast": Form("broadcast", "broadcast"),
+    "all_gather": Form("allgather", "allgather"),
+    "gather": Form("gather", "gather", "give"),
+    "scatter": Form("scatter", "scatter", "receive"),
+    "reduce_scatter": Form("reduce_scatter", "reduce_scatter"),
+    "all_to_all_single": Form("exchange_parts", "alltoall"),
+    "barrier": Form("barrier", "barrier"),
+}
+"""By the name in torch."""
+
+
+class BoundCall:
+    """A call on plain host tensors of one dtype, with one operation and root.
+
+    Attributes:
+        name: The name in torch.
+        fast: The fast path: ``fast(given, received, call, communicator, None)`` is None if Python must run the call.
+        num_rows: See :meth:`Form.num_rows`.
+        changes: Whether it overwrites the tensor that this rank passes.
+    """
+
+    def __init__(
+        self, communicator: Communicator, name: str, op: str | None, dtype: torch.dtype | None, root: int
+    ) -> None:
+        form, group = FORMS[name], communicator.intra
+        spec = SPECS[form.collective]
+        if spec.is_rooted:
+            root = dispatch.check_root(group, root, name)
+        self._communicator, self._group, self._dtype, self._root = communicator, group, dtype, root
+        self._description = f"{group.where}: {name}"
+        self.name, self.num_rows = name, form.num_rows(group.size)
+        if form.collective == exchange.ANY_PARTS:
+            assert dtype is not None
+            self._plan = exchange.rows_plan(group, dtype)
+        else:
+            self._plan = dispatch.plan_for(communicator, PlanKey(form.collective, op, dtype, PLAIN))
+        self.changes = spec.changes(root == group.rank)
+        self._announces = spec.only_root_passes
+        is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
+        self._fast_path = form.fast_path_of_others if is_other else form.fast_path
+        self.fast = fast_path.entry(self._fast_path)
+
+    def plan(self, received: torch.Tensor | None) -> Plan:
+        """Return the plan; that of a scatter compares what all ranks receive, which native ones need not know."""
+        runtime.current()  # raises in a forked child
+        if not self._announces:
+            return self._plan
+        assert received is not None
+        return self._plan.announcing(received.dtype, received.numel())
+
+    def run(self, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
+        """Run the call in this thread, and let the fast path run the next one."""
+        fast_path.cache_call(self._fast_path, (self, self._dtype, self._communicator), self._cached_call)
+        self._group.call(self.plan(received), given, received, self._root)
+
+    def submit(self, given: torch.Tensor | None, received: torch.Tensor | None, *, in_any_thread: bool) -> Handle[Any]:
+        """Run the call in the background."""
+        arguments = self.plan(received), given, received, self._root
+        task, describe = partial(self._group.perform, *arguments), partial(self._group.described_call, *arguments)
+        return self._group.call_queue.submit(task, self._description, call=describe, in_any_thread=in_any_thread)
+
+    def _cached_call(self) -> fast_path.CachedCall | None:
+        plan = self._plan
+        if plan.cached_call is None or self._group.call_queue.closed:
+            return None
+        cached: fast_path.CachedCall | None = plan.cached_call(self._root, None)
+        if cached is None:
+            return None
+        if self._announces and self._dtype is not None:
+            announced = plan.code ^ plan.announcing(self._dtype).code
+            cached = cached._replace(
+                code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
+            )
+        return cached._replace(rows=self.num_rows)
