@@ -77,6 +77,26 @@ def test_lists_and_rows_that_share_memory(agree):
     )
 
 
+@pytest.mark.parametrize("numel", (1, 3000))
+def test_a_rank_with_equal_parts_may_omit_their_sizes(agree, numel):
+    """Its call is that of an alltoall, also of machine code, and the others exchange parts of any length."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numels = [[numel * (2 if 0 in (i, j) else 1 + (i + j) % 3) for j in range(size)] for i in range(size)]
+    sent, expected = numels[rank], [row[rank] for row in numels]
+    given = torch.cat([torch.full((each,), rank + 100.0 * to) for to, each in enumerate(sent)])
+    right = torch.cat([torch.full((each,), other + 100.0 * rank) for other, each in enumerate(expected)])
+    for number, mode in enumerate(MODES * 2):
+        found = torch.zeros(sum(expected))
+        even = torch.full((size,), float(rank))
+        dist.all_to_all_single(even, even.clone())  # equal parts on all ranks, so that machine code has the call
+        sizes = (None, None) if rank == 0 else (expected, sent)
+        work = dist.all_to_all_single(found, given, *sizes, async_op=is_asynchronous(mode, rank))
+        if work is not None:
+            work.wait()
+        agree.equal(found, right, f"call {number}")
+        agree.equal(even, torch.arange(float(size)))
+
+
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_premul_sum(agree, asynchronous):
     rank, size = dist.get_rank(), dist.get_world_size()

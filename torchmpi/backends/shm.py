@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..collective_specs import SPECS
@@ -43,6 +44,7 @@ from .mpi_messages import destination_for, longest_part, rows_of
 WHOLE_BYTES = 16 << 10
 """Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
 
+_SPINS, _YIELDS = records.GroupRecord.spins, records.GroupRecord.yields
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others.
 # Beside messages between hosts it gains nothing, and other hosts may share the cores, as containers do.
@@ -179,6 +181,7 @@ class SharedGroup(GroupResource):
             call_log=group.call_log.address,
             processes=self._processes.ctypes.data if all(processes) else 0,
         )
+        self._cells = self.record.cells
         polls_less = is_crowded or len(set(group.context.hosts)) > 1
         self._eager = (_CROWDED_SPINS if polls_less else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
@@ -211,8 +214,8 @@ class SharedGroup(GroupResource):
 
     def be_patient(self, *, polite: bool) -> None:
         """Set how kernels wait: `polite` with little polling beside a computation, otherwise for the lowest latency."""
-        spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
-        self.record.spins, self.record.yields = spins, yields
+        cells = self._cells  # twice in each call beside a computation, so without properties
+        cells[_SPINS], cells[_YIELDS] = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
 
     def payload(self, rank: int, seq: int) -> int:
         """Return the index of the payload of a call in the fields of the status board."""
@@ -456,7 +459,7 @@ class SharedMovement(SharedCalls):
         lengths = self.payloads()
         target = destination_for(source, sum(lengths) // (row_numel * source.element_size()), destination)
         self._send([source.data_ptr()] * self.size, [num_bytes] * self.size)
-        self._receive(target, lengths)
+        self._receive(target.data_ptr(), lengths)
         self.exchange(is_stream=True, longest=max(lengths))
         return target
 
@@ -478,9 +481,9 @@ class SharedMovement(SharedCalls):
         self._send([source.data_ptr()] * self.size, [sent] * self.size)
         if self.rank == root:
             destination = destination_for(source, sum(rows), destination)
-            self._receive(destination, lengths)
+            self._receive(destination.data_ptr(), lengths)
         else:
-            self._receive(source, [0] * self.size)
+            self._receive(source.data_ptr(), [0] * self.size)
         self.exchange(is_stream=True, longest=max(lengths))
         return destination if self.rank == root else None
 
@@ -530,7 +533,7 @@ class SharedMovement(SharedCalls):
         destination = destination_for(source, sum(received), destination)
         spans = partition.even_partition(num_rows, self.size)
         self._send([source.data_ptr() + first * row_bytes for first, _ in spans], [n * row_bytes for _, n in spans])
-        self._receive(destination, [count * row_bytes for count in received])
+        self._receive(destination.data_ptr(), [count * row_bytes for count in received])
         self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)
         return destination
 
@@ -556,21 +559,20 @@ class SharedMovement(SharedCalls):
         self.transfers[:, records.Transfer.receive_bytes] = expected
         self.exchange(is_stream=False, longest=longest, has_sent=2 * self.size >= _MOST_PAYLOAD)
 
-    def _sizes_of_parts(self, sent: list[int], expected: list[int]) -> torch.Tensor:
+    def _sizes_of_parts(self, sent: list[int], expected: list[int]) -> npt.NDArray[np.int64]:
         """Return the bytes of the parts that each rank sends and expects, which the ranks have announced."""
-        size, own = self.size, torch.tensor([sent, expected], device="cpu")
-        all_sizes = torch.empty((size, 2, size), dtype=torch.int64, device="cpu")
+        size, own = self.size, np.array([sent, expected])
+        all_sizes = np.empty((size, 2, size), np.int64)
         if 2 * size >= _MOST_PAYLOAD:
-            self._send([own.data_ptr()] * size, [own.nbytes] * size)
-            self._receive(all_sizes, [own.nbytes] * size)
+            self._send([own.ctypes.data] * size, [own.nbytes] * size)
+            self._receive(all_sizes.ctypes.data, [own.nbytes] * size)
             self.exchange(is_stream=True, longest=own.nbytes)
             return all_sizes
+        fields = self.shared.status_board.fields
         for rank, announced in enumerate(self.payloads()):
-            at = self.shared.payload(rank, self.seq) + 1
             if announced == _SIZES:
-                all_sizes[rank] = torch.tensor(self.shared.status_board.fields[at : at + 2 * size].tolist()).view(
-                    2, size
-                )
+                at = self.shared.payload(rank, self.seq) + 1
+                all_sizes[rank].flat = fields[at : at + 2 * size]
             else:
                 all_sizes[rank] = announced // size * self._item_bytes
         return all_sizes
@@ -583,8 +585,8 @@ class SharedMovement(SharedCalls):
             lengths,
         )
 
-    def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
-        addresses = np.cumsum(lengths) - lengths + target.data_ptr()
+    def _receive(self, target: int, lengths: Sequence[int]) -> None:
+        addresses = np.cumsum(lengths) - lengths + target
         self.transfers[:, records.Transfer.receive_address], self.transfers[:, records.Transfer.receive_bytes] = (
             addresses,
             lengths,

@@ -51,6 +51,17 @@ def exchange(
             buffers.touch(part)
 
 
+def are_plain(source: torch.Tensor, destination: torch.Tensor) -> bool:
+    """Return whether parts of two tensors can be exchanged as they are: by :func:`exchange_plain`, without a check."""
+    are_alike = source.dtype is destination.dtype and buffers.is_plain(source) and buffers.is_plain(destination)
+    return are_alike and not buffers.overlap(source, destination)
+
+
+def exchange_plain(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """Run :func:`exchange` on contiguous parts of host tensors that share no memory."""
+    group.perform(_plan(group, sources[0].dtype, "cpu", ANY_PARTS), sources, destinations, 0)
+
+
 def _apart(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the parts to send; copies of those whose memory is received into before all ranks have read it."""
     written = {part.untyped_storage().data_ptr() for part in incoming}

@@ -14,12 +14,14 @@ import torch
 
 from ..collective_specs import SPECS
 from ..collectives import dispatch, exchange
+from ..communicators.call_queue import RunLock
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle
 from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import FLAT
+from ..timeline import events
 
 
 class Form(NamedTuple):
@@ -90,9 +92,46 @@ class BoundCall:
         self._announces = spec.only_root_passes
         is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
         self._fast_path = form.fast_path_of_others if is_other else form.fast_path
+        self._queued = f"queued {name}", root
+        """Identifies the cached call of threads that run a queued call, as the object itself that of others."""
         self.fast = fast_path.entry(self._fast_path)
 
-    def plan(self, received: torch.Tensor | None) -> Plan:
+    def run(self, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
+        """Run the call in this thread."""
+        if self.fast(given, received, self, self._communicator, None) is None:
+            self._cache(self, self._group.call_queue.run_lock)
+            self._group.call(self._plan_for(received), given, received, self._root)
+
+    def submit(self, given: torch.Tensor | None, received: torch.Tensor | None, *, in_any_thread: bool) -> Handle[Any]:
+        """Run the call in the background."""
+        runtime.current()  # raises in a forked child
+        return self._group.call_queue.submit(
+            partial(self._run_queued, given, received),
+            self._description,
+            call=partial(self._describe, given, received),
+            in_any_thread=in_any_thread,
+        )
+
+    def _run_queued(self, given: torch.Tensor | None, received: torch.Tensor | None) -> Any:
+        """Run the call in a thread that holds the run lock."""
+        group, key = self._group, self._queued
+        shared = group.shared if group.call_queue.in_background else None
+        if shared is not None:
+            shared.be_patient(polite=True)
+        try:
+            result = self.fast(given, received, key, self._communicator, None)
+        finally:
+            if shared is not None:
+                shared.be_patient(polite=False)
+        if result is None:
+            self._cache(key, group.call_queue.queued_lock)
+            result = group.perform(self._plan_for(received), given, received, self._root)
+        return result
+
+    def _describe(self, given: torch.Tensor | None, received: torch.Tensor | None) -> events.ShownCall:
+        return self._group.described_call(self._plan_for(received), given, received, self._root)
+
+    def _plan_for(self, received: torch.Tensor | None) -> Plan:
         """Return the plan; that of a scatter compares what all ranks receive, which native ones need not know."""
         runtime.current()  # raises in a forked child
         if not self._announces:
@@ -100,20 +139,14 @@ class BoundCall:
         assert received is not None
         return self._plan.announcing(received.dtype, received.numel())
 
-    def run(self, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
-        """Run the call in this thread, and let the fast path run the next one."""
-        fast_path.cache_call(self._fast_path, (self, self._dtype, self._communicator), self._cached_call)
-        self._group.call(self.plan(received), given, received, self._root)
+    def _cache(self, key: object, run_lock: RunLock) -> None:
+        """Let the fast path run the next call; `key` and run lock depend on the thread that makes it."""
+        name = key, self._dtype, self._communicator
+        fast_path.cache_call(self._fast_path, name, partial(self._cached_call, run_lock))
 
-    def submit(self, given: torch.Tensor | None, received: torch.Tensor | None, *, in_any_thread: bool) -> Handle[Any]:
-        """Run the call in the background."""
-        arguments = self.plan(received), given, received, self._root
-        task, describe = partial(self._group.perform, *arguments), partial(self._group.described_call, *arguments)
-        return self._group.call_queue.submit(task, self._description, call=describe, in_any_thread=in_any_thread)
-
-    def _cached_call(self) -> fast_path.CachedCall | None:
-        plan = self._plan
-        if plan.cached_call is None or self._group.call_queue.closed:
+    def _cached_call(self, run_lock: RunLock) -> fast_path.CachedCall | None:
+        plan, group = self._plan, self._group
+        if plan.cached_call is None or group.call_queue.closed or group.shared is None:
             return None
         cached: fast_path.CachedCall | None = plan.cached_call(self._root, None)
         if cached is None:
@@ -123,4 +156,4 @@ class BoundCall:
             cached = cached._replace(
                 code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
             )
-        return cached._replace(rows=self.num_rows)
+        return cached._replace(rows=self.num_rows, run_lock=run_lock)

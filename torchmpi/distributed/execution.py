@@ -49,25 +49,28 @@ class GroupExecution(GroupProperties):
         self._block: list[dist.Work] | None = None
         """The works of the calls so far in the block of a coalescing manager."""
 
-    def _bound(self, name: str, op: str | None, dtype: torch.dtype | None, root: int = 0) -> BoundCall:
-        """Return a call on plain host tensors, made on first use."""
-        calls, key = self._group.plans, ("torch", name, op, dtype, root)
-        call: BoundCall | None = calls.get(key)
-        if call is None:
-            call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
-        return call
-
     def _on_plain(
-        self, call: BoundCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], options: CallOptions
+        self,
+        name: str,
+        op: str | None,
+        dtype: torch.dtype | None,
+        given: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        options: CallOptions,
+        root: int = 0,
     ) -> dist.Work | None:
         """Make a call, or return None if its tensors are not plain, or it has a timeout of its own.
 
         `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
         may be empty, one tensor, or several that are rows.
         """
+        calls, key = self._group.plans, (name, op, dtype, root)
+        call: BoundCall | None = calls.get(key)
+        if call is None:
+            call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
         if options.timeout > _NO_LIMIT:
             return None
-        self._refuse_read_only(given if call.changes else outputs, call.name)
+        self._refuse_read_only(given if call.changes else outputs, name)
         is_here = not (self._by_messages or is_asynchronous(options))
         if is_here and len(given) < 2 and len(outputs) < 2:  # machine code looks whether they are plain
             tensors = given[0] if given else None, outputs[0] if outputs else None
@@ -77,13 +80,11 @@ class GroupExecution(GroupProperties):
         target = in_memory(outputs, call.num_rows[1]) if outputs else None
         are_rows = (source is not None or not given) and (target is not None or not outputs)
         if source is not None and target is not None:
-            if source.dtype is not target.dtype:
-                return None
-            are_rows = not buffers.overlap(source, target)
+            are_rows = source.dtype is target.dtype and not buffers.overlap(source, target)
         if not are_rows:
             return self._on_copies(call, given, outputs) if is_here else None
         if is_here:
-            self._run(call, source, target)
+            call.run(source, target)
             return COMPLETED
         handle = call.submit(source, target, in_any_thread=not self._by_messages)
         return self._begun(handle, list(outputs or given), options, self._group.timeout_seconds)
@@ -93,29 +94,25 @@ class GroupExecution(GroupProperties):
     ) -> dist.Work | None:
         """Make a synchronous call on plain tensors that are no rows in their own memory, or share it."""
         tensors = *given, *outputs
-        if self._group.call_queue.pending or not all(map(buffers.is_plain, tensors)):
-            return None  # copies are made in the order of the calls
-        if len({each.dtype for each in tensors}) > 1:
+        if not all(map(buffers.is_plain, tensors)) or len({each.dtype for each in tensors}) > 1:
+            return None
+        if self._group.call_queue.pending:  # copies are made in the order of the calls
             return None
         source = packed(given, call.num_rows[0]) if given else None
         target = torch.empty_like(packed(outputs, call.num_rows[1])) if outputs else None
-        self._run(call, source, target)
+        call.run(source, target)
         if target is not None:
             deliver(target, outputs)
         return COMPLETED
-
-    def _run(self, call: BoundCall, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
-        if call.fast(given, received, call, self._communicator, None) is None:
-            call.run(given, received)
 
     def _begun(self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float) -> dist.Work:
         """Return the work of a call that has been queued; wait for a synchronous one."""
         handle.awaited = self._awaited
         limit = limit_seconds and limit_seconds + self._report_seconds
-        if is_asynchronous(options):
-            return self._noted(PendingWork(handle, outputs, limit))
-        handle.wait(limit or None)
-        return COMPLETED
+        if not is_asynchronous(options):
+            handle.wait(limit or None)
+            return COMPLETED
+        return self._noted(PendingWork(handle, outputs, limit))
 
     def _launch(
         self,

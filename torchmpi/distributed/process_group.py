@@ -79,6 +79,8 @@ class ProcessGroup(GroupExecution):
         """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
+        self._shared: set[int] = set()
+        """The addresses of those that were."""
         self.for_checkpoints: Any = None
         """The group on which torch saves checkpoints in the background, if this is the default group."""
         self._num_monitored = 0
@@ -102,18 +104,21 @@ class ProcessGroup(GroupExecution):
             if not isinstance(opts, AllreduceOptions):
                 opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
         if is_asynchronous(opts) and tensor.layout is torch.strided:
-            is_long = tensor.is_cpu and tensor.nbytes >= bucket_memory.MIN_BYTES and self._may_share
-            if (is_long or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
-                if is_long:
+            is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
+            is_private = is_private and tensor.data_ptr() not in self._shared
+            if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
+                if is_private:
                     self._may_share = bucket_memory.share(tensor)
+                    self._shared.add(tensor.data_ptr())
                 if events.recorder is not None:
                     with self._labelled_bucket(tensor):
                         return self.allreduce(tensors, opts)  # where it is no bucket, because of the caller
         reduction: Any = opts.reduceOp
-        op = self._op_in_one_step(reduction, tensor.dtype)
-        is_alone = not (others or tensor.is_sparse)
-        if is_alone and op is not None and (work := self._in_place("all_reduce", tensor, opts, op)) is not None:
-            return work
+        op = self._op_names.get((reduction.op.value, tensor.dtype)) or self._op_in_one_step(reduction, tensor.dtype)
+        if op is not None and not (others or tensor.is_sparse):
+            work = self._on_plain("all_reduce", op, tensor.dtype, (tensor,), (), opts)
+            if work is not None:
+                return work
         op, tensors = op_name(reduction, tensor.dtype), [tensor, *others]
         if tensor.is_sparse:
             return self._allreduce_sparse([torch_names.complex_original(tensor), *others], op, opts)
@@ -133,12 +138,6 @@ class ProcessGroup(GroupExecution):
         if op is None and not is_composed(reduction, dtype):
             op = self._op_names[number, dtype] = op_name(reduction, dtype)
         return op
-
-    def _in_place(
-        self, name: str, tensor: torch.Tensor, opts: CallOptions, op: str | None = None, root: int = 0
-    ) -> dist.Work | None:
-        """Make the native call on one tensor; return None if it is not plain."""
-        return self._on_plain(self._bound(name, op, tensor.dtype, root), (tensor,), (), opts)
 
     def _labelled_bucket(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """Label a call in timelines with the number of the bucket in this backward pass."""
@@ -220,8 +219,10 @@ class ProcessGroup(GroupExecution):
         """Reduce one tensor of all ranks into that of the root; the other tensors keep their values."""
         tensor, reduction = single(tensors), opts.reduceOp
         op = self._op_in_one_step(reduction, tensor.dtype)
-        if op is not None and (work := self._in_place("reduce", tensor, opts, op, opts.rootRank)) is not None:
-            return work
+        if op is not None:
+            work = self._on_plain("reduce", op, tensor.dtype, (tensor,), (), opts, opts.rootRank)
+            if work is not None:
+                return work
         op = op_name(reduction, tensor.dtype)
         root = dispatch.check_root(self._group, opts.rootRank, "reduce")
         plan = dispatch.plan_of(self._communicator, "reduce", tensor, op=op)
@@ -296,8 +297,10 @@ class ProcessGroup(GroupExecution):
         if not 0 <= opts.rootTensor < len(tensors):
             raise ArgumentError(f"{self._where}: broadcast: tensor {opts.rootTensor} of {len(tensors)} does not exist.")
         tensor = tensors.pop(opts.rootTensor)
-        if not tensors and (work := self._in_place("broadcast", tensor, opts, root=opts.rootRank)) is not None:
-            return work
+        if not tensors:
+            work = self._on_plain("broadcast", None, tensor.dtype, (tensor,), (), opts, opts.rootRank)
+            if work is not None:
+                return work
         root = dispatch.check_root(self._group, opts.rootRank, "broadcast")
         plan = dispatch.plan_of(self._communicator, "broadcast", tensor)
         task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, root)
@@ -432,8 +435,8 @@ class ProcessGroup(GroupExecution):
         first = (outputs or given)[0]
         op = None if reduction is None else self._op_in_one_step(reduction, first.dtype)
         if reduction is None or op is not None:
-            call = self._bound(name, op, first.dtype, root or 0)
-            if (work := self._on_plain(call, given, outputs, opts)) is not None:
+            work = self._on_plain(name, op, first.dtype, given, outputs, opts, root or 0)
+            if work is not None:
                 return work
         if reduction is not None:
             op = op_name(reduction, first.dtype)
@@ -480,16 +483,21 @@ class ProcessGroup(GroupExecution):
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
         if not (output_split_sizes or input_split_sizes) and are_even(output, input, self._size):
-            call = self._bound("all_to_all_single", None, input.dtype)
-            if (work := self._on_plain(call, [input], [output], opts)) is not None:
+            work = self._on_plain("all_to_all_single", None, input.dtype, [input], [output], opts)
+            if work is not None:
                 return work
         what = f"{self._where}: all_to_all_single"
         sources = split(input, input_split_sizes, self.size(), f"{what}: the input")
         parts = split(output, output_split_sizes, self.size(), f"{what}: the output")
-        exchange.check(self._group, sources, parts, "all_to_all_single")
+        own = self._group.rank
+        if exchange.are_plain(input, output) and sources[own].numel() == parts[own].numel():
+            run: Callable[..., None] = exchange.exchange_plain
+        else:
+            exchange.check(self._group, sources, parts, "all_to_all_single")
+            run = exchange.exchange
 
         def task() -> None:
-            exchange.exchange(self._group, sources, parts)
+            run(self._group, sources, parts)
             buffers.touch(output)  # for autograd, the detached parts are not views of `output`
 
         return self._launch(task, [input], [output], opts, "all_to_all_single")
@@ -524,7 +532,8 @@ class ProcessGroup(GroupExecution):
     @overloaded(BarrierOptions, 0, "timeout")
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called."""
-        if (work := self._on_plain(self._bound("barrier", None, None), (), (), opts)) is not None:
+        work = self._on_plain("barrier", None, None, (), (), opts)
+        if work is not None:
             return work
         plan = dispatch.plan_for(self._communicator, dispatch.BARRIER)
         return self._launch(partial(self._group.perform, plan, None, None, 0), [], [], opts, "barrier")

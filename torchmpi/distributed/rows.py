@@ -66,18 +66,27 @@ def in_memory(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor | 
     >>> in_memory([whole[0], whole[1]], 2).data_ptr() == whole.data_ptr(), in_memory([whole.t()], 2)
     (True, None)
     """
+    if len(tensors) == 1:
+        if not buffers.is_plain(tensors[0]):
+            return None
+        return as_rows(tensors[0], num_rows) if num_rows else tensors[0]
     dtype = tensors[0].dtype
     are_plain = all([buffers.is_plain(tensor) and tensor.dtype is dtype for tensor in tensors])
-    return _rows_of(tensors, num_rows) if are_plain else None
+    return _adjacent(tensors) if are_plain else None
 
 
-def _rows_of(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor | None:
-    """Return contiguous tensors as rows in their own memory; None if several are not adjacent in one storage."""
+def as_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return a contiguous tensor as rows.
+
+    >>> as_rows(torch.ones(6), 2).shape, as_rows(torch.ones(2, 3), -1).shape
+    (torch.Size([2, 3]), torch.Size([6]))
+    """
+    return tensor.view(num_rows, tensor.numel() // num_rows) if num_rows > 0 else tensor.view(-1)
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return contiguous tensors as rows in their own memory; None if they are not adjacent in one storage."""
     first = tensors[0]
-    if len(tensors) == 1:
-        return (
-            first.view(num_rows, first.numel() // num_rows) if num_rows > 0 else first.view(-1) if num_rows else first
-        )
     room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
     if room < first.nbytes * len(tensors) or not buffers.are_rows(tensors):
         return None
@@ -92,8 +101,7 @@ def packed(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
             [0., 0.]])
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    whole = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return whole.view(num_rows, whole.numel() // num_rows) if num_rows > 0 else whole
+    return as_rows(flat[0] if len(flat) == 1 else torch.cat(flat), num_rows)
 
 
 def result_rows(outputs: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
@@ -103,10 +111,12 @@ def result_rows(outputs: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
     >>> result_rows([output], 2).data_ptr() == output.data_ptr()
     True
     """
-    rows = _rows_of([output.detach() for output in outputs], num_rows) if all(map(buffers.is_direct, outputs)) else None
+    rows, detached = None, [output.detach() for output in outputs]
+    if all(map(buffers.is_direct, outputs)):
+        rows = as_rows(detached[0], num_rows) if len(outputs) == 1 else _adjacent(detached)
     if rows is None:
         numel = sum([output.numel() for output in outputs])
-        rows = torch.empty((num_rows, numel // num_rows), dtype=outputs[0].dtype, device=outputs[0].device)
+        rows = detached[0].new_empty((num_rows, numel // num_rows))
     return rows
 
 
