@@ -568,13 +568,13 @@ class SharedMovement(SharedCalls):
             self._receive(all_sizes.ctypes.data, [own.nbytes] * size)
             self.exchange(is_stream=True, longest=own.nbytes)
             return all_sizes
-        fields = self.shared.status_board.fields
-        for rank, announced in enumerate(self.payloads()):
-            if announced == _SIZES:
-                at = self.shared.payload(rank, self.seq) + 1
-                all_sizes[rank].flat = fields[at : at + 2 * size]
+        fields, seq = self.shared.status_board.fields, self.seq
+        for rank in range(size):
+            at = self.shared.payload(rank, seq)
+            if fields[at] == _SIZES:
+                all_sizes[rank].flat = fields[at + 1 : at + 1 + 2 * size]
             else:
-                all_sizes[rank] = announced // size * self._item_bytes
+                all_sizes[rank] = fields[at] // size * self._item_bytes
         return all_sizes
 
     exchange_matching_parts = exchange_parts  # also needs the length of the longest part

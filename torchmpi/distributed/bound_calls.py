@@ -67,7 +67,6 @@ class BoundCall:
     """A call on plain host tensors of one dtype, with one operation and root.
 
     Attributes:
-        name: The name in torch.
         fast: The fast path: ``fast(given, received, call, communicator, None)`` is None if Python must run the call.
         num_rows: See :meth:`Form.num_rows`.
         changes: Whether it overwrites the tensor that this rank passes.
@@ -82,7 +81,7 @@ class BoundCall:
             root = dispatch.check_root(group, root, name)
         self._communicator, self._group, self._dtype, self._root = communicator, group, dtype, root
         self._description = f"{group.where}: {name}"
-        self.name, self.num_rows = name, form.num_rows(group.size)
+        self.num_rows = form.num_rows(group.size)
         if form.collective == exchange.ANY_PARTS:
             assert dtype is not None
             self._plan = exchange.rows_plan(group, dtype)
@@ -92,15 +91,16 @@ class BoundCall:
         self._announces = spec.only_root_passes
         is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
         self._fast_path = form.fast_path_of_others if is_other else form.fast_path
-        self._queued = f"queued {name}", root
+        self._queued = object()
         """Identifies the cached call of threads that run a queued call, as the object itself that of others."""
         self.fast = fast_path.entry(self._fast_path)
 
     def run(self, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
         """Run the call in this thread."""
         if self.fast(given, received, self, self._communicator, None) is None:
+            plan = self._plan_for(received)
             self._cache(self, self._group.call_queue.run_lock)
-            self._group.call(self._plan_for(received), given, received, self._root)
+            self._group.call(plan, given, received, self._root)
 
     def submit(self, given: torch.Tensor | None, received: torch.Tensor | None, *, in_any_thread: bool) -> Handle[Any]:
         """Run the call in the background."""
@@ -124,8 +124,9 @@ class BoundCall:
             if shared is not None:
                 shared.be_patient(polite=False)
         if result is None:
+            plan = self._plan_for(received)
             self._cache(key, group.call_queue.queued_lock)
-            result = group.perform(self._plan_for(received), given, received, self._root)
+            result = group.perform(plan, given, received, self._root)
         return result
 
     def _describe(self, given: torch.Tensor | None, received: torch.Tensor | None) -> events.ShownCall:

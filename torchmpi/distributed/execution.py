@@ -19,7 +19,7 @@ from ..timeline import events
 from . import membership
 from .bound_calls import BoundCall
 from .properties import GroupProperties
-from .rows import deliver, in_memory, packed
+from .rows import as_rows, deliver, in_memory, packed
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, PendingWork, awaited_ranks, joined
 
@@ -99,7 +99,9 @@ class GroupExecution(GroupProperties):
         if self._group.call_queue.pending:  # copies are made in the order of the calls
             return None
         source = packed(given, call.num_rows[0]) if given else None
-        target = torch.empty_like(packed(outputs, call.num_rows[1])) if outputs else None
+        target = None
+        if outputs:
+            target = as_rows(outputs[0].new_empty(sum([each.numel() for each in outputs])), call.num_rows[1])
         call.run(source, target)
         if target is not None:
             deliver(target, outputs)
