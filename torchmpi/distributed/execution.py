@@ -11,15 +11,18 @@ import torch
 import torch.distributed as dist
 
 from ..collective_specs import SPECS, spec_of
+from ..collectives import dispatch
 from ..communicators.handle import Handle
+from ..communicators.plan import PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes, writable
 from ..timeline import events
 from . import membership
-from .bound_calls import BoundCall
+from .arguments import divide, is_composed, op_name, scaled
+from .bound_calls import FORMS, BoundCall
 from .properties import GroupProperties
-from .rows import as_rows, deliver, in_memory, packed
+from .rows import as_rows, deliver, in_memory, packed, result_rows
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, PendingWork, awaited_ranks, joined
 
@@ -45,6 +48,8 @@ class GroupExecution(GroupProperties):
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
         self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
+        self._op_names: dict[tuple[int, torch.dtype | None], str] = {}
+        """Names of operations in one step, by torch's number and dtype, for the calls so far."""
         self._awaited = partial(awaited_ranks, self._group)
         self._block: list[dist.Work] | None = None
         """The works of the calls so far in the block of a coalescing manager."""
@@ -52,18 +57,27 @@ class GroupExecution(GroupProperties):
     def _on_plain(
         self,
         name: str,
-        op: str | None,
-        dtype: torch.dtype | None,
         given: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         options: CallOptions,
+        reduction: Any = None,
         root: int = 0,
     ) -> dist.Work | None:
-        """Make a call, or return None if its tensors are not plain, or it has a timeout of its own.
+        """Make the native call; return None if it is not plain: for its tensors, its operation or a timeout of its own.
 
         `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
         may be empty, one tensor, or several that are rows.
         """
+        dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
+        op = None
+        if reduction is not None:
+            kind = reduction.op.value, dtype  # hashing reduction.op itself takes 1 us
+            op = self._op_names.get(kind)
+            if op is None:
+                assert dtype is not None
+                if is_composed(reduction, dtype):
+                    return None
+                op = self._op_names[kind] = op_name(reduction, dtype)
         calls, key = self._group.plans, (name, op, dtype, root)
         call: BoundCall | None = calls.get(key)
         if call is None:
@@ -106,6 +120,47 @@ class GroupExecution(GroupProperties):
         if target is not None:
             deliver(target, outputs)
         return COMPLETED
+
+    def _on_rows(
+        self,
+        name: str,
+        given: Tensors,
+        outputs: Tensors,
+        opts: CallOptions,
+        *,
+        reduction: Any = None,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Make a call of which a rank passes rows, the elements of `given` in their order, and receives `outputs`.
+
+        Both tables are in the memory of the tensors, if these are plain, and otherwise in copies.
+        """
+        work = self._on_plain(name, given, outputs, opts, reduction, root or 0)
+        if work is not None:
+            return work
+        first = (outputs or given)[0]
+        op = None if reduction is None else op_name(reduction, first.dtype)
+        if root is not None:
+            root = dispatch.check_root(self._group, root, name)
+        self._check(name, given, outputs)
+        collective, (num_given, num_received) = FORMS[name].collective, FORMS[name].num_rows(self._size)
+        key = PlanKey(collective, op, given[0].dtype if given else None, first.device.type)
+        plan = dispatch.plan_for(self._communicator, key)
+        if SPECS[collective].only_root_passes:
+            plan = plan.announcing(first.dtype, outputs[0].numel())
+
+        def task() -> None:
+            source = packed(given, num_given) if given else None
+            target = result_rows(outputs, num_received) if outputs else None
+            if source is not None and reduction is not None:
+                source = scaled(source, reduction)
+            self._group.perform(plan, source, target, root or 0)
+            if target is not None:
+                deliver(target, outputs)
+            if reduction is not None:
+                divide(outputs, reduction, self._size)
+
+        return self._launch(task, given, outputs or given, opts, name, op or "", -1 if root is None else root)
 
     def _begun(self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float) -> dist.Work:
         """Return the work of a call that has been queued; wait for a synchronous one."""

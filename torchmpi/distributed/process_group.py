@@ -19,10 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collective_specs import SPECS
 from ..collectives import dispatch, exchange
 from ..communicators.plan import Plan, PlanKey
-from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
@@ -42,9 +40,8 @@ from .arguments import (
     scaled,
     single,
 )
-from .bound_calls import FORMS
 from .execution import GroupExecution, Tensors
-from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, result_rows, split
+from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
 from .torch_names import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -53,7 +50,6 @@ from .torch_names import (
     BackendOptions,
     BarrierOptions,
     BroadcastOptions,
-    CallOptions,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
@@ -75,8 +71,6 @@ class ProcessGroup(GroupExecution):
     def __init__(self, options: BackendOptions, backend_name: str) -> None:
         super().__init__(options, backend_name)
         self.set_timeout(options.timeout)
-        self._op_names: dict[tuple[int, torch.dtype], Operation] = {}
-        """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
         self._shared: set[int] = set()
@@ -114,9 +108,8 @@ class ProcessGroup(GroupExecution):
                     with self._labelled_bucket(tensor):
                         return self.allreduce(tensors, opts)  # where it is no bucket, because of the caller
         reduction: Any = opts.reduceOp
-        op = self._op_names.get((reduction.op.value, tensor.dtype)) or self._op_in_one_step(reduction, tensor.dtype)
-        if op is not None and not (others or tensor.is_sparse):
-            work = self._on_plain("all_reduce", op, tensor.dtype, (tensor,), (), opts)
+        if not (others or tensor.is_sparse):
+            work = self._on_plain("all_reduce", (tensor,), (), opts, reduction)
             if work is not None:
                 return work
         op, tensors = op_name(reduction, tensor.dtype), [tensor, *others]
@@ -130,14 +123,6 @@ class ProcessGroup(GroupExecution):
         if is_composed(reduction, tensor.dtype):
             task = partial(self._run_composed, task, tensors, reduction)
         return self._launch(task, tensors, tensors, opts, "all_reduce", op)
-
-    def _op_in_one_step(self, reduction: Any, dtype: torch.dtype) -> Operation | None:
-        """Return the name of an operation; None if it has a step before or after the collective."""
-        number = reduction.op.value  # hashing reduction.op itself takes 1 us
-        op = self._op_names.get((number, dtype))
-        if op is None and not is_composed(reduction, dtype):
-            op = self._op_names[number, dtype] = op_name(reduction, dtype)
-        return op
 
     def _labelled_bucket(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """Label a call in timelines with the number of the bucket in this backward pass."""
@@ -218,11 +203,9 @@ class ProcessGroup(GroupExecution):
     ) -> dist.Work:
         """Reduce one tensor of all ranks into that of the root; the other tensors keep their values."""
         tensor, reduction = single(tensors), opts.reduceOp
-        op = self._op_in_one_step(reduction, tensor.dtype)
-        if op is not None:
-            work = self._on_plain("reduce", op, tensor.dtype, (tensor,), (), opts, opts.rootRank)
-            if work is not None:
-                return work
+        work = self._on_plain("reduce", (tensor,), (), opts, reduction, opts.rootRank)
+        if work is not None:
+            return work
         op = op_name(reduction, tensor.dtype)
         root = dispatch.check_root(self._group, opts.rootRank, "reduce")
         plan = dispatch.plan_of(self._communicator, "reduce", tensor, op=op)
@@ -298,7 +281,7 @@ class ProcessGroup(GroupExecution):
             raise ArgumentError(f"{self._where}: broadcast: tensor {opts.rootTensor} of {len(tensors)} does not exist.")
         tensor = tensors.pop(opts.rootTensor)
         if not tensors:
-            work = self._on_plain("broadcast", None, tensor.dtype, (tensor,), (), opts, opts.rootRank)
+            work = self._on_plain("broadcast", (tensor,), (), opts, root=opts.rootRank)
             if work is not None:
                 return work
         root = dispatch.check_root(self._group, opts.rootRank, "broadcast")
@@ -418,50 +401,6 @@ class ProcessGroup(GroupExecution):
             )
         return self._on_rows("scatter", parts, [output], opts, root=opts.rootRank)
 
-    def _on_rows(
-        self,
-        name: str,
-        given: Tensors,
-        outputs: Tensors,
-        opts: CallOptions,
-        *,
-        reduction: Any = None,
-        root: int | None = None,
-    ) -> dist.Work:
-        """Make a call of which a rank passes rows, the elements of `given` in their order, and receives `outputs`.
-
-        Both tables are in the memory of the tensors, if these are plain, and otherwise in copies.
-        """
-        first = (outputs or given)[0]
-        op = None if reduction is None else self._op_in_one_step(reduction, first.dtype)
-        if reduction is None or op is not None:
-            work = self._on_plain(name, op, first.dtype, given, outputs, opts, root or 0)
-            if work is not None:
-                return work
-        if reduction is not None:
-            op = op_name(reduction, first.dtype)
-        if root is not None:
-            root = dispatch.check_root(self._group, root, name)
-        self._check(name, given, outputs)
-        collective, (num_given, num_received) = FORMS[name].collective, FORMS[name].num_rows(self._size)
-        key = PlanKey(collective, op, given[0].dtype if given else None, first.device.type)
-        plan = dispatch.plan_for(self._communicator, key)
-        if SPECS[collective].only_root_passes:
-            plan = plan.announcing(first.dtype, outputs[0].numel())
-
-        def task() -> None:
-            source = packed(given, num_given) if given else None
-            target = result_rows(outputs, num_received) if outputs else None
-            if source is not None and reduction is not None:
-                source = scaled(source, reduction)
-            self._group.perform(plan, source, target, root or 0)
-            if target is not None:
-                deliver(target, outputs)
-            if reduction is not None:
-                divide(outputs, reduction, self._size)
-
-        return self._launch(task, given, outputs or given, opts, name, op or "", -1 if root is None else root)
-
     @overloaded(AllToAllOptions, 2, "timeout")
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions
@@ -483,7 +422,7 @@ class ProcessGroup(GroupExecution):
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
         if not (output_split_sizes or input_split_sizes) and are_even(output, input, self._size):
-            work = self._on_plain("all_to_all_single", None, input.dtype, [input], [output], opts)
+            work = self._on_plain("all_to_all_single", [input], [output], opts)
             if work is not None:
                 return work
         what = f"{self._where}: all_to_all_single"
@@ -532,7 +471,7 @@ class ProcessGroup(GroupExecution):
     @overloaded(BarrierOptions, 0, "timeout")
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called."""
-        work = self._on_plain("barrier", None, None, (), (), opts)
+        work = self._on_plain("barrier", (), (), opts)
         if work is not None:
             return work
         plan = dispatch.plan_for(self._communicator, dispatch.BARRIER)
