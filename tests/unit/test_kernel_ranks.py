@@ -114,6 +114,23 @@ def test_reduce_scatter(ranks):
         check(ranks.call("reduce_scatter", parts, op="sum"), lambda rank, right=right: part_of(right, size, rank))
 
 
+def test_allgather_of_a_row_of_the_result(ranks):
+    """Also while other ranks read that row, which this one writes again with the same values."""
+    size = size_of(ranks)
+    for numel in NUMELS:
+        parts = values(ranks, numel)
+        wholes = [torch.zeros(size * numel) for _ in parts]
+        for rank, part in enumerate(parts):
+            wholes[rank][rank * numel : (rank + 1) * numel] = part
+        rows = [whole.split(numel)[rank] for rank, whole in enumerate(wholes)]
+        results = ranks.together(
+            lambda member, rows=rows, wholes=wholes: member.call("allgather", rows[member.rank], wholes[member.rank])
+        )
+        assert [result.data_ptr() for result in results] == [whole.data_ptr() for whole in wholes]
+        right = np.concatenate(arrays(parts))
+        check(results, lambda _, right=right: right)
+
+
 def test_alltoall(ranks):
     size = size_of(ranks)
     for numel in NUMELS:

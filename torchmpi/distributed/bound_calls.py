@@ -21,6 +21,7 @@ from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import FLAT
+from ..tensors import buffers
 from ..timeline import events
 
 
@@ -94,6 +95,19 @@ class BoundCall:
         self._queued = object()
         """Identifies the cached call of threads that run a queued call, as the object itself that of others."""
         self.fast = fast_path.entry(self._fast_path)
+        self._takes_own_row = (
+            form.collective == "allgather" and self._cached_call(group.call_queue.run_lock) is not None
+        )
+
+    def can_use(self, given: torch.Tensor, received: torch.Tensor) -> bool:
+        """Return whether a call can use the memory of two tensors: they share none, or the row of this rank.
+
+        In shared memory an allgather writes nothing else to that row of the result.
+        """
+        if given.dtype is not received.dtype:
+            return False
+        own = received.data_ptr() + self._group.rank * given.nbytes
+        return (self._takes_own_row and given.data_ptr() == own) or not buffers.overlap(given, received)
 
     def run(self, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
         """Run the call in this thread."""

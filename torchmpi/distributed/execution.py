@@ -94,7 +94,7 @@ class GroupExecution(GroupProperties):
         target = in_memory(outputs, call.num_rows[1]) if outputs else None
         are_rows = (source is not None or not given) and (target is not None or not outputs)
         if source is not None and target is not None:
-            are_rows = source.dtype is target.dtype and not buffers.overlap(source, target)
+            are_rows = call.can_use(source, target)
         if not are_rows:
             return self._on_copies(call, given, outputs) if is_here else None
         if is_here:

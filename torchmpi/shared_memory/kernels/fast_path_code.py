@@ -138,15 +138,21 @@ def is_apart(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor):
 
 
 @inner
-def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows):
-    """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
+def has_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows):
+    """Return whether the target has `num_rows` rows like those of the source."""
     dims = max(num_dims(source), 1)
     if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
         return False
     for index in range(1, dims):
         if dim(target, index) != dim(source, index):
             return False
-    return is_apart(cached_call, source, target)
+    return True
+
+
+@inner
+def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows):
+    """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
+    return has_rows(cached_call, source, target, num_rows) and is_apart(cached_call, source, target)
 
 
 # --- entering ---------------------------------------------------------------------------------------------------
@@ -270,8 +276,12 @@ def enter_allgather(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     if numel < 0 or row_numel(source) == 0:
         return NOT_FAST
     num_rows = dim(source, 0) if num_dims(source) > 0 else 1
-    size = group_of(cached_call.call).size
-    if not fits(cached_call, source, target, num_rows * size):
+    group = group_of(cached_call.call)
+    if not has_rows(cached_call, source, target, num_rows * group.size):
+        return NOT_FAST
+    # The rows of this rank in the target may be the source: no kernel writes other values there.
+    own = data(target) + group.rank * numel * cached_call.call.item_bytes
+    if data(source) != own and not is_apart(cached_call, source, target):
         return NOT_FAST
     return enter_gathering(cached_call, source, numel, data(target), arguments)
 
