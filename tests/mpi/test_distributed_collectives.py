@@ -57,24 +57,49 @@ def test_long_tensors(agree, name):
         play(agree, name, setting._replace(asynchronous=is_asynchronous(mode, dist.get_rank())))
 
 
-def test_lists_and_rows_that_share_memory(agree):
+@pytest.mark.parametrize("asynchronous", (False, True))
+@pytest.mark.parametrize("numel", (5, 3000, 300_000))
+def test_lists_and_rows_that_share_memory(agree, numel, asynchronous):
     """As in FSDP: a rank's part is a view of the whole that is gathered, or reduced."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    whole = torch.zeros(size * 5)
-    whole[rank * 5 : rank * 5 + 5] = rank + 1.0
-    gathered = whole.clone()
-    torch_rig.all_gather_single(gathered, gathered[rank * 5 : rank * 5 + 5])
-    listed = whole.clone()
-    dist.all_gather(list(listed.chunk(size)), listed[rank * 5 : rank * 5 + 5])
-    summed = torch.arange(size * 5.0) + rank
-    torch_rig.reduce_scatter_single(summed[rank * 5 : rank * 5 + 5], summed)
-    expected = torch.arange(1.0, size + 1).repeat_interleave(5)
-    agree.equal(gathered, expected)
-    agree.equal(listed, expected)
-    agree.equal(
-        summed[rank * 5 : rank * 5 + 5],
-        (torch.arange(size * 5.0) * size + sum(range(size)))[rank * 5 : rank * 5 + 5],
-    )
+    own = slice(rank * numel, (rank + 1) * numel)
+    expected = torch.arange(1.0, size + 1).repeat_interleave(numel)
+    for number in range(3):  # the first one is made through Python
+        whole = torch.zeros(size * numel)
+        whole[own] = rank + 1.0
+        gathered, listed, summed = whole.clone(), whole.clone(), torch.arange(size * numel) % 7.0 + rank
+        works = [
+            torch_rig.all_gather_single(gathered, gathered[own], async_op=asynchronous),
+            dist.all_gather(list(listed.chunk(size)), listed[own], async_op=asynchronous),
+            torch_rig.reduce_scatter_single(summed[own], summed, async_op=asynchronous),
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+        agree.equal(gathered, expected, f"call {number}")
+        agree.equal(listed, expected, f"call {number} with a list")
+        total = (torch.arange(size * numel) % 7.0) * size + sum(range(size))
+        agree.equal(summed[own], total[own], f"call {number}")
+
+
+@pytest.mark.parametrize("numel", (1, 3000))
+def test_a_rank_with_equal_parts_may_omit_their_sizes(agree, numel):
+    """Its call is that of an alltoall, also of machine code, and the others exchange parts of any length."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numels = [[numel * (2 if 0 in (i, j) else 1 + (i + j) % 3) for j in range(size)] for i in range(size)]
+    sent, expected = numels[rank], [row[rank] for row in numels]
+    given = torch.cat([torch.full((each,), rank + 100.0 * to) for to, each in enumerate(sent)])
+    right = torch.cat([torch.full((each,), other + 100.0 * rank) for other, each in enumerate(expected)])
+    for number, mode in enumerate(MODES * 2):
+        found = torch.zeros(sum(expected))
+        even = torch.full((size,), float(rank))
+        dist.all_to_all_single(even, even.clone())  # equal parts on all ranks, so that machine code has the call
+        sizes = (None, None) if rank == 0 else (expected, sent)
+        work = dist.all_to_all_single(found, given, *sizes, async_op=is_asynchronous(mode, rank))
+        if work is not None:
+            work.wait()
+        agree.equal(found, right, f"call {number}")
+        agree.equal(even, torch.arange(float(size)))
 
 
 @pytest.mark.parametrize("asynchronous", (False, True))

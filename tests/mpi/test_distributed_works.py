@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from helpers.torch_rig import CALLS, Setting, wrong
 from hypothesis import strategies
 
 from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -84,23 +86,58 @@ def test_a_work_completes_without_being_waited_for(agree):
     agree.equal(tensor, torch.full((4,), float(dist.get_world_size())))
 
 
-def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):
-    """Calls of this package in the caller's thread, after warming up."""
-    package, calls, tensor = str(Path(runtime.__file__).parents[1]), [], torch.ones(8)
+IN_MACHINE_CODE = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all_single", "barrier",
+)  # fmt: skip
+
+
+def python_calls(call) -> tuple[list, object]:
+    """Return the functions of this package that a call enters in the caller's thread, and what it returns."""
+    package, functions = str(Path(runtime.__file__).parents[1]), []
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(package):
-            calls.append(frame.f_code)
+            functions.append(frame.f_code)
 
-    dist.all_reduce(tensor, async_op=True).wait()
     sys.setprofile(note)
     try:
-        work = dist.all_reduce(tensor, async_op=True)
+        result = call()
     finally:
         sys.setprofile(None)
-    work.wait()
-    agree(0 < len(calls) <= 13, [code.co_name for code in calls])
-    agree(len({code.co_filename for code in calls}) <= 9)
+    return functions, result
+
+
+def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):
+    """Calls of this package in the caller's thread, after warming up."""
+    tensor = torch.ones(8)
+    for _ in range(2):
+        dist.all_reduce(tensor, async_op=True).wait()
+    made, work = python_calls(lambda: dist.all_reduce(tensor, async_op=True))
+    agree(0 < len(made) <= 12, [code.co_name for code in made])
+    agree(len({code.co_filename for code in made}) <= 9)
+    begun, _ = python_calls(work.get_future)
+    ended, _ = python_calls(work.wait)
+    agree("perform" not in {code.co_name for code in (*begun, *ended)}, "the waiting thread runs it in machine code")
+
+
+@pytest.mark.parametrize("name", IN_MACHINE_CODE)
+def test_a_repeated_call_on_plain_tensors_runs_in_machine_code(agree, name):
+    """Those of the table of calls, with lists that are not adjacent too, in the caller or in a thread that waits."""
+    if fast_path.allreduce is fast_path._not_built:
+        pytest.skip("this Python or this PyTorch has no fast path")
+
+    def play(asynchronous: bool) -> None:
+        work, _ = CALLS[name](Setting(None, asynchronous=asynchronous))
+        if work is not None:
+            work.wait()
+
+    for asynchronous in (False, True):
+        play(asynchronous)
+        functions, _ = python_calls(partial(play, asynchronous))
+        is_list = asynchronous and name in ("all_gather", "gather", "scatter", "reduce_scatter")
+        through_python = "perform" in {code.co_name for code in functions}
+        agree(is_list or not through_python, [code.co_name for code in functions])
 
 
 def test_chained_futures(agree):

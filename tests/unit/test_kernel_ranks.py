@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from helpers.kernel_ranks import Ranks
+from helpers.kernel_ranks import Rank, Ranks
 
 from torchmpi.communicators import call_log
 from torchmpi.errors import MismatchError
 from torchmpi.shared_memory.memory_layout import RING_LENGTH
-from torchmpi.tensors import partition
+from torchmpi.tensors import dtypes, partition
 
 SIZES = (2, 3, 17, 70)
 # In an entry of the ring, in a slot as a whole, in chunks with an incomplete last one.
@@ -114,6 +114,23 @@ def test_reduce_scatter(ranks):
         check(ranks.call("reduce_scatter", parts, op="sum"), lambda rank, right=right: part_of(right, size, rank))
 
 
+def test_allgather_of_a_row_of_the_result(ranks):
+    """Also while other ranks read that row, which this one writes again with the same values."""
+    size = size_of(ranks)
+    for numel in NUMELS:
+        parts = values(ranks, numel)
+        wholes = [torch.zeros(size * numel) for _ in parts]
+        for rank, part in enumerate(parts):
+            wholes[rank][rank * numel : (rank + 1) * numel] = part
+        rows = [whole.split(numel)[rank] for rank, whole in enumerate(wholes)]
+        results = ranks.together(
+            lambda member, rows=rows, wholes=wholes: member.call("allgather", rows[member.rank], wholes[member.rank])
+        )
+        assert [result.data_ptr() for result in results] == [whole.data_ptr() for whole in wholes]
+        right = np.concatenate(arrays(parts))
+        check(results, lambda _, right=right: right)
+
+
 def test_alltoall(ranks):
     size = size_of(ranks)
     for numel in NUMELS:
@@ -122,6 +139,56 @@ def test_alltoall(ranks):
             ranks.call("alltoall", parts),
             lambda rank, parts=parts: np.concatenate([part_of(part.numpy(), size, rank) for part in parts]),
         )
+
+
+def exchanged(member: Rank, sizes: Sequence[Sequence[int]], apart: bool) -> list[torch.Tensor]:
+    """Return what a rank receives if rank i sends rank j `sizes[i][j]` elements, all of value i + 100 j."""
+    code = call_log.call_code("alltoall", None, dtypes.info(torch.float32).code)
+    sent, expected = sizes[member.rank], [row[member.rank] for row in sizes]
+    sources = [torch.full((numel,), float(member.rank + 100 * to)) for to, numel in enumerate(sent)]
+    parts = [torch.zeros(numel) for numel in expected]
+    if not apart:
+        sources, parts = list(torch.cat(sources).split(sent)), list(torch.cat(parts).split(expected))
+    operation = member.backend.bind(member.group, "exchange_parts", torch.float32, None)
+    member.group.shared.be_patient(polite=True)
+    member.log.enter(code, ())
+    try:
+        operation.run(sources, parts, 0)
+        member.log.leave()
+    except BaseException:
+        member.log.abandon()
+        raise
+    return parts
+
+
+def test_exchanges_of_equal_and_other_parts_meet(ranks):
+    """A rank with equal parts makes the call of an alltoall, and learns of the others that theirs are not equal."""
+    size = size_of(ranks)
+    for numel in (3, 700):
+        even = [[numel] * size for _ in range(size)]
+        mixed = [[numel if 0 in (i, j) else (i + 2 * j) % 4 for j in range(size)] for i in range(size)]
+        for sizes, apart in ((even, ()), (even, (0,)), (even, range(size)), (mixed, ()), (mixed, (size - 1,))):
+            found = ranks.together(
+                lambda member, sizes=sizes, apart=apart: exchanged(member, sizes, member.rank in apart)
+            )
+            for rank, parts in enumerate(found):
+                assert isinstance(parts, list), f"rank {rank}: {parts!r}"
+                for other, part in enumerate(parts):
+                    assert part.tolist() == [other + 100.0 * rank] * sizes[other][rank], (rank, other)
+
+
+@pytest.mark.parametrize("numels", ((3, 5), (0, 4)), ids=str)
+def test_all_ranks_refuse_an_exchange_of_which_sizes_differ(ranks, numels):
+    """Also if each rank has equal parts, and only the last one others than all."""
+    size = size_of(ranks)
+
+    def work(member: Rank) -> list[torch.Tensor]:
+        numel = numels[member.rank == size - 1]
+        return exchanged(member, [[numel] * size for _ in range(size)], apart=False)
+
+    results = ranks.together(work)
+    assert [type(result) for result in results] == [MismatchError] * size, results
+    assert any("which has room for" in str(result) for result in results), results
 
 
 def test_gather_and_scatter(ranks):

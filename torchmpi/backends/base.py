@@ -131,6 +131,16 @@ def announced(group: Group, operation: Operation) -> Operation:
     return Operation(after_announcement(operation.run), run_list)
 
 
+def on_rows(exchange: Run, size: int) -> Run:
+    """Return an exchange of equal parts of two contiguous tensors, given one of lists of parts."""
+
+    def run(source: torch.Tensor, destination: torch.Tensor, root: int) -> None:
+        shape = size, source.numel() // size
+        exchange(source.view(shape).unbind(), destination.view(shape).unbind(), root)
+
+    return run
+
+
 def by_size(parts: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation:
     """Return one operation from several, each for tensors of up to a number of bytes; the last takes all larger ones.
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..communicators.group import Group
@@ -84,18 +85,18 @@ def check_part_sizes(group: Group, sources: Sequence[torch.Tensor], destinations
         raise _different_sizes(group.where, sender, receiver, *sizes.tolist())
 
 
-def longest_part(sizes: torch.Tensor, where: str) -> int:
+def longest_part(sizes: npt.NDArray[np.int64], where: str) -> int:
     """Return the bytes of the longest part that any rank sends.
 
     `sizes[i, 0, j]` is the size of the part that rank i sends to rank j, `sizes[i, 1, j]` of the part that rank i
     receives from rank j. Raises the same MismatchError on all ranks if the two sides of a message differ.
 
-    >>> longest_part(torch.tensor([[[4, 8], [4, 2]], [[2, 4], [8, 4]]]), "rank 0")
+    >>> longest_part(np.array([[[4, 8], [4, 2]], [[2, 4], [8, 4]]]), "rank 0")
     8
     """
-    wrong = (sizes[:, 0] != sizes[:, 1].T).nonzero().tolist()
-    if wrong:
-        sender, receiver = wrong[0]
+    wrong = np.argwhere(sizes[:, 0] != sizes[:, 1].T)
+    if len(wrong):
+        sender, receiver = wrong[0].tolist()
         sent, room = int(sizes[sender, 0, receiver]), int(sizes[receiver, 1, sender])
         raise _different_sizes(where, sender, receiver, sent, room)
     return int(sizes[:, 0].max())

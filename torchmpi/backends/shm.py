@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..collective_specs import SPECS
@@ -35,21 +36,25 @@ from ..shared_memory.memory_layout import (
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
-from ..tensors import dtypes, partition
-from .base import Backend, Operation, TensorTable, collectives_of
+from ..tensors import buffers, dtypes, partition
+from .base import Backend, Operation, TensorTable, collectives_of, on_rows
 from .job_facts import JobFacts, problem_of_any
 from .mpi_messages import destination_for, longest_part, rows_of
 
 WHOLE_BYTES = 16 << 10
 """Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
 
+_SPINS, _YIELDS = records.GroupRecord.spins, records.GroupRecord.yields
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others.
 # Beside messages between hosts it gains nothing, and other hosts may share the cores, as containers do.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 # Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
-_MAX_DIMS = Entry.FIELDS - Entry.payload - 2
+_MOST_PAYLOAD = Entry.FIELDS - Entry.payload
+_MAX_DIMS = _MOST_PAYLOAD - 2
+_SIZES = -1
+"""In the place of the number of rows of an alltoall: a rank exchanges parts, whose sizes follow."""
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -120,6 +125,9 @@ class SharedMemoryBackend(Backend):
         spec = SPECS[collective]
         calls = (SharedReduction if spec.reduces else SharedMovement)(group, self.kernels, dtype, op)
         run: Run = _or_abort(getattr(calls, collective), calls.shared)
+        if collective == "exchange_parts" and dtype is not None:
+            code, even = call_code("alltoall", None, dtypes.info(dtype).code), on_rows(run, group.size)
+            return Operation(run, cached_call=CallsOfFastPath(calls, "alltoall", code, even).cached_call)
         if spec.tensors and (collective not in fast_path.COLLECTIVES or dtype is None):
             return Operation(run)
         code = call_code(collective, op, 0 if dtype is None or spec.only_root_passes else dtypes.info(dtype).code)
@@ -174,6 +182,7 @@ class SharedGroup(GroupResource):
             call_log=group.call_log.address,
             processes=self._processes.ctypes.data if all(processes) else 0,
         )
+        self._cells = self.record.cells
         polls_less = is_crowded or len(set(group.context.hosts)) > 1
         self._eager = (_CROWDED_SPINS if polls_less else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
@@ -206,8 +215,8 @@ class SharedGroup(GroupResource):
 
     def be_patient(self, *, polite: bool) -> None:
         """Set how kernels wait: `polite` with little polling beside a computation, otherwise for the lowest latency."""
-        spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
-        self.record.spins, self.record.yields = spins, yields
+        cells = self._cells  # twice in each call beside a computation, so without properties
+        cells[_SPINS], cells[_YIELDS] = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
 
     def payload(self, rank: int, seq: int) -> int:
         """Return the index of the payload of a call in the fields of the status board."""
@@ -451,7 +460,7 @@ class SharedMovement(SharedCalls):
         lengths = self.payloads()
         target = destination_for(source, sum(lengths) // (row_numel * source.element_size()), destination)
         self._send([source.data_ptr()] * self.size, [num_bytes] * self.size)
-        self._receive(target, lengths)
+        self._receive(target.data_ptr(), lengths)
         self.exchange(is_stream=True, longest=max(lengths))
         return target
 
@@ -473,9 +482,9 @@ class SharedMovement(SharedCalls):
         self._send([source.data_ptr()] * self.size, [sent] * self.size)
         if self.rank == root:
             destination = destination_for(source, sum(rows), destination)
-            self._receive(destination, lengths)
+            self._receive(destination.data_ptr(), lengths)
         else:
-            self._receive(source, [0] * self.size)
+            self._receive(source.data_ptr(), [0] * self.size)
         self.exchange(is_stream=True, longest=max(lengths))
         return destination if self.rank == root else None
 
@@ -525,22 +534,49 @@ class SharedMovement(SharedCalls):
         destination = destination_for(source, sum(received), destination)
         spans = partition.even_partition(num_rows, self.size)
         self._send([source.data_ptr() + first * row_bytes for first, _ in spans], [n * row_bytes for _, n in spans])
-        self._receive(destination, [count * row_bytes for count in received])
+        self._receive(destination.data_ptr(), [count * row_bytes for count in received])
         self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)
         return destination
 
     def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
-        """Send part j of `sources` to rank j, and fill part j of `destinations` from it."""
-        sizes = torch.tensor([[part.nbytes for part in parts] for parts in (sources, destinations)], device="cpu")
-        all_sizes = torch.empty((self.size, 2, self.size), dtype=torch.int64, device="cpu")
-        self.run("allgather", self.record(), sizes.data_ptr(), sizes.nbytes, all_sizes.data_ptr())
+        """Send part j of `sources` to rank j, and fill part j of `destinations` from it.
+
+        A rank whose parts are equal and adjacent makes the call of an alltoall, and the others may. Otherwise it
+        publishes -1 in the place of the number of elements, and behind it the sizes of its parts if they have room.
+        """
+        sent, expected = [part.nbytes for part in sources], [part.nbytes for part in destinations]
+        source, destination = sources[0].data_ptr(), destinations[0].data_ptr()
+        if buffers.are_rows(sources) and buffers.are_rows(destinations) and sent[0] == expected[0]:
+            numel = sources[0].numel() * self.size
+            if not self.run("alltoall", self.rootless, source, numel, self._item_bytes, destination):
+                return
+        else:
+            sizes = *sent, *expected
+            self.synchronize(*((_SIZES, *sizes) if len(sizes) < _MOST_PAYLOAD else (_SIZES,)))
+        all_sizes = self._sizes_of_parts(sent, expected)
         longest = longest_part(all_sizes, self.group.where)
-        self._send([part.data_ptr() for part in sources], sizes[0].tolist())
+        self._send([part.data_ptr() for part in sources], sent)
         self.transfers[:, records.Transfer.receive_address] = [part.data_ptr() for part in destinations]
-        self.transfers[:, records.Transfer.receive_bytes] = sizes[1]
-        # From seven ranks on the sizes go through the slots, because they do not fit into the payloads.
-        has_sent = sizes.nbytes + FIELD_BYTES > memory_layout.PAYLOAD_BYTES
-        self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
+        self.transfers[:, records.Transfer.receive_bytes] = expected
+        self.exchange(is_stream=False, longest=longest, has_sent=2 * self.size >= _MOST_PAYLOAD)
+
+    def _sizes_of_parts(self, sent: list[int], expected: list[int]) -> npt.NDArray[np.int64]:
+        """Return the bytes of the parts that each rank sends and expects, which the ranks have announced."""
+        size, own = self.size, np.array([sent, expected])
+        all_sizes = np.empty((size, 2, size), np.int64)
+        if 2 * size >= _MOST_PAYLOAD:
+            self._send([own.ctypes.data] * size, [own.nbytes] * size)
+            self._receive(all_sizes.ctypes.data, [own.nbytes] * size)
+            self.exchange(is_stream=True, longest=own.nbytes)
+            return all_sizes
+        fields, seq = self.shared.status_board.fields, self.seq
+        for rank in range(size):
+            at = self.shared.payload(rank, seq)
+            if fields[at] == _SIZES:
+                all_sizes[rank].flat = fields[at + 1 : at + 1 + 2 * size]
+            else:
+                all_sizes[rank] = fields[at] // size * self._item_bytes
+        return all_sizes
 
     exchange_matching_parts = exchange_parts  # also needs the length of the longest part
 
@@ -550,8 +586,8 @@ class SharedMovement(SharedCalls):
             lengths,
         )
 
-    def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
-        addresses = np.cumsum(lengths) - lengths + target.data_ptr()
+    def _receive(self, target: int, lengths: Sequence[int]) -> None:
+        addresses = np.cumsum(lengths) - lengths + target
         self.transfers[:, records.Transfer.receive_address], self.transfers[:, records.Transfer.receive_bytes] = (
             addresses,
             lengths,

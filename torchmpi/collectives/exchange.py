@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from ..backend_specs import BACKENDS
-from ..backends.base import bind
+from ..backends.base import bind, on_rows
 from ..communicators.call_log import ON_DEVICE, call_code
 from ..communicators.group import Group
 from ..communicators.plan import Plan, PlanKey, Run
@@ -21,7 +22,7 @@ from .dispatch import check_out, refuse_number
 from .prepared import checked_dtype, in_order
 
 T = TypeVar("T")
-_ANY_PARTS, _MATCHING_PARTS = "exchange_parts", "exchange_matching_parts"
+ANY_PARTS, _MATCHING_PARTS = "exchange_parts", "exchange_matching_parts"
 """The operations of exchanges: the first one compares the sizes of all parts."""
 
 
@@ -29,7 +30,7 @@ def exchange(
     group: Group,
     sources: Sequence[torch.Tensor],
     destinations: Sequence[torch.Tensor],
-    operation: str = _ANY_PARTS,
+    operation: str = ANY_PARTS,
 ) -> None:
     """Send `sources[j]` to rank j, and receive `destinations[j]` from rank j."""
     devices = {part.device.type for part in (*sources, *destinations)}
@@ -48,6 +49,17 @@ def exchange(
             buffers.overwrite(part, received)
         else:
             buffers.touch(part)
+
+
+def are_plain(source: torch.Tensor, destination: torch.Tensor) -> bool:
+    """Return whether parts of two tensors can be exchanged as they are: by :func:`exchange_plain`, without a check."""
+    are_alike = source.dtype is destination.dtype and buffers.is_plain(source) and buffers.is_plain(destination)
+    return are_alike and not buffers.overlap(source, destination)
+
+
+def exchange_plain(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """Run :func:`exchange` on contiguous parts of host tensors that share no memory."""
+    group.perform(_plan(group, sources[0].dtype, "cpu", ANY_PARTS), sources, destinations, 0)
 
 
 def _apart(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -171,10 +183,25 @@ def _plan(group: Group, dtype: torch.dtype, device_type: str, name: str) -> Plan
         if not on_device:
             backend = selector.select("alltoall", "cpu", group)[-1].backend
             backend = backend if name in backend.collectives else selector.network
-        run = bind(backend, group, name, dtype, None).run
-        plan = Plan("alltoall", code | ON_DEVICE if on_device else code, _in_order(run, group) if on_device else run)
+        operation = bind(backend, group, name, dtype, None)
+        run = _in_order(operation.run, group) if on_device else operation.run
+        plan = Plan("alltoall", code | ON_DEVICE if on_device else code, run)
         plan.backends, plan.is_on_device = ((None, backend.name),), on_device
+        plan.cached_call = operation.cached_call
         group.plans[key] = plan
+    return plan
+
+
+def rows_plan(group: Group, dtype: torch.dtype) -> Plan:
+    """Return the plan of an exchange of equal parts of two plain host tensors; other ranks may call `exchange`."""
+    plan = copy.copy(_plan(group, dtype, "cpu", ANY_PARTS))
+    work = on_rows(plan.run, group.size)
+
+    def run(source: torch.Tensor, destination: torch.Tensor, root: int) -> None:
+        work(source, destination, root)
+        buffers.touch(destination)
+
+    plan.run = run
     return plan
 
 

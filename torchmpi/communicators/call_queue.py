@@ -130,6 +130,8 @@ class CallQueue:
         self.name = name
         self.run_lock = RunLock()
         """Held while a call runs."""
+        self.queued_lock = RunLock()
+        """The lock for the fast path in a thread that holds `run_lock`, because it runs a queued call."""
         self.closed = False
         self._doing: str | None = None
         self.fast_calls: dict[Hashable, FastCall] = {}
@@ -224,12 +226,12 @@ class CallQueue:
         """
         if call is None and isinstance(task, events.DescribedTask):
             call = task.described_call
-        mark = streams.fence(subject)
+        mark = None if subject is None else streams.fence(subject)
         if mark is not None:
             task = partial(streams.queue, mark, mark.stream.device, task, task)
             return DeviceHandle(self.submit(task, description, call=call), description)
         handle: Handle[Any] = Handle(description)
-        if not self._threaded or self.runs_here():
+        if not self._threaded or (self._runner and self.runs_here()):
             if self.closed:
                 raise self._closed_error(description)
             # Queued by a call of this queue, the task would wait for its own end.
@@ -318,11 +320,14 @@ class CallQueue:
                 num_looks = 0
             self._is_rung = False
             while self._entries:
-                with self.run_lock:
+                self.run_lock.acquire()
+                try:
                     if self._entries:
                         self._num_run_by_waiters, self.in_background = 0, True
                         self._run(self._entries.popleft())
                         self.in_background = False
+                finally:
+                    self.run_lock.release()
             num_looks += 1
             with self._counting:
                 if self._entries:

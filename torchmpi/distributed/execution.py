@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..collective_specs import spec_of
+from ..collective_specs import SPECS, spec_of
 from ..collectives import dispatch
 from ..communicators.handle import Handle
-from ..communicators.plan import Plan, PlanKey
+from ..communicators.plan import PlanKey
+from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes, writable
 from ..timeline import events
 from . import membership
+from .arguments import divide, is_composed, op_name, scaled
+from .bound_calls import FORMS, BoundCall
 from .properties import GroupProperties
+from .rows import as_rows, deliver, in_memory, packed, result_rows
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, PendingWork, awaited_ranks, joined
 
 Tensors = list[torch.Tensor]
 
 _REPORT_SECONDS = 10.0
-_NAMES = {
-    "all_reduce": "allreduce", "allreduce_coalesced": "allreduce", "all_gather": "allgather",
-    "all_gather_into_tensor": "allgather", "all_to_all": "alltoall", "all_to_all_single": "alltoall",
-}  # fmt: skip
-"""The names that collectives of torch have here."""
+_NO_LIMIT = timedelta(0)
+_NAMES = {spec.torch_name: spec.name for spec in SPECS.values() if spec.torch_name}
+_NAMES |= {"allreduce_coalesced": "allreduce", "all_to_all_single": "alltoall"}
+"""The names that collectives of torch have here, if they differ."""
 
 
 class GroupExecution(GroupProperties):
@@ -39,13 +43,133 @@ class GroupExecution(GroupProperties):
         self._membership = membership.current(options)
         self._communicator = self._membership.open(options)
         self._group = self._communicator.intra
-        self._where = self._group.where
+        self._where, self._size = self._group.where, self._group.size
         # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
         self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
+        self._op_names: dict[tuple[int, torch.dtype | None], str] = {}
+        """Names of operations in one step, by torch's number and dtype, for the calls so far."""
+        self._awaited = partial(awaited_ranks, self._group)
         self._block: list[dist.Work] | None = None
         """The works of the calls so far in the block of a coalescing manager."""
+
+    def _on_plain(
+        self,
+        name: str,
+        given: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        options: CallOptions,
+        reduction: Any = None,
+        root: int = 0,
+    ) -> dist.Work | None:
+        """Make the native call; return None if it is not plain: for its tensors, its operation or a timeout of its own.
+
+        `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
+        may be empty, one tensor, or several that are rows.
+        """
+        dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
+        op = None
+        if reduction is not None:
+            kind = reduction.op.value, dtype  # hashing reduction.op itself takes 1 us
+            op = self._op_names.get(kind)
+            if op is None:
+                assert dtype is not None
+                if is_composed(reduction, dtype):
+                    return None
+                op = self._op_names[kind] = op_name(reduction, dtype)
+        calls, key = self._group.plans, (name, op, dtype, root)
+        call: BoundCall | None = calls.get(key)
+        if call is None:
+            call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
+        if options.timeout > _NO_LIMIT:
+            return None
+        self._refuse_read_only(given if call.changes else outputs, name)
+        is_here = not (self._by_messages or is_asynchronous(options))
+        if is_here and len(given) < 2 and len(outputs) < 2:  # machine code looks whether they are plain
+            tensors = given[0] if given else None, outputs[0] if outputs else None
+            if call.fast(*tensors, call, self._communicator, None) is not None:
+                return COMPLETED
+        source = in_memory(given, call.num_rows[0]) if given else None
+        target = in_memory(outputs, call.num_rows[1]) if outputs else None
+        are_rows = (source is not None or not given) and (target is not None or not outputs)
+        if source is not None and target is not None:
+            are_rows = call.can_use(source, target)
+        if not are_rows:
+            return self._on_copies(call, given, outputs) if is_here else None
+        if is_here:
+            call.run(source, target)
+            return COMPLETED
+        handle = call.submit(source, target, in_any_thread=not self._by_messages)
+        return self._begun(handle, list(outputs or given), options, self._group.timeout_seconds)
+
+    def _on_copies(
+        self, call: BoundCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> dist.Work | None:
+        """Make a synchronous call on plain tensors that are no rows in their own memory, or share it."""
+        tensors = *given, *outputs
+        if not all(map(buffers.is_plain, tensors)) or len({each.dtype for each in tensors}) > 1:
+            return None
+        if self._group.call_queue.pending:  # copies are made in the order of the calls
+            return None
+        source = packed(given, call.num_rows[0]) if given else None
+        target = None
+        if outputs:
+            target = as_rows(outputs[0].new_empty(sum([each.numel() for each in outputs])), call.num_rows[1])
+        call.run(source, target)
+        if target is not None:
+            deliver(target, outputs)
+        return COMPLETED
+
+    def _on_rows(
+        self,
+        name: str,
+        given: Tensors,
+        outputs: Tensors,
+        opts: CallOptions,
+        *,
+        reduction: Any = None,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Make a call of which a rank passes rows, the elements of `given` in their order, and receives `outputs`.
+
+        Both tables are in the memory of the tensors, if these are plain, and otherwise in copies.
+        """
+        work = self._on_plain(name, given, outputs, opts, reduction, root or 0)
+        if work is not None:
+            return work
+        first = (outputs or given)[0]
+        op = None if reduction is None else op_name(reduction, first.dtype)
+        if root is not None:
+            root = dispatch.check_root(self._group, root, name)
+        self._check(name, given, outputs)
+        collective, (num_given, num_received) = FORMS[name].collective, FORMS[name].num_rows(self._size)
+        key = PlanKey(collective, op, given[0].dtype if given else None, first.device.type)
+        plan = dispatch.plan_for(self._communicator, key)
+        if SPECS[collective].only_root_passes:
+            plan = plan.announcing(first.dtype, outputs[0].numel())
+
+        def task() -> None:
+            source = packed(given, num_given) if given else None
+            target = result_rows(outputs, num_received) if outputs else None
+            if source is not None and reduction is not None:
+                source = scaled(source, reduction)
+            self._group.perform(plan, source, target, root or 0)
+            if target is not None:
+                deliver(target, outputs)
+            if reduction is not None:
+                divide(outputs, reduction, self._size)
+
+        return self._launch(task, given, outputs or given, opts, name, op or "", -1 if root is None else root)
+
+    def _begun(self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float) -> dist.Work:
+        """Return the work of a call that has been queued; wait for a synchronous one."""
+        handle.awaited = self._awaited
+        limit = limit_seconds and limit_seconds + self._report_seconds
+        if not is_asynchronous(options):
+            handle.wait(limit or None)
+            return COMPLETED
+        return self._noted(PendingWork(handle, outputs, limit))
 
     def _launch(
         self,
@@ -59,27 +183,29 @@ class GroupExecution(GroupProperties):
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
-            for each in outputs:
-                seen = writable.known.get(id(each))
-                if seen is None or seen() is not each:  # as in is_writable(), without calls for a repeated tensor
-                    writable.refuse_read_only(each, self._where, collective)
+            self._refuse_read_only(outputs, collective)
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         limit = options.timeout.total_seconds()
         if limit > 0:
             task = partial(self._run_within, limit, task)
         else:
             limit = self._group.timeout_seconds
-        limit = limit and limit + self._report_seconds
         if events.show_call is not None:
             names = _NAMES.get(collective, collective), op, dtypes.short_name(outputs[0].dtype) if outputs else "", root
             task = self._group.shown(task, self._group.described, names, given, outputs)
-        if is_asynchronous(options):
-            return self._noted(PendingWork(self._submit(task, collective, tensor), outputs, limit))
-        if self._by_messages:
-            self._submit(task, collective, tensor).wait(limit or None)
-        else:
+        if not (self._by_messages or is_asynchronous(options)):
             self._group.call_queue.run(task, subject=tensor)
-        return COMPLETED
+            return COMPLETED
+        # A call in shared memory ends at its timeout itself, so that the thread that waits may run it.
+        description, ends_itself = f"{self._where}: {collective}", not self._by_messages
+        handle = self._group.call_queue.submit(task, description, tensor, in_any_thread=ends_itself)
+        return self._begun(handle, outputs, options, limit)
+
+    def _refuse_read_only(self, outputs: Sequence[torch.Tensor], collective: str) -> None:
+        for each in outputs:
+            seen = writable.known.get(id(each))
+            if seen is None or seen() is not each:  # as in is_writable(), without calls for a repeated tensor
+                writable.refuse_read_only(each, self._where, collective)
 
     def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
         """Run a task with another timeout than that of the group."""
@@ -89,14 +215,6 @@ class GroupExecution(GroupProperties):
         finally:
             if self._group.timeout_seconds == seconds:  # otherwise set_timeout was called meanwhile
                 self._group.timeout_seconds = usual
-
-    def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
-        """Queue a task, ordered after the work on the device of `tensor` so far."""
-        # A call in shared memory ends at its timeout itself, so that the thread that waits may run it.
-        description, ends_itself = f"{self._where}: {collective}", not self._by_messages
-        handle = self._group.call_queue.submit(task, description, tensor, in_any_thread=ends_itself)
-        handle.awaited = partial(awaited_ranks, self._group)
-        return handle
 
     def _coalesced(
         self, call: Callable[..., dist.Work], arguments: Iterable[tuple[Any, Any]], outputs: Tensors, opts: CallOptions
@@ -119,12 +237,11 @@ class GroupExecution(GroupProperties):
         works, self._block = self._block or [], None
         return joined(works, [])
 
-    def _rows_plan(self, collective: str, source: torch.Tensor, op: str | None = None) -> Plan:
-        """Return the plan of a call on rows, which are made of `source` when the call runs."""
-        return dispatch.plan_for(self._communicator, PlanKey(collective, op, source.dtype, source.device.type))
-
     def _check(self, collective: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        what = f"{self._where}: {collective}"
+        what, kinds = f"{self._where}: {collective}", {tensor.dtype for tensor in (*inputs, *outputs)}
+        if len(kinds) > 1:
+            names = ", ".join(map(str, kinds))
+            raise ArgumentError(f"{what}: tensors of different dtypes ({names}). Convert them to one.")
         for tensor in inputs:
             buffers.check(tensor, what)
         for tensor in outputs:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,10 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import collectives
 from ..collectives import dispatch, exchange
-from ..communicators.plan import Plan
-from ..config import Operation
+from ..communicators.plan import Plan, PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
@@ -43,7 +41,7 @@ from .arguments import (
     single,
 )
 from .execution import GroupExecution, Tensors
-from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
+from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
 from .torch_names import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -73,10 +71,10 @@ class ProcessGroup(GroupExecution):
     def __init__(self, options: BackendOptions, backend_name: str) -> None:
         super().__init__(options, backend_name)
         self.set_timeout(options.timeout)
-        self._op_names: dict[tuple[int, torch.dtype], Operation] = {}
-        """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
+        self._shared: set[int] = set()
+        """The addresses of those that were."""
         self.for_checkpoints: Any = None
         """The group on which torch saves checkpoints in the background, if this is the default group."""
         self._num_monitored = 0
@@ -99,32 +97,32 @@ class ProcessGroup(GroupExecution):
             tensor, *others = alike(tensors)
             if not isinstance(opts, AllreduceOptions):
                 opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
+        if is_asynchronous(opts) and tensor.layout is torch.strided:
+            is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
+            is_private = is_private and tensor.data_ptr() not in self._shared
+            if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
+                if is_private:
+                    self._may_share = bucket_memory.share(tensor)
+                    self._shared.add(tensor.data_ptr())
+                if events.recorder is not None:
+                    with self._labelled_bucket(tensor):
+                        return self.allreduce(tensors, opts)  # where it is no bucket, because of the caller
         reduction: Any = opts.reduceOp
-        number = reduction.op.value  # hashing reduction.op itself takes 1 us
-        op = self._op_names.get((number, tensor.dtype))
-        is_composite = False
-        if op is None:
-            op, is_composite = op_name(reduction, tensor.dtype), is_composed(reduction, tensor.dtype)
-            if not is_composite:
-                self._op_names[number, tensor.dtype] = op
+        if not (others or tensor.is_sparse):
+            work = self._on_plain("all_reduce", (tensor,), (), opts, reduction)
+            if work is not None:
+                return work
+        op, tensors = op_name(reduction, tensor.dtype), [tensor, *others]
         if tensor.is_sparse:
             return self._allreduce_sparse([torch_names.complex_original(tensor), *others], op, opts)
-        if not (is_asynchronous(opts) or is_composite or others or self._by_messages):
-            collectives.allreduce(tensor, op=op, comm=self._communicator)
-            return COMPLETED
         plan = dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
-        is_long = tensor.is_cpu and tensor.nbytes >= bucket_memory.MIN_BYTES
-        if is_long and self._may_share and torch_names.is_bucket_of_ddp(tensor):
-            self._may_share = bucket_memory.share(tensor)
         task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, 0)
         if others:
             self._check("allreduce", [], others)
-            task = partial(run_on_all, task, [tensor, *others], op)
-        if is_composite:
-            task = partial(self._run_composed, task, [tensor, *others], reduction)
-        is_bucket = events.recorder is not None and torch_names.is_bucket_of_ddp(tensor)
-        with self._labelled_bucket(tensor) if is_bucket else nullcontext():
-            return self._launch(task, [tensor, *others], [tensor, *others], opts, "all_reduce", op)
+            task = partial(run_on_all, task, tensors, op)
+        if is_composed(reduction, tensor.dtype):
+            task = partial(self._run_composed, task, tensors, reduction)
+        return self._launch(task, tensors, tensors, opts, "all_reduce", op)
 
     def _labelled_bucket(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """Label a call in timelines with the number of the bucket in this backward pass."""
@@ -205,6 +203,9 @@ class ProcessGroup(GroupExecution):
     ) -> dist.Work:
         """Reduce one tensor of all ranks into that of the root; the other tensors keep their values."""
         tensor, reduction = single(tensors), opts.reduceOp
+        work = self._on_plain("reduce", (tensor,), (), opts, reduction, opts.rootRank)
+        if work is not None:
+            return work
         op = op_name(reduction, tensor.dtype)
         root = dispatch.check_root(self._group, opts.rootRank, "reduce")
         plan = dispatch.plan_of(self._communicator, "reduce", tensor, op=op)
@@ -226,7 +227,7 @@ class ProcessGroup(GroupExecution):
         self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions
     ) -> dist.Work:
         """Reduce one tensor list of all ranks; each rank receives the entry of its number."""
-        output, parts = single(outputs), single(inputs)
+        output, parts = single(outputs), list(single(inputs))
         op = op_name(opts.reduceOp, output.dtype)
         if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
             raise ArgumentError(
@@ -234,18 +235,14 @@ class ProcessGroup(GroupExecution):
                 f"{parts[self.rank()].numel() if len(parts) > self.rank() else 0} elements and the output "
                 f"{output.numel()}. Pass one for each of the {self.size()} ranks; the output needs the same length."
             )
-        self._check("reduce_scatter", parts, [output])
-
-        def flat() -> torch.Tensor:
-            return scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
-
         if have_equal_lengths(parts):
-            return self._reduce_scatter_rows(output, parts, flat, op, opts)
+            return self._on_rows("reduce_scatter", parts, [output], opts, reduction=opts.reduceOp)
+        self._check("reduce_scatter", parts, [output])
         lengths = [part.numel() for part in parts]
         begin = sum(lengths[: self.rank()])
 
         def task() -> None:
-            work = flat()
+            work = scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
             plan = dispatch.plan_of(self._communicator, "allreduce", work, op=op)
             self._group.perform(plan.for_many(tuple((numel,) for numel in lengths)), work, None, 0)
             buffers.overwrite(output, work[begin : begin + output.numel()].view(output.shape))
@@ -258,33 +255,10 @@ class ProcessGroup(GroupExecution):
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
     ) -> dist.Work:
         """Reduce one tensor that holds the parts of all ranks; each rank receives its part."""
-        op = op_name(opts.reduceOp, output.dtype)
-        check_sizes(input, output, self.size(), f"{self._where}: reduce_scatter_tensor")
-        self._check("reduce_scatter", [input], [output])
-
-        def flat() -> torch.Tensor:
-            return scaled(input.detach().reshape(-1), opts.reduceOp)
-
-        return self._reduce_scatter_rows(output, [input], flat, op, opts)
+        check_sizes(input, output, self._size, self._where, "reduce_scatter_tensor")
+        return self._on_rows("reduce_scatter", [input], [output], opts, reduction=opts.reduceOp)
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
-
-    def _reduce_scatter_rows(
-        self,
-        output: torch.Tensor,
-        inputs: Tensors,
-        flat: Callable[[], torch.Tensor],
-        op: str,
-        opts: ReduceScatterOptions,
-    ) -> dist.Work:
-        target, plan = result_rows(output, 1), self._rows_plan("reduce_scatter", inputs[0], op)
-
-        def task() -> None:
-            self._group.perform(plan, as_rows(flat(), self.size()), target, 0)
-            deliver(target, output)
-            divide([output], opts.reduceOp, self.size())
-
-        return self._launch(task, inputs, [output], opts, "reduce_scatter", op)
 
     @apart_from_modes
     def reduce_scatter_single_coalesced(  # type: ignore[override]
@@ -306,6 +280,10 @@ class ProcessGroup(GroupExecution):
         if not 0 <= opts.rootTensor < len(tensors):
             raise ArgumentError(f"{self._where}: broadcast: tensor {opts.rootTensor} of {len(tensors)} does not exist.")
         tensor = tensors.pop(opts.rootTensor)
+        if not tensors:
+            work = self._on_plain("broadcast", (tensor,), (), opts, root=opts.rootRank)
+            if work is not None:
+                return work
         root = dispatch.check_root(self._group, opts.rootRank, "broadcast")
         plan = dispatch.plan_of(self._communicator, "broadcast", tensor)
         task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, root)
@@ -323,17 +301,13 @@ class ProcessGroup(GroupExecution):
         if others:
             return self._allgather_lists(outputs, [tensor, *others], opts)
         parts = list(single(outputs))
-        exchange.check(self._group, [tensor] * self.size(), parts, "all_gather")
-        if not have_equal_lengths([*parts, tensor]):
-            task = partial(exchange.exchange, self._group, [tensor] * self.size(), parts)
-            return self._launch(task, [tensor], parts, opts, "all_gather")
-        target, plan = stacked(parts), self._rows_plan("allgather", tensor)
-
-        def gather_rows() -> None:
-            self._group.perform(plan, as_rows(tensor, 1), target, 0)
-            deliver_each(target, parts)
-
-        return self._launch(gather_rows, [tensor], parts, opts, "all_gather")
+        if len(parts) == self._size and have_equal_lengths([*parts, tensor]):
+            return self._on_rows("all_gather", [tensor], parts, opts)
+        sources = [tensor] * self._size
+        exchange.check(self._group, sources, parts, "all_gather")
+        return self._launch(
+            partial(exchange.exchange, self._group, sources, parts), [tensor], parts, opts, "all_gather"
+        )
 
     def _allgather_lists(self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions) -> dist.Work:
         """Gather several tensors of each rank: as many lists receive all of them."""
@@ -345,14 +319,15 @@ class ProcessGroup(GroupExecution):
             )
         alike([*inputs, *parts])
         self._check("allgather", inputs, parts)
-        plan = self._rows_plan("allgather", inputs[0])
+        key = PlanKey("allgather", None, inputs[0].dtype, inputs[0].device.type)
+        plan = dispatch.plan_for(self._communicator, key)
 
         def task() -> None:
-            source = bucket_plan.pack(inputs)
+            source = packed(inputs, 1)
             target = source.new_empty((self.size(), source.numel()))
-            self._group.perform(plan, as_rows(source, 1), target, 0)
+            self._group.perform(plan, source, target, 0)
             for listed in outputs:
-                deliver_each(as_rows(target, num_parts), listed)
+                deliver(target, listed)
 
         work = self._launch(task, inputs, parts, opts, "all_gather")
         if isinstance(work, PendingWork):
@@ -364,15 +339,8 @@ class ProcessGroup(GroupExecution):
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions = torch_names.ALLGATHER
     ) -> dist.Work:
         """Gather one tensor of each rank into one tensor on all ranks."""
-        check_sizes(output, input, self.size(), f"{self._where}: all_gather_into_tensor")
-        self._check("allgather", [input], [output])
-        target, plan = result_rows(output, self.size()), self._rows_plan("allgather", input)
-
-        def task() -> None:
-            self._group.perform(plan, as_rows(input, 1), target, 0)
-            deliver(target, output)
-
-        return self._launch(task, [input], [output], opts, "all_gather_into_tensor")
+        check_sizes(output, input, self._size, self._where, "all_gather_into_tensor")
+        return self._on_rows("all_gather", [input], [output], opts)
 
     all_gather_single = _allgather_base
 
@@ -406,17 +374,7 @@ class ProcessGroup(GroupExecution):
                 f"{[part.numel() for part in parts]} elements; the input has {tensor.numel()}. "
                 f"Pass one like the input for each of the {self.size()} ranks."
             )
-        target = stacked(parts) if parts else None
-        self._check("gather", [], parts)
-        plan = dispatch.plan_of(self._communicator, "gather", tensor)
-        root = dispatch.check_root(self._group, opts.rootRank, "gather")
-
-        def task() -> None:
-            self._group.perform(plan, as_rows(tensor, 1), target, root)
-            if target is not None:
-                deliver_each(target, parts)
-
-        return self._launch(task, [tensor], parts or [tensor], opts, "gather", root=root)
+        return self._on_rows("gather", [tensor], parts, opts, root=opts.rootRank)
 
     @apart_from_modes
     def gather_single(
@@ -425,18 +383,8 @@ class ProcessGroup(GroupExecution):
         """Gather one tensor of each rank into one tensor on the root; the other ranks pass anything (torch 2.14)."""
         outputs = [output] if self.rank() == opts.rootRank else []
         for whole in outputs:
-            check_sizes(whole, input, self.size(), f"{self._where}: gather_single")
-        self._check("gather", [], outputs)
-        plan = dispatch.plan_of(self._communicator, "gather", input)
-        root = dispatch.check_root(self._group, opts.rootRank, "gather_single")
-        target = result_rows(output, self.size()) if outputs else None
-
-        def task() -> None:
-            self._group.perform(plan, as_rows(input, 1), target, root)
-            if target is not None:
-                deliver(target, output)
-
-        return self._launch(task, [input], outputs or [input], opts, "gather", root=root)
+            check_sizes(whole, input, self._size, self._where, "gather_single")
+        return self._on_rows("gather", [input], outputs, opts, root=opts.rootRank)
 
     @overloaded(ScatterOptions, 2, "root", "timeout")
     def scatter(  # type: ignore[override]
@@ -451,17 +399,7 @@ class ProcessGroup(GroupExecution):
                 f"{[part.numel() for part in parts]} elements; the output has {output.numel()}. "
                 f"Pass one like the output for each of the {self.size()} ranks."
             )
-        root, target = dispatch.check_root(self._group, opts.rootRank, "scatter"), result_rows(output, 1)
-        self._check("scatter", parts, [])
-        plan = dispatch.plan_of(self._communicator, "scatter", parts[0] if is_root else None, output)
-        plan = plan.announcing(output.dtype, *target.shape)
-
-        def task() -> None:
-            flat = torch.cat([part.detach().reshape(-1) for part in parts]) if is_root else None
-            self._group.perform(plan, None if flat is None else as_rows(flat, self.size()), target, root)
-            deliver(target, output)
-
-        return self._launch(task, parts, [output], opts, "scatter", root=root)
+        return self._on_rows("scatter", parts, [output], opts, root=opts.rootRank)
 
     @overloaded(AllToAllOptions, 2, "timeout")
     def alltoall(  # type: ignore[override]
@@ -483,13 +421,22 @@ class ProcessGroup(GroupExecution):
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
+        if not (output_split_sizes or input_split_sizes) and are_even(output, input, self._size):
+            work = self._on_plain("all_to_all_single", [input], [output], opts)
+            if work is not None:
+                return work
         what = f"{self._where}: all_to_all_single"
         sources = split(input, input_split_sizes, self.size(), f"{what}: the input")
         parts = split(output, output_split_sizes, self.size(), f"{what}: the output")
-        exchange.check(self._group, sources, parts, "all_to_all_single")
+        own = self._group.rank
+        if exchange.are_plain(input, output) and sources[own].numel() == parts[own].numel():
+            run: Callable[..., None] = exchange.exchange_plain
+        else:
+            exchange.check(self._group, sources, parts, "all_to_all_single")
+            run = exchange.exchange
 
         def task() -> None:
-            exchange.exchange(self._group, sources, parts)
+            run(self._group, sources, parts)
             buffers.touch(output)  # for autograd, the detached parts are not views of `output`
 
         return self._launch(task, [input], [output], opts, "all_to_all_single")
@@ -524,6 +471,9 @@ class ProcessGroup(GroupExecution):
     @overloaded(BarrierOptions, 0, "timeout")
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called."""
+        work = self._on_plain("barrier", (), (), opts)
+        if work is not None:
+            return work
         plan = dispatch.plan_for(self._communicator, dispatch.BARRIER)
         return self._launch(partial(self._group.perform, plan, None, None, 0), [], [], opts, "barrier")
 

@@ -20,14 +20,25 @@ def have_equal_lengths(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.numel() for tensor in tensors}) <= 1
 
 
-def check_sizes(whole: torch.Tensor, part: torch.Tensor, num_ranks: int, what: str) -> None:
+def check_sizes(whole: torch.Tensor, part: torch.Tensor, num_ranks: int, where: str, name: str) -> None:
     """Raise unless `whole` has room for a tensor like `part` of each rank."""
     if whole.numel() != part.numel() * num_ranks or whole.dtype != part.dtype:
         raise ArgumentError(
-            f"{what}: one tensor is {whole.dtype} {list(whole.shape)}, the other {part.dtype} {list(part.shape)}: the "
-            f"first must be of the same dtype and {num_ranks} times as long, {math.prod(part.shape) * num_ranks} "
-            "elements."
+            f"{where}: {name}: one tensor is {whole.dtype} {list(whole.shape)}, the other {part.dtype} "
+            f"{list(part.shape)}: the first must be of the same dtype and {num_ranks} times as long, "
+            f"{math.prod(part.shape) * num_ranks} elements."
         )
+
+
+def are_even(output: torch.Tensor, input: torch.Tensor, num_ranks: int) -> bool:
+    """Return whether two tensors have parts of one length for all ranks, along dim 0.
+
+    >>> are_even(torch.ones(4, 2), torch.ones(2, 4), 2), are_even(torch.ones(3), torch.ones(3), 2)
+    (True, False)
+    """
+    if not (output.dim() and input.dim()) or output.numel() != input.numel() or output.dtype is not input.dtype:
+        return False
+    return input.shape[0] % num_ranks == 0 == output.shape[0] % num_ranks
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int, what: str) -> list[torch.Tensor]:
@@ -46,60 +57,79 @@ def split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int, what: str)
     return list(torch.split(tensor.detach(), sizes))
 
 
-def as_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the elements, in order, as a matrix of `num_rows` rows.
+def in_memory(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor | None:
+    """Return the elements of plain host tensors, in order, as rows in their own memory; None if that is impossible.
 
-    >>> as_rows(torch.arange(6), 2)
-    tensor([[0, 1, 2],
-            [3, 4, 5]])
-    """
-    return tensor.detach().reshape(num_rows, tensor.numel() // num_rows)
-
-
-def result_rows(output: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return rows to receive into: the memory of `output` if that is contiguous, otherwise a new tensor.
-
-    >>> output = torch.zeros(4)
-    >>> result_rows(output, 2).data_ptr() == output.data_ptr()
-    True
-    """
-    if buffers.is_direct(output):
-        return output.detach().view(num_rows, output.numel() // num_rows)
-    return torch.empty((num_rows, output.numel() // num_rows), dtype=output.dtype, device=output.device)
-
-
-def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return rows to receive into, one per part: the memory of the parts if that is adjacent, otherwise a new tensor.
+    `num_rows` is that of a BoundCall: 0 for a tensor as it is, FLAT for one dimension.
 
     >>> whole = torch.zeros(2, 3)
-    >>> stacked([whole[0], whole[1]]).data_ptr() == whole.data_ptr()
+    >>> in_memory([whole[0], whole[1]], 2).data_ptr() == whole.data_ptr(), in_memory([whole.t()], 2)
+    (True, None)
+    """
+    if len(tensors) == 1:
+        if not buffers.is_plain(tensors[0]):
+            return None
+        return as_rows(tensors[0], num_rows) if num_rows else tensors[0]
+    dtype = tensors[0].dtype
+    are_plain = all([buffers.is_plain(tensor) and tensor.dtype is dtype for tensor in tensors])
+    return _adjacent(tensors) if are_plain else None
+
+
+def as_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return a contiguous tensor as rows.
+
+    >>> as_rows(torch.ones(6), 2).shape, as_rows(torch.ones(2, 3), -1).shape
+    (torch.Size([2, 3]), torch.Size([6]))
+    """
+    return tensor.view(num_rows, tensor.numel() // num_rows) if num_rows > 0 else tensor.view(-1)
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return contiguous tensors as rows in their own memory; None if they are not adjacent in one storage."""
+    first = tensors[0]
+    room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
+    if room < first.nbytes * len(tensors) or not buffers.are_rows(tensors):
+        return None
+    return first.as_strided((len(tensors), first.numel()), (first.numel(), 1))
+
+
+def packed(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """Return the elements, in order, as a matrix of `num_rows` rows: a view of a contiguous tensor, or a copy.
+
+    >>> packed([torch.ones(2), torch.zeros(2)], 2)
+    tensor([[1., 1.],
+            [0., 0.]])
+    """
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    return as_rows(flat[0] if len(flat) == 1 else torch.cat(flat), num_rows)
+
+
+def result_rows(outputs: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """Return rows to receive into: the memory of the outputs if they can be rows in it, otherwise a new tensor.
+
+    >>> output = torch.zeros(4)
+    >>> result_rows([output], 2).data_ptr() == output.data_ptr()
     True
     """
-    first = parts[0]
-    begin, num_bytes = first.data_ptr(), first.nbytes
-    room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
-    are_adjacent = (
-        buffers.is_direct(part) and part.data_ptr() == begin + index * num_bytes for index, part in enumerate(parts)
-    )
-    if room >= num_bytes * len(parts) and all(are_adjacent):
-        return first.detach().as_strided((len(parts), first.numel()), (first.numel(), 1))
-    return torch.empty((len(parts), first.numel()), dtype=first.dtype, device=first.device)
+    rows, detached = None, [output.detach() for output in outputs]
+    if all(map(buffers.is_direct, outputs)):
+        rows = as_rows(detached[0], num_rows) if len(outputs) == 1 else _adjacent(detached)
+    if rows is None:
+        numel = sum([output.numel() for output in outputs])
+        rows = detached[0].new_empty((num_rows, numel // num_rows))
+    return rows
 
 
-def deliver(rows: torch.Tensor, output: torch.Tensor) -> None:
-    """Copy received rows into the output, unless they are its memory.
+def deliver(rows: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Copy received rows into the outputs, each of which gets as many, unless they are its memory.
 
-    >>> output = torch.zeros(2, 1)
-    >>> deliver(torch.ones(1, 2), output); output.tolist()
-    [[1.0], [1.0]]
+    >>> outputs = [torch.zeros(2), torch.zeros(2)]
+    >>> deliver(torch.ones(2, 2), outputs); outputs
+    [tensor([1., 1.]), tensor([1., 1.])]
     """
-    if rows.data_ptr() != output.data_ptr() or not buffers.is_direct(output):
-        buffers.overwrite(output, rows.view(output.shape))
-    else:
-        buffers.touch(output)
-
-
-def deliver_each(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy each received row into its part, as :func:`deliver` does."""
-    for row, part in zip(rows, parts, strict=True):
-        deliver(row, part)
+    parts = rows.view(len(outputs), rows.numel() // len(outputs))
+    for part, output in zip(parts, outputs, strict=True):
+        if part.data_ptr() != output.data_ptr() or not buffers.is_direct(output):
+            buffers.overwrite(output, part.view(output.shape))
+        else:
+            buffers.touch(output)

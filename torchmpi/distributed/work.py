@@ -97,8 +97,11 @@ class PendingWork(dist.Work):
     def get_future(self) -> Future:
         """Return a future of the tensors that the call writes."""
         if self._future is None:
-            devices: list[Any] = sorted({tensor.device for tensor in self._outputs if not tensor.is_cpu}, key=str)
-            ended: Future = torch.futures.Future(devices=devices)
+            devices: list[Any] = []
+            for tensor in self._outputs:
+                if not (tensor.is_cpu or tensor.device in devices):
+                    devices.append(tensor.device)
+            ended: Future = torch.futures.Future(devices=sorted(devices, key=str))
             # C++ waits for the child: only a child carries an error in the form that C++ expects. A future that was
             # given an exception in Python returns it as its value (torch 2.13).
             self._future = ended.then(methodcaller("value"))

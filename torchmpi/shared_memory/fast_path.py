@@ -118,6 +118,10 @@ class CachedCall(NamedTuple):
     """``settle(status, source, destination)`` continues after a kernel that returned a status."""
     abort: Callable[[], None]
     """Abort the call on this rank, and publish the abort."""
+    first_dim: int | None = None
+    """The first dimension that is part of the signature, if not that of the fast path."""
+    rows: tuple[int, int] = (0, 0)
+    """As how many rows the tensors are taken: see `given_rows` in :class:`~.kernels.records.CachedCallRecord`."""
 
 
 class _FastPath:
@@ -170,7 +174,9 @@ class _FastPath:
             run_lock=cached_call.run_lock.address,
             code=cached_call.code,
             signed_code=cached_call.signed_code,
-            first_dim=_FIRST_DIMS.get(self.name, 0),
+            first_dim=_FIRST_DIMS.get(self.name, 0) if cached_call.first_dim is None else cached_call.first_dim,
+            given_rows=cached_call.rows[0],
+            received_rows=cached_call.rows[1],
         )
         self.cached_calls[name] = cached_call, record
         self.record.first_call = record
@@ -230,6 +236,12 @@ def _pass_through_python(is_traced: bool) -> None:
     global _num_traces
     _num_traces += 1 if is_traced else -1
     invalidate()
+
+
+def entry(which: str) -> _Entry:
+    """Return a fast path by name."""
+    function: _Entry = globals()[which]
+    return function
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:

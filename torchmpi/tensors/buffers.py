@@ -66,6 +66,19 @@ def is_plain(tensor: object) -> bool:
         return False
 
 
+def are_rows(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether contiguous tensors are of one length, and one behind the other in memory.
+
+    >>> are_rows(torch.ones(3, 2).unbind()), are_rows([torch.ones(2), torch.ones(2)])
+    (True, False)
+    """
+    begin, num_bytes = tensors[0].data_ptr(), tensors[0].nbytes
+    for index, tensor in enumerate(tensors):
+        if tensor.nbytes != num_bytes or (num_bytes and tensor.data_ptr() != begin + index * num_bytes):
+            return False
+    return True
+
+
 def is_plain_on_gpu(tensor: object) -> bool:
     """Return whether a value is a contiguous tensor on a GPU that needs no further checks.
 

@@ -36,7 +36,7 @@ from ..compiler.cpython import (
     take_gil,
     tuple_of_one,
 )
-from ..memory_layout import MAX_LOG_DIMS, LockFields
+from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, LockFields
 from ..typed_records import Array, Record, Word, Words
 from .access import group_of
 from .intrinsics import copy, load, store
@@ -44,6 +44,7 @@ from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
 from .movement import rows_before
 from .records import (
+    FLAT,
     NOT_FAST,
     Arguments,
     CachedCallRecord,
@@ -103,6 +104,22 @@ def plain_numel(cached_call: CachedCallRecord, tensor: DLTensor):
 
 
 @inner
+def take_as_rows(cached_call: CachedCallRecord, tensor: DLTensor, num_rows, dims: Words):
+    """Describe a tensor by another shape, of the same elements in order; return whether it can be."""
+    if num_rows == 0:
+        return True
+    numel = plain_numel(cached_call, tensor)
+    if numel < 0 or (num_rows != FLAT and numel % num_rows != 0):
+        return False
+    is_flat = num_rows == FLAT
+    row = 1 if is_flat else numel // num_rows
+    dims[0], dims[1], dims[2] = numel if is_flat else num_rows, row, 1
+    tensor.shape, tensor.strides = dims, Words(dims + FIELD_BYTES)
+    tensor.num_dims_and_dtype = dtype_of(tensor) << 32 | (1 if is_flat else 2)
+    return True
+
+
+@inner
 def row_numel(tensor: DLTensor):
     """Return the number of elements of a row; a 0-dim tensor is one row of one element."""
     numel = 1
@@ -121,15 +138,21 @@ def is_apart(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor):
 
 
 @inner
-def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows):
-    """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
+def has_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows):
+    """Return whether the target has `num_rows` rows like those of the source."""
     dims = max(num_dims(source), 1)
     if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
         return False
     for index in range(1, dims):
         if dim(target, index) != dim(source, index):
             return False
-    return is_apart(cached_call, source, target)
+    return True
+
+
+@inner
+def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows):
+    """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
+    return has_rows(cached_call, source, target, num_rows) and is_apart(cached_call, source, target)
 
 
 # --- entering ---------------------------------------------------------------------------------------------------
@@ -253,8 +276,12 @@ def enter_allgather(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     if numel < 0 or row_numel(source) == 0:
         return NOT_FAST
     num_rows = dim(source, 0) if num_dims(source) > 0 else 1
-    size = group_of(cached_call.call).size
-    if not fits(cached_call, source, target, num_rows * size):
+    group = group_of(cached_call.call)
+    if not has_rows(cached_call, source, target, num_rows * group.size):
+        return NOT_FAST
+    # The rows of this rank in the target may be the source: no kernel writes other values there.
+    own = data(target) + group.rank * numel * cached_call.call.item_bytes
+    if data(source) != own and not is_apart(cached_call, source, target):
         return NOT_FAST
     return enter_gathering(cached_call, source, numel, data(target), arguments)
 
@@ -372,8 +399,8 @@ class Error(Record):
 
 
 _MOST_ARGUMENTS = 8
-_described, _written, _error, _word = (
-    on_stack(num_fields) for num_fields in (DLTensor.FIELDS, Arguments.FIELDS + _MOST_ARGUMENTS, Error.FIELDS, 1)
+_described, _dims, _written, _error, _word = (
+    on_stack(num_fields) for num_fields in (DLTensor.FIELDS, 3, Arguments.FIELDS + _MOST_ARGUMENTS, Error.FIELDS, 1)
 )
 
 
@@ -527,7 +554,14 @@ def entry(spec: FastPathKernel) -> Function:
         source = first if takes_tensor or not takes_out else last
         target = last if takes_out else first
         cached_call, arguments = find_cached_call(path.first_call, source, key, comm), Arguments(_written())
-        if not cached_call or enter(cached_call, source, target, arguments_of(arguments)) != 0:
+        if not cached_call:
+            return new_reference(path.none)
+        given, received = Words(_dims()), Words(_dims())
+        if takes_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, given):
+            return new_reference(path.none)
+        if takes_out and not take_as_rows(cached_call, last, cached_call.received_rows, received):
+            return new_reference(path.none)
+        if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
         thread = release_gil()
         status = run(cached_call.call, arguments)

@@ -514,6 +514,9 @@ IS_LATE = -1
 # --- Fast path (see torchmpi.shared_memory.fast_path) -----------------------------------------------------------
 
 
+FLAT = -1
+
+
 class CachedCallRecord(Record):
     """A call that the fast path can run, with the arguments that identify it."""
 
@@ -536,6 +539,9 @@ class CachedCallRecord(Record):
     """The code in the signature."""
     first_dim = Word()
     """First dimension that is part of the signature."""
+    given_rows = Word()
+    received_rows = Word()
+    """As how many rows the tensors are taken, whatever their shapes; 0: with their shapes, FLAT: as one dimension."""
 
 
 class FastPath(Record):

@@ -1,0 +1,174 @@
+"""The calls of torch.distributed that are calls of torchmpi: on which rows, by which plan, by which machine code.
+
+A call on plain host tensors is a :class:`BoundCall`, made once for each operation, dtype and root: the plan of the
+native call, bound to the fast path that runs it. What is not plain is copied around the same plan
+(:mod:`.process_group`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..collective_specs import SPECS
+from ..collectives import dispatch, exchange
+from ..communicators.call_queue import RunLock
+from ..communicators.communicator import Communicator
+from ..communicators.handle import Handle
+from ..communicators.plan import PLAIN, Plan, PlanKey
+from ..session import runtime
+from ..shared_memory import fast_path
+from ..shared_memory.kernels.records import FLAT
+from ..tensors import buffers
+from ..timeline import events
+
+
+class Form(NamedTuple):
+    """A collective of torch, as one of torchmpi."""
+
+    collective: str
+    """The row of its plan in :data:`~torchmpi.collective_specs.SPECS`, from which the numbers of rows follow."""
+    fast_path: str
+    fast_path_of_others: str = ""
+    """That of the ranks other than the root, if they have one of their own."""
+
+    def num_rows(self, size: int) -> tuple[int, int]:
+        """Return of how many rows the tensors consist that a rank passes and receives; 0 if they are used as they are.
+
+        FLAT is one dimension: the parts of an exchange may differ in length, and so are compared apart from the call.
+
+        >>> FORMS["all_gather"].num_rows(4), FORMS["reduce_scatter"].num_rows(4), FORMS["all_reduce"].num_rows(4)
+        ((1, 4), (4, 1), (0, 0))
+        """
+        spec = SPECS[self.collective]
+        if spec.divides and spec.gathers:
+            return FLAT, FLAT
+        if not (spec.divides or spec.gathers):
+            return 0, 0
+        return size if spec.divides else 1, size if spec.gathers else 1
+
+
+FORMS = {
+    "all_reduce": Form("allreduce", "allreduce"),
+    "reduce": Form("reduce", "reduce"),
+    "broadcast": Form("broadcast", "broadcast"),
+    "all_gather": Form("allgather", "allgather"),
+    "gather": Form("gather", "gather", "give"),
+    "scatter": Form("scatter", "scatter", "receive"),
+    "reduce_scatter": Form("reduce_scatter", "reduce_scatter"),
+    "all_to_all_single": Form("exchange_parts", "alltoall"),
+    "barrier": Form("barrier", "barrier"),
+}
+"""By the name in torch."""
+
+
+class BoundCall:
+    """A call on plain host tensors of one dtype, with one operation and root.
+
+    Attributes:
+        fast: The fast path: ``fast(given, received, call, communicator, None)`` is None if Python must run the call.
+        num_rows: See :meth:`Form.num_rows`.
+        changes: Whether it overwrites the tensor that this rank passes.
+    """
+
+    def __init__(
+        self, communicator: Communicator, name: str, op: str | None, dtype: torch.dtype | None, root: int
+    ) -> None:
+        form, group = FORMS[name], communicator.intra
+        spec = SPECS[form.collective]
+        if spec.is_rooted:
+            root = dispatch.check_root(group, root, name)
+        self._communicator, self._group, self._dtype, self._root = communicator, group, dtype, root
+        self._description = f"{group.where}: {name}"
+        self.num_rows = form.num_rows(group.size)
+        if form.collective == exchange.ANY_PARTS:
+            assert dtype is not None
+            self._plan = exchange.rows_plan(group, dtype)
+        else:
+            self._plan = dispatch.plan_for(communicator, PlanKey(form.collective, op, dtype, PLAIN))
+        self.changes = spec.changes(root == group.rank)
+        self._announces = spec.only_root_passes
+        is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
+        self._fast_path = form.fast_path_of_others if is_other else form.fast_path
+        self._queued = object()
+        """Identifies the cached call of threads that run a queued call, as the object itself that of others."""
+        self.fast = fast_path.entry(self._fast_path)
+        self._takes_own_row = (
+            form.collective == "allgather" and self._cached_call(group.call_queue.run_lock) is not None
+        )
+
+    def can_use(self, given: torch.Tensor, received: torch.Tensor) -> bool:
+        """Return whether a call can use the memory of two tensors: they share none, or the row of this rank.
+
+        In shared memory an allgather writes nothing else to that row of the result.
+        """
+        if given.dtype is not received.dtype:
+            return False
+        own = received.data_ptr() + self._group.rank * given.nbytes
+        return (self._takes_own_row and given.data_ptr() == own) or not buffers.overlap(given, received)
+
+    def run(self, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
+        """Run the call in this thread."""
+        if self.fast(given, received, self, self._communicator, None) is None:
+            plan = self._plan_for(received)
+            self._cache(self, self._group.call_queue.run_lock)
+            self._group.call(plan, given, received, self._root)
+
+    def submit(self, given: torch.Tensor | None, received: torch.Tensor | None, *, in_any_thread: bool) -> Handle[Any]:
+        """Run the call in the background."""
+        runtime.current()  # raises in a forked child
+        return self._group.call_queue.submit(
+            partial(self._run_queued, given, received),
+            self._description,
+            call=partial(self._describe, given, received),
+            in_any_thread=in_any_thread,
+        )
+
+    def _run_queued(self, given: torch.Tensor | None, received: torch.Tensor | None) -> Any:
+        """Run the call in a thread that holds the run lock."""
+        group, key = self._group, self._queued
+        shared = group.shared if group.call_queue.in_background else None
+        if shared is not None:
+            shared.be_patient(polite=True)
+        try:
+            result = self.fast(given, received, key, self._communicator, None)
+        finally:
+            if shared is not None:
+                shared.be_patient(polite=False)
+        if result is None:
+            plan = self._plan_for(received)
+            self._cache(key, group.call_queue.queued_lock)
+            result = group.perform(plan, given, received, self._root)
+        return result
+
+    def _describe(self, given: torch.Tensor | None, received: torch.Tensor | None) -> events.ShownCall:
+        return self._group.described_call(self._plan_for(received), given, received, self._root)
+
+    def _plan_for(self, received: torch.Tensor | None) -> Plan:
+        """Return the plan; that of a scatter compares what all ranks receive, which native ones need not know."""
+        runtime.current()  # raises in a forked child
+        if not self._announces:
+            return self._plan
+        assert received is not None
+        return self._plan.announcing(received.dtype, received.numel())
+
+    def _cache(self, key: object, run_lock: RunLock) -> None:
+        """Let the fast path run the next call; `key` and run lock depend on the thread that makes it."""
+        name = key, self._dtype, self._communicator
+        fast_path.cache_call(self._fast_path, name, partial(self._cached_call, run_lock))
+
+    def _cached_call(self, run_lock: RunLock) -> fast_path.CachedCall | None:
+        plan, group = self._plan, self._group
+        if plan.cached_call is None or group.call_queue.closed or group.shared is None:
+            return None
+        cached: fast_path.CachedCall | None = plan.cached_call(self._root, None)
+        if cached is None:
+            return None
+        if self._announces and self._dtype is not None:
+            announced = plan.code ^ plan.announcing(self._dtype).code
+            cached = cached._replace(
+                code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
+            )
+        return cached._replace(rows=self.num_rows, run_lock=run_lock)
