@@ -9,8 +9,8 @@ import torch
 
 from torchmpi.backends import base
 from torchmpi.backends.base import Operation, refusal
+from torchmpi.backends.call_comparison import CallComparison
 from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
-from torchmpi.backends.hierarchical.host_comparison import comparison_for
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.mpi_messages import rows_of
 from torchmpi.backends.p2p_backend import P2PBackend
@@ -115,7 +115,7 @@ class Ranks:
         }
         check = "strict" if compared else "off"
         context = GroupContext(world.MPI, world.hosts, check=check, threaded=True, slot_bytes=0)
-        context.make_comparison = lambda group: comparison_for(group, self.shared, self.mpi)
+        context.make_comparison = lambda group: CallComparison(group, self.shared, self.mpi)
         self.group = Group(comm, "world", tuple(comm.members), context)
         for part in (self.group, self.group.local, self.group.across):
             if part is not None:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi.backends import number_exchange
-from torchmpi.backends.hierarchical.host_comparison import HostComparison
+from torchmpi.backends.call_comparison import CallComparison
 from torchmpi.backends.number_exchange import NumberExchange, can_carry, most_carried
 from torchmpi.communicators.group import Group
 from torchmpi.config import BackendName, Config, Operation
@@ -130,9 +130,9 @@ def test_short_vectors_have_the_bits_of_long_ones(agree, placement):
 def test_hosts_are_compared_by_their_first_ranks(agree, placement):
     made = runtime.current().world.comparison
     is_first = placement.index(placement[RANK]) == RANK
-    agree.equal(isinstance(made, HostComparison), len(set(placement)) < SIZE)
-    if isinstance(made, HostComparison):
-        agree.equal(made.exchange is not None, is_first)
+    has_steps = len(set(placement)) < SIZE
+    agree(isinstance(made, CallComparison) and made.in_steps == has_steps)
+    agree(isinstance(made, CallComparison) and (made.exchange is not None) == (is_first or not has_steps))
 
 
 def test_a_number_that_one_rank_lacks_or_changes(agree):
