@@ -182,7 +182,7 @@ def cached(placement) -> None:
         mpi.allreduce(ones(SHORT))
     if fast_path.allreduce is fast_path._not_built or runtime.current().context.sleeps_before_mpi:
         pytest.skip("no fast path here")
-    local = runtime.current().world.local
+    local = runtime.current().world.intra_host
     if mpi.allreduce(local is not None and local.status_board is None, op="max"):
         pytest.skip("ranks of one simulated host share no memory")
 
@@ -223,7 +223,7 @@ def test_ranks_of_both_paths_meet(agree, placement, cached):
 
 def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, placement, cached):
     """Regression: a rank requested the call of another one of its host, which took half a second, for no message."""
-    local = runtime.current().world.local
+    local = runtime.current().world.intra_host
     board = None if local is None else local.call_log.log_board
     num_requests = board and board.get(local.rank, Block.asked)
     for odd in range(SIZE):
@@ -240,7 +240,7 @@ def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, place
 
 def test_both_paths_leave_the_same_records(agree, placement, cached):
     world = runtime.current().world
-    groups = [world] if world.local is None else [world, world.local]
+    groups = [world] if world.intra_host is None else [world, world.intra_host]
     seen = []
     for by_fast_path in (True, False):
         before = [{call: number["calls"] for call, number in each.items()} for each in counts(groups)]
@@ -255,7 +255,7 @@ def test_both_paths_leave_the_same_records(agree, placement, cached):
         allreduces = mpi.metrics()["calls"]["world"]["allreduce"]
         agree.equal(round(allreduces["waited"] + allreduces["moved"], 9), round(allreduces["seconds"], 9))
         agree(all(group.call_log.current is None for group in groups), "still active")
-        seen.append((added, last[-1] if world.local else last[0][-1:], world.call_log.recent(1)[0].shape))
+        seen.append((added, last[-1] if world.intra_host else last[0][-1:], world.call_log.recent(1)[0].shape))
     agree.equal(str(seen[0]).replace("torch.Size", "tuple"), str(seen[1]).replace("torch.Size", "tuple"))
 
 
@@ -267,7 +267,7 @@ def counts(groups: list[Group]) -> list[dict[str, dict[str, float]]]:
 
 def test_steps_are_recorded_in_a_timeline(agree, placement, cached, tmp_path):
     folder = tmp_path / str(RANK)  # hosts may have no common folder
-    has_steps = runtime.current().world.local is not None  # of this rank
+    has_steps = runtime.current().world.intra_host is not None  # of this rank
     with mpi.timeline.start(folder):
         for _ in range(4):
             mpi.allreduce(ones(SHORT))

@@ -115,14 +115,14 @@ def test_allreduce_of_any_number_of_ranks(size: int) -> None:
 
 # For short reductions the rule takes the MPI library, of which the simulator has the allreduce alone.
 @pytest.mark.parametrize(
-    ("hosts", "across"),
+    ("hosts", "inter"),
     [
         *((hosts, "p2p") for hosts in ("aabb", "abab", "aab", "abbc", "aaabbbccc", "abcabcabc")),
         *((hosts, "rule") for hosts in ("abbc", "abcabc", "aaabc", "aabbccddeeff")),
     ],
 )
-def test_hierarchical_adds_within_the_hosts_first(hosts: str, across: str) -> None:
-    run_collectives("hierarchical", [ord(host) for host in hosts], (1, 700, 9000), across=across)
+def test_hierarchical_adds_within_the_hosts_first(hosts: str, inter: str) -> None:
+    run_collectives("hierarchical", [ord(host) for host in hosts], (1, 700, 9000), inter=inter)
 
 
 def test_an_allreduce_over_hosts_sends_each_byte_no_more_than_necessary() -> None:
@@ -149,7 +149,7 @@ def test_many_ranks(size: int, backend: str) -> None:
     vectors = torch.randn(size, 300, generator=torch.Generator().manual_seed(1))
 
     def work(comm: Comm) -> torch.Tensor:
-        call = Ranks(comm, across="p2p").prepare("allreduce", backend, torch.float32, "sum")
+        call = Ranks(comm, inter="p2p").prepare("allreduce", backend, torch.float32, "sum")
         result: torch.Tensor = call(vectors[comm.rank].clone())
         return result
 

@@ -43,9 +43,9 @@ class CallComparison:
         self._shared, self._network = shared, network
         num_hosts = len(group.placement.groups)
         self.in_steps = num_hosts not in (1, group.size) and refusal(shared, "barrier", "cpu") is None
-        self.intra = group.local if self.in_steps else None
+        self.intra = group.intra_host if self.in_steps else None
         sends = not self.in_steps or group.placement.members[group.rank].intra_rank == 0
-        between = group.across if self.in_steps else group
+        between = group.inter_host if self.in_steps else group
         self.exchange = NumberExchange(group.context.MPI, between.comm) if sends and between is not None else None
         self.most_carried = most_carried(num_hosts if self.in_steps else group.size, in_steps=self.in_steps)
         """The size of the longest vectors that are sent between the hosts in the messages of a comparison."""

@@ -33,7 +33,7 @@ class Member(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A parent group split into intra groups by key, and the inter groups across them.
+    """A parent group split into intra groups by key, and the inter groups between them.
 
     `groups` are in order of their smallest parent rank, `members` is indexed by parent rank.
     """
@@ -118,7 +118,7 @@ class _LevelGroup(NamedTuple):
         return _LevelGroup(self.level + 1, self.member.intra_rank, len(self.member.intra), self.splits[1:])
 
     def inter_step(self, collective: CollectiveName, root: int | None = None) -> Iterator[Step]:
-        """Yield the step across the groups one level down, if this rank is in it and there are several groups."""
+        """Yield the step between the groups one level down, if this rank is in it and there are several groups."""
         if self.member.inter is not None and len(self.split.groups) > 1:
             yield Step(self.level + 1, "inter", collective, root)
 

@@ -46,7 +46,7 @@ def prepare(
     steps = StepSequence(
         collective,
         group.rank,
-        {(1, "intra"): group.local, (1, "inter"): group.across},
+        {(1, "intra"): group.intra_host, (1, "inter"): group.inter_host},
         _plan(group, collective, partial_results, chunk_numel),
         runner,
         partial_results=partial_results,
@@ -87,9 +87,9 @@ def _plan(
     return allreduce_of
 
 
-def _inside(group: Group) -> Group:
-    assert group.local is not None
-    return group.local
+def _intra(group: Group) -> Group:
+    assert group.intra_host is not None
+    return group.intra_host
 
 
 def _note_algorithm(group: Group) -> None:
@@ -100,8 +100,7 @@ def _note_algorithm(group: Group) -> None:
 class HostAllgather:
     """Allgather over hosts; no byte is sent to a host twice.
 
-    On a grid: between hosts among the ranks of each position, then inside. On a tree: gather to the first rank of each
-    host, allgather between those, broadcast inside.
+    On a grid: inter allgather, intra allgather. On a tree: intra gather, inter allgather, intra broadcast.
     """
 
     def __init__(self, group: Group, runner: StepRunner) -> None:
@@ -131,25 +130,25 @@ class HostAllgather:
         return destination
 
     def _over_grid(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
-        assert self.group.across is not None
-        column = self.runner.run(self.group.across, "allgather", own)
-        self.runner.run(_inside(self.group), "allgather", column, gathered)
+        assert self.group.inter_host is not None
+        column = self.runner.run(self.group.inter_host, "allgather", own)
+        self.runner.run(_intra(self.group), "allgather", column, gathered)
 
     def _over_tree(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
-        local, across = self.group.local, self.group.across
-        of_host = own if local is None else self.runner.run(local, "gather", own)
-        if across is not None:
-            self.runner.run(across, "allgather", of_host, gathered)
-        if local is not None:
-            self.runner.run(local, "broadcast", gathered)
+        intra, inter = self.group.intra_host, self.group.inter_host
+        of_host = own if intra is None else self.runner.run(intra, "gather", own)
+        if inter is not None:
+            self.runner.run(inter, "allgather", of_host, gathered)
+        if intra is not None:
+            self.runner.run(intra, "broadcast", gathered)
 
 
 class HostReduceScatter:
     """Reduce-scatter over hosts.
 
-    On a grid: inside the host, then between hosts. On a tree: reduce to the first rank, reduce-scatter between those,
-    scatter inside. A chunk is the same section of every rank's part. The sections are ordered so that even splits send
-    each one to its rank, and have equal lengths: short sections, and missing ranks of a host, are padded.
+    On a grid: intra reduce-scatter, inter reduce-scatter. On a tree: intra reduce, inter reduce-scatter, intra scatter.
+    A chunk is the same section of every rank's part. The sections are ordered so that even splits send each one to its
+    rank, and have equal lengths: short sections, and missing ranks of a host, are padded.
     """
 
     def __init__(self, group: Group, runner: StepRunner, partial_results: PartialResults, chunk_numel: int) -> None:
@@ -176,24 +175,24 @@ class HostReduceScatter:
         sections = partition.chunks(parts[0].numel(), self.section_numel)
         sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def reduce_inside(k: int) -> None:
+        def reduce_intra(k: int) -> None:
             begin, numel = sections[k]
-            total = self._sum_inside(self._assemble([part[begin : begin + numel] for part in parts], numel, k), k)
+            total = self._sum_intra(self._assemble([part[begin : begin + numel] for part in parts], numel, k), k)
             sums[k] = total, self.shares.take(k, total.numel() // len(self.group.placement.groups))
 
-        def start_across(k: int) -> Handle[Any] | None:
-            across = self.group.across
-            if across is None:
+        def start_inter(k: int) -> Handle[Any] | None:
+            inter = self.group.inter_host
+            if inter is None:
                 return None
             return self.runner.start(
-                across, lambda run_step: run_step(across, "reduce_scatter", *sums[k]), in_background=len(sections) > 1
+                inter, lambda run_step: run_step(inter, "reduce_scatter", *sums[k]), in_background=len(sections) > 1
             )
 
         def distribute(k: int) -> None:
             begin, numel = sections[k]
             self._distribute(sums.pop(k)[1], out[begin : begin + numel], numel, k)
 
-        run_pipelined(len(sections), reduce_inside, start_across, distribute)
+        run_pipelined(len(sections), reduce_intra, start_inter, distribute)
         return destination
 
     def _assemble(self, sections: list[torch.Tensor], numel: int, k: int) -> torch.Tensor:
@@ -206,15 +205,15 @@ class HostReduceScatter:
             position[length:] = 0
         return work
 
-    def _sum_inside(self, work: torch.Tensor, k: int) -> torch.Tensor:
+    def _sum_intra(self, work: torch.Tensor, k: int) -> torch.Tensor:
         """Return the sums of this host: this rank's column on a grid, everything at the first rank of a tree."""
-        local = self.group.local
+        intra = self.group.intra_host
         if self.group.is_grid:
-            column = self.slices.take(k, work.numel() // _inside(self.group).size)
-            self.runner.run(_inside(self.group), "reduce_scatter", work, column)
+            column = self.slices.take(k, work.numel() // _intra(self.group).size)
+            self.runner.run(_intra(self.group), "reduce_scatter", work, column)
             return column
-        if local is not None:
-            self.runner.run(local, "reduce", work)
+        if intra is not None:
+            self.runner.run(intra, "reduce", work)
         return work
 
     def _distribute(self, share: torch.Tensor, out: torch.Tensor, numel: int, k: int) -> None:
@@ -222,15 +221,15 @@ class HostReduceScatter:
         if self.group.is_grid:
             self.partial_results.finish(share[: out.numel()], out)
             return
-        local, rounded = self.group.local, None
-        if self.group.across is not None:
-            total = share[: numel if local is None else local.size * numel]
+        intra, rounded = self.group.intra_host, None
+        if self.group.inter_host is not None:
+            total = share[: numel if intra is None else intra.size * numel]
             rounded = self.rounded.take(k, total.numel()) if self.partial_results.is_rounded else total
             self.partial_results.finish(total, rounded)
-        if local is None:
+        if intra is None:
             assert rounded is not None
             own = rounded
         else:
             own = self.own.take(k, numel)
-            self.runner.run(local, "scatter", rounded, own)
+            self.runner.run(intra, "scatter", rounded, own)
         buffers.overwrite(out, own[: out.numel()])
