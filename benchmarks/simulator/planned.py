@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torchmpi.backends.number_exchange import can_carry, most_gathered
+from torchmpi.backends.number_exchange import most_carried, most_gathered
 from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
 from torchmpi.backends.pieces import PieceQueue, piece_sizes
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
@@ -313,7 +313,7 @@ def p2p(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
     """Run the allreduce that `p2p` chooses, with the comparison of the call."""
     if ranks.ranks_of_host > 1:
         yield from compare_in_steps(ranks, rank)
-    elif can_carry(num_bytes, ranks.size):
+    elif num_bytes <= most_carried(ranks.size):
         yield from with_comparison(ranks, rank, num_bytes)
         return
     else:
@@ -359,7 +359,7 @@ def in_steps(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
     intra = partial(ranks.meet, rank)
     host, position = divmod(rank, ranks.ranks_of_host)
     inter = _InterHost(ranks, position)
-    if can_carry(num_bytes, inter.size, in_steps=True):
+    if num_bytes <= most_carried(inter.size, in_steps=True):
         yield from intra(num_bytes)
         if position == 0:
             yield from with_comparison(inter, host, num_bytes)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 import torchmpi as mpi
 from torchmpi.backends import number_exchange
 from torchmpi.backends.call_comparison import CallComparison
-from torchmpi.backends.number_exchange import NumberExchange, can_carry, most_carried
+from torchmpi.backends.number_exchange import NumberExchange, most_carried
 from torchmpi.communicators.group import Group
 from torchmpi.config import BackendName, Config, Operation
 from torchmpi.errors import MismatchError
@@ -116,14 +116,14 @@ def test_different_backends_are_an_error_on_all_ranks(agree, placement):
 def test_short_vectors_have_the_bits_of_long_ones(agree, placement):
     """They are sent with the comparison, and longer ones after it."""
     num_hosts = len(set(placement))
-    is_carried = lambda numel, dtype: can_carry(numel * dtype.itemsize, num_hosts, in_steps=num_hosts < SIZE)  # noqa: E731
+    most = most_carried(num_hosts, in_steps=num_hosts < SIZE)
     backend = "hierarchical" if num_hosts < SIZE else "p2p"
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         for op in ("sum", "avg", "prod"):
             values = torch.randn(150_000, generator=torch.Generator().manual_seed(RANK)).to(dtype)
             whole = mpi.allreduce(values.clone(), op=op, backend=backend)
             parts = values.split([1, 100, 4000, 145_899])
-            agree(is_carried(4000, torch.float32) and not is_carried(145_899, torch.bfloat16))
+            agree(4000 * torch.float32.itemsize <= most < 145_899 * torch.bfloat16.itemsize)
             agree.bits(torch.cat([mpi.allreduce(part.clone(), op=op) for part in parts]), whole, f"{dtype} {op}")
 
 
@@ -285,6 +285,6 @@ def test_shared_tensors_by_the_fast_path(agree, placement, cached):
     num_hosts = len(set(placement))
     for numel in (SHORT, 6000, 4000):  # in the entry of the call, in several ways through shared memory
         tensor = mpi.empty_shared((numel,)).fill_(RANK + 1)  # in memory that the other ranks have not mapped yet
-        if can_carry(4 * numel, num_hosts, in_steps=num_hosts < SIZE):
+        if 4 * numel <= most_carried(num_hosts, in_steps=num_hosts < SIZE):
             agree(fast(tensor), "not by the fast path")
             agree.bits(tensor, torch.full((numel,), SIZE * (SIZE + 1) / 2), f"[{numel}]")

@@ -29,15 +29,6 @@ _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
 
-def can_carry(num_bytes: int, size: int, *, in_steps: bool = False) -> bool:
-    """Return whether the vectors of `size` ranks are sent in the messages of a comparison.
-
-    >>> can_carry(256 << 10, 2), can_carry(64 << 10, 4), can_carry(65 << 10, 4), can_carry(0, 2)
-    (True, True, False, False)
-    """
-    return 0 < num_bytes <= most_carried(size, in_steps=in_steps)
-
-
 def most_carried(size: int, *, in_steps: bool = False) -> int:
     """Return the size of the longest vectors that `size` ranks send in these messages.
 
