@@ -14,8 +14,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from torchmpi.backends import call_comparison
-from torchmpi.backends.base import Backend
 from torchmpi.backends.call_comparison import CallComparison
 from torchmpi.backends.plan_cost import HEADER_BYTES, PlanCost, cost_of
 from torchmpi.communicators.group import Group
@@ -161,9 +159,9 @@ class _StartMPI(SimulatedMPI):
         return cls.THREAD_SERIALIZED
 
 
-def _comparison(group: Group, shared: Backend, network: Backend) -> CallComparison:
+def _comparison(each: runtime.Runtime, group: Group) -> CallComparison:
     """Return the comparison of the calls of a group; within a host the ranks meet, as kernels wait in real time."""
-    comparison = CallComparison(group, InHostBackend(), network)
+    comparison = CallComparison(group, InHostBackend(), each.selector.network)
     exchange = comparison.exchange
     if exchange is not None:
         agree = exchange.agree
@@ -225,7 +223,7 @@ def started(hosts: Sequence[int], links: Network | None = None) -> Iterator[Star
     try:
         with (
             patch.object(socket, "gethostname", lambda: module.own.host),
-            patch.object(call_comparison, "CallComparison", _comparison),
+            patch.object(runtime.Runtime, "_comparison", _comparison),
             patch.object(meeting, "meet", _Meeting().meet),
         ):
             found = world.run(work)
