@@ -68,7 +68,7 @@ class ComparedAllreduce:
             self.longer(buffer, None, root)
             return buffer
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
-        flat = work = buffer if buffer.dim() == 1 else buffer.detach().view(-1)
+        flat = work = buffer if buffer.dim() == 1 and not buffer.requires_grad else buffer.detach().view(-1)
         # A copy at the first rank of a host, which is not to change the tensor of a call that differs.
         if self.partial_results is not None and (self.partial_results.is_rounded or exchange is not None):
             work = self.memory.take(0, numel).copy_(flat)
@@ -105,21 +105,19 @@ class ComparedAllreduce:
     def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
         group, comparison, dtype = self.group, self.comparison, self.dtype
-        is_finished = self.partial_results is not None and (
-            self.partial_results.is_rounded or bool(OPERATIONS[self.op].finish)
-        )
-        if is_finished or not can_call_from_kernels(group):
+        partial_results, intra = self.partial_results, comparison.intra
+        if partial_results is not None and (partial_results.is_rounded or OPERATIONS[self.op].finish):
+            return None  # the kernel does not divide or round after the steps
+        if not can_call_from_kernels(group):
             return None
-        steps: list[fast_path.CachedCall] = []
-        for name in ("reduce", "broadcast") if comparison.intra is not None else ():
-            assert comparison.intra is not None
-            step = self.runner.cached_call(comparison.intra, name, torch.empty(0, dtype=dtype))
-            if step is None:  # the ranks of the host share no memory
-                return None
-            steps.append(step)
+        names = () if intra is None else ("reduce", "broadcast")
+        found = [self.runner.cached_call(intra, name, torch.empty(0, dtype=dtype)) for name in names if intra]
+        steps = [step for step in found if step is not None]
+        if len(steps) < len(names):  # the ranks of the host share no memory
+            return None
         carried = comparison.most_carried
-        most_bytes = carried if most_bytes is None else min(most_bytes, carried)
-        return _KernelCall(self, most_bytes, steps).cached_call()
+        limit = carried if most_bytes is None else min(most_bytes, carried)
+        return _KernelCall(self, limit, steps).cached_call()
 
     def finish(
         self, steps: Sequence[fast_path.CachedCall], failed: int, status: int, tensor: torch.Tensor
