@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torchmpi.backends.number_exchange import can_carry, most_gathered
+from torchmpi.backends.number_exchange import most_carried, most_gathered
 from torchmpi.backends.p2p import SHORT_BYTES, SWAP_BYTES, chunk_bytes
 from torchmpi.backends.pieces import PieceQueue, piece_sizes
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
@@ -313,7 +313,7 @@ def p2p(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
     """Run the allreduce that `p2p` chooses, with the comparison of the call."""
     if ranks.ranks_of_host > 1:
         yield from compare_in_steps(ranks, rank)
-    elif can_carry(num_bytes, ranks.size):
+    elif num_bytes <= most_carried(ranks.size):
         yield from with_comparison(ranks, rank, num_bytes)
         return
     else:
@@ -350,33 +350,33 @@ def compare_in_steps(ranks: PlannedRanks, rank: int) -> Program:
     yield from ranks.meet(rank, 0)
     host, position = divmod(rank, ranks.ranks_of_host)
     if position == 0:
-        yield from compare(_Across(ranks, position), host)
+        yield from compare(_InterHost(ranks, position), host)
     yield from ranks.meet(rank, 0)
 
 
 def in_steps(ranks: PlannedRanks, rank: int, num_bytes: int) -> Program:
     """Run the allreduce in steps over hosts, all with the same number of ranks, of up to one chunk."""
-    inside = partial(ranks.meet, rank)
+    intra = partial(ranks.meet, rank)
     host, position = divmod(rank, ranks.ranks_of_host)
-    across = _Across(ranks, position)
-    if can_carry(num_bytes, across.size, in_steps=True):
-        yield from inside(num_bytes)
+    inter = _InterHost(ranks, position)
+    if num_bytes <= most_carried(inter.size, in_steps=True):
+        yield from intra(num_bytes)
         if position == 0:
-            yield from with_comparison(across, host, num_bytes)
-        yield from inside(num_bytes)
+            yield from with_comparison(inter, host, num_bytes)
+        yield from intra(num_bytes)
         return
     yield from compare_in_steps(ranks, rank)
     if num_bytes <= SHORT_BYTES:
-        yield from inside(num_bytes)
+        yield from intra(num_bytes)
         if position == 0:
-            yield from _between_hosts(across, host, num_bytes)
-        yield from inside(num_bytes)
+            yield from _between_hosts(inter, host, num_bytes)
+        yield from intra(num_bytes)
         return
     if num_bytes > Config().pipeline_bytes:
         raise NotImplementedError("steps over hosts with several chunks")
-    yield from inside(num_bytes)
-    yield from _between_hosts(across, host, num_bytes // ranks.ranks_of_host)
-    yield from inside(num_bytes)
+    yield from intra(num_bytes)
+    yield from _between_hosts(inter, host, num_bytes // ranks.ranks_of_host)
+    yield from intra(num_bytes)
 
 
 def _between_hosts(ranks: Ranks, rank: int, num_bytes: int) -> Program:
@@ -398,7 +398,7 @@ def _between_hosts(ranks: Ranks, rank: int, num_bytes: int) -> Program:
         yield from doubling(ranks, rank, part)
 
 
-class _Across:
+class _InterHost:
     """The ranks with the same position on each host, by the numbers of the hosts."""
 
     def __init__(self, ranks: PlannedRanks, position: int) -> None:

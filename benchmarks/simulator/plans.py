@@ -9,8 +9,8 @@ import torch
 
 from torchmpi.backends import base
 from torchmpi.backends.base import Operation, refusal
+from torchmpi.backends.call_comparison import CallComparison
 from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
-from torchmpi.backends.hierarchical.host_comparison import comparison_for
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.mpi_messages import rows_of
 from torchmpi.backends.p2p_backend import P2PBackend
@@ -97,16 +97,14 @@ def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]],
 class Ranks:
     """The backends on one simulated rank."""
 
-    def __init__(
-        self, comm: Comm, *, compared: bool = True, across: str = "rule", config: Config | None = None
-    ) -> None:
+    def __init__(self, comm: Comm, *, compared: bool = True, inter: str = "rule", config: Config | None = None) -> None:
         """Prepare the group of all ranks.
 
-        `compared`: whether calls are compared, as they are between hosts. `across` is the backend between the hosts of
+        `compared`: whether calls are compared, as they are between hosts. `inter` is the backend between the hosts of
         a hierarchical collective, `rule` for the one that the selector chooses.
         """
         world: World = comm.world
-        self.config, self.across = config or Config(), across
+        self.config, self.inter = config or Config(), inter
         self.mpi, self.shared = MPIBackend(self.config), InHostBackend()
         self.backends: dict[str, base.Backend] = {
             "mpi": self.mpi,
@@ -115,21 +113,21 @@ class Ranks:
         }
         check = "strict" if compared else "off"
         context = GroupContext(world.MPI, world.hosts, check=check, threaded=True, slot_bytes=0)
-        context.make_comparison = lambda group: comparison_for(group, self.shared, self.mpi)
+        context.make_comparison = lambda group: CallComparison(group, self.shared, self.mpi)
         self.group = Group(comm, "world", tuple(comm.members), context)
-        for part in (self.group, self.group.local, self.group.across):
+        for part in (self.group, self.group.intra_host, self.group.inter_host):
             if part is not None:
                 part.call_queue = BackgroundQueue(world)  # type: ignore[assignment]
-        if self.group.local is not None:
-            self.group.local.is_strict = False  # compared in shared memory
+        if self.group.intra_host is not None:
+            self.group.intra_host.is_strict = False  # compared in shared memory
 
     def _bind_step(
         self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
     ) -> tuple[Operation, Backends]:
         if len(group.hosts) == 1:
             return base.bind(self.shared, group, collective, dtype, op), ((None, self.shared.name),)
-        if self.across != "rule":
-            return base.bind(self.backends[self.across], group, collective, dtype, op), ((None, self.across),)
+        if self.inter != "rule":
+            return base.bind(self.backends[self.inter], group, collective, dtype, op), ((None, self.inter),)
         key = Key(collective, "cpu", "across", "sync")
         able = {name for name in ("mpi", "p2p") if refusal(self.backends[name], collective, "cpu", group) is None}
         rule = default_rule(key, able.__contains__, compared=False)

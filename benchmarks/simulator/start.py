@@ -14,10 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from torchmpi.backends.base import Backend
-from torchmpi.backends.hierarchical import host_comparison
-from torchmpi.backends.hierarchical.host_comparison import HostComparison, comparison_for
-from torchmpi.backends.number_exchange import NumberExchange
+from torchmpi.backends.call_comparison import CallComparison
 from torchmpi.backends.plan_cost import HEADER_BYTES, PlanCost, cost_of
 from torchmpi.communicators.group import Group
 from torchmpi.config import Config
@@ -162,10 +159,10 @@ class _StartMPI(SimulatedMPI):
         return cls.THREAD_SERIALIZED
 
 
-def _comparison(group: Group, shared: Backend, network: Backend) -> HostComparison | NumberExchange:
+def _comparison(each: runtime.Runtime, group: Group) -> CallComparison:
     """Return the comparison of the calls of a group; within a host the ranks meet, as kernels wait in real time."""
-    comparison = comparison_for(group, InHostBackend(), network)
-    exchange = comparison.exchange if isinstance(comparison, HostComparison) else comparison
+    comparison = CallComparison(group, InHostBackend(), each.selector.network)
+    exchange = comparison.exchange
     if exchange is not None:
         agree = exchange.agree
 
@@ -226,7 +223,7 @@ def started(hosts: Sequence[int], links: Network | None = None) -> Iterator[Star
     try:
         with (
             patch.object(socket, "gethostname", lambda: module.own.host),
-            patch.object(host_comparison, "comparison_for", _comparison),
+            patch.object(runtime.Runtime, "_comparison", _comparison),
             patch.object(meeting, "meet", _Meeting().meet),
         ):
             found = world.run(work)

@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi.backends import number_exchange
-from torchmpi.backends.hierarchical.host_comparison import HostComparison
-from torchmpi.backends.number_exchange import NumberExchange, can_carry, most_carried
+from torchmpi.backends.call_comparison import CallComparison
+from torchmpi.backends.number_exchange import NumberExchange, most_carried
 from torchmpi.communicators.group import Group
 from torchmpi.config import BackendName, Config, Operation
 from torchmpi.errors import MismatchError
@@ -116,23 +116,23 @@ def test_different_backends_are_an_error_on_all_ranks(agree, placement):
 def test_short_vectors_have_the_bits_of_long_ones(agree, placement):
     """They are sent with the comparison, and longer ones after it."""
     num_hosts = len(set(placement))
-    is_carried = lambda numel, dtype: can_carry(numel * dtype.itemsize, num_hosts, in_steps=num_hosts < SIZE)  # noqa: E731
+    most = most_carried(num_hosts, in_steps=num_hosts < SIZE)
     backend = "hierarchical" if num_hosts < SIZE else "p2p"
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         for op in ("sum", "avg", "prod"):
             values = torch.randn(150_000, generator=torch.Generator().manual_seed(RANK)).to(dtype)
             whole = mpi.allreduce(values.clone(), op=op, backend=backend)
             parts = values.split([1, 100, 4000, 145_899])
-            agree(is_carried(4000, torch.float32) and not is_carried(145_899, torch.bfloat16))
+            agree(4000 * torch.float32.itemsize <= most < 145_899 * torch.bfloat16.itemsize)
             agree.bits(torch.cat([mpi.allreduce(part.clone(), op=op) for part in parts]), whole, f"{dtype} {op}")
 
 
 def test_hosts_are_compared_by_their_first_ranks(agree, placement):
     made = runtime.current().world.comparison
     is_first = placement.index(placement[RANK]) == RANK
-    agree.equal(isinstance(made, HostComparison), len(set(placement)) < SIZE)
-    if isinstance(made, HostComparison):
-        agree.equal(made.exchange is not None, is_first)
+    has_steps = len(set(placement)) < SIZE
+    agree(isinstance(made, CallComparison) and made.in_steps == has_steps)
+    agree(isinstance(made, CallComparison) and (made.exchange is not None) == (is_first or not has_steps))
 
 
 def test_a_number_that_one_rank_lacks_or_changes(agree):
@@ -182,7 +182,7 @@ def cached(placement) -> None:
         mpi.allreduce(ones(SHORT))
     if fast_path.allreduce is fast_path._not_built or runtime.current().context.sleeps_before_mpi:
         pytest.skip("no fast path here")
-    local = runtime.current().world.local
+    local = runtime.current().world.intra_host
     if mpi.allreduce(local is not None and local.status_board is None, op="max"):
         pytest.skip("ranks of one simulated host share no memory")
 
@@ -223,7 +223,7 @@ def test_ranks_of_both_paths_meet(agree, placement, cached):
 
 def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, placement, cached):
     """Regression: a rank requested the call of another one of its host, which took half a second, for no message."""
-    local = runtime.current().world.local
+    local = runtime.current().world.intra_host
     board = None if local is None else local.call_log.log_board
     num_requests = board and board.get(local.rank, Block.asked)
     for odd in range(SIZE):
@@ -240,7 +240,7 @@ def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, place
 
 def test_both_paths_leave_the_same_records(agree, placement, cached):
     world = runtime.current().world
-    groups = [world] if world.local is None else [world, world.local]
+    groups = [world] if world.intra_host is None else [world, world.intra_host]
     seen = []
     for by_fast_path in (True, False):
         before = [{call: number["calls"] for call, number in each.items()} for each in counts(groups)]
@@ -255,7 +255,7 @@ def test_both_paths_leave_the_same_records(agree, placement, cached):
         allreduces = mpi.metrics()["calls"]["world"]["allreduce"]
         agree.equal(round(allreduces["waited"] + allreduces["moved"], 9), round(allreduces["seconds"], 9))
         agree(all(group.call_log.current is None for group in groups), "still active")
-        seen.append((added, last[-1] if world.local else last[0][-1:], world.call_log.recent(1)[0].shape))
+        seen.append((added, last[-1] if world.intra_host else last[0][-1:], world.call_log.recent(1)[0].shape))
     agree.equal(str(seen[0]).replace("torch.Size", "tuple"), str(seen[1]).replace("torch.Size", "tuple"))
 
 
@@ -267,7 +267,7 @@ def counts(groups: list[Group]) -> list[dict[str, dict[str, float]]]:
 
 def test_steps_are_recorded_in_a_timeline(agree, placement, cached, tmp_path):
     folder = tmp_path / str(RANK)  # hosts may have no common folder
-    has_steps = runtime.current().world.local is not None  # of this rank
+    has_steps = runtime.current().world.intra_host is not None  # of this rank
     with mpi.timeline.start(folder):
         for _ in range(4):
             mpi.allreduce(ones(SHORT))
@@ -285,6 +285,6 @@ def test_shared_tensors_by_the_fast_path(agree, placement, cached):
     num_hosts = len(set(placement))
     for numel in (SHORT, 6000, 4000):  # in the entry of the call, in several ways through shared memory
         tensor = mpi.empty_shared((numel,)).fill_(RANK + 1)  # in memory that the other ranks have not mapped yet
-        if can_carry(4 * numel, num_hosts, in_steps=num_hosts < SIZE):
+        if 4 * numel <= most_carried(num_hosts, in_steps=num_hosts < SIZE):
             agree(fast(tensor), "not by the fast path")
             agree.bits(tensor, torch.full((numel,), SIZE * (SIZE + 1) / 2), f"[{numel}]")

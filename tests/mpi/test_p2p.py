@@ -11,8 +11,8 @@ from helpers import contract
 import torchmpi as mpi
 from torchmpi import config, errors
 from torchmpi.backends import p2p, round_messages
+from torchmpi.backends.compared_allreduce import ComparedAllreduce
 from torchmpi.backends.mpi_messages import can_call_from_kernels
-from torchmpi.backends.number_exchange import ComparedAllreduce
 from torchmpi.session import runtime
 from torchmpi.tensors import schedule
 

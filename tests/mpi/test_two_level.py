@@ -68,14 +68,14 @@ def test_groups_within_and_across_hosts(agree, hosts):
     place = mine.index(RANK)
     across = tuple(ranks[place] for ranks in hosts) if is_grid or place == 0 else None
     agree.equal(world.is_grid, is_grid)
-    agree.equal(world.local.world_ranks if world.local else (RANK,), tuple(mine))
-    agree.equal(world.across.world_ranks if world.across else None, across)
-    for part in filter(None, (world.local, world.across)):
-        agree.equal((part.local, part.across), (None, None), "no groups of groups")
+    agree.equal(world.intra_host.world_ranks if world.intra_host else (RANK,), tuple(mine))
+    agree.equal(world.inter_host.world_ranks if world.inter_host else None, across)
+    for part in filter(None, (world.intra_host, world.inter_host)):
+        agree.equal((part.intra_host, part.inter_host), (None, None), "no groups of groups")
     level = mpi.push_communicator(0)
     twin = runtime.current().communicators.find(level).intra
     if across is not None:
-        agree(twin.across is not world.across, "a group has parts of its own")
+        agree(twin.inter_host is not world.inter_host, "a group has parts of its own")
     agree.equal(mpi.allreduce(1, comm=level), SIZE)
 
 

@@ -115,14 +115,30 @@ def test_allreduce_of_any_number_of_ranks(size: int) -> None:
 
 # For short reductions the rule takes the MPI library, of which the simulator has the allreduce alone.
 @pytest.mark.parametrize(
-    ("hosts", "across"),
+    ("hosts", "inter"),
     [
         *((hosts, "p2p") for hosts in ("aabb", "abab", "aab", "abbc", "aaabbbccc", "abcabcabc")),
         *((hosts, "rule") for hosts in ("abbc", "abcabc", "aaabc", "aabbccddeeff")),
     ],
 )
-def test_hierarchical_adds_within_the_hosts_first(hosts: str, across: str) -> None:
-    run_collectives("hierarchical", [ord(host) for host in hosts], (1, 700, 9000), across=across)
+def test_hierarchical_adds_within_the_hosts_first(hosts: str, inter: str) -> None:
+    run_collectives("hierarchical", [ord(host) for host in hosts], (1, 700, 9000), inter=inter)
+
+
+@pytest.mark.parametrize("hosts", ["abab", "aaabbb", "aab", "abbc"])
+def test_partial_results_over_hosts_are_rounded_once(hosts: str) -> None:
+    """By all steps of `splits.ALLREDUCES`: short and long slices, totals of first ranks, one and several chunks."""
+    lengths, generator = (3000, 5000, 8200, 9000, 40_000), torch.Generator().manual_seed(1)
+    data = {numel: torch.randn(len(hosts), numel, generator=generator).bfloat16() for numel in lengths}
+
+    def work(comm: Comm) -> list[torch.Tensor]:
+        ranks = Ranks(comm, compared=False, inter="p2p", config=Config(pipeline_bytes=64 << 10))
+        call = ranks.prepare("allreduce", "hierarchical", torch.bfloat16, "avg")
+        return [call(values[comm.rank].clone()) for values in data.values()]
+
+    means = [in_order(list(values.float()), [ord(host) for host in hosts]) / len(hosts) for values in data.values()]
+    for results in World([ord(host) for host in hosts]).run(work):
+        assert all(torch.equal(result, mean.bfloat16()) for result, mean in zip(results, means, strict=True))
 
 
 def test_an_allreduce_over_hosts_sends_each_byte_no_more_than_necessary() -> None:
@@ -149,7 +165,7 @@ def test_many_ranks(size: int, backend: str) -> None:
     vectors = torch.randn(size, 300, generator=torch.Generator().manual_seed(1))
 
     def work(comm: Comm) -> torch.Tensor:
-        call = Ranks(comm, across="p2p").prepare("allreduce", backend, torch.float32, "sum")
+        call = Ranks(comm, inter="p2p").prepare("allreduce", backend, torch.float32, "sum")
         result: torch.Tensor = call(vectors[comm.rank].clone())
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,7 +15,8 @@ from torchmpi.backends.base import Operation
 from torchmpi.backends.hierarchical import steps
 from torchmpi.backends.nccl.recipes import recipe
 from torchmpi.backends.pipeline import run_pipelined
-from torchmpi.communicators.splits import plan_split, steps_for
+from torchmpi.collective_specs import SPECS
+from torchmpi.communicators import algorithms, splits
 
 
 @pytest.mark.parametrize("num_chunks", (0, 1, 2, 5))
@@ -94,28 +96,43 @@ def test_the_combiner_without_llvm_gives_the_same_bits(dtype: torch.dtype, monke
         assert torch.equal(compiled, readable)
 
 
-def test_an_allreduce_is_rounded_after_its_last_reduction() -> None:
-    """Other steps come before or after the one that may run in the background."""
-    for grouping, is_cartesian in (("aabb", False), ("abab", True), ("aab", False)):
-        tree = plan_split(list(grouping), cartesian=is_cartesian)
-        for rank in range(len(grouping)):
-            plan = steps_for("allreduce", rank, [tree])
-            before, middle, after = steps._phases("allreduce", plan)
-            assert (*before, middle, *after) == plan
-            assert middle is not None and middle.collective in ("reduce", "allreduce")
-            assert all(step.collective == "broadcast" for step in after)
+PLACEMENTS = (("aabb", False), ("abab", True), ("aab", False), ("abcb", False))
 
 
-def test_other_collectives_have_their_first_step_between_groups_in_the_middle() -> None:
-    tree = plan_split(list("aabb"), cartesian=False)
-    for collective in ("reduce", "broadcast", "barrier"):
-        for rank in range(4):
-            plan = steps_for(collective, rank, [tree], root=1)
-            before, middle, after = steps._phases(collective, plan)
-            assert (*before, *([] if middle is None else [middle]), *after) == plan
-            assert all(step.group == "intra" for step in before)
-            assert (middle is None) == all(step.group == "intra" for step in plan)
-            assert middle is None or middle.group == "inter"
+def plans_of(grouping: str, *, is_cartesian: bool) -> Iterator[tuple[str, splits.Split, int, steps.Steps]]:
+    """Yield the plans of all collectives over one level, with the collective, the split and the rank."""
+    split = splits.plan_split(list(grouping), cartesian=is_cartesian)
+    for rank in range(len(grouping)):
+        for collective in ("allreduce", "reduce", "broadcast", "barrier"):
+            yield collective, split, rank, splits.steps_for(collective, rank, [split], root=1)
+        yield "reduce", split, rank, splits.reduce_group_by_group(rank, split, 1)
+        for algorithm in splits.ALLREDUCES:
+            if is_cartesian or algorithm[0] != algorithms.SLICES:
+                yield "allreduce", split, rank, splits.allreduce_over_hosts(algorithm, rank, split)
+
+
+def test_steps_between_groups_may_run_in_the_background() -> None:
+    for grouping, is_cartesian in PLACEMENTS:
+        for _, _, _, plan in plans_of(grouping, is_cartesian=is_cartesian):
+            before, between, after, _ = steps.phases(plan)
+            assert (*before, *between, *after) == plan
+            assert {step.group for step in before + after} <= {"intra"} and {step.group for step in between} <= {
+                "inter"
+            }
+            assert between or len(before) == min(1, len(plan))
+
+
+def test_ranks_with_the_total_of_a_reduction_round_it_and_then_move_it() -> None:
+    for grouping, is_cartesian in PLACEMENTS:
+        for collective, split, rank, plan in plans_of(grouping, is_cartesian=is_cartesian):
+            last = steps.phases(plan).last
+            if collective not in ("allreduce", "reduce"):
+                assert last is None
+                continue
+            assert last is not None
+            assert not any(SPECS[step.collective].reduces for step in plan[plan.index(last) + 1 :])
+            if collective == "allreduce" and last.collective == "reduce":  # the first rank has the total
+                assert split.members[rank].intra_rank != 0 and plan[-1].collective == "broadcast"
 
 
 def test_a_reduce_scatter_of_rows_reduces_the_elements_of_these_rows() -> None:

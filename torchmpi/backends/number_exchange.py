@@ -5,30 +5,19 @@ equal, in log2 rounds of messages. A short allreduce sends its vectors in the sa
 blocks of a relayed allreduce: its comparison needs none of its own. All calls of a group begin with these messages,
 whichever backend runs them: different calls meet in the first one, and no rank waits for a message that another rank
 does not send.
-
-Short allreduces are calls of the fast path, too: :class:`FastAllreduce` has the record of the kernel, and the end of
-calls that fail.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..communicators.call_log import call_code
-from ..communicators.group import Group
-from ..communicators.plan import Run
-from ..shared_memory import fast_path, kernels
-from ..shared_memory.kernels import records, reduction
-from ..shared_memory.memory_layout import WITH_COMPARISON, LogFields
-from ..tensors import buffers, dtypes, schedule
-from .base import Operation
-from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
-from .rank_order import Combiner, combiner
+from ..tensors import buffers, schedule
+from .rank_order import Combiner
 
 _TAG = 3
 _HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
@@ -38,18 +27,6 @@ _MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
 # Longer vectors are relayed in blocks, up to the first size; totals of hosts with several ranks, up to the second one.
 _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
-
-Finish = Callable[[int, int, torch.Tensor], torch.Tensor]
-"""Ends a call in Python: ``finish(step, status, tensor)``, given the step in which the kernel has failed."""
-
-
-def can_carry(num_bytes: int, size: int, *, in_steps: bool = False) -> bool:
-    """Return whether the vectors of `size` ranks are sent in the messages of a comparison.
-
-    >>> can_carry(256 << 10, 2), can_carry(64 << 10, 4), can_carry(65 << 10, 4), can_carry(0, 2)
-    (True, True, False, False)
-    """
-    return 0 < num_bytes <= most_carried(size, in_steps=in_steps)
 
 
 def most_carried(size: int, *, in_steps: bool = False) -> int:
@@ -203,123 +180,3 @@ class NumberExchange:
             in_order = [blocks[(rank - self.rank) % self.size].view(vector.dtype) for rank in range(self.size)]
             self._vectors = key, in_order
         return self._vectors[1]
-
-
-class FastAllreduce:
-    """A short allreduce over hosts that the kernel `allreduce_over_hosts` runs."""
-
-    def __init__(
-        self,
-        group: Group,
-        dtype: torch.dtype,
-        op: str,
-        most_bytes: int,
-        exchange: NumberExchange | None,
-        finish: Finish,
-        steps: Sequence[fast_path.CachedCall] = (),
-    ) -> None:
-        """Prepare the calls of a group.
-
-        Args:
-            group: The group.
-            dtype: The dtype of the tensors, and of partial results.
-            op: The operation.
-            most_bytes: The size of the longest tensor.
-            exchange: The messages between hosts; None on ranks that send none.
-            finish: Ends a call that has failed.
-            steps: The reduce and the broadcast within the host, with root 0.
-        """
-        self._group, self._finish, self._steps = group, finish, steps
-        self._read_ticks = kernels.load()["read_ticks"]
-        num_hosts = len(group.placement.groups)
-        self._status, self._operands = np.zeros(STATUS_BYTES, np.uint8), np.zeros(num_hosts, np.int64)
-        self._rounds = np.array([] if exchange is None else exchange.rounds, np.int64)
-        self._code = call_code("allreduce", op, dtypes.info(dtype).code)
-        record = self._record = records.Hosts.new().write(
-            value_bytes=most_bytes, call_log=group.call_log.address, code=self._code
-        )
-        if exchange is not None:
-            sent, received, received_bytes = exchange.memory
-            record.write(
-                **kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV),
-                most_gathered=exchange.most_gathered,
-                relayed_blocks=exchange.blocks_address,
-                sent=sent,
-                received=received,
-                received_bytes=received_bytes,
-                tag=exchange.tag,
-                rounds=self._rounds.ctypes.data,
-                num_rounds=len(exchange.rounds),
-                num_hosts=num_hosts,
-                own_host=exchange.comm.rank,
-                operands=self._operands.ctypes.data,
-            )
-        for of_step, step in zip((record.reduce_step, record.broadcast_step), self._steps, strict=False):
-            record.write(local_log=step.call_log.address)
-            of_step.write(call=step.record, code=step.code, signed_code=step.signed_code)
-        self._call = records.KernelCall.new().write(
-            item_bytes=dtype.itemsize, reducer=reduction.address(dtype, op), hosts=record
-        )
-
-    def cached_call(self) -> fast_path.CachedCall:
-        """Return the call for the fast path."""
-        return fast_path.CachedCall(
-            int(self._call),
-            self._group.call_log,
-            self._group.call_queue.run_lock,
-            self._code,
-            0,
-            self._settle,
-            self._abort,
-        )
-
-    def _settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        step = self._record.failed_step
-        return self._group.settle(self._read_ticks(), lambda: self._finish(step, status, tensor))
-
-    def _abort(self) -> None:
-        for step in self._steps:
-            if step.call_log.log_fields[LogFields.active]:
-                step.abort()
-        self._group.call_log.take_over(self._read_ticks())
-        self._group.call_log.abandon()
-
-
-class ComparedAllreduce:
-    """An allreduce whose short vectors are sent with the comparison of the call."""
-
-    def __init__(self, group: Group, dtype: torch.dtype, op: str, longer: Run) -> None:
-        assert isinstance(group.comparison, NumberExchange)
-        self.group, self.exchange, self.longer = group, group.comparison, longer
-        self.combine = combiner(dtype, op)
-        self._dtype, self._op = dtype, op
-
-    def operation(self) -> Operation:
-        """Return the operation of the collective."""
-        return Operation(self.run, compares=True, cached_call=self.cached_call)
-
-    def run(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks."""
-        if not can_carry(buffer.nbytes, self.group.size):
-            self.group.announce()
-            self.longer(buffer, None, root)
-            return buffer
-        flat = buffer if buffer.dim() == 1 else buffer.detach().view(-1)
-        self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
-        if not self.exchange.allreduce(self.group.call_number, flat, self.combine, self.group.call_log.count_wait):
-            self.group.refuse_call()
-        return buffer
-
-    def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
-        """Return the call for the fast path; None if the fast path cannot run it."""
-        if not can_call_from_kernels(self.group):
-            return None
-        carried = most_carried(self.group.size)
-        most_bytes = carried if most_bytes is None else min(most_bytes, carried)
-        fast = FastAllreduce(self.group, self._dtype, self._op, most_bytes, self.exchange, self._finish)
-        return fast.cached_call()
-
-    def _finish(self, step: int, status: int, tensor: torch.Tensor) -> torch.Tensor:
-        if status != records.MISMATCH:
-            raise self.group.context.MPI.Exception(status)
-        self.group.refuse_call()

@@ -26,8 +26,8 @@ from ..tensors import buffers, partition, schedule
 from ..tensors.schedule import Round
 from . import range_reduction
 from .base import Operation
+from .compared_allreduce import with_comparison
 from .mpi_messages import Range, destination_for, row_counts, rows_of
-from .number_exchange import ComparedAllreduce, NumberExchange
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
@@ -57,9 +57,7 @@ def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | 
         return Operation(getattr(P2PMovement(group, config.message_bytes), collective))
     assert dtype is not None and op is not None
     operation = range_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
-    if SPECS[collective].reduces_to_all and isinstance(group.comparison, NumberExchange):
-        return ComparedAllreduce(group, dtype, op, operation.run).operation()
-    return operation
+    return with_comparison(group, dtype, op, operation.run) if SPECS[collective].reduces_to_all else operation
 
 
 def chunk_bytes(size: int, most: int) -> int:

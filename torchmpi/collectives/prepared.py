@@ -17,7 +17,7 @@ import torch
 
 from ..backend_specs import HIERARCHICAL
 from ..backends.base import Backend, Operation, announced, bind, by_size
-from ..backends.hierarchical.spans import SpanCollective, is_composed
+from ..backends.hierarchical.spans import is_composed, span_collective
 from ..backends.hierarchical.steps import StepRunner
 from ..collective_specs import SPECS, CollectiveSpec
 from ..communicators import call_parts
@@ -99,9 +99,8 @@ def _composition(
     runtime: Runtime, collective: str, dtype: torch.dtype | None, op: str | None, *, wanted: str | None, mode: str
 ) -> Operation:
     runner = StepRunner(op, partial(_step, runtime, wanted, mode), variant=(wanted, mode))
-    return Operation(
-        SpanCollective(runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian).run
-    )
+    steps = span_collective(runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian)
+    return Operation(steps.run)
 
 
 def _step(

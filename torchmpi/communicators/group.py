@@ -92,10 +92,10 @@ class Group:
         attachments: Objects to close before the group.
         communicator: The communicator of which this is the intra group; None until a call needs one.
         placement: Which ranks share a host.
-        local: The ranks on this host; None if there is no other one. See `across`.
-        across: The group between hosts: on a grid the ranks with the same position on each host, otherwise the first
-            rank of each host; None on other ranks. Both groups are None if all ranks are on one host, or each on its
-            own host.
+        intra_host: The ranks on this host; None if there is no other one. See `inter_host`.
+        inter_host: The group between hosts: on a grid the ranks with the same position on each host, otherwise the
+            first rank of each host; None on other ranks. Both groups are None if all ranks are on one host, or each on
+            its own host.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Group:
         self.communicator: Any = None
         self._compared = 0
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
-        self.local, self.across = _split_by_host(self)
+        self.intra_host, self.inter_host = _split_by_host(self)
         context.groups.append(self)
         logger.debug("communicator %s of ranks %s, compared by %s", name, as_ranges(world_ranks), self.checking)
 
@@ -372,7 +372,7 @@ class Group:
         for attachment in reversed(self.attachments):
             attachment.close()
         self.forget_plans()
-        for part in (self.across, self.local):
+        for part in (self.inter_host, self.intra_host):
             if part is not None:
                 part.free(together=together)
         self.context.groups.remove(self)
@@ -469,7 +469,7 @@ def bytes_of(tensor: Any, out: Any, result: Any = None) -> int:
 
 
 def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
-    """Return `Group.local` and `Group.across`, on which hierarchical collectives run. Collective.
+    """Return `Group.intra_host` and `Group.inter_host`, on which hierarchical collectives run. Collective.
 
     These groups are not split again: all ranks of one are on the same host, all ranks of the other on different hosts.
     """
@@ -477,17 +477,17 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     if len(split.groups) in (1, group.size):
         return None, None
     member = split.members[group.rank]
-    local = across = None
+    intra = inter = None
     comm = group.comm.Split(member.group if len(member.intra) > 1 else undefined, group.rank)
     if len(member.intra) > 1:
         members = tuple(ranks[rank] for rank in member.intra)
-        local = Group(comm, f"{group.name} on one host", members, group.context, is_step=True)
+        intra = Group(comm, f"{group.name} on one host", members, group.context, is_step=True)
     comm = group.comm.Split(undefined if member.inter is None else member.intra_rank, member.group)
     if member.inter is not None:
         members = tuple(ranks[rank] for rank in member.inter)
         # The ranks have compared the call of which this is a step.
-        across = Group(comm, f"{group.name} across hosts", members, group.context, check="off", is_step=True)
-    return local, across
+        inter = Group(comm, f"{group.name} across hosts", members, group.context, check="off", is_step=True)
+    return intra, inter
 
 
 def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:

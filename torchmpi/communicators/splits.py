@@ -10,9 +10,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from ..collective_specs import SPECS
+from .algorithms import FIRST_RANKS, SLICES
 
 GroupKind = Literal["intra", "inter"]
-CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier"]
+CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier", "reduce_scatter", "allgather"]
 
 
 # --- splitting a group by keys ---------------------------------------------------------------------------
@@ -32,7 +33,7 @@ class Member(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A parent group split into intra groups by key, and the inter groups across them.
+    """A parent group split into intra groups by key, and the inter groups between them.
 
     `groups` are in order of their smallest parent rank, `members` is indexed by parent rank.
     """
@@ -117,7 +118,7 @@ class _LevelGroup(NamedTuple):
         return _LevelGroup(self.level + 1, self.member.intra_rank, len(self.member.intra), self.splits[1:])
 
     def inter_step(self, collective: CollectiveName, root: int | None = None) -> Iterator[Step]:
-        """Yield the step across the groups one level down, if this rank is in it and there are several groups."""
+        """Yield the step between the groups one level down, if this rank is in it and there are several groups."""
         if self.member.inter is not None and len(self.split.groups) > 1:
             yield Step(self.level + 1, "inter", collective, root)
 
@@ -170,7 +171,7 @@ def _barrier(group: _LevelGroup, root: int) -> Iterator[Step]:
         yield from _steps("barrier", group.below(), 0)
 
 
-_HIERARCHICAL: dict[CollectiveName, Callable[[_LevelGroup, int], Iterator[Step]]] = {
+_NESTED: dict[CollectiveName, Callable[[_LevelGroup, int], Iterator[Step]]] = {
     "allreduce": _allreduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
@@ -182,7 +183,7 @@ def _steps(collective: CollectiveName, group: _LevelGroup, root: int) -> Iterato
     if group.size == 1:
         return
     if group.splits:
-        yield from _HIERARCHICAL[collective](group, root)
+        yield from _NESTED[collective](group, root)
     else:
         yield Step(group.level, "intra", collective, root if SPECS[collective].is_rooted else None)
 
@@ -208,6 +209,44 @@ def steps_for(collective: CollectiveName, rank: int, splits: Sequence[Split], *,
     Step(level=1, group='intra', collective='broadcast', root=1)
     """
     return tuple(_steps(collective, _LevelGroup(0, rank, len(splits[0].members), tuple(splits)), root))
+
+
+# --- steps of a collective over hosts --------------------------------------------------------------------
+
+ALLREDUCES: dict[tuple[int, bool], tuple[tuple[GroupKind, CollectiveName], ...]] = {
+    (FIRST_RANKS, False): (("intra", "reduce"), ("inter", "allreduce"), ("intra", "broadcast")),
+    (FIRST_RANKS, True): (
+        ("intra", "reduce"), ("inter", "reduce_scatter"), ("inter", "allgather"), ("intra", "broadcast"),
+    ),
+    (SLICES, False): (("intra", "reduce_scatter"), ("inter", "allreduce"), ("intra", "allgather")),
+    (SLICES, True): (
+        ("intra", "reduce_scatter"), ("inter", "reduce_scatter"), ("inter", "allgather"), ("intra", "allgather"),
+    ),
+}  # fmt: skip
+"""The steps of an allreduce over hosts, by the number of the algorithm, and by whether the hosts send results in place
+of some of the partial results, which are wider. Slices, of which each rank of a host exchanges one, need hosts with
+equal numbers of ranks.
+"""
+
+
+def allreduce_over_hosts(algorithm: tuple[int, bool], rank: int, split: Split) -> tuple[Step, ...]:
+    """Return the steps of `rank` in an allreduce by one of `ALLREDUCES`.
+
+    After a reduce within the hosts, only their first ranks take part between them.
+
+    >>> grid = plan_split("aabb", cartesian=True)
+    >>> [step.collective for step in allreduce_over_hosts((FIRST_RANKS, False), 1, grid)]
+    ['reduce', 'broadcast']
+    >>> [step.collective for step in allreduce_over_hosts((SLICES, False), 1, grid)]
+    ['reduce_scatter', 'allreduce', 'allgather']
+    """
+    member, steps, is_at_first = split.members[rank], [], False
+    for group, collective in ALLREDUCES[algorithm]:
+        spec = SPECS[collective]
+        is_at_first |= spec.reduces_to_root
+        if len(member.intra) > 1 if group == "intra" else member.inter and not (is_at_first and member.intra_rank):
+            steps.append(Step(1, group, collective, 0 if spec.is_rooted else None))
+    return tuple(steps)
 
 
 def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...]:

@@ -52,7 +52,7 @@ COMPLETED = CompletedWork()
 
 def awaited_ranks(group: Group) -> str:
     """Return the ranks whose messages a call of a group awaits; '' over an MPI library, which does not tell."""
-    comms = [part.comm for part in (group, group.across) if part is not None and hasattr(part.comm, "awaited")]
+    comms = [part.comm for part in (group, group.inter_host) if part is not None and hasattr(part.comm, "awaited")]
     return ", ".join(sorted({name for comm in comms for name in comm.awaited()}))
 
 

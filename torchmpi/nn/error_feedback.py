@@ -32,9 +32,9 @@ _SEED = 1
 class _Levels(NamedTuple):
     """The communicators of one exchange: the ranks of a host, and the first ranks of all hosts."""
 
-    local: Communicator | None
+    intra: Communicator | None
     """None if the host has one rank, or if ranks are not taken together by host."""
-    first: Communicator | NullCommunicator
+    inter: Communicator | NullCommunicator
 
 
 class GradientView(NamedTuple):
@@ -104,13 +104,13 @@ class GradientCompressor(ABC):
         for rank, member in enumerate(comm.intra.placement.members):
             by_host.setdefault(rank if self.within_hosts else member.group, []).append(rank)
         hosts = list(by_host.values())
-        local: Communicator | None = None
+        intra: Communicator | None = None
         for ranks in hosts:
             if len(ranks) > 1:
                 made = make(comm.intra, ranks, f"{comm.name} compression, host of {ranks[0]}")
-                local = made if isinstance(made, Communicator) else local
-        first = make(comm.intra, [ranks[0] for ranks in hosts], f"{comm.name} compression")
-        self._levels[comm] = _Levels(local, first)
+                intra = made if isinstance(made, Communicator) else intra
+        inter = make(comm.intra, [ranks[0] for ranks in hosts], f"{comm.name} compression")
+        self._levels[comm] = _Levels(intra, inter)
 
     def release(self, comm: Communicator) -> None:
         """Free the communicators for `comm`. Collective over `comm`."""
@@ -124,19 +124,19 @@ class GradientCompressor(ABC):
         """Launch the reduction of `flat` in place and return the function that finishes it."""
         levels = self._levels[comm]
         work = flat.float()  # flat itself, if it is float32
-        if levels.local is not None:
-            collectives.reduce(work, 0, comm=levels.local)
+        if levels.intra is not None:
+            collectives.reduce(work, 0, comm=levels.intra)
         finish_exchange: Callable[[], object] | None = None
         earlier: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        if isinstance(levels.first, Communicator):
+        if isinstance(levels.inter, Communicator):
             earlier = [(state, dict(state)) for state in (self._state(parameter) for parameter, _ in members)]
-            finish_exchange = self._exchange(work, _views(work, flat, members), levels.first)
+            finish_exchange = self._exchange(work, _views(work, flat, members), levels.inter)
 
         def finish() -> None:
             if finish_exchange is not None:
                 finish_exchange()
-            if levels.local is not None:
-                collectives.broadcast(work, 0, comm=levels.local)
+            if levels.intra is not None:
+                collectives.broadcast(work, 0, comm=levels.intra)
             streams.use_here(work)
             if earlier and not work.isfinite().all():  # an overflow: a GradScaler leaves out the step
                 for state, before in earlier:

@@ -171,7 +171,7 @@ class ServerContext(GroupResource):
         context = group.context
         self.group = group
         self.comm: MPIComm = group.comm.Dup()
-        shares_memory = (group.local or group).status_board is not None
+        shares_memory = (group.intra_host or group).status_board is not None
         hosts = context.hosts
         host = hosts[group.world_ranks[group.rank]] if shares_memory else len(hosts) + group.rank  # no number of a host
         self.local_comm: MPIComm = self.comm.Split(host, group.rank)

@@ -205,9 +205,9 @@ class Runtime:
 
     def _comparison(self, group: Group) -> Comparison:
         """Return the comparison of the calls of a group over several hosts."""
-        from ..backends.hierarchical.host_comparison import comparison_for
+        from ..backends.call_comparison import CallComparison
 
-        return comparison_for(group, shared=self.selector.backends["shm"], network=self.selector.network)
+        return CallComparison(group, shared=self.selector.backends["shm"], network=self.selector.network)
 
     def _load_tuning(self, hosts: Sequence[int], *, num_ranks: int, num_cores: int) -> None:
         self.context.is_crowded = num_ranks > num_cores

@@ -74,7 +74,7 @@ class WaitingRanks:
         current = None if group is None else group.call_log.current
         if group is None or current is None:
             return None
-        others = set(self._context.groups) - {group, group.local, group.across}
+        others = set(self._context.groups) - {group, group.intra_host, group.inter_host}
         return None if any(map(_has_queued, others)) else ((id(frame), frame.f_lasti), group, current[0])
 
     def _call_of(self, main: FrameType) -> tuple[FrameType, Group | None]:
@@ -91,7 +91,7 @@ class WaitingRanks:
         if not main.f_code.co_filename.startswith(PACKAGE):
             return main, None
         groups = list(self._context.groups)
-        parts = {part for group in groups for part in (group.local, group.across)}
+        parts = {part for group in groups for part in (group.intra_host, group.inter_host)}
         active = [group for group in groups if group not in parts and group.call_log.current is not None]
         return main, active[0] if len(active) == 1 else None
 

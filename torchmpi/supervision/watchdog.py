@@ -122,7 +122,7 @@ class Watchdog(threading.Thread):
         since = [self._since[group][1] for group in groups if group in self._since]  # freed groups are left out
         self._waiting_ranks.observe(is_late=any(each <= limit for each in since))
         calling = [group for group in groups if group.call_log.current is not None]
-        self._steps = {part for group in calling for part in (group.local, group.across) if part is not None}
+        self._steps = {part for group in calling for part in (group.intra_host, group.inter_host) if part is not None}
         for group in groups:
             try:
                 self._answer(group)
@@ -442,7 +442,7 @@ class Watchdog(threading.Thread):
         if self.context.failure:
             return Activity(self.context.failure, 0.0, "")
         now, groups = time.monotonic(), list(self.context.groups)
-        parts = {part for group in groups for part in (group.local, group.across)}
+        parts = {part for group in groups for part in (group.intra_host, group.inter_host)}
         for group in groups:
             if group in parts:
                 continue

@@ -1,9 +1,9 @@
-"""The backend for groups over several hosts: steps inside the hosts, and between them.
+"""The backend for groups over several hosts: steps within the hosts, and between them.
 
 On a *grid*, where every host has the same number of ranks, each rank exchanges a slice of the data between the hosts;
 on a *tree* the first rank of each host exchanges all data. A host never sends more than one rank per host would.
 
-Reductions combine in rank order inside each host, and then the hosts in order of their first ranks. The bits depend on
+Reductions combine in rank order within each host, and then the hosts in order of their first ranks. The bits depend on
 the placement of the ranks, but not on the size: partial results are not rounded, and all algorithms combine in the same
 order.
 """

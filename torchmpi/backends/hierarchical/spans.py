@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -22,33 +23,27 @@ def is_composed(stack: CommunicatorStack, communicator: Communicator, collective
     return len(levels) > 1 and communicator is levels[0] and collective in COMPOSED
 
 
-class SpanCollective(StepSequence):
-    """A collective over the levels of the current span, on tensors of any device, as one chunk."""
-
-    def __init__(
-        self,
-        stack: CommunicatorStack,
-        collective: str,
-        dtype: torch.dtype | None,
-        op: str | None,
-        runner: StepRunner,
-        *,
-        cartesian: bool,
-    ) -> None:
-        levels, groups = stack.span
-        outermost, name = levels[0], cast(splits.CollectiveName, collective)
-        level_splits = [level.split if cartesian else level.tree_split for level in levels[1:]]
-        # A plan counts levels from 0, the outermost of the span.
-        by_depth: GroupsByLevel = {
-            (depth, kind): groups.get((level.level, kind))
-            for depth, level in enumerate(levels)
-            for kind in ("intra", "inter")
-        }
-        super().__init__(
-            collective,
-            outermost.rank,
-            by_depth,
-            lambda root: splits.steps_for(name, outermost.rank, level_splits, root=root),
-            runner,
-            partial_results=None if op is None or dtype is None else PartialResults(dtype, op, outermost.size),
-        )
+def span_collective(
+    stack: CommunicatorStack,
+    collective: str,
+    dtype: torch.dtype | None,
+    op: str | None,
+    runner: StepRunner,
+    *,
+    cartesian: bool,
+) -> StepSequence:
+    """Return a collective over the levels of the current span, on tensors of any device, as one chunk."""
+    levels, groups = stack.span
+    outermost, name = levels[0], cast(splits.CollectiveName, collective)
+    level_splits = [level.split if cartesian else level.tree_split for level in levels[1:]]
+    # A plan counts levels from 0, the outermost of the span.
+    by_depth: GroupsByLevel = {
+        (depth, kind): groups.get((level.level, kind))
+        for depth, level in enumerate(levels)
+        for kind in ("intra", "inter")
+    }
+    steps_to = lru_cache(maxsize=None)(lambda root: splits.steps_for(name, outermost.rank, level_splits, root=root))
+    partial_results = None if op is None or dtype is None else PartialResults(dtype, op, outermost.size)
+    return StepSequence(
+        collective, outermost.rank, by_depth, lambda root, _: steps_to(root), runner, partial_results=partial_results
+    )

@@ -1,15 +1,15 @@
 """Running the steps of a collective on groups, chunk by chunk.
 
-A plan (:func:`torchmpi.communicators.splits.steps_for`) names the steps of a collective: a flat collective and the
-group on which it runs. :class:`StepSequence` runs a plan, in two configurations: the levels of a span
-(:mod:`.spans`) and the hosts of a group (:mod:`.host_collectives`).
+A plan (:mod:`torchmpi.communicators.splits`) names the steps of a collective: a flat collective and the group on which
+it runs. :class:`StepSequence` runs any plan: over the levels of a span (:mod:`.spans`), and over the hosts of a group
+(:mod:`.host_collectives`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ BindStep = Callable[[Group, str, torch.dtype | None, str | None, str], tuple[Ope
 RunStep = Callable[..., Any]
 """``run_step(group, collective, source, destination=None, root=0)``: :meth:`StepRunner.run` or `perform`."""
 
-Phases = tuple[tuple[splits.Step, ...], splits.Step | None, tuple[splits.Step, ...]]
+Steps = tuple[splits.Step, ...]
 
 GroupsByLevel = Mapping[tuple[int, str], Group | None]
 """The groups of a plan by level and kind (``intra`` or ``inter``); None where this rank is in no such group."""
@@ -97,11 +97,22 @@ class StepRunner:
         return plan
 
 
-class StepSequence:
-    """Barrier, broadcast, reduce or allreduce in place: a plan of steps, run for each chunk of the tensor.
+class Part(NamedTuple):
+    """The chunk, or a part of it, on which the next steps work."""
 
-    One step of a plan, the last reduction or the first step between groups, may run in the background while the other
-    steps work on other chunks.
+    total: Any
+    """The values to reduce, and then the partial results."""
+    out: Any
+    """The memory of the result, which may be that of `total`."""
+
+
+class StepSequence:
+    """A collective whose steps are data: a plan, run for each chunk of the tensor.
+
+    Reductions work on the partial results, and the other steps on results. A reduce-scatter leaves a part of the
+    current part to the steps after it, and an allgather goes back to the larger one. After the last reduction, ranks
+    that have the total divide an average and round it into the result. Where there are several chunks, the steps
+    between groups run in the background, while those within groups work on other chunks.
     """
 
     def __init__(
@@ -109,52 +120,41 @@ class StepSequence:
         collective: str,
         rank: int,
         groups: GroupsByLevel,
-        plan: Callable[[int], tuple[splits.Step, ...]],
+        plan: Callable[[int, int], Steps],
         runner: StepRunner,
         *,
         partial_results: PartialResults | None = None,
         chunk_numel: int | None = None,
-        sum_across: Callable[[RunStep, Group, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
         """Prepare a sequence.
 
-        `plan` returns the steps for a root, `partial_results` belongs to reductions, `chunk_numel` None is one chunk
-        on any device. `sum_across` replaces the last step of an allreduce: ``sum_across(run_step, group, total, out)``.
+        ``plan(root, numel)`` returns the steps, `partial_results` belongs to reductions, `chunk_numel` None is one
+        chunk on any device.
         """
-        self.collective, self.rank, self.groups, self.runner = collective, rank, groups, runner
-        self.spec = SPECS[collective]
+        self.spec, self.rank, self.groups, self.plan, self.runner = SPECS[collective], rank, groups, plan, runner
         self.partial_results, self.chunk_numel = partial_results, chunk_numel
-        self.sum_across = sum_across or self._sum_across
-        self.work: ChunkBuffers | None = None
-        if partial_results is not None and chunk_numel is not None:
-            self.work = ChunkBuffers(partial_results.accumulator)
-        self.phases = lru_cache(maxsize=None)(lambda root: _phases(collective, plan(root)))
+        self._memory: dict[tuple[int, torch.dtype], ChunkBuffers] = {}
 
     def run(self, buffer: torch.Tensor | None, _: Any, root: int) -> torch.Tensor | None:
         """Run the steps on a contiguous tensor."""
-        before, middle, after = self.phases(root)
+        before, between, after, last = phases(self.plan(root, 0 if buffer is None else buffer.numel()))
         chunks = chunks_of(buffer, self.chunk_numel)
-        works: dict[int, torch.Tensor | None] = {}
+        parts: dict[int, list[Part]] = {}
 
         def run_before(k: int) -> None:
-            works[k] = self._work_for(chunks[k], k)
-            self._run(before, works[k])
+            parts[k] = [self._whole(chunks[k], k, root)]
+            self._run(before, last, parts[k], k, self.runner.run)
 
-        def start_middle(k: int) -> Handle[Any] | None:
-            if middle is None:
+        def start_between(k: int) -> Handle[Any] | None:
+            if not between:
                 return None
-            in_background = len(chunks) > 1 and middle.group == "inter"
-            task = partial(self._run_middle, middle, works[k], chunks[k])
-            return self.runner.start(self._group(middle), task, in_background=in_background)
+            task = partial(self._run, between, last, parts[k], k)
+            return self.runner.start(self._group(between[0]), task, in_background=len(chunks) > 1)
 
         def run_after(k: int) -> None:
-            work, chunk = works.pop(k), chunks[k]
-            self._run(after, chunk if self.spec.reduces_to_all else work)
-            if self.spec.reduces_to_root and self.rank == root:
-                assert self.partial_results is not None and work is not None and chunk is not None
-                self.partial_results.finish(work, chunk)
+            self._run(after, last, parts.pop(k), k, self.runner.run)
 
-        run_pipelined(len(chunks), run_before, start_middle, run_after)
+        run_pipelined(len(chunks), run_before, start_between, run_after)
         return buffer
 
     def _group(self, step: splits.Step) -> Group:
@@ -162,32 +162,47 @@ class StepSequence:
         assert group is not None  # a plan contains only groups of this rank
         return group
 
-    def _run(self, steps: tuple[splits.Step, ...], tensor: torch.Tensor | None) -> None:
+    def _run(self, steps: Steps, last: splits.Step | None, parts: list[Part], k: int, run_step: RunStep) -> None:
+        """Run steps on the last of the parts of a chunk, each of which is a part of the one before it."""
         for step in steps:
-            self.runner.run(self._group(step), step.collective, tensor, None, step.root or 0)
+            group, spec, part = self._group(step), SPECS[step.collective], parts[-1]
+            if spec.grows < 0:
+                _, numel = partition.part_of(part.total.numel(), group.size, group.rank)
+                parts.append(self._part(part.total, numel, k, len(parts)))
+                run_step(group, step.collective, part.total, parts[-1].total)
+            elif spec.grows > 0:
+                parts.pop()
+                run_step(group, step.collective, part.out, parts[-1].out)
+            else:
+                run_step(group, step.collective, part.total if spec.reduces else part.out, None, step.root or 0)
+            if step is last and (not spec.reduces_to_root or step.root == group.rank):
+                assert self.partial_results is not None
+                self.partial_results.finish(*parts[-1])
 
-    def _run_middle(
-        self, step: splits.Step, work: torch.Tensor | None, chunk: torch.Tensor | None, run_step: RunStep
-    ) -> None:
-        if SPECS[step.collective].reduces_to_all:
-            assert work is not None and chunk is not None
-            self.sum_across(run_step, self._group(step), work, chunk)
-        else:
-            run_step(self._group(step), step.collective, work, None, step.root or 0)
+    def _whole(self, chunk: torch.Tensor | None, k: int, root: int) -> Part:
+        """Return a chunk and its partial results.
 
-    def _sum_across(self, run_step: RunStep, group: Group, total: torch.Tensor, out: torch.Tensor) -> None:
+        These are a copy if they are wider than the result, or if the tensor remains as it is, on the other ranks of a
+        reduce.
+        """
+        to_root = self.spec.reduces_to_root
+        if chunk is None or self.partial_results is None or not (self.partial_results.is_rounded or to_root):
+            return Part(chunk, chunk)
+        part = self._part(chunk, chunk.numel(), k, 0)
+        part.total.copy_(chunk)
+        return part if to_root and self.rank != root else Part(part.total, chunk)
+
+    def _part(self, like: torch.Tensor, numel: int, k: int, depth: int) -> Part:
+        """Return memory for a part of a chunk, after `depth` reduce-scatters."""
         assert self.partial_results is not None
-        run_step(group, "allreduce", total)
-        self.partial_results.finish(total, out)
+        total = self._take(self.partial_results.accumulator, like, numel, k, depth)
+        is_rounded = self.partial_results.is_rounded
+        return Part(total, self._take(self.partial_results.dtype, like, numel, k, depth) if is_rounded else total)
 
-    def _work_for(self, chunk: torch.Tensor | None, k: int) -> torch.Tensor | None:
-        """Return the memory of partial results: a copy if they are wider than the result, or not for other ranks."""
-        partial_results = self.partial_results
-        if chunk is None or partial_results is None or not (partial_results.is_rounded or self.spec.reduces_to_root):
-            return chunk
-        if self.work is None:
-            return chunk.to(partial_results.accumulator, copy=True)
-        return self.work.take(k, chunk.numel()).copy_(chunk)
+    def _take(self, dtype: torch.dtype, like: torch.Tensor, numel: int, k: int, depth: int) -> torch.Tensor:
+        if self.chunk_numel is None:
+            return torch.empty(numel, dtype=dtype, device=like.device)
+        return self._memory.setdefault((depth, dtype), ChunkBuffers(dtype)).take(k, numel)
 
 
 def chunks_of(buffer: torch.Tensor | None, chunk_numel: int | None) -> list[Any]:
@@ -199,17 +214,32 @@ def chunks_of(buffer: torch.Tensor | None, chunk_numel: int | None) -> list[Any]
     return [flat[begin : begin + numel] for begin, numel in chunks]
 
 
-def _phases(collective: str, steps: tuple[splits.Step, ...]) -> Phases:
-    """Split a plan at the step that may run in the background.
+class Phases(NamedTuple):
+    """The steps of a plan before, among and after those between groups, which may run in the background."""
 
-    In an allreduce this is the last reduction, after which the result is rounded. Without such a step, the first step
-    comes before and the others after: the ranks of a group must run their steps for all chunks in the same order.
+    before: Steps
+    between: Steps
+    after: Steps
+    last: splits.Step | None
+    """The last step that reduces, after which the result is known."""
+
+
+@cache
+def phases(steps: Steps) -> Phases:
+    """Split a plan at its steps between groups.
+
+    Without such steps, the first step comes before: the ranks of a group must run their steps for all chunks in the
+    same order.
+
+    >>> tree = splits.plan_split("aab", cartesian=False)
+    >>> [[step.collective for step in each] for each in phases(splits.steps_for("allreduce", 0, [tree]))[:3]]
+    [['reduce'], ['allreduce'], ['broadcast']]
     """
-    if SPECS[collective].reduces_to_all:
-        middles = [index for index, step in enumerate(steps) if SPECS[step.collective].reduces][-1:]
-    else:
-        middles = [index for index, step in enumerate(steps) if step.group == "inter"][:1]
-    if not middles:
-        return steps[:1], None, steps[1:]
-    index = middles[0]
-    return steps[:index], steps[index], steps[index + 1 :]
+    begin = next((index for index, step in enumerate(steps) if step.group == "inter"), None)
+    last = next((step for step in reversed(steps) if SPECS[step.collective].reduces), None)
+    if begin is None:
+        return Phases(steps[:1], (), steps[1:], last)
+    end = begin
+    while end < len(steps) and steps[end][:2] == steps[begin][:2]:
+        end += 1
+    return Phases(steps[:begin], steps[begin:end], steps[end:], last)

@@ -131,7 +131,7 @@ def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
     span = span_of(given.intra)
     targets = {span: given}
     if span == "hosts":
-        parts = {"host": given.intra.local, "across": given.intra.across}
+        parts = {"host": given.intra.intra_host, "across": given.intra.inter_host}
         targets |= {part: Communicator.of(group) for part, group in parts.items() if group is not None}
     everywhere = collectives.allgather_object((span, list(targets)), comm=running.communicators.levels[0])
     if any(theirs != span for theirs, _ in everywhere):

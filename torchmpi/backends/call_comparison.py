@@ -6,48 +6,49 @@ from collections.abc import Callable
 
 import torch
 
-from ...communicators.call_log import CallNumber
-from ...communicators.group import Group
-from ...communicators.plan import Backends
-from ...errors import MismatchError
-from ..base import Backend, Operation, bind, refusal
-from ..number_exchange import NumberExchange, can_carry
-from .steps import StepRunner
+from ..communicators.call_log import CallNumber
+from ..communicators.group import Group
+from ..communicators.plan import Backends
+from ..errors import MismatchError
+from .base import Backend, Operation, bind, refusal
+from .hierarchical.steps import StepRunner
+from .number_exchange import NumberExchange, most_carried
 
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
 
-def comparison_for(group: Group, shared: Backend, network: Backend) -> HostComparison | NumberExchange:
-    """Return the comparison for a group.
-
-    Args:
-        group: The group.
-        shared: The backend for ranks that share memory.
-        network: The backend for the ranks of a host that do not.
-    """
-    num_hosts = len(group.placement.groups)
-    if num_hosts in (1, group.size) or refusal(shared, "barrier", "cpu") is not None:
-        return NumberExchange(group.context.MPI, group.comm)
-    return HostComparison(group, shared, network)
-
-
-class HostComparison:
+class CallComparison:
     """Three steps: within each host, between the first ranks of the hosts, and within each host again.
 
     The calls of a step within a host are compared by its kernels, with the number of the call of the whole group in
     place of a shape. A rank that finds a difference takes part in the remaining steps with another number, so that all
-    other ranks find it too and none waits.
+    other ranks find it too and none waits. Where each rank is on its own host, or the ranks of a host share no memory,
+    all ranks take part in the step between.
+
+    Attributes:
+        in_steps: Whether there are steps within the hosts.
+        intra: The group of these steps; None if this rank takes no part in them.
+        exchange: The messages between the hosts; None if this rank sends none.
     """
 
     def __init__(self, group: Group, shared: Backend, network: Backend) -> None:
+        """Prepare the comparison for a group.
+
+        Args:
+            group: The group.
+            shared: The backend for ranks that share memory.
+            network: The backend for the ranks of a host that do not.
+        """
         self._shared, self._network = shared, network
-        self.local, self.num_hosts = group.local, len(group.placement.groups)
-        is_first = group.placement.members[group.rank].intra_rank == 0
-        self.exchange: NumberExchange | None = None
-        if is_first:
-            assert group.across is not None
-            self.exchange = NumberExchange(group.context.MPI, group.across.comm)
+        num_hosts = len(group.placement.groups)
+        self.in_steps = num_hosts not in (1, group.size) and refusal(shared, "barrier", "cpu") is None
+        self.intra = group.intra_host if self.in_steps else None
+        sends = not self.in_steps or group.placement.members[group.rank].intra_rank == 0
+        between = group.inter_host if self.in_steps else group
+        self.exchange = NumberExchange(group.context.MPI, between.comm) if sends and between is not None else None
+        self.most_carried = most_carried(num_hosts if self.in_steps else group.size, in_steps=self.in_steps)
+        """The size of the longest vectors that are sent between the hosts in the messages of a comparison."""
         self._number = CallNumber()
         self._waiting = self.runner(None)
 
@@ -63,13 +64,9 @@ class HostComparison:
         backend = self._shared if has_memory else self._network
         return bind(backend, group, collective, dtype, op), ((None, backend.name),)
 
-    def can_carry(self, num_bytes: int) -> bool:
-        """Return whether vectors of this size are sent between the hosts in the messages of a comparison."""
-        return can_carry(num_bytes, self.num_hosts, in_steps=True)
-
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""
-        return self.run(number, self._wait, self._exchange, self._wait)
+        return self.run(number, self._wait, lambda exchange, number: exchange.agree(number), self._wait)
 
     def run(
         self,
@@ -83,12 +80,12 @@ class HostComparison:
         `before` and `after` run a step within the host. ``between(exchange, number)`` exchanges the number between the
         hosts, in which None differs from all others, and returns whether it is equal.
         """
-        is_equal = self.local is None or self._step(number, before)
+        is_equal = self.intra is None or self._step(number, before)
         if self.exchange is not None:
             is_equal = between(self.exchange, number if is_equal else None)
-        if self.local is not None and is_equal:
+        if self.intra is not None and is_equal:
             is_equal = self._step(number, after)
-        elif self.local is not None:
+        elif self.intra is not None:
             self._step(_DIFFERENT, self._wait)
         return is_equal
 
@@ -101,9 +98,5 @@ class HostComparison:
         return True
 
     def _wait(self) -> None:
-        assert self.local is not None
-        self._waiting.run(self.local, "barrier", None)
-
-    @staticmethod
-    def _exchange(exchange: NumberExchange, number: int | None) -> bool:
-        return exchange.agree(number)
+        assert self.intra is not None
+        self._waiting.run(self.intra, "barrier", None)
