@@ -389,6 +389,7 @@ mpi_suites() {
 cd "$checkout" || exit 1
 export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
+export OMP_WAIT_POLICY=passive # threads of torch that wait for each other leave their cores to other suites
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 durations=$logs/durations
 usual="about 15 minutes"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Hashable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -118,6 +119,20 @@ def _called_with_numbers(function: Any) -> Any:
     return call
 
 
+@cache
+def _compiled(source: str) -> tuple[CodeType, list[tuple[str, list[str]]]]:
+    """Return the code of a module of the kernels without its imports, and these: the modules and their names."""
+    tree, imports = ast.parse(source), []
+    for node in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
+        tree.body.remove(node)
+        imports.append((str(node.module), [alias.name for alias in node.names]))
+    for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
+        function.decorator_list = []
+        _Names().visit(function)
+        function.body = _with_forgetting(function.body)
+    return compile(ast.fix_missing_locations(tree), _FILE, "exec"), imports
+
+
 def _load_module(name: str, loaded: dict[str, dict[str, Any]], constants: Mapping[str, int], faults: Any) -> Any:
     """Run the source of a module of the kernels, after those that it imports."""
     if name in loaded:
@@ -127,27 +142,21 @@ def _load_module(name: str, loaded: dict[str, dict[str, Any]], constants: Mappin
         if module == name:
             assert source.count(before) == 1, f"{module} has {source.count(before)} times: {before}"
             source = source.replace(before, after)
-    tree = ast.parse(source)
+    code, imports = _compiled(source)
     space: dict[str, Any] = {}
-    for node in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
-        tree.body.remove(node)
-        names = [alias.name for alias in node.names]
-        if node.module in _DECLARATIONS:
-            space |= {each: constants.get(each, _DECLARATIONS[node.module][each]) for each in names}
-        elif node.module == "intrinsics":
+    for module, names in imports:
+        if module in _DECLARATIONS:
+            space |= {each: constants.get(each, _DECLARATIONS[module][each]) for each in names}
+        elif module == "intrinsics":
             space |= {each: INTRINSICS[each] for each in names}
-        elif node.module == "kernel_sets":
+        elif module == "kernel_sets":
             space["ENABLE_CHECKS"] = False
-        elif node.module == "compiler.compilation":
+        elif module == "compiler.compilation":
             space |= dict.fromkeys(names, lambda function: function)
-        elif node.module != "__future__":
-            module = _load_module(str(node.module), loaded, constants, faults)
-            space |= {each: module[each] for each in names}
-    for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
-        function.decorator_list = []
-        _Names().visit(function)
-        function.body = _with_forgetting(function.body)
-    exec(compile(ast.fix_missing_locations(tree), _FILE, "exec"), space)
+        elif module != "__future__":
+            imported = _load_module(module, loaded, constants, faults)
+            space |= {each: imported[each] for each in names}
+    exec(code, space)
     if name == "copying":
         space["copy_past"] = _copy_past  # blocks of whole lines, which are longer than the slots of a model
     space |= {each: value for each, value in _CONSTANTS.items() if each in space}

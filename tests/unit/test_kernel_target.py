@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-import subprocess
-import sys
 
 import pytest
 from helpers.kernel_rig import compiled
+from helpers.processes import output_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numba.core.errors import NumbaError
+from numba.core.registry import cpu_target
 
 from torchmpi.shared_memory.compiler.compilation import inner
 from torchmpi.shared_memory.kernels.intrinsics import load
@@ -85,16 +85,15 @@ def test_wrong_arguments_of_an_intrinsic_do_not_compile(function, message):
         function.native()
 
 
-PROGRAM = """
-from torchmpi.parameterserver.kernels import shard_passes
-from torchmpi.shared_memory.kernels import movement
-movement.barrier.native(), movement.broadcast.native(), shard_passes.pass_over.native()
-from numba.core.registry import cpu_target
-print(len(cpu_target.target_context._registries), len(cpu_target.typing_context._registries))
-"""
+def compile_some_kernels() -> None:
+    from torchmpi.parameterserver.kernels import shard_passes
+    from torchmpi.shared_memory.kernels import movement
+
+    for kernel in (movement.barrier, movement.broadcast, shard_passes.pass_over):
+        kernel.native()
+    print(len(cpu_target.target_context._registries), len(cpu_target.typing_context._registries))
 
 
 def test_kernels_are_compiled_without_what_numba_knows_about_objects():
     """A quarter of a second, and more for every operation."""
-    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
-    assert found.stdout.split() == ["0", "0"]
+    assert output_of(compile_some_kernels) == (0, "0 0\n")

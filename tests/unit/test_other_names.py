@@ -11,7 +11,7 @@ import pytest
 import torchmpi as mpi
 from torchmpi import collectives, errors, other_names
 
-COLLECTIVES = sorted(name for name in vars(collectives) if name in mpi.__all__)
+COLLECTIVES = sorted(set(mpi.__all__) & vars(collectives).keys())
 
 
 @pytest.mark.parametrize("name", other_names.NAMES)

@@ -49,7 +49,7 @@ def supervise(job: Shells, restarts: int = 0, min_ranks: int = 1) -> int:
 
 @pytest.mark.parametrize(
     ("script", "status"),
-    [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 137), ("kill -SEGV $$", 139), ("kill -HUP $$", 129)],
+    [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 137), ("kill -SEGV $$", 139), ("kill -ALRM $$", 142)],
 )
 def test_the_status_of_the_launcher_or_128_and_its_signal(script, status):
     assert supervise(Shells(script)) == status
