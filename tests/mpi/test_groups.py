@@ -15,8 +15,8 @@ from torch import nn
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.backends.ring_messages import RingTransport
-from torchmpi.collectives.messages import transport_of
+from torchmpi.backends.ring_transport import RingTransport
+from torchmpi.collectives.message_handle import transport_of
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
 

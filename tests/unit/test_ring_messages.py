@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from torchmpi.backends.message_transport import Received
-from torchmpi.backends.ring_messages import MOST_DIMS, RingTransport
+from torchmpi.backends.ring_transport import MOST_DIMS, RingTransport
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.errors import CommunicatorError
 from torchmpi.shared_memory import memory_layout

@@ -24,7 +24,7 @@ from ..shared_memory import fast_path
 from ..tensors import buffers, dtypes, streams, writable
 from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
-from .messages import Message
+from .message_handle import MessageHandle
 from .prepared import checked_dtype
 from .short_messages import cache_message
 
@@ -239,9 +239,9 @@ class _Call:
             )
         return number
 
-    def message(self, peer: int, *, is_receive: bool, is_background: bool = True) -> Message:
+    def message(self, peer: int, *, is_receive: bool, is_background: bool = True) -> MessageHandle:
         """Begin the message."""
-        return Message(
+        return MessageHandle(
             self.group, self.name, self.tensor, peer, is_receive=is_receive, is_background=is_background,
             result=self._number if self.is_number else None,
         ).start()  # fmt: skip
@@ -249,8 +249,8 @@ class _Call:
     def exchange(self, src: int, dst: int, *, is_background: bool) -> Handle[Any]:
         """Begin to send a copy of the tensor, and to receive into the tensor."""
         copy = self.tensor.detach().clone()
-        send = Message(self.group, self.name, copy, dst, is_receive=False, is_part=True).start()
-        receive = Message(
+        send = MessageHandle(self.group, self.name, copy, dst, is_receive=False, is_part=True).start()
+        receive = MessageHandle(
             self.group, self.name, self.tensor, src, is_receive=True, exchange=send, is_background=is_background,
             result=self._number if self.is_number else None,
         ).start()  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 
 from ..backends.message_transport import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, Received
 from ..backends.mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
-from ..backends.ring_messages import Frames, RingTransport
+from ..backends.ring_transport import Frames, RingTransport
 from ..communicators.call_log import CallLog, call_code, describe
 from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group
@@ -30,7 +30,7 @@ from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LockFields
 from ..tensors import dtypes
-from .messages import Message, adopt, mismatch, transport_of
+from .message_handle import MessageHandle, adopt, mismatch, transport_of
 
 _MOST_MESSAGES = 64  # of a group, as the fast path looks through all of them
 
@@ -165,10 +165,10 @@ class _RingMessage(_FastMessage):
             message.withdraw()
             message.run_in_background()
 
-    def _adopted(self, tensor: torch.Tensor) -> list[Message]:
+    def _adopted(self, tensor: torch.Tensor) -> list[MessageHandle]:
         """Return the messages that Python continues, the receive first, and release the lock that the kernel holds."""
         record, messages, send = self._record, [], None
-        make = partial(Message, self.group, self.name, is_background=False, begun=record.begun)
+        make = partial(MessageHandle, self.group, self.name, is_background=False, begun=record.begun)
         try:
             if self.dst >= 0:
                 source = tensor

@@ -95,9 +95,8 @@ class BoundCall:
         self._queued = object()
         """Identifies the cached call of threads that run a queued call, as the object itself that of others."""
         self.fast = fast_path.entry(self._fast_path)
-        self._takes_own_row = (
-            form.collective == "allgather" and self._cached_call(group.call_queue.run_lock) is not None
-        )
+        gathers_for_all = spec.gathers and spec.flow == "all to all" and not spec.divides
+        self._takes_own_row = gathers_for_all and self._cached_call(group.call_queue.run_lock) is not None
 
     def can_use(self, given: torch.Tensor, received: torch.Tensor) -> bool:
         """Return whether a call can use the memory of two tensors: they share none, or the row of this rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..collectives.messages import Message
+from ..collectives.message_handle import MessageHandle
 from ..communicators.group import Group
 from ..errors import ArgumentError, CommunicatorError
 from ..tensors import buffers, writable
@@ -14,16 +14,16 @@ MAX_TAG = (1 << 20) - 1
 ARRIVED_TAG, ANSWER_TAG = MAX_TAG + 1, MAX_TAG + 2
 
 
-def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> MessageHandle:
     """Start to send a tensor, which must not change until the message has ended."""
     _check(group, tensor, "send", peer, tag)
-    return Message(group, "send", tensor, peer, tag, is_receive=False).start()
+    return MessageHandle(group, "send", tensor, peer, tag, is_receive=False).start()
 
 
-def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> MessageHandle:
     """Start to receive a tensor of the sender's length, from one rank or from any (None)."""
     _check(group, tensor, "recv", peer, tag)
-    return Message(group, "recv", tensor, peer, tag, is_receive=True).start()
+    return MessageHandle(group, "recv", tensor, peer, tag, is_receive=True).start()
 
 
 def _check(group: Group, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:

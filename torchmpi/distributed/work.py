@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives.messages import Message
+from ..collectives.message_handle import MessageHandle
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..errors import StallError
@@ -119,7 +119,7 @@ class PendingWork(dist.Work):
 class MessageWork(PendingWork):
     """Work of one point-to-point message."""
 
-    def __init__(self, handle: Message, outputs: list[torch.Tensor], limit_seconds: float) -> None:
+    def __init__(self, handle: MessageHandle, outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__(handle, outputs, limit_seconds)
         self._message = handle
 

@@ -289,6 +289,10 @@ class Passage(Record):
 
 
 WAITING, BEGUN, ENDED = range(3)
+SOME_ENDED = 1
+"""`advance` returns this if a message has ended, or one from any rank has begun."""
+UNEXPECTED = 2
+"""And this, and the number of a lane, if a message arrives there that has another tag than the expected one."""
 
 
 class Lane(Record):

@@ -27,6 +27,8 @@ from .records import (
     ENDED,
     MISMATCH,
     NOT_FAST,
+    SOME_ENDED,
+    UNEXPECTED,
     UNFINISHED,
     WAITING,
     Arguments,
@@ -46,8 +48,6 @@ _YIELD_NANOSECONDS = 300_000
 """How long the fast path waits for the other rank, after the polls."""
 
 NOTHING, MOVED, OTHER_TAG = range(3)  # what receive_on returns
-SOME_ENDED = 1  # what advance returns: a message has ended, or one from any rank has begun
-UNEXPECTED = 2  # a message arrives in the lane of which the number is added that has another tag than the expected one
 
 
 @inner

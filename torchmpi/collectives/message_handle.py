@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..backends.message_transport import PACKED_BYTES, MpiTransport, Received, Transport
-from ..backends.ring_messages import Frames, RingTransport
+from ..backends.ring_transport import Frames, RingTransport
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.message_record import ANY_RANK, NO_TAG
@@ -46,7 +46,7 @@ def transport_of(group: Group) -> Transport:
     return transport
 
 
-class Message(Handle[Any]):
+class MessageHandle(Handle[Any]):
     """A message that has begun, as a handle.
 
     Args:
@@ -72,7 +72,7 @@ class Message(Handle[Any]):
         tag: int = NO_TAG,
         *,
         is_receive: bool,
-        exchange: Message | None = None,
+        exchange: MessageHandle | None = None,
         is_part: bool = False,
         is_background: bool = True,
         result: Callable[[], Any] | None = None,
@@ -130,7 +130,7 @@ class Message(Handle[Any]):
         """The longest message of MPI."""
         return runtime.current().config.message_bytes
 
-    def start(self) -> Message:
+    def start(self) -> MessageHandle:
         """Begin the message; return it."""
         try:
             self.transport.post(self)
@@ -350,7 +350,7 @@ def mismatch(
     )
 
 
-def adopt(message: Message, frames: Frames, record: records.Passage) -> Message:
+def adopt(message: MessageHandle, frames: Frames, record: records.Passage) -> MessageHandle:
     """Continue a message that the fast path has begun; the caller has its lock."""
     assert isinstance(message.transport, RingTransport)
     message._number = message._channel.number
@@ -367,11 +367,11 @@ class _ProgressThread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="torchmpi messages", daemon=True)
-        self._messages: set[Message] = set()
+        self._messages: set[MessageHandle] = set()
         self._is_needed = threading.Event()
         self._is_ending = False
 
-    def add(self, message: Message) -> None:
+    def add(self, message: MessageHandle) -> None:
         self._messages.add(message)
         self._is_needed.set()
 
@@ -407,7 +407,7 @@ _progress: tuple[runtime.Runtime, _ProgressThread] | None = None
 _starting = threading.Lock()
 
 
-def _in_progress(message: Message) -> None:
+def _in_progress(message: MessageHandle) -> None:
     """Have a message continued until it has ended."""
     global _progress
     running = runtime.current()

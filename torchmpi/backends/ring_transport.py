@@ -19,7 +19,7 @@ from ..communicators.call_queue import RunLock
 from ..communicators.group import Group, GroupResource
 from ..errors import CommunicatorError
 from ..shared_memory import kernels, memory_layout
-from ..shared_memory.kernels import records, ring_messages
+from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LockFields, MessageRing
 from .message_transport import PostedMessage, Received
 
@@ -232,10 +232,10 @@ class RingTransport(GroupResource):
         """Continue all messages until one has ended; return those that have."""
         lanes, count = int(self._lanes), 2 * self.size
         while (status := self._advance(lanes, count, self.capacity, polls, microseconds, nanoseconds)) >= (
-            ring_messages.UNEXPECTED
+            records.UNEXPECTED
         ):
-            self._make_way(status - ring_messages.UNEXPECTED)
-        return self._take_ended() if status == ring_messages.SOME_ENDED else []
+            self._make_way(status - records.UNEXPECTED)
+        return self._take_ended() if status == records.SOME_ENDED else []
 
     def _make_way(self, lane: int) -> None:
         """Let the kernel receive the message that arrives in a lane and is not the expected one."""
