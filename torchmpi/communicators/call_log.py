@@ -157,9 +157,9 @@ class CallLog:
         "_spoiled",
         "address",
         "begin",
+        "ended_seq",
         "entered",
         "free",
-        "is_ended",
         "last_aborted",
         "log_board",
         "log_fields",
@@ -201,8 +201,8 @@ class CallLog:
         """The addresses of the blocks of this rank and of its neighbors, 0 for none; None when they are unmapped."""
         self._missing: tuple[int, ...] = ()
         """Positions of the entries of neighbors that had not arrived when this rank announced its call."""
-        self.is_ended = False
-        """Whether a rank has been lost, so that no call waits any longer."""
+        self.ended_seq = 0
+        """The call up to which no call waits any longer: it takes too long, or a rank has been lost."""
         self.last_aborted = 0
         """The last call that has failed on this rank."""
         self._spoiled = 0
@@ -324,7 +324,7 @@ class CallLog:
             # One less than the ring: a rank that has entered a call may not have compared it yet.
             self.free = min((self.log_board.get(rank, Block.entered) for rank in others), default=seq) + RING_LENGTH - 1
             if seq > self.free:
-                if self.is_ended:
+                if self.ended_seq >= seq:
                     self.expired()
                 time.sleep(_POLL_SECONDS)
 
@@ -343,7 +343,7 @@ class CallLog:
             self.log_fields[LogFields.waited], self.time_field = monotonic_ns() - self.begin, CounterFields.known_ns
 
     def _have_all_arrived(self, log_board: StatusBoard, seq: int) -> bool:
-        if self.is_ended:
+        if self.ended_seq >= seq:
             self.expired()
         # Not ENTERED: kernels publish it before the entry that `compare` reads.
         slots = (entry(rank, seq & (RING_LENGTH - 1)) for rank in range(self.size))

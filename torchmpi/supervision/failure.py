@@ -316,8 +316,7 @@ class FailureHandling:
     def _end_waits(self) -> None:
         """End the calls in shared memory with an error."""
         for group in list(self.world.context.groups):
-            if (call := group.call_log.current) is not None:
-                group.expire(call[0])
+            group.end_call()
 
     def _interrupt(self, frame: FrameType | None) -> None:
         if self._claim_report():

@@ -233,9 +233,7 @@ class Watchdog(threading.Thread):
         if not group.can_expire or group.call_log.report_when_late:
             return  # the call cannot be ended, or is being ended
         report = self._report(group, current, waited, unconditional=True)
-        group.call_log.report_when_late = f"{report}\n{reason}" if report else reason
-        if group.call_log.current == current:
-            group.expire(current[0])
+        group.end_call(current[0], f"{report}\n{reason}" if report else reason)
 
     def _check_queue(self, group: Group, call_queue: CallQueue, peer: int) -> None:
         """Report or abort a call that waits too long, or a message to or from another rank that is in ``stop()``."""
