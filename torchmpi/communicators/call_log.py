@@ -44,7 +44,8 @@ from ..timeline import events
 from .conditions import sleep_until
 from .flight_record import STARTS, WRITERS, Ring
 from .mismatches import mismatch_error, mismatch_message
-from .status_board import StatusBoard, request_status
+from .rank_status import RankStatus, await_answers
+from .status_board import BoardQuestion, StatusBoard
 
 _NO_OP = len(OPS)
 
@@ -519,11 +520,12 @@ class CallLog:
         """Describe the call of another rank, as reported by its watchdog: the board has only a signature."""
         if self.log_board is None:
             return f"something else, call #{seq}"
-        answer = request_status(self.log_board, self.rank, other, patience_seconds=_STATUS_SECONDS)
+        question = BoardQuestion(self.log_board, self.rank, [other])
+        answers = await_answers(question, _STATUS_SECONDS)
         marker = f"#{seq}: "
-        for line in answer.splitlines():
-            if line.startswith(marker):
-                return f"{line[len(marker) :]}, call #{seq}"
+        for call in answers[other].recent if other in answers else ():
+            if call.startswith(marker):
+                return f"{call[len(marker) :]}, call #{seq}"
         return f"something else, call #{seq} (no reply from its watchdog: stopped, or busy outside Python)"
 
     def recent(self, most: int = 8) -> list[Call]:
@@ -535,14 +537,15 @@ class CallLog:
             calls[-1] = Call(*current)  # also the dimensions for which an entry has no room
         return calls
 
-    def recent_in_words(self) -> list[str]:
+    def recent_in_words(self) -> tuple[str, ...]:
         """Describe the last calls for other ranks, newest first."""
-        return [f"#{call.seq}: {describe(call.code, call.shape)}" for call in reversed(self.recent())]
+        return tuple(f"#{call.seq}: {describe(call.code, call.shape)}" for call in reversed(self.recent()))
 
     def close(self) -> None:
         """Publish the last calls for ranks that are still in a call that this rank has aborted."""
         if self.log_board is not None:
-            self.log_board.write_text(self.rank, "\n".join(["has freed this communicator", *self.recent_in_words()]))
+            status = RankStatus(line="has freed this communicator", recent=self.recent_in_words())
+            self.log_board.write_status(self.rank, status)
             self.log_board.set(self.rank, Block.closed, 1)
         self._blocks = None
 
