@@ -110,7 +110,10 @@ class Watchdog(threading.Thread):
         groups = list(self.context.groups)
         # two checks before deadlocks are searched
         is_late = self._times.longest(groups) >= _REFUSAL_GRACE_SECONDS / 2
-        self._exchange.waiting_ranks.observe(is_late=is_late)
+        waiting_ranks = self._exchange.waiting_ranks
+        waiting_ranks.observe(is_late=is_late)
+        if is_late and self.context.flight_record is not None and any(waiting_ranks.blocked):
+            self.context.flight_record.note_blocked(waiting_ranks.blocked)
         calling = [group for group in groups if group.call_log.current is not None]
         self._steps = {part for group in calling for part in (group.local, group.across) if part is not None}
         for group in groups:
