@@ -74,7 +74,7 @@ class RankStatus(NamedTuple):
         """Return the status of which `packed` has returned this."""
         doing, seconds, line, problem, calls, blocked, recent = packed
         last = {int(key): LastCall(*numbers) for key, numbers in calls.items()}
-        return cls(doing, seconds, line, problem, last, tuple(blocked), tuple(recent))
+        return cls(doing, seconds, line, problem, last, (blocked[0], blocked[1]), tuple(recent))
 
     def packed_text(self, most_bytes: int) -> bytes:
         """Return `packed` as JSON of at most so many bytes, without the calls and ends of texts that have no room."""

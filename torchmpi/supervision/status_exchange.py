@@ -132,7 +132,9 @@ class StatusExchange:
 
         Ranks that cannot be asked are left out. From any thread, also while the job ends.
         """
-        hosts, own, near, far = self.context.hosts, self.world.rank, [], []
+        hosts, own = self.context.hosts, self.world.rank
+        near: list[int] = []
+        far: list[int] = []
         if self.host is not None and self.host.log_board is not None:
             near = [rank for rank in self.host.world_ranks if rank != own]
         if self._can_ask_other_hosts:
