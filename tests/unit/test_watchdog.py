@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -109,8 +110,8 @@ def test_ranks_of_a_host_that_wait_for_each_other_end_their_calls(job):
     job.check(0, 2)
     job.check(1, 1)
     ((seq, report),) = job.ranks[0].ended_calls
-    head = "rank 0 has waited 3 s in barrier(), call #1 on communicator group 2. Not arrived:"
-    assert seq == 1 and report.startswith(f"{head}\n  rank 1, after 0 calls: at ") and CIRCLE in report, report
+    head = r"rank 0 has waited \d+ s in barrier\(\), call #1 on communicator group 2. Not arrived:"
+    assert seq == 1 and re.match(rf"{head}\n  rank 1, after 0 calls: at ", report) and CIRCLE in report, report
     ((seq, report),) = job.ranks[1].ended_calls
     assert seq == 1 and "\nrank 1 waits for rank 0, which waits for rank 1" in report, report
     assert "\n  rank 0, after 0 calls: at " in report and "\n  rank 2, after 0 calls: at " in report, report
@@ -132,11 +133,9 @@ def test_the_lowest_waiting_rank_reports_a_stall(job, monkeypatch, caplog):
         job.ranks[rank].wait(1, 31.0)
     for rank in (1, 0):
         job.check(rank, 1, silent=[2])
-    (message,) = caplog.messages
-    report = (
-        "rank 0 has waited 31 s in barrier(), call #1 on communicator group 1. Not arrived:\n  rank 2 does not reply"
-    )
-    assert message.startswith(report), message
+    (message,) = set(caplog.messages)  # which a handler of pytest may get twice
+    head = r"rank 0 has waited \d+ s in barrier\(\), call #1 on communicator group 1. Not arrived:"
+    assert re.match(rf"{head}\n  rank 2 does not reply", message), message
     assert [rank.exchange.context.num_stalls for rank in job.ranks] == [1, 1, 0]
 
 
@@ -186,7 +185,7 @@ def test_rank_0_ends_a_job_whose_ranks_wait_for_each_other_between_hosts(far):
     (message,) = rank.ended_job
     lines = message.split("\n")
     assert lines[0] == CIRCLE.rstrip() and lines[3].startswith("Make the calls"), message
-    assert lines[1].startswith("  rank 0: barrier(), call #1 on communicator group 2, for 3 s, at "), message
+    assert re.match(r"  rank 0: barrier\(\), call #1 on communicator group 2, for \d+ s, at ", lines[1]), message
     assert lines[2] == "  rank 1: barrier(), call #1 on communicator group 1, for 3 s, at train.py:7", message
     rank.ended_job.clear()
     rank.watchdog._check_hosts()  # no rank has told that it waits since
