@@ -38,7 +38,7 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 """Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
 KERNEL_MODULES = (
     "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
-    "fast_path_code", "logged_calls", "messages", "host_calls", "message_pieces", "gpu_calls",
+    "fast_path_code", "logged_calls", "messages", "ring_messages", "host_calls", "message_pieces", "gpu_calls",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 COMPILER_MODULES = ("addresses", "compilation", "cpython", "target")

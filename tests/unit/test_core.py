@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from torchmpi.backends import saved_tables
 from torchmpi.collective_specs import CODES
 from torchmpi.communicators import call_log
 from torchmpi.communicators.call_queue import CallQueue
+from torchmpi.communicators.group import Group
 from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
@@ -559,6 +561,26 @@ def test_equal_calls_pass_in_either_order(board_of_two):
         first.leave()
         second.leave()
     assert board_of_two[0].seq == board_of_two[1].seq == 200
+
+
+def test_a_wait_for_ranks_that_have_not_arrived_can_be_ended(board_of_two):
+    """Regression: only the loss of a rank ended it, not the timeout of the group."""
+    first, second = board_of_two
+    group = SimpleNamespace(call_log=first, _expirable=lambda: [])
+    arrive(first, BARRIER, ())
+    Group.end_call(group, 2, "the report on another call")
+    assert first.ended_seq == 0
+    Group.end_call(group, 1, "too late")
+    with pytest.raises(errors.StallError, match="too late"):
+        first.sleep_until_all_arrive()
+    first.abandon()
+    Group.end_call(group)  # there is no call
+    second.enter(BARRIER, ())
+    second.leave()
+    for log in (second, first):
+        arrive(log, BARRIER, ())
+    first.sleep_until_all_arrive()  # the next call is not ended
+    assert [log.leave() > 0 for log in (first, second)] == [True, True]
 
 
 @pytest.mark.parametrize(

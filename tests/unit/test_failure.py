@@ -24,6 +24,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import torchmpi
+from torchmpi.communicators.rank_status import RankStatus
 from torchmpi.errors import ArgumentError, MismatchError
 from torchmpi.launch import launcher, mpi_library, stacks
 from torchmpi.supervision import deadlock, failure, program_lines, report, signals
@@ -233,11 +234,11 @@ def test_torchrun_shows_the_first_report_as_cause(tmp_path, monkeypatch):
 
 def test_a_report_of_many_ranks_has_at_most_40_lines():
     """Also if every rank is somewhere else, and the traceback is long."""
-    activities = {rank: report.Activity(f"call #{rank}", 0.0, f"at line {rank % 500}") for rank in range(2000)}
+    activities = {rank: RankStatus(f"call #{rank}", 0.0, f"at line {rank % 500}") for rank in range(2000)}
     lines = [*report.shortened("line\n" * 1000).splitlines(), *report.about_others(activities)]
     assert len(lines) <= 38  # two more name the process and announce the messages of the launcher
     assert lines[-1].endswith("ranks elsewhere") and sum("call #" in line for line in lines) == 12
-    odd = {rank: report.Activity("barrier()", 0.0, "") for rank in range(1, 2000, 2)}
+    odd = {rank: RankStatus("barrier()") for rank in range(1, 2000, 2)}
     (line,) = report.about_others(odd)
     assert line.startswith("  ranks 1, 3, 5") and len(line) < 120, line
 

@@ -210,6 +210,59 @@ def test_missing_ranks_are_named_with_their_last_call():
     )
 
 
+def in_two_groups(*ranks: tuple[int, int, bool, tuple[int, int]]) -> list[RankCalls]:
+    """Records of ranks, each with its numbers of calls on the groups 1 and 2, how its last call is, and `blocked`."""
+    found = []
+    for rank, (first, second, has_failed, blocked) in enumerate(ranks):
+        groups = []
+        for key, last in ((1, first), (2, second)):
+            begun = [LoggedCall(seq, SUM, (3,), False, seq, seq + 0.5) for seq in range(1, last)]
+            if last:
+                is_open = blocked == (key, last)
+                end = last + 0.5 if has_failed or not is_open else 0.0
+                begun.append(LoggedCall(last, SUM, (3,), False, last, end, has_failed and is_open))
+            groups.append(GroupCalls(key, f"group {key}", (0, 1, 2), False, begun))
+        about = {"rank": rank, "size": len(ranks), "host": "h"}
+        found.append(RankCalls(rank, about, False, 0, groups, 0, (), blocked))
+    return found
+
+
+@pytest.mark.parametrize("has_failed", [False, True], ids=["inside", "after its error"])
+def test_ranks_that_wait_for_each_other_are_named(has_failed):
+    """The search of the running job: rank 2 takes no part in the circle of the others."""
+    ranks = (4, 3, has_failed, (1, 4)), (3, 4, has_failed, (2, 4)), (3, 3, False, (0, 0))
+    found = analyze(in_two_groups(*ranks))
+    assert [each.kind for each in found] == ["deadlock", "missing", "missing"]
+    assert found[0].text == (
+        "rank 0 waits for rank 1, which waits for rank 0, in calls on different communicators: none can end. Make the "
+        "calls on all communicators in the same order on all ranks."
+    )
+    assert (found[0].group, found[0].ranks, {rank: last.seq for rank, last in found[0].states.items()}) == (
+        "group 1", (0, 1), {0: 4, 1: 4},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ((4, 3, False, (1, 4)), (3, 3, False, (0, 0))),  # rank 1 may make the call
+        ((4, 3, False, (1, 4)), (3, 5, False, (2, 4))),  # rank 1 has made another one since
+        ((4, 4, False, (1, 4)), (3, 4, False, (2, 4))),  # rank 1 only waits for rank 2, of which there is no record
+    ],
+    ids=["not blocked", "ended", "arrived"],
+)
+def test_ranks_that_can_continue_are_in_no_circle(ranks):
+    assert "deadlock" not in [found.kind for found in analyze(in_two_groups(*ranks))]
+
+
+def test_the_call_in_which_a_rank_is_blocked_is_in_the_file(tmp_path):
+    record = record_of(tmp_path)
+    call(log_of(record, 0, key=2**32 - 1), ends=False)
+    assert read(tmp_path / "rank0.flight").blocked == (0, 0)
+    record.note_blocked((2**32 - 1, 1))
+    assert read(tmp_path / "rank0.flight").blocked == (2**32 - 1, 1)
+
+
 def test_different_calls_come_first():
     found = analyze(records([(SUM, (3,), True), (SUM, (4,), False)], [(SUM, (3,), True), (BARRIER, (), False)]))[0]
     assert found.kind == "different"

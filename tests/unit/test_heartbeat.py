@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
+from torchmpi.communicators.rank_status import LastCall, RankStatus, await_answers
 from torchmpi.launch import network
 from torchmpi.supervision import heartbeat as heartbeat_module
-from torchmpi.supervision.heartbeat import Heartbeat, RankStatus
+from torchmpi.supervision.heartbeat import Heartbeat
 from torchmpi.supervision.host_ring import connections, next_hop
 
 PLACEMENTS = [[0, 1], [0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 0, 3], [*range(7)]]
@@ -44,9 +46,12 @@ def test_messages_reach_every_rank_and_end_at_a_gap_of_the_ring(hosts):
                 assert lost is not None or steps <= len(set(hosts)) // 2 + 2
 
 
-def status_of(rank: int, group: int) -> RankStatus:
-    status = RankStatus(10 + rank, rank % 2 == 0, f"at line {rank}")
-    return status._replace(calls={str(group): rank}, blocked_on=str(group), blocked_call=rank)
+def status_of(rank: int) -> RankStatus:
+    return RankStatus("barrier()", 2.5, f"at line {rank}", calls={7: LastCall(rank, rank % 2 == 0)}, blocked=(7, rank))
+
+
+def ask(heartbeat: Heartbeat, ranks: set[int], patience_seconds: float = WAIT_SECONDS) -> dict[int, RankStatus]:
+    return await_answers(heartbeat.ask(ranks), patience_seconds)
 
 
 class Ranks:
@@ -69,16 +74,12 @@ class Ranks:
                 [f"h{host}" for host in hosts],
                 own,
                 limit_seconds=limit_seconds,
-                own_status=self._status_of(rank),
+                own_status=partial(status_of, rank),
                 location=lambda: "at train.py:8",
                 end_job=self._end_of(rank),
                 save_record=self._save_of(rank),
             )
             self.heartbeats.append(heartbeat)
-
-    @staticmethod
-    def _status_of(rank: int) -> Callable[[int], RankStatus]:
-        return lambda group: status_of(rank, group)
 
     def _end_of(self, rank: int) -> Callable[[str, int], None]:
         def end(message: str, status: int) -> None:
@@ -106,8 +107,7 @@ def test_each_rank_asks_all_others(hosts):
     ranks = Ranks(hosts)
     for rank, heartbeat in enumerate(ranks.heartbeats):
         others = set(range(len(hosts))) - {rank}
-        expected = {other: status_of(other, 7) for other in others}
-        assert heartbeat.request(others, 7, timeout_seconds=WAIT_SECONDS) == expected
+        assert ask(heartbeat, others) == {other: status_of(other) for other in others}
     ranks.close()
     assert ranks.ends.empty()
 
@@ -126,15 +126,15 @@ def test_the_kernel_watches_the_connections_between_hosts_only():
 def test_threads_that_ask_at_once_get_their_own_replies():
     """Regression: a request discarded the replies to another one, which then waited until its time limit."""
     ranks = Ranks([0, 0, 1, 1])
-    request, others, start = ranks.heartbeats[0].request, {1, 2, 3}, threading.Barrier(4)
+    start = threading.Barrier(4)
 
-    def ask(group: int) -> bool:
+    def ask_often(others: set[int]) -> bool:
         start.wait(WAIT_SECONDS)
-        expected = {other: status_of(other, group) for other in others}
-        return all(request(others, group, timeout_seconds=WAIT_SECONDS) == expected for _ in range(50))
+        expected = {other: status_of(other) for other in others}
+        return all(ask(ranks.heartbeats[0], others) == expected for _ in range(10))
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(ask, (7, 7, 8, 9)))
+        assert all(pool.map(ask_often, ({1, 2, 3}, {1, 2, 3}, {2}, {3})))
     ranks.close()
 
 
@@ -234,13 +234,10 @@ def test_another_rank_reports_if_the_lowest_one_that_noticed_does_not(monkeypatc
 def test_a_rank_behind_one_that_does_not_reply_is_reported_as_such():
     """Rank 3 is asked through rank 2, the first one of its host."""
     ranks, replies = Ranks([0, 0, 1, 1]), threading.Event()
-    ranks.heartbeats[2]._own_status = lambda group: replies.wait(WAIT_SECONDS) and status_of(2, group)
-    found = ranks.heartbeats[0].request({1, 2, 3}, 7, timeout_seconds=0.5)
+    ranks.heartbeats[2]._own_status = lambda: replies.wait(WAIT_SECONDS) and status_of(2)
+    found = ask(ranks.heartbeats[0], {1, 2, 3}, patience_seconds=0.5)
     replies.set()
-    assert found == {
-        1: status_of(1, 7),
-        3: RankStatus(0, False, "", "cannot be asked, since rank 2 does not reply"),
-    }
+    assert found == {1: status_of(1), 3: RankStatus(problem="cannot be asked, since rank 2 does not reply")}
     ranks.close()
 
 
@@ -248,9 +245,8 @@ def test_a_rank_behind_ended_connections_is_reported_at_once():
     ranks = Ranks([0, 1, 2])
     for link in ranks.heartbeats[0]._links.values():
         link.is_closed = True
-    found = ranks.heartbeats[0].request({1, 2}, 7, timeout_seconds=WAIT_SECONDS)
-    status = RankStatus(0, False, "", "cannot be asked: a connection between the hosts has ended")
-    assert found == {1: status, 2: status}
+    status = RankStatus(problem="cannot be asked: a connection between the hosts has ended")
+    assert ask(ranks.heartbeats[0], {1, 2}) == {1: status, 2: status}
     ranks.close()
 
 

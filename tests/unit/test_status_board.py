@@ -1,10 +1,13 @@
-"""Status texts that ranks of a host ask each other for, in memory that they share."""
+"""The status of ranks: as text of limited size, and as ranks ask each other for it in memory that they share."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from torchmpi.communicators.status_board import StatusBoard, request_status, request_statuses
+import pytest
+
+from torchmpi.communicators.rank_status import LastCall, RankStatus, await_answers
+from torchmpi.communicators.status_board import BoardQuestion, StatusBoard
 from torchmpi.shared_memory import memory_layout as layout
 from torchmpi.shared_memory.memory_layout import BLOCK_BYTES, TEXT_START_BYTES, Block
 
@@ -13,31 +16,61 @@ def board(size: int) -> StatusBoard:
     return StatusBoard(SimpleNamespace(memory=bytearray(size * BLOCK_BYTES), close=lambda: None), size)  # type: ignore
 
 
-def test_a_text_is_cut_to_the_block_of_its_rank():
-    shared, room = board(2), BLOCK_BYTES - TEXT_START_BYTES - 1
-    shared.write_text(1, "next")
-    for text in ("", "short", room * "x", (room + 9) * "x"):
-        shared.write_text(0, text)
-        assert shared.read_text(0) == text[:room]
-        assert shared.read_text(1) == "next" and shared.get(1, 0) == 0
+def status_with(num_groups: int, num_recent: int = 0, line: str = "at train.py:7") -> RankStatus:
+    calls = {2**32 - key: LastCall(10**9 + key, True) for key in range(1, num_groups + 1)}
+    recent = tuple(f"#{number}: allreduce(float32 [{number}], sum)" for number in range(num_recent))
+    return RankStatus("barrier()", 2.5, line, calls=calls, blocked=(2**32 - 1, 3), recent=recent)
 
 
-def test_the_texts_of_ranks_that_answer_or_have_closed():
+@pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        (status_with(80, 8), status_with(80, 8)),
+        (status_with(100, 30), status_with(100, 1)),
+        (status_with(1000, 8), status_with(0, 1)),
+        (status_with(0, line=9000 * "\0"), RankStatus("barrier()", 2.5, 200 * "\0")),
+        (status_with(0, line="at обучение.py:7"), status_with(0, line="at обучение.py:7")),
+        (RankStatus(line="\udcff"), RankStatus(line="?")),  # of a name that is no UTF-8
+    ],
+    ids=["fits", "few recent calls", "without calls", "cut", "letters of two bytes", "no letter"],
+)
+def test_a_status_that_is_too_long_loses_what_matters_least(told, read):
+    shared = board(3)
+    shared.write_status(2, status_with(1))
+    shared.write_status(1, told)
+    assert shared.read_status(1) == read
+    assert (
+        shared.read_status(2) == status_with(1) and shared.get(1, 0) == 0
+    )  # the neighboring block, and the own fields
+
+
+def test_a_status_that_is_being_written_is_none():
+    shared = board(2)
+    assert shared.read_status(0) is None
+    shared.write_status(0, status_with(3))
+    shared.segment.memory[TEXT_START_BYTES + 20] = 0
+    assert shared.read_status(0) is None
+
+
+def test_the_status_of_ranks_that_answer_or_have_closed():
     """Rank 1 answers when it is asked, rank 2 has closed before, rank 3 does neither."""
     shared, asked = board(4), []
-    shared.write_text(2, "the last of rank 2")
-    shared.write_text(3, "an old one of rank 3")
+    for rank in (2, 3):
+        shared.write_status(rank, RankStatus(f"of rank {rank}"))
     shared.set(2, Block.closed, 1)
 
     def answer() -> None:
         asked.append(shared.get(0, Block.asked))
-        shared.write_text(1, "of rank 1")
+        shared.write_status(1, RankStatus("of rank 1"))
         shared.set(1, Block.answered, 1)
 
-    texts = request_statuses(shared, 0, [1, 2, 3], patience_seconds=0.1, meanwhile=answer)
-    assert texts == {1: "of rank 1", 2: "the last of rank 2"} and set(asked) == {1}
-    assert request_status(shared, 0, 2, patience_seconds=60) == "the last of rank 2"
-    assert request_status(shared, 0, 1, patience_seconds=0) == ""  # not the old answer
+    def ask(*ranks: int, patience_seconds: float) -> dict[int, RankStatus]:
+        return await_answers(BoardQuestion(shared, 0, ranks), patience_seconds, answer)
+
+    expected = {1: RankStatus("of rank 1"), 2: RankStatus("of rank 2")}
+    assert ask(1, 2, 3, patience_seconds=0.1) == expected and set(asked) == {1}
+    assert ask(2, patience_seconds=60) == {2: RankStatus("of rank 2")}
+    assert ask(1, patience_seconds=0) == {}  # not the old answer
     assert shared.get(0, Block.asked) == 3
 
 

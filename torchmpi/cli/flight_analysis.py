@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from ..communicators.call_log import CallNumber, describe
 from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
 from ..communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, LoggedMessages
+from ..communicators.rank_status import LastCall, RankStatus
+from ..supervision.deadlock import ORDER, described, find_circle, waits_of
 from ..supervision.report import named
 
 _MOST_LAST_CALLS = 3
-
-
-class RankState(NamedTuple):
-    """What a rank was doing on a group."""
-
-    rank: int
-    call: str
-    """The last call, as text; '' if there was none."""
-    seq: int
-    is_inside: bool
-    """Whether the call had not ended."""
-    seconds: float
-    """Time between begin (of a call that had not ended) or end of the call and the last event of all ranks."""
-    failed_after: float | None = None
-    """The seconds after which the call has ended with an error; None if it has not."""
 
 
 class Divergence(NamedTuple):
@@ -34,11 +21,13 @@ class Divergence(NamedTuple):
     group: str
     ranks: tuple[int, ...]
     kind: str
-    """``different``: the ranks made different calls; ``missing``: some ranks wait for others, or have waited until the
+    """``different``: the ranks made different calls; ``deadlock``: ranks wait for each other, on different groups;
+    ``missing``: some ranks wait for others, or have waited until the
     call failed; ``message``: a rank waits for a message; ``inside``: all have arrived in a call that has not ended;
     ``failed``: it has failed; ``idle``: no rank is in a call."""
     text: str
-    states: tuple[RankState, ...]
+    states: Mapping[int, LastCall]
+    """The last call of each rank on the group."""
 
 
 def text_of(call: LoggedCall) -> str:
@@ -59,16 +48,18 @@ def analyze(records: Sequence[RankCalls]) -> list[Divergence]:
         A finding for each group with calls.
     """
     latest = max((_latest(record) for record in records), default=0.0)
+    states = {record.rank: status_of(record, latest) for record in records}
     by_key: dict[int, list[tuple[RankCalls, GroupCalls]]] = {}
     for record in records:
         for group in record.groups:
             by_key.setdefault(group.key, []).append((record, group))
-    findings = []
-    for parts in by_key.values():
-        if any(group.calls for _, group in parts):
-            findings.append(_finding(parts, latest))
+    findings = [_finding(parts, states) for parts in by_key.values() if any(group.calls for _, group in parts)]
+    if circle := find_circle(waits_of(states)):
+        name = by_key[states[circle[0]].blocked[0]][0][1].name
+        last = {rank: states[rank].calls[states[rank].blocked[0]] for rank in circle}
+        findings.append(Divergence(name, tuple(circle), "deadlock", f"{described(circle)} {ORDER}", last))
     findings += _awaited_messages(records, latest)
-    order = ("different", "missing", "message", "inside", "failed", "idle")
+    order = ("different", "deadlock", "missing", "message", "inside", "failed", "idle")
     return sorted(findings, key=lambda found: (order.index(found.kind), is_step(found.group), -len(found.ranks)))
 
 
@@ -83,21 +74,29 @@ def _latest(record: RankCalls) -> float:
     return max([record.last_ns, *times]) + record.wall_ns
 
 
-def _finding(parts: Sequence[tuple[RankCalls, GroupCalls]], latest: float) -> Divergence:
-    first = parts[0][1]
-    states = tuple(_state(record, group, latest) for record, group in parts)
-    kind, text = _difference(first, parts) or _waiting(first, states)
-    return Divergence(first.name, first.ranks, kind, text, states)
+def status_of(record: RankCalls, latest: float) -> RankStatus:
+    """Return what a rank was doing according to its record. `latest`: the latest time that any record knows."""
+    calls = {group.key: _last_call(record, group, latest) for group in record.groups}
+    group, seq = record.blocked
+    last = calls.get(group, LastCall())
+    is_blocked = last.seq == seq and (last.is_inside or last.failed_after is not None)
+    return RankStatus(calls=calls, blocked=record.blocked if is_blocked else (0, 0))
 
 
-def _state(record: RankCalls, group: GroupCalls, latest: float) -> RankState:
+def _last_call(record: RankCalls, group: GroupCalls, latest: float) -> LastCall:
     if not group.calls:
-        return RankState(record.rank, "", 0, False, 0.0)
+        return LastCall()
     call = group.calls[-1]
     since = (call.end or call.begin) + record.wall_ns
     failed_after = (call.end - call.begin) / 1e9 if call.has_failed else None
-    seconds = max(0.0, (latest - since) / 1e9)
-    return RankState(record.rank, text_of(call), call.seq, not call.end, seconds, failed_after)
+    return LastCall(call.seq, not call.end, text_of(call), max(0.0, (latest - since) / 1e9), failed_after)
+
+
+def _finding(parts: Sequence[tuple[RankCalls, GroupCalls]], states: Mapping[int, RankStatus]) -> Divergence:
+    first = parts[0][1]
+    last = {record.rank: states[record.rank].calls.get(first.key, LastCall()) for record, _ in parts}
+    kind, text = _difference(first, parts) or _waiting(first, last)
+    return Divergence(first.name, first.ranks, kind, text, last)
 
 
 def _difference(first: GroupCalls, parts: Sequence[tuple[RankCalls, GroupCalls]]) -> tuple[str, str] | None:
@@ -116,28 +115,29 @@ def _difference(first: GroupCalls, parts: Sequence[tuple[RankCalls, GroupCalls]]
     return None
 
 
-def _waiting(first: GroupCalls, states: Sequence[RankState]) -> tuple[str, str]:
-    last = max(state.seq for state in states)
-    there = [state for state in states if state.seq == last]
-    inside = [state for state in there if state.is_inside]
-    failed = [state for state in there if state.failed_after is not None]
-    ended = [state for state in there if state not in inside and state not in failed]
-    behind = [state for state in states if state.seq < last]
-    unknown = sorted(set(first.ranks) - {state.rank for state in states})
+def _waiting(first: GroupCalls, last: Mapping[int, LastCall]) -> tuple[str, str]:
+    seq = max(each.seq for each in last.values())
+    there = {rank: each for rank, each in last.items() if each.seq == seq}
+    inside = {rank: each for rank, each in there.items() if each.is_inside}
+    failed = {rank: each for rank, each in there.items() if each.failed_after is not None}
+    ended = there.keys() - inside.keys() - failed.keys()
+    behind = {rank: each for rank, each in last.items() if each.seq < seq}
+    unknown = sorted(set(first.ranks) - last.keys())
     about_unknown = f" There is no record of {named(unknown)}." if unknown else ""
-    call = f"{there[0].call}, call #{last}"
+    call = f"{next(iter(there.values())).call}, call #{seq}"
     if not inside and not failed:
         return "idle", f"no rank is in a call on {first.name}; the last one was {call}.{about_unknown}"
     if inside:
-        kind, text = "inside", f"{_ranks(inside)} {_are(inside)} in {call} on {first.name}, for {_duration(inside)}"
-        text += f"; {_ranks(failed)} {_have(failed)} failed in it" if failed else ""
+        are, duration = "is" if len(inside) == 1 else "are", _duration(inside.values())
+        kind, text = "inside", f"{named(sorted(inside))} {are} in {call} on {first.name}, for {duration}"
+        text += f"; {named(sorted(failed))} {_have(failed)} failed in it" if failed else ""
     else:
-        seconds = max(state.failed_after or 0.0 for state in failed)
-        kind, text = "failed", f"{_ranks(failed)} failed in {call} on {first.name}, after {seconds:.3g} s"
+        seconds = max(each.failed_after or 0.0 for each in failed.values())
+        kind, text = "failed", f"{named(sorted(failed))} failed in {call} on {first.name}, after {seconds:.3g} s"
     if behind:
         return "missing", f"{text}. Not arrived: {'; '.join(_about_behind(behind))}.{about_unknown}"
     if ended:
-        return kind, f"{text}; {_ranks(ended)} {_have(ended)} ended it.{about_unknown}"
+        return kind, f"{text}; {named(sorted(ended))} {_have(ended)} ended it.{about_unknown}"
     return ("missing", f"{text}.{about_unknown}") if unknown else (kind, f"{text}: all ranks have arrived.")
 
 
@@ -165,7 +165,7 @@ def _awaited_messages(records: Sequence[RankCalls], latest: float) -> list[Diver
             if each.peer not in known and each.peer != ANY_RANK:
                 there = f"; there is no record of rank {each.peer}"
             text = f"rank {record.rank} {_awaited(each, count)} on {each.group}, for {seconds:.3g} s{there}."
-            found.append(Divergence(each.group, (record.rank,), "message", text, ()))
+            found.append(Divergence(each.group, (record.rank,), "message", text, {}))
     return found
 
 
@@ -191,37 +191,29 @@ def _about_peer(message: LoggedMessages, other: LoggedMessages | None, from_any:
     return f"; {peer} has {what} {'none' if num_there == 0 else f'{num_there} of {message.num_begun}'}"
 
 
-def _ranks(states: Iterable[RankState]) -> str:
-    return named(sorted(state.rank for state in states))
-
-
-def _about_behind(states: Iterable[RankState]) -> list[str]:
-    groups: dict[tuple[int, str, bool, bool], list[RankState]] = {}
-    for state in states:
-        key = state.seq, state.call, state.is_inside, state.failed_after is not None
-        groups.setdefault(key, []).append(state)
+def _about_behind(last: Mapping[int, LastCall]) -> list[str]:
+    groups: dict[tuple[int, str, bool, bool], list[int]] = {}
+    for rank, each in last.items():
+        groups.setdefault((each.seq, each.call, each.is_inside, each.failed_after is not None), []).append(rank)
     lines = []
-    for (seq, call, is_inside, has_failed), found in groups.items():
-        who, how = _ranks(found), "failed in" if has_failed else "ended"
+    for (seq, call, is_inside, has_failed), ranks in groups.items():
+        who, how = named(sorted(ranks)), "failed in" if has_failed else "ended"
+        duration = _duration(last[rank] for rank in ranks)
         if not call:
             lines.append(f"{who}, without a call on it")
         elif is_inside:
-            lines.append(f"{who}, in {call}, call #{seq}, for {_duration(found)}")
+            lines.append(f"{who}, in {call}, call #{seq}, for {duration}")
         else:
-            lines.append(f"{who}, which {how} {call}, call #{seq}, {_duration(found)} before")
+            lines.append(f"{who}, which {how} {call}, call #{seq}, {duration} before")
     return lines
 
 
-def _duration(states: Sequence[RankState]) -> str:
-    return f"{max(state.seconds for state in states):.3g} s"
+def _duration(calls: Iterable[LastCall]) -> str:
+    return f"{max(each.seconds for each in calls):.3g} s"
 
 
-def _are(states: Sequence[RankState]) -> str:
-    return "is" if len(states) == 1 else "are"
-
-
-def _have(states: Sequence[RankState]) -> str:
-    return "has" if len(states) == 1 else "have"
+def _have(ranks: Sized) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def report(records: Sequence[RankCalls]) -> str:
@@ -269,7 +261,8 @@ def _how_messages_ended(messages: LoggedMessages) -> str:
 def as_json(records: Sequence[RankCalls]) -> dict[str, Any]:
     """Return findings and calls of all ranks as objects for JSON."""
     findings = [
-        {**found._asdict(), "states": [state._asdict() for state in found.states]} for found in analyze(records)
+        {**found._asdict(), "states": [{"rank": rank, **last._asdict()} for rank, last in found.states.items()]}
+        for found in analyze(records)
     ]
     ranks = [
         {

@@ -44,7 +44,8 @@ from ..timeline import events
 from .conditions import sleep_until
 from .flight_record import STARTS, WRITERS, Ring
 from .mismatches import mismatch_error, mismatch_message
-from .status_board import StatusBoard, request_status
+from .rank_status import RankStatus, await_answers
+from .status_board import BoardQuestion, StatusBoard
 
 _NO_OP = len(OPS)
 
@@ -157,9 +158,9 @@ class CallLog:
         "_spoiled",
         "address",
         "begin",
+        "ended_seq",
         "entered",
         "free",
-        "is_ended",
         "last_aborted",
         "log_board",
         "log_fields",
@@ -201,8 +202,8 @@ class CallLog:
         """The addresses of the blocks of this rank and of its neighbors, 0 for none; None when they are unmapped."""
         self._missing: tuple[int, ...] = ()
         """Positions of the entries of neighbors that had not arrived when this rank announced its call."""
-        self.is_ended = False
-        """Whether a rank has been lost, so that no call waits any longer."""
+        self.ended_seq = 0
+        """The call up to which no call waits any longer: it takes too long, or a rank has been lost."""
         self.last_aborted = 0
         """The last call that has failed on this rank."""
         self._spoiled = 0
@@ -324,7 +325,7 @@ class CallLog:
             # One less than the ring: a rank that has entered a call may not have compared it yet.
             self.free = min((self.log_board.get(rank, Block.entered) for rank in others), default=seq) + RING_LENGTH - 1
             if seq > self.free:
-                if self.is_ended:
+                if self.ended_seq >= seq:
                     self.expired()
                 time.sleep(_POLL_SECONDS)
 
@@ -343,7 +344,7 @@ class CallLog:
             self.log_fields[LogFields.waited], self.time_field = monotonic_ns() - self.begin, CounterFields.known_ns
 
     def _have_all_arrived(self, log_board: StatusBoard, seq: int) -> bool:
-        if self.is_ended:
+        if self.ended_seq >= seq:
             self.expired()
         # Not ENTERED: kernels publish it before the entry that `compare` reads.
         slots = (entry(rank, seq & (RING_LENGTH - 1)) for rank in range(self.size))
@@ -519,11 +520,12 @@ class CallLog:
         """Describe the call of another rank, as reported by its watchdog: the board has only a signature."""
         if self.log_board is None:
             return f"something else, call #{seq}"
-        answer = request_status(self.log_board, self.rank, other, patience_seconds=_STATUS_SECONDS)
+        question = BoardQuestion(self.log_board, self.rank, [other])
+        answers = await_answers(question, _STATUS_SECONDS)
         marker = f"#{seq}: "
-        for line in answer.splitlines():
-            if line.startswith(marker):
-                return f"{line[len(marker) :]}, call #{seq}"
+        for call in answers[other].recent if other in answers else ():
+            if call.startswith(marker):
+                return f"{call[len(marker) :]}, call #{seq}"
         return f"something else, call #{seq} (no reply from its watchdog: stopped, or busy outside Python)"
 
     def recent(self, most: int = 8) -> list[Call]:
@@ -535,14 +537,15 @@ class CallLog:
             calls[-1] = Call(*current)  # also the dimensions for which an entry has no room
         return calls
 
-    def recent_in_words(self) -> list[str]:
+    def recent_in_words(self) -> tuple[str, ...]:
         """Describe the last calls for other ranks, newest first."""
-        return [f"#{call.seq}: {describe(call.code, call.shape)}" for call in reversed(self.recent())]
+        return tuple(f"#{call.seq}: {describe(call.code, call.shape)}" for call in reversed(self.recent()))
 
     def close(self) -> None:
         """Publish the last calls for ranks that are still in a call that this rank has aborted."""
         if self.log_board is not None:
-            self.log_board.write_text(self.rank, "\n".join(["has freed this communicator", *self.recent_in_words()]))
+            status = RankStatus(line="has freed this communicator", recent=self.recent_in_words())
+            self.log_board.write_status(self.rank, status)
             self.log_board.set(self.rank, Block.closed, 1)
         self._blocks = None
 

@@ -6,8 +6,9 @@ the machine code of the fast path. The fields are 64-bit numbers:
 
 ============ ======================================================================================================
 head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the monotonic clock, the wall clock, ENDED,
-             REQUEST; from TEXT_BYTES a JSON object: rank, size, host, process, program; on the second page another one:
-             the request of ``torchmpi dump`` with the number in REQUEST
+             REQUEST, the group and the number of the call in which the rank is blocked (`RankStatus.blocked`); from
+             TEXT_BYTES a JSON object: rank, size, host, process, program; on the second page another one: the request
+             of ``torchmpi dump`` with the number in REQUEST
 each ring    one page with STATE, KEY, KIND and a JSON object: name and ranks of the group; then RECORD_LENGTH entries,
              of calls or of channels (:mod:`.message_record`)
 ============ ======================================================================================================
@@ -42,7 +43,7 @@ from .message_record import LoggedMessages, messages_in
 FILE_NAME = "torchmpi-flight-record"
 SUFFIX = ".flight"
 MAGIC = int.from_bytes(b"tmpiFR02", "little")
-_MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED, _REQUEST = range(9)
+_MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED, _REQUEST, _GROUP, _CALL = range(11)
 _STATE, _KEY, _KIND = range(3)
 _IN_USE, _FREED = 1, 2
 OF_CALLS, OF_MESSAGES = range(2)
@@ -177,6 +178,9 @@ class RankCalls(NamedTuple):
     last_ns: int = 0
     """The monotonic clock at the last reading, of which a process makes one a second."""
     messages: Sequence[LoggedMessages] = ()
+    blocked: tuple[int, int] = (0, 0)
+    """The group and the number of the last call in which the main thread has waited for seconds, see `RankStatus`. That
+    call may have ended."""
 
 
 class FlightRecord:
@@ -302,6 +306,10 @@ class FlightRecord:
         if not self._fields[FIRST_TICKS]:
             self._fields[FIRST_TICKS], self._fields[FIRST_NS] = ticks, now
         self._fields[LAST_TICKS], self._fields[LAST_NS] = ticks, now
+
+    def note_blocked(self, blocked: tuple[int, int]) -> None:
+        """Write in which call the rank is blocked. Readers compare it with the ring, which knows when the call ends."""
+        self._fields[_GROUP], self._fields[_CALL] = blocked
 
     def take_request(self) -> dict[str, Any]:
         """Return the last request of :func:`ask_for_records`, the first time that this is called after it; else {}.
@@ -440,7 +448,8 @@ def parse(record: BinaryIO, name: str) -> RankCalls:
         else:
             ranks = _ranks(str(text.get("ranks", "")), known)
             groups.append(GroupCalls(key, str(text["name"]), ranks, state == _FREED, _calls_in(fields, _clock(head))))
-    return RankCalls(about["rank"], about, bool(head[_ENDED]), head[_WALL_NS], groups, head[LAST_NS], messages)
+    blocked = head[_GROUP], head[_CALL]
+    return RankCalls(about["rank"], about, bool(head[_ENDED]), head[_WALL_NS], groups, head[LAST_NS], messages, blocked)
 
 
 def _shown(values: dict[str, Any]) -> dict[str, Any]:

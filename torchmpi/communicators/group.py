@@ -41,6 +41,7 @@ from .status_board import StatusBoard
 T = TypeVar("T")
 _HEADER_DIMS = 12
 _NOTICE_SECONDS, _POLL_SECONDS = 2.0, 0.01
+_END_PERIOD_SECONDS = 0.005
 _SLOTS_BYTES = 16 << 20  # of all ranks of a group together
 
 
@@ -326,10 +327,19 @@ class Group:
         """Whether the calls of the group can be ended before all ranks arrive: those in shared memory."""
         return bool(self._expirable())
 
-    def expire(self, seq: int) -> None:
-        """End the call with this number with an error, if it is one in shared memory and still waits."""
-        for item in self._expirable():
-            item.expire(seq)
+    def end_call(self, seq: int | None = None, report: str = "") -> None:
+        """End the current call with an error, if it waits in shared memory, or for ranks to arrive there.
+
+        Args:
+            seq: The number of the call, if no other one is to be ended.
+            report: The message of the error.
+        """
+        current = self.call_log.current
+        if current is not None and seq in (None, current[0]):
+            self.call_log.report_when_late = report or self.call_log.report_when_late
+            self.call_log.ended_seq = current[0]
+            for item in self._expirable():
+                item.expire(current[0])
 
     def _expirable(self) -> list[GroupResource]:
         return [item for item in (self.shared, *self.attachments) if item is not None and item.can_expire]
@@ -458,6 +468,15 @@ class GroupContext:
         """Wait until the collectives queued on any group have ended. Queued messages may wait for later calls."""
         for group in list(self.groups):
             group.call_queue.drain()
+
+
+def end_calls(groups: Sequence[Group], is_over: Callable[[], bool]) -> None:
+    """End the calls on groups that wait for other ranks, and those that begin meanwhile, until `is_over`."""
+    while not is_over():
+        for group in list(groups):
+            group.end_call()
+            group.abort_device_work()
+        time.sleep(_END_PERIOD_SECONDS)
 
 
 def bytes_of(tensor: Any, out: Any, result: Any = None) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Iterable
 
 from ..shared_memory.memory_layout import BLOCK_BYTES, BLOCK_FIELDS, TEXT_START_BYTES, Block
 from ..shared_memory.segments import Segment
+from .rank_status import LastCall, RankStatus
 
-_POLL_SECONDS = 0.02
+_TEXT_BYTES = BLOCK_BYTES - TEXT_START_BYTES
 
 
 class StatusBoard:
@@ -34,16 +35,25 @@ class StatusBoard:
         """Return the address of a rank's block in this process."""
         return self.segment.address + rank * BLOCK_BYTES
 
-    def write_text(self, rank: int, text: str) -> None:
-        """Write the text of this rank's block, cut to its length."""
-        data = text.encode(errors="replace")[: BLOCK_BYTES - TEXT_START_BYTES - 1]
+    def last_call(self, rank: int) -> LastCall:
+        """Return the last call of a rank on this group."""
+        entered = self.get(rank, Block.entered)
+        return LastCall(entered, entered > self.get(rank, Block.left))
+
+    def write_status(self, rank: int, status: RankStatus) -> None:
+        """Write the status of this rank to its block."""
         start = rank * BLOCK_BYTES + TEXT_START_BYTES
+        data = status.packed_text(_TEXT_BYTES - 1)
         self.segment.memory[start : start + len(data) + 1] = data + b"\0"
 
-    def read_text(self, rank: int) -> str:
-        """Return the text of a rank's block."""
+    def read_status(self, rank: int) -> RankStatus | None:
+        """Return the status in a rank's block; None if there is none, or if the rank writes another one now."""
         start = rank * BLOCK_BYTES + TEXT_START_BYTES
-        return self.segment.memory[start : (rank + 1) * BLOCK_BYTES].split(b"\0", 1)[0].decode(errors="replace")
+        text = self.segment.memory[start : start + _TEXT_BYTES].split(b"\0", 1)[0]
+        try:
+            return RankStatus.unpacked(json.loads(text))
+        except ValueError:
+            return None
 
     def close(self) -> None:
         """Unmap the memory."""
@@ -51,51 +61,30 @@ class StatusBoard:
         self.segment.close()
 
 
-def request_status(
-    board: StatusBoard,
-    rank: int,
-    other: int,
-    *,
-    patience_seconds: float,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> str:
-    """Return the status text of another rank, as `request_statuses`; '' if there was no answer in time."""
-    texts = request_statuses(board, rank, [other], patience_seconds=patience_seconds, meanwhile=meanwhile)
-    return texts.get(other, "")
-
-
-def request_statuses(
-    board: StatusBoard,
-    rank: int,
-    others: Sequence[int],
-    *,
-    patience_seconds: float,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> dict[int, str]:
-    """Return the status texts that the watchdogs of other ranks on this host write on request.
+class BoardQuestion:
+    """A question to other ranks of this host for their status, which their watchdogs answer.
 
     Args:
         board: The status board of a group with these ranks.
         rank: This rank.
-        others: The ranks whose status is requested.
-        patience_seconds: How long to wait for the answers.
-        meanwhile: Called while waiting. A watchdog passes the function that answers requests of other ranks, since
-            the other rank may be waiting for this one.
-
-    Returns:
-        The texts of the ranks that have answered in time.
+        others: The ranks that are asked.
     """
-    before = {other: board.get(other, Block.answered) for other in others}
-    board.set(rank, Block.asked, board.get(rank, Block.asked) + 1)
-    limit = time.monotonic() + patience_seconds
-    waiting = set(others)
-    while True:
-        waiting = {
-            each
-            for each in waiting
-            if board.get(each, Block.answered) == before[each] and not board.get(each, Block.closed)
-        }
-        if not waiting or time.monotonic() > limit:
-            return {other: board.read_text(other) for other in others if other not in waiting}
-        meanwhile()
-        time.sleep(_POLL_SECONDS)
+
+    def __init__(self, board: StatusBoard, rank: int, others: Iterable[int]) -> None:
+        self._board = board
+        self._before = {other: board.get(other, Block.answered) for other in others}
+        self._answers: dict[int, RankStatus] = {}
+        board.set(rank, Block.asked, board.get(rank, Block.asked) + 1)
+
+    def is_answered(self) -> bool:
+        """Return whether all ranks have answered, or have closed the group and left a status."""
+        return len(self.answers()) == len(self._before)
+
+    def answers(self) -> dict[int, RankStatus]:
+        """Return the status of the ranks that have answered."""
+        board = self._board
+        for other, before in self._before.items():
+            has_answered = board.get(other, Block.answered) != before or board.get(other, Block.closed)
+            if other not in self._answers and has_answered and (status := board.read_status(other)) is not None:
+                self._answers[other] = status
+        return self._answers

@@ -9,7 +9,6 @@ compare, so lists that do not match raise an error on all ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import dispatch, exchange
+from ..communicators.group import end_calls
 from ..communicators.plan import Plan, PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
@@ -57,8 +57,6 @@ from .torch_names import (
     is_asynchronous,
 )
 from .work import COMPLETED, MessageWork, PendingWork
-
-_ABORT_POLL_SECONDS = 0.001
 
 
 class ProcessGroup(GroupExecution):
@@ -503,15 +501,12 @@ class ProcessGroup(GroupExecution):
         Kernels of NCCL that wait for other ranks end too.
         """
         group, call_queue = self._group, self._group.call_queue
-        while (
-            (call_queue.pending or call_queue.run_lock.locked())
-            and not call_queue.closed
-            and group.status_board is not None
-        ):
-            if (current := group.call_log.current) is not None:
-                group.expire(current[0])
-            group.abort_device_work()
-            time.sleep(_ABORT_POLL_SECONDS)
+
+        def is_over() -> bool:
+            is_calling = call_queue.pending or call_queue.run_lock.locked()
+            return not is_calling or call_queue.closed or group.status_board is None
+
+        end_calls([group], is_over)
         group.abort_device_work()
         self.shutdown()
 

@@ -52,6 +52,7 @@ from ..supervision.failure import FailureHandling
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.lost_ranks import LossWatch
 from ..supervision.program_lines import location
+from ..supervision.status_exchange import StatusExchange
 from ..supervision.watchdog import Watchdog
 from ..timeline import observer, torch_profiler
 from . import mpi_progress
@@ -261,10 +262,10 @@ class Runtime:
 
     def _start_watchdog(self, hosts: Sequence[int]) -> None:
         """Start the watchdog, and connect it with the other hosts."""
-        watchdog = Watchdog(self.context, self.config, self.failures.end_job)
+        watchdog = Watchdog(self.context, self.config, self.exchange, self.failures.end_job)
         # A lost host is noticed by the connections of the message layer, if its loss does not end the job.
         if self.num_hosts > 1 and self.config.heartbeat_seconds and self.losses is None:
-            watchdog.heartbeat = self._connect_hosts(hosts, watchdog)
+            self.exchange.heartbeat = self._connect_hosts(hosts, watchdog)
         watchdog.start()
         self.resources.callback(watchdog.stop)
 
@@ -283,18 +284,18 @@ class Runtime:
             names,
             sockets,
             limit_seconds=self.config.heartbeat_seconds,
-            own_status=watchdog.own_status,
+            own_status=self.exchange.own,
             location=location,
             end_job=self.failures.end_job,
             save_record=watchdog.save_record,
         )
         self.failures.before_abort = heartbeat.announce_end
-        self.failures.ask_other_hosts = watchdog.activities_elsewhere
         self.resources.callback(heartbeat.close)
         return heartbeat
 
     def _handle_failures(self) -> None:
-        self.failures = FailureHandling(self.world, stop, self.host_name, self.config)
+        self.exchange = StatusExchange(self.context, self.world)
+        self.failures = FailureHandling(self.exchange, stop, self.host_name, self.config)
         if self.config.abort_on_exception:
             self.failures.install()
             self.resources.callback(self.failures.uninstall)
@@ -339,8 +340,6 @@ class Runtime:
         else:
             hosts = list(map(str, self.context.hosts))
             self.communicators.push(hosts[self.world.rank], name=f"host {self.host_name}", keys=hosts)
-            if self.num_hosts > 1:
-                self.failures.board_group = self.communicators.current.intra
             if self.ipc_groups and any(self.devices.uuids):  # of any rank: pushing is collective
                 key = ipc_key(self.device) if self.device.type == "cuda" else "no GPU"
                 self.communicators.push(key, name=f"ipc {self.host_name}")

@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ..communicators.group import Group, GroupContext
+from ..communicators.rank_status import RankStatus
 from ..shared_memory.kernels import no_garbage_collection
-from ..shared_memory.memory_layout import Block
-from .heartbeat import RankStatus
 from .program_lines import PACKAGE, installed_files
 
 
@@ -51,16 +50,11 @@ class WaitingRanks:
         current = group.call_log.current
         return None if current is None or current[0] != seq else (group, seq)
 
-    def now(self) -> list[int]:
-        """Return the ranks of this host that have not entered the call in which the main thread is."""
-        if (blocking := self.blocking_call()) is None or (board := blocking[0].log_board) is None:
-            return []
-        group, seq = blocking
-        return [
-            rank
-            for index, rank in enumerate(group.world_ranks)
-            if index != group.rank and board.get(index, Block.entered) < seq
-        ]
+    @property
+    def blocked(self) -> tuple[int, int]:
+        """The key of the group and the number of `blocking_call`; zeros for none."""
+        blocking = self.blocking_call()
+        return (0, 0) if blocking is None else (blocking[0].key, blocking[1])
 
     def _blocking_call(self) -> tuple[tuple[int, int], Group, int] | None:
         """Return the position of the main thread, and the call in which it waits."""
@@ -109,27 +103,38 @@ def _runs_program(frame: FrameType | None) -> bool:
     return False
 
 
-def waits_of(states: Mapping[int, RankStatus]) -> dict[int, list[int]]:
-    """Return the ranks for which each rank waits, given the states of ranks on several hosts.
+ORDER = "Make the calls on all communicators in the same order on all ranks."
 
-    >>> waiting = RankStatus(1, True, "", calls={"5": 1}, blocked_on="5", blocked_call=1)
-    >>> waits_of({0: waiting, 1: waiting._replace(calls={"5": 0}, blocked_on=""), 2: RankStatus(0, False, "")})
+
+def waits_of(states: Mapping[int, RankStatus]) -> dict[int, list[int]]:
+    """Return the ranks for which each rank waits: those that have not entered the call in which its main thread is.
+
+    >>> from torchmpi.communicators.rank_status import LastCall
+    >>> waiting = RankStatus(calls={5: LastCall(1, True)}, blocked=(5, 1))
+    >>> waits_of({0: waiting, 1: RankStatus(calls={5: LastCall(0)}), 2: RankStatus("not in a call")})
     {0: [1], 1: [], 2: []}
     """
     return {
-        rank: [
-            other
-            for other, there in states.items()
-            if (there.calls or {}).get(state.blocked_on, state.blocked_call) < state.blocked_call
-        ]
-        for rank, state in states.items()
+        rank: [other for other, there in states.items() if _waits(status, there)] for rank, status in states.items()
     }
 
 
-def find_any_circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return ranks that wait for each other, as `find_circle`; empty if there are none.
+def _waits(status: RankStatus, there: RankStatus) -> bool:
+    """Return whether a rank is known to wait for another one, given the status of both."""
+    group, seq = status.blocked
+    return group in there.calls and there.calls[group].seq < seq
 
-    >>> find_any_circle({0: [1, 2], 1: [4], 2: [3], 3: [2], 4: []}), find_any_circle({0: [1], 1: [2], 2: []})
+
+def find_circle(waits: Mapping[int, Sequence[int]], through: int | None = None) -> list[int]:
+    """Return ranks each of which waits for the next one, and the last for the first; empty if there are none.
+
+    Args:
+        waits: The ranks for which each rank waits.
+        through: The first rank of the circle; None: any.
+
+    >>> find_circle({0: [1, 2], 1: [], 2: [3], 3: [0]}, 0), find_circle({0: [1], 1: [2], 2: [1]}, 0)
+    ([0, 2, 3], [])
+    >>> find_circle({0: [1, 2], 1: [4], 2: [3], 3: [2], 4: []}), find_circle({0: [1], 1: [2], 2: []})
     ([2, 3], [])
     """
     waiting: dict[int, list[int]] = {rank: list(others) for rank, others in waits.items() if others}
@@ -138,27 +143,30 @@ def find_any_circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
         kept = {rank: [other for other in others if other in waiting] for rank, others in waiting.items()}
         kept = {rank: others for rank, others in kept.items() if others}
         is_reduced, waiting = len(kept) < len(waiting), kept
-    if not waiting:
+    if through is None and waiting:
+        walk = [min(waiting)]
+        while (following := waiting[walk[-1]][0]) not in walk:
+            walk.append(following)
+        through = following
+    if through is None or through not in waiting:
         return []
-    path = [min(waiting)]
-    while (following := waiting[path[-1]][0]) not in path:
-        path.append(following)
-    return path[path.index(following) :]
-
-
-def find_circle(waits: Mapping[int, Sequence[int]], start: int) -> list[int]:
-    """Return ranks each of which waits for the next one, and the last for the first, `start`; empty if there are none.
-
-    >>> find_circle({0: [1, 2], 1: [], 2: [3], 3: [0]}, 0), find_circle({0: [1], 1: [2], 2: [1]}, 0)
-    ([0, 2, 3], [])
-    """
-    paths, seen = [[start]], {start}
+    paths, seen = [[through]], {through}
     while paths:
         path = paths.pop()
-        for rank in waits.get(path[-1], ()):
-            if rank == start:
+        for rank in waiting[path[-1]]:
+            if rank == through:
                 return path
             if rank not in seen:
                 seen.add(rank)
                 paths.append([*path, rank])
     return []
+
+
+def described(circle: Sequence[int]) -> str:
+    """Describe the ranks of a circle.
+
+    >>> described([0, 2])
+    'rank 0 waits for rank 2, which waits for rank 0, in calls on different communicators: none can end.'
+    """
+    chain = ", which waits for ".join(f"rank {rank}" for rank in [*circle, circle[0]])
+    return f"{chain.replace(', which waits', ' waits', 1)}, in calls on different communicators: none can end."

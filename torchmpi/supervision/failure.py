@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from .. import other_names
 from ..communicators.call_log import how_it_left
-from ..communicators.group import Group
+from ..communicators.rank_status import RankStatus
 from ..communicators.status_board import StatusBoard
 from ..config import Config
 from ..errors import MismatchError, StallError, TorchMPIError
@@ -40,7 +40,7 @@ from ..timeline import observer
 from . import children, report
 from .program_lines import line_of_program
 from .signals import SignalWatch
-from .watchdog import activities_on_host
+from .status_exchange import StatusExchange
 
 _OUTPUT_SECONDS = 1.0
 _ANSWER_SECONDS, _MOST_PATIENCE_SECONDS = 0.7, 1.2  # more than 0.3: on busy cores, threads start that late
@@ -85,9 +85,10 @@ class _LeavingRank(NamedTuple):
 class FailureHandling:
     """Hooks for exceptions, signals and exit, installed while the runtime runs."""
 
-    def __init__(self, world: Group, stop: Callable[[], None], host_name: str, config: Config) -> None:
-        self.world, self._stop, self._host_name, self._config = world, stop, host_name, config
-        self.board_group: Group | None = world
+    def __init__(self, exchange: StatusExchange, stop: Callable[[], None], host_name: str, config: Config) -> None:
+        self._exchange, self._stop, self._host_name, self._config = exchange, stop, host_name, config
+        self.world = exchange.world
+        self.board_group = exchange.host
         """The ranks that share a status board with this one: the first of them to fail reports. None when freed."""
         self._report_path = os.path.abspath(config.report) if config.report else ""  # the program may change the folder
         self._pid = os.getpid()
@@ -105,8 +106,6 @@ class FailureHandling:
         """The processes of the other ranks of this host."""
         self.before_abort: Callable[[int], None] = lambda status: None
         """Called with the status when this rank ends the job."""
-        self.ask_other_hosts: Callable[[float], dict[int, report.Activity]] = lambda patience_seconds: {}
-        """Returns the activities of ranks of other hosts that are known after so many seconds."""
 
     def install(self) -> None:
         """Install the hooks."""
@@ -316,8 +315,7 @@ class FailureHandling:
     def _end_waits(self) -> None:
         """End the calls in shared memory with an error."""
         for group in list(self.world.context.groups):
-            if (call := group.call_log.current) is not None:
-                group.expire(call[0])
+            group.end_call()
 
     def _interrupt(self, frame: FrameType | None) -> None:
         if self._claim_report():
@@ -404,10 +402,9 @@ class FailureHandling:
         """Print the reason at once, then the activity of the other ranks."""
         log_fatal(report.shortened(reason))
         launcher.write_error_file(reason)
-        others: dict[int, report.Activity] = {}
+        others: dict[int, RankStatus] = {}
         with contextlib.suppress(ValueError):  # the status board has been unmapped
-            others = activities_on_host(self.board_group or self.world, patience_seconds=self._patience_seconds)
-            others |= self.ask_other_hosts(self._patience_seconds)
+            others = self._exchange.ask_everyone(self._patience_seconds)
         lines = report.about_others(others)
         if lines:
             own = f"torchmpi: rank {self.world.rank} is process {os.getpid()} on {self._host_name}. The others:"
@@ -416,7 +413,7 @@ class FailureHandling:
             log_fatal(text)
         self._write_report(reason, status, others)
 
-    def _write_report(self, reason: str, status: int, others: Mapping[int, report.Activity]) -> None:
+    def _write_report(self, reason: str, status: int, others: Mapping[int, RankStatus]) -> None:
         """Write the report as JSON, if that is requested."""
         if self._report_path:
             first = {"rank": self.world.rank, "host": self._host_name, "process": os.getpid(), "size": self.world.size}

@@ -19,8 +19,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..communicators.rank_status import RankStatus
 from ..launch import launcher, network
 from .host_ring import HostLink, Message, leaders_of, next_hop
 
@@ -36,25 +37,27 @@ _SILENT_PROBES = 2.5
 _TO_ALL = _NOBODY = -1
 
 
-class RankStatus(NamedTuple):
-    """The status of a rank in one group."""
+class HeartbeatQuestion:
+    """A question to ranks for their status, over the connections between the hosts."""
 
-    entered: int
-    """Number of the last call that the rank has entered."""
-    is_waiting: bool
-    """Whether the rank is still inside that call."""
-    location: str
-    """The line at which the main thread of the rank is."""
-    problem: str = ""
-    """Why the rank has no status, if the host next to its host can tell."""
-    activity: tuple[str, float, str] = ("", 0.0, "")
-    """The fields of a :class:`torchmpi.supervision.report.Activity`."""
-    calls: dict[str, int] | None = None
-    """The number of the last call on each group of the rank, by the key of the group."""
-    blocked_on: str = ""
-    """The key of the group on which the main thread waits; '' if it may continue."""
-    blocked_call: int = 0
-    """The number of the call in which the main thread waits."""
+    def __init__(self, heartbeat: Heartbeat, number: int, wanted: set[int]) -> None:
+        self._heartbeat, self._number, self._wanted = heartbeat, number, wanted
+        self._replies: dict[int, RankStatus] = {}
+        heartbeat.replies[number] = self._replies
+
+    def is_answered(self) -> bool:
+        """Return whether all ranks have answered."""
+        return self._wanted == self._replies.keys()
+
+    def answers(self) -> dict[int, RankStatus]:
+        """Return the answers, and for ranks behind one that does not answer that they cannot be asked."""
+        self._heartbeat.replies.pop(self._number, None)
+        answers = dict(self._replies)
+        for rank in self._wanted - answers.keys():
+            leader = self._heartbeat.leaders[rank]
+            if rank != leader and leader in self._wanted and leader not in self._replies:
+                answers[rank] = RankStatus(problem=f"cannot be asked, since rank {leader} does not reply")
+        return answers
 
 
 class Heartbeat:
@@ -68,7 +71,7 @@ class Heartbeat:
         sockets: Mapping[int, socket.socket],
         *,
         limit_seconds: float,
-        own_status: Callable[[int], RankStatus],
+        own_status: Callable[[], RankStatus],
         location: Callable[[], str],
         end_job: Callable[[str, int], None],
         save_record: Callable[[str], None],
@@ -81,14 +84,16 @@ class Heartbeat:
         self._rank, self._hosts, self._names = rank, tuple(hosts), tuple(names)
         self._limit_seconds, self._own_status = limit_seconds, own_status
         self._location, self._end_job, self._save_record = location, end_job, save_record
+        leaders = leaders_of(hosts)
+        self.leaders = [leaders[host] for host in hosts]
+        """For each rank the first one of its host, to which its connection leads."""
         self._links = {peer: HostLink(peer, sock) for peer, sock in sockets.items()}
         for link in self._links.values():
             if self._is_far(link):
                 network.limit_silence(link.sock, limit_seconds)
-        self._replies: dict[int, dict[int, RankStatus]] = {}
-        """By the number of the request, of which threads may make several at once."""
+        self.replies: dict[int, dict[int, RankStatus]] = {}
+        """By the number of the question, of which threads may ask several at once."""
         self._numbers = itertools.count()
-        self._has_reply = threading.Condition()
         self._seen: set[str] = set()
         self._losses: dict[str, int] = {}
         """Reports of lost hosts and ranks, each with the lowest rank that has noticed the loss."""
@@ -118,22 +123,13 @@ class Heartbeat:
         """Whether the calling thread reads the connections, so that it cannot wait for replies."""
         return threading.current_thread() is self._thread
 
-    def request(self, ranks: Iterable[int], group: int, *, timeout_seconds: float) -> dict[int, RankStatus]:
-        """Return the status of some ranks in a group; ranks that do not reply in time are omitted."""
-        wanted, number = set(ranks), next(self._numbers)
-        replies: dict[int, RankStatus] = {}
-        self._replies[number] = replies
+    def ask(self, ranks: Iterable[int]) -> HeartbeatQuestion:
+        """Ask some ranks for their status."""
+        wanted = set(ranks)
+        question = HeartbeatQuestion(self, number := next(self._numbers), wanted)
         for rank in wanted:
-            self._pass_on({"kind": "request", "to": rank, "from": self._rank, "group": group, "number": number})
-        with self._has_reply:
-            self._has_reply.wait_for(lambda: wanted == replies.keys(), timeout_seconds)
-            del self._replies[number]
-        leaders = leaders_of(self._hosts)
-        for rank in wanted - replies.keys():
-            leader = leaders[self._hosts[rank]]
-            if rank != leader and leader in wanted and leader not in replies:
-                replies[rank] = RankStatus(0, False, "", f"cannot be asked, since rank {leader} does not reply")
-        return replies
+            self._pass_on({"kind": "request", "to": rank, "from": self._rank, "number": number})
+        return question
 
     def announce_stall(self) -> None:
         """Tell rank 0, which searches for deadlocks, that this rank waits."""
@@ -204,16 +200,12 @@ class Heartbeat:
             self._pass_on(message, link.peer)
         elif message["kind"] == "request":
             reply = {"kind": "reply", "to": message["from"], "from": self._rank, "number": message["number"]}
-            self._pass_on({**reply, "status": self._own_status(message["group"])})
+            self._pass_on({**reply, "status": self._own_status().packed()})
         elif message["kind"] == "stalled":
             self.is_stalled = True
         else:
-            with self._has_reply:
-                status = RankStatus(*message["status"])  # with a list for the tuple, as JSON has no tuples
-                doing, seconds, line = status.activity
-                replies = self._replies.get(message["number"], {})  # of a request that has ended: a late reply
-                replies[message["from"]] = status._replace(activity=(doing, seconds, line))
-                self._has_reply.notify_all()
+            replies = self.replies.get(message["number"], {})  # of a question that has ended: a late reply
+            replies[message["from"]] = RankStatus.unpacked(message["status"])
 
     def _tell_all(self, message: Message) -> None:
         """Handle a message to all ranks, and pass it on; it arrives several times, since the hosts form a ring."""
@@ -247,7 +239,7 @@ class Heartbeat:
             self._links[hop].send(message)
         elif message["kind"] == "request":
             reply = {"kind": "reply", "to": message["from"], "from": to, "number": message["number"]}
-            reply["status"] = RankStatus(0, False, "", problem)
+            reply["status"] = RankStatus(problem=problem).packed()
             if message["from"] == self._rank:
                 self._take(reply, self._links[min(self._links)])
             else:

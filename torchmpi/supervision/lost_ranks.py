@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
-from ..communicators.group import GroupContext
-
-_PERIOD_SECONDS = 0.02
+from ..communicators.group import GroupContext, end_calls
 
 
 class LossWatch:
@@ -27,16 +26,9 @@ class LossWatch:
         """Begin to end the calls, for this reason."""
         self._context.loss = self._context.loss or reason
         if self._thread is None:
-            self._thread = threading.Thread(target=self._end_calls, name="torchmpi lost rank", daemon=True)
+            end = partial(end_calls, self._context.groups, self._closed.is_set)
+            self._thread = threading.Thread(target=end, name="torchmpi lost rank", daemon=True)
             self._thread.start()
-
-    def _end_calls(self) -> None:
-        while not self._closed.wait(_PERIOD_SECONDS):
-            for group in list(self._context.groups):
-                group.call_log.is_ended = True
-                if (call := group.call_log.current) is not None:
-                    group.expire(call[0])
-                group.abort_device_work()
 
     def close(self) -> None:
         """End the thread."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import files
+from ..communicators.rank_status import RankStatus
 from .program_lines import PACKAGE
 
 _MOST_REASON_LINES, _FIRST_REASON_LINES = 24, 8
@@ -18,24 +19,6 @@ _MOST_REASON_LINES, _FIRST_REASON_LINES = 24, 8
 _FRAME, _IN_FRAME = re.compile(r'[ |]*File "(.*)", line \d+'), re.compile(r"[ |]* {4}|[ |]*\[Previous line repeated")
 _MOST_GROUPS = 12
 _MOST_RANGES = 10
-
-
-class Activity(NamedTuple):
-    """What a rank was doing."""
-
-    doing: str
-    """The call, or that there is none."""
-    seconds: float
-    """How long the call has waited."""
-    line: str
-    """The line of the program at which the main thread was."""
-
-    def __str__(self) -> str:
-        duration = f", for {self.seconds:.0f} s" if self.seconds >= 1 else ""
-        return f"{self.doing}{duration}, {self.line}" if self.line else f"{self.doing}{duration}"
-
-
-NO_ANSWER = Activity("no answer: it is stopped, has ended, or is busy outside Python", 0.0, "")
 
 
 def shortened(reason: str) -> str:
@@ -74,24 +57,25 @@ def _shown(lines: list[str], is_own: bool | None) -> list[str]:
     return [*lines[:_FIRST_REASON_LINES], f"  ... {left_out} lines ...", *last]
 
 
-def by_activity(activities: Mapping[int, Activity]) -> list[tuple[list[int], Activity]]:
+def by_activity(states: Mapping[int, RankStatus]) -> list[tuple[list[int], RankStatus]]:
     """Put ranks that did the same together, with the longest time; the group with the lowest rank comes first.
 
-    >>> by_activity({0: Activity("barrier()", 1.0, ""), 1: Activity("barrier()", 2.0, "")})
-    [([0, 1], Activity(doing='barrier()', seconds=2.0, line=''))]
+    >>> ((ranks, status),) = by_activity({0: RankStatus("barrier()", 1.0), 1: RankStatus("barrier()", 2.0)})
+    >>> ranks, str(status)
+    ([0, 1], 'barrier(), for 2 s')
     """
-    groups: dict[tuple[str, str], tuple[list[int], Activity]] = {}
-    for rank, activity in sorted(activities.items()):
-        ranks, longest = groups.get((activity.doing, activity.line), ([], activity))
-        longest = longest._replace(seconds=max(longest.seconds, activity.seconds))
-        groups[activity.doing, activity.line] = [*ranks, rank], longest
+    groups: dict[tuple[str, str], tuple[list[int], RankStatus]] = {}
+    for rank, status in sorted(states.items()):
+        activity = status.problem or status.doing, status.line
+        ranks, longest = groups.get(activity, ([], status))
+        groups[activity] = [*ranks, rank], max(longest, status, key=lambda each: each.seconds)
     return list(groups.values())
 
 
-def about_others(activities: Mapping[int, Activity]) -> list[str]:
+def about_others(states: Mapping[int, RankStatus]) -> list[str]:
     """Return a line for each group of ranks that did the same."""
-    groups = by_activity(activities)
-    lines = [f"  {named(ranks)}: {activity}" for ranks, activity in groups[:_MOST_GROUPS]]
+    groups = by_activity(states)
+    lines = [f"  {named(ranks)}: {status}" for ranks, status in groups[:_MOST_GROUPS]]
     if others := sum(len(ranks) for ranks, _ in groups[_MOST_GROUPS:]):
         lines.append(f"  and {others} ranks elsewhere")
     return lines
@@ -119,11 +103,14 @@ def _as_range(ranks: list[int]) -> list[str]:
     return [f"{ranks[0]}-{ranks[-1]}"] if len(ranks) > 2 else [str(rank) for rank in ranks]
 
 
-def write(path: str, first: Mapping[str, Any], activities: Mapping[int, Activity]) -> None:
+def write(path: str, first: Mapping[str, Any], states: Mapping[int, RankStatus]) -> None:
     """Write the report as JSON.
 
     Raises:
         OSError: That is not possible.
     """
-    others = [{"ranks": ranks, **activity._asdict()} for ranks, activity in by_activity(activities)]
+    others = [
+        {"ranks": ranks, "doing": status.problem or status.doing, "seconds": status.seconds, "line": status.line}
+        for ranks, status in by_activity(states)
+    ]
     files.write(path, json.dumps({**first, "others": others}, indent=1) + "\n")

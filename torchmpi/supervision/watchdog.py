@@ -1,33 +1,31 @@
 """Stall detection: a thread that reports calls which wait too long, with the ranks that have not arrived.
 
 The thread never communicates on the groups of the program, but reads the call logs, and the status boards that ranks of
-one host share. The thread also answers the status requests of other ranks, so that a report can contain the current
-line of a missing rank.
+one host share. It also answers when other ranks ask for the status of this one (:mod:`.status_exchange`), so that a
+report can contain the current line of a missing rank.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupContext
-from ..communicators.status_board import request_status, request_statuses
+from ..communicators.rank_status import NO_ANSWER, LastCall, RankStatus
 from ..config import Config
 from ..launch import mpi_library
 from ..launch.stacks import StackRequests, stacks
 from ..log import logger
 from ..shared_memory.memory_layout import Block
-from .deadlock import WaitingRanks, find_any_circle, find_circle, waits_of
-from .heartbeat import Heartbeat, RankStatus
-from .program_lines import location
-from .report import NO_ANSWER, Activity, about_others
+from .deadlock import ORDER, described, find_circle, waits_of
+from .report import about_others
+from .status_exchange import StatusExchange
 
 # A rank that rejects a call raises, and its traceback ends the job. Other ranks report only if it continues instead.
 _REFUSAL_GRACE_SECONDS = 2.0
@@ -36,7 +34,6 @@ _REMOTE_TIMEOUT_SECONDS = 3.0
 # The lowest waiting rank ends the job for all; the others do so only if that has not happened after this time.
 _ABORT_GRACE_SECONDS = 10.0
 _NO_REPLY = "does not reply: it is stopped, or busy outside Python"
-_ORDER = "Make the calls on all communicators in the same order on all ranks."
 # A search on several hosts asks all ranks; the share of the time that rank 0 spends on it is limited.
 _PAUSE_PER_SEARCH = 20
 _LAST_CALLS = 3
@@ -52,26 +49,20 @@ EndJob = Callable[[str, int], None]
 class Watchdog(threading.Thread):
     """The watchdog thread of a runtime."""
 
-    def __init__(self, context: GroupContext, config: Config, end_job: EndJob) -> None:
+    def __init__(self, context: GroupContext, config: Config, exchange: StatusExchange, end_job: EndJob) -> None:
         super().__init__(name="torchmpi watchdog", daemon=True)
-        self.heartbeat: Heartbeat | None = None
-        """The connections to the ranks of other hosts."""
         self.context, self.config, self.end_job = context, config, end_job
-        # On several hosts, groups that are parts of the world come before it.
-        self._world = next(group for group in context.groups if group.size == len(context.hosts))
+        self._exchange, self._times, self._world = exchange, exchange.times, exchange.world
         self._stopped = threading.Event()
         self._stack_requests = StackRequests()
         # Weak, as a program may make and free any number of groups.
-        self._since: WeakKeyDictionary[Group, tuple[int, float]] = WeakKeyDictionary()
-        self._reported: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-        self._answered: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+        self._reported: WeakKeyDictionary[Group | CallQueue, int | str] = WeakKeyDictionary()
+        """The last call, or message, of which a stall has been reported."""
         self._refused: WeakKeyDictionary[Group, tuple[int, float]] = WeakKeyDictionary()
         self._steps: set[Group] = set()
         """Groups on which calls are steps of a call of the program, which is reported instead of the step."""
-        self._queues: WeakKeyDictionary[CallQueue, tuple[str | None, float, bool]] = WeakKeyDictionary()
         self._ask_at: WeakKeyDictionary[CallQueue, float] = WeakKeyDictionary()
         """After how many seconds the rank of another host for which a message waits is asked."""
-        self._waiting_ranks = WaitingRanks(context)
         self._circle_at: WeakKeyDictionary[Group, tuple[int, float]] = WeakKeyDictionary()
         """For each group, the call and the duration of its wait at which deadlocks are searched next."""
         self._search_from = 0.0
@@ -98,7 +89,6 @@ class Watchdog(threading.Thread):
         if self is not threading.current_thread():
             self.join()
         self._stack_requests.close()
-        self._since.clear()
 
     # --- checks
 
@@ -111,21 +101,24 @@ class Watchdog(threading.Thread):
         """Do what other processes have asked for: save the last calls, print the stacks."""
         if (record := self.context.flight_record) is not None:
             record.note_ticks()
-            if (request := record.take_request()) and self.heartbeat is not None:
-                self.heartbeat.ask_for_records(request)
+            if (request := record.take_request()) and self._exchange.heartbeat is not None:
+                self._exchange.heartbeat.ask_for_records(request)
         if self._stack_requests.take():
             logger.warning(self._state_and_stacks())
 
     def _check_groups(self) -> None:
-        limit = time.monotonic() - _REFUSAL_GRACE_SECONDS / 2  # two checks before deadlocks are searched
         groups = list(self.context.groups)
-        since = [self._since[group][1] for group in groups if group in self._since]  # freed groups are left out
-        self._waiting_ranks.observe(is_late=any(each <= limit for each in since))
+        # two checks before deadlocks are searched
+        is_late = self._times.longest(groups) >= _REFUSAL_GRACE_SECONDS / 2
+        waiting_ranks = self._exchange.waiting_ranks
+        waiting_ranks.observe(is_late=is_late)
+        if is_late and self.context.flight_record is not None and any(waiting_ranks.blocked):
+            self.context.flight_record.note_blocked(waiting_ranks.blocked)
         calling = [group for group in groups if group.call_log.current is not None]
         self._steps = {part for group in calling for part in (group.intra_host, group.inter_host) if part is not None}
         for group in groups:
             try:
-                self._answer(group)
+                self._exchange.answer(group)
                 self._check_group(group)
                 for (_, peer), call_queue in list(group.peer_queues.items()):
                     self._check_queue(group, call_queue, group.world_ranks[peer])
@@ -133,22 +126,22 @@ class Watchdog(threading.Thread):
                 continue  # the group was freed meanwhile, and its status board is unmapped
 
     def _check_hosts(self) -> None:
-        if self.heartbeat is not None and self.heartbeat.is_stalled and time.monotonic() >= self._search_from:
-            self._search_on_all_hosts(self.heartbeat)
+        heartbeat = self._exchange.heartbeat
+        if heartbeat is not None and heartbeat.is_stalled and time.monotonic() >= self._search_from:
+            heartbeat.is_stalled = False
+            self._search_on_all_hosts()
 
     def _check_group(self, group: Group) -> None:
         """Report, expire or abort the current call of a group if it waits too long."""
         current = group.call_log.current
-        seq, since = self._since.get(group, (0, 0.0))
-        now = time.monotonic()
         if current is None or self.context.loss:  # a call that waits for a lost rank is ended, and the program goes on
-            self._since.pop(group, None)
+            self._times.end(group)
             return
-        if current[0] != seq:
-            self._since[group] = (current[0], now)
+        seq = current[0]
+        if self._times.begin(group, seq):
             group.call_log.report_when_late = ""
             return
-        waited = now - since
+        waited = self._times.seconds(group, seq)
         self._check_refused(group, current)
         config = self.config
         if waited >= group.timeout_seconds > 0:
@@ -189,24 +182,18 @@ class Watchdog(threading.Thread):
     def _check_deadlock(self, group: Group, current: LoggedCall, waited: float) -> None:
         """End a call that waits for ranks which wait for this one. The search is repeated at growing intervals."""
         seq, at = self._circle_at.get(group, (0, 0.0))
-        if (seq == current[0] and waited < at) or self._waiting_ranks.blocking_call() != (group, current[0]):
+        exchange, world = self._exchange, self._world
+        if (seq == current[0] and waited < at) or exchange.waiting_ranks.blocking_call() != (group, current[0]):
             return
         self._circle_at[group], begin = (current[0], 2 * waited), time.monotonic() - waited
-        if self.heartbeat is not None:
-            self.heartbeat.announce_stall()
-        world, waits = self._world, self._waiting_ranks.now()
-        if not waits or world.log_board is None:
+        if exchange.heartbeat is not None:
+            exchange.heartbeat.announce_stall()
+        if world.log_board is None or not _is_any_missing(group, current[0]):
             return
-        others = [rank for rank in range(world.size) if rank != world.rank]
-        texts = request_statuses(
-            world.log_board, world.rank, others, patience_seconds=_STATUS_TIMEOUT_SECONDS, meanwhile=self._answer_all
-        )
-        answers = {rank: text.split("\n")[2:3] for rank, text in texts.items()}
-        known = {rank: json.loads(lines[0]) for rank, lines in answers.items() if lines and lines[0].startswith("[")}
-        circle = find_circle({**known, world.rank: waits}, world.rank)
+        circle, _ = self._find_circle(_STATUS_TIMEOUT_SECONDS, world.rank)
         if not circle:
             return
-        reason = f"{_described(circle)}: none can end. {_ORDER}"
+        reason = f"{described(circle)} {ORDER}"
         if group.can_expire and not group.call_log.report_when_late:
             self._expire(group, current, waited, reason)
             # The answers of the other ranks may have taken seconds: the call needs as long again to raise its error.
@@ -215,54 +202,56 @@ class Watchdog(threading.Thread):
             report = self._report(group, current, waited, unconditional=True)
             self.end_job(f"{report}\n{reason}", 1)
 
-    def _search_on_all_hosts(self, heartbeat: Heartbeat) -> None:
-        """Ask all ranks for their calls, and end the job if there is a deadlock. Only rank 0 does this, for all."""
-        begin, world = time.monotonic(), self._world
-        heartbeat.is_stalled = False
-        others = range(1, world.size)
-        states = heartbeat.request(others, world.key, timeout_seconds=_REMOTE_TIMEOUT_SECONDS)
-        states[0] = self.own_status(world.key)
-        circle = find_any_circle(waits_of(states))
+    def _search_on_all_hosts(self) -> None:
+        """End the job if there is a deadlock. Only rank 0 does this, for all."""
+        begin = time.monotonic()
+        circle, states = self._find_circle(_REMOTE_TIMEOUT_SECONDS)
         self._search_from = time.monotonic() + _PAUSE_PER_SEARCH * (time.monotonic() - begin)
         if circle:
-            lines = about_others({rank: _activity_in(states[rank]) for rank in circle})
-            self.end_job("\n".join([f"{_described(circle)}: none can end.", *lines, _ORDER]), 1)
+            lines = about_others({rank: states[rank] for rank in circle})
+            self.end_job("\n".join([described(circle), *lines, ORDER]), 1)
+
+    def _find_circle(
+        self, patience_seconds: float, through: int | None = None
+    ) -> tuple[list[int], dict[int, RankStatus]]:
+        """Ask all ranks for their status; return a circle of ranks that wait for each other, and the status of all."""
+        world = self._world
+        others = [rank for rank in range(world.size) if rank != world.rank]
+        states = self._exchange.ask(world, others, patience_seconds)
+        states[world.rank] = self._exchange.own()
+        return find_circle(waits_of(states), through), states
 
     def _expire(self, group: Group, current: LoggedCall, waited: float, reason: str) -> None:
         """End a call in shared memory that waits too long; it raises an error with the report and the reason."""
         if not group.can_expire or group.call_log.report_when_late:
             return  # the call cannot be ended, or is being ended
         report = self._report(group, current, waited, unconditional=True)
-        group.call_log.report_when_late = f"{report}\n{reason}" if report else reason
-        if group.call_log.current == current:
-            group.expire(current[0])
+        group.end_call(current[0], f"{report}\n{reason}" if report else reason)
 
     def _check_queue(self, group: Group, call_queue: CallQueue, peer: int) -> None:
         """Report or abort a call that waits too long, or a message to or from another rank that is in ``stop()``."""
         doing = call_queue.doing
         if doing is None:
-            self._queues.pop(call_queue, None)
+            self._times.end(call_queue)
             return
-        known, since, reported = self._queues.get(call_queue, (None, 0.0, False))
-        now = time.monotonic()
-        if known is not doing:  # compared by identity: each call has a separate string
-            self._queues[call_queue] = (doing, now, False)
+        if self._times.begin(call_queue, doing):
             self._ask_at[call_queue] = _REFUSAL_GRACE_SECONDS
             return
-        message = f"{group.where} has waited {now - since:.0f} s in {doing} on communicator {group.name}."
-        if now - since >= _REFUSAL_GRACE_SECONDS and (how := self._how_it_stops(peer)):
+        waited = self._times.seconds(call_queue, doing)
+        message = f"{group.where} has waited {waited:.0f} s in {doing} on communicator {group.name}."
+        if waited >= _REFUSAL_GRACE_SECONDS and (how := self._how_it_stops(peer)):
             reason = f"  rank {peer} {how}, and does not make the other call: {self._place(peer)}"
             self.end_job(f"{message}\n{reason}", 1)
-        if now - since >= self._ask_at[call_queue] and self._is_elsewhere(peer):
-            self._ask_at[call_queue] = 2 * (now - since)
-            there = self._activity_elsewhere([peer], _STATUS_TIMEOUT_SECONDS).get(peer, NO_ANSWER)
+        if waited >= self._ask_at[call_queue] and self._world.log_board is None:
+            self._ask_at[call_queue] = 2 * waited
+            there = self._status_of(peer)
             if there.doing.startswith(_STOP):
                 reason = f"  rank {peer} is in stop(), and does not make the other call: {there.line}"
                 self.end_job(f"{message}\n{reason}", 1)
-        if now - since >= self.config.stall_abort_seconds > 0:
+        if waited >= self.config.stall_abort_seconds > 0:
             self.end_job(f"{message}\n{_ENDED} {self._where_calls_remain()}", 1)
-        elif now - since >= self.config.stall_warning_seconds and not reported:
-            self._queues[call_queue] = (doing, since, True)
+        elif waited >= self.config.stall_warning_seconds and self._reported.get(call_queue) is not doing:
+            self._reported[call_queue] = doing
             self.context.num_stalls += 1
             self.context.call_counts.add_message_stall(group.name, doing.partition("(")[0])
             place = self._place(peer)
@@ -277,19 +266,15 @@ class Watchdog(threading.Thread):
         field = board.get(rank, Block.exited)
         return call_log.how_it_left(field) if field else "is in stop()"
 
+    def _status_of(self, rank: int) -> RankStatus:
+        """Return the status of another rank."""
+        if rank == self._world.rank:  # which sends to itself
+            return NO_ANSWER
+        return self._exchange.ask(self._world, [rank], _STATUS_TIMEOUT_SECONDS).get(rank, NO_ANSWER)
+
     def _place(self, rank: int) -> str:
         """Return the location of another rank; '' if it is not known."""
-        world = self._world
-        if rank == world.rank:
-            return ""
-        if self._is_elsewhere(rank):
-            return self._activity_elsewhere([rank], _STATUS_TIMEOUT_SECONDS).get(rank, NO_ANSWER).line
-        if world.log_board is None:
-            return ""
-        text = request_status(
-            world.log_board, world.rank, rank, patience_seconds=_STATUS_TIMEOUT_SECONDS, meanwhile=self._answer_all
-        )
-        return text.split("\n", 1)[0]
+        return self._status_of(rank).line
 
     def _check_refused(self, group: Group, current: LoggedCall) -> None:
         """End the job if a rank has rejected the current call and continued, so that this rank would wait forever."""
@@ -316,22 +301,21 @@ class Watchdog(threading.Thread):
         """Describe a stall; None if a lower rank waits in the same call and reports it, unless `unconditional`."""
         call = call_log.Call(*current)
         text = f"{group.where} has waited {waited:.0f} s in {call} on communicator {group.name}."
-        states = self._status_on_host(group, call.seq) if group.log_board is not None else self._remote_status(group)
+        states = self._states(group, call.seq)
         if states is None:
             is_local = len(group.hosts) == 1
             reason = f"check={self.config.check!r}" if is_local else "no connections between the hosts"
             return f"{text} The status of the other ranks is not available ({reason})."
-        own_rank = group.world_ranks[group.rank]
-        if not unconditional and any(
-            rank < own_rank and state is not None and state.is_waiting for rank, state in states.items()
-        ):
+        own_rank, none = group.world_ranks[group.rank], LastCall()
+        last = {rank: none if status is None else status.calls.get(group.key, none) for rank, status in states.items()}
+        if not unconditional and any(rank < own_rank and each.is_inside for rank, each in last.items()):
             return None
         lines = [
-            f"  rank {rank} {_NO_REPLY if state is None else state.problem}"
-            if state is None or state.problem
-            else f"  rank {rank}, after {state.entered} calls: {state.location}"
-            for rank, state in states.items()
-            if state is None or state.entered < call.seq
+            f"  rank {rank} {_NO_REPLY if status is None else status.problem}"
+            if status is None or status.problem
+            else f"  rank {rank}, after {last[rank].seq} calls: {_where(status, group)}"
+            for rank, status in states.items()
+            if last[rank].seq < call.seq
         ]
         if not lines:
             missing = "the device or the MPI library" if call.code & call_log.ON_DEVICE else "the MPI library"
@@ -359,7 +343,7 @@ class Watchdog(threading.Thread):
 
     def _state_and_stacks(self) -> str:
         """Describe what this rank is doing, its last calls, and the stacks of its threads."""
-        lines = [f"{self._world.where}, process {os.getpid()}, after SIGUSR1: {self._activity()}"]
+        lines = [f"{self._world.where}, process {os.getpid()}, after SIGUSR1: {self._exchange.own()}"]
         for group in list(self.context.groups):
             if last := group.call_log.recent_in_words()[:_LAST_CALLS]:
                 lines.append(f"last calls on communicator {group.name}: {'; '.join(last)}")
@@ -368,117 +352,36 @@ class Watchdog(threading.Thread):
             lines.append(f"flight record: {record.path}")
         return "\n".join([*lines, stacks()])
 
-    def _status_on_host(self, group: Group, seq: int) -> dict[int, RankStatus | None]:
-        """Return the status of the other ranks of this host; for missing ranks, request their location."""
-        log_board = group.log_board
-        assert log_board is not None
-        states: dict[int, RankStatus | None] = {}
-        for index, rank in enumerate(group.world_ranks):
-            entered, left = log_board.get(index, Block.entered), log_board.get(index, Block.left)
-            text = ""
-            if entered < seq:
-                text = request_status(
-                    log_board, group.rank, index, patience_seconds=_STATUS_TIMEOUT_SECONDS, meanwhile=self._answer_all
-                )
-            if index != group.rank:
-                is_known = entered >= seq or text
-                states[rank] = RankStatus(entered, entered > left, text.split("\n", 1)[0]) if is_known else None
-        return states
+    def _states(self, group: Group, seq: int) -> dict[int, RankStatus | None] | None:
+        """Return the status of the other ranks of a group, on a host only the last call of those that have arrived.
 
-    def _remote_status(self, group: Group) -> dict[int, RankStatus | None] | None:
-        if self.heartbeat is None:
-            return None
-        others = [rank for index, rank in enumerate(group.world_ranks) if index != group.rank]
-        replies = self.heartbeat.request(others, group.key, timeout_seconds=_REMOTE_TIMEOUT_SECONDS)
-        return {rank: replies.get(rank) for rank in others}
-
-    def own_status(self, key: int) -> RankStatus:
-        """Return the status of this rank, for a rank of another host."""
-        groups, blocking = list(self.context.groups), self._waiting_ranks.blocking_call()
-        for group in groups:
-            if group.key == key:
-                entered, is_waiting = group.call_log.seq, group.call_log.current is not None
-                status = RankStatus(entered, is_waiting, location(), activity=self._activity())
-                status = status._replace(calls={str(each.key): each.call_log.seq for each in groups})
-                if blocking is not None:
-                    status = status._replace(blocked_on=str(blocking[0].key), blocked_call=blocking[1])
-                return status
-        return RankStatus(0, False, f"this communicator does not exist there; {location()}")
-
-    def activities_elsewhere(self, patience_seconds: float) -> dict[int, Activity]:
-        """Return what the ranks of other hosts are doing; empty if they cannot be asked."""
-        return self._activity_elsewhere(filter(self._is_elsewhere, range(self._world.size)), patience_seconds)
-
-    def _is_elsewhere(self, rank: int) -> bool:
-        hosts = self.context.hosts
-        return hosts[rank] != hosts[self._world.rank]
-
-    def _activity_elsewhere(self, ranks: Iterable[int], patience_seconds: float) -> dict[int, Activity]:
-        if self.heartbeat is None or self.heartbeat.is_this_thread:
-            return {}
-        wanted = list(ranks)
-        replies = self.heartbeat.request(wanted, self._world.key, timeout_seconds=patience_seconds)
-        return {rank: _activity_in(replies.get(rank)) for rank in wanted}
-
-    def _answer_all(self) -> None:
-        for group in list(self.context.groups):
-            self._answer(group)
-
-    def _answer(self, group: Group) -> None:
-        """Write location and recent calls of this rank to the status board, if requested by another rank."""
-        log_board = group.log_board
-        if log_board is None:
-            return
-        asked = sum(log_board.get(index, Block.asked) for index in range(group.size) if index != group.rank)
-        if asked != self._answered.get(group, 0):
-            self._answered[group] = asked
-            state = [json.dumps(each) for each in (self._activity(), self._waiting_ranks.now())]
-            lines = [location(), *state, *group.call_log.recent_in_words()]
-            log_board.write_text(group.rank, "\n".join(lines))
-            log_board.set(group.rank, Block.answered, log_board.get(group.rank, Block.answered) + 1)
-
-    def _activity(self) -> Activity:
-        """Return what this rank is doing: the call of the program, not a step of it on a part of its group."""
-        if self.context.failure:
-            return Activity(self.context.failure, 0.0, "")
-        now, groups = time.monotonic(), list(self.context.groups)
-        parts = {part for group in groups for part in (group.intra_host, group.inter_host)}
-        for group in groups:
-            if group in parts:
-                continue
-            if (current := group.call_log.current) is not None:
-                seq, since = self._since.get(group, (0, now))
-                seconds = now - since if seq == current[0] else 0.0
-                return Activity(f"{call_log.Call(*current)} on communicator {group.name}", seconds, location())
-            for call_queue in list(group.peer_queues.values()):
-                if (doing := call_queue.doing) is not None:
-                    known, since, _ = self._queues.get(call_queue, (None, now, False))
-                    seconds = now - since if known is doing else 0.0
-                    return Activity(f"{doing} on communicator {group.name}", seconds, location())
-        return Activity("not in a call", 0.0, location())
+        None is the status of a rank that does not answer, and the result if no rank can be asked.
+        """
+        board, ranks = group.log_board, group.world_ranks
+        others = [(index, rank) for index, rank in enumerate(ranks) if index != group.rank]
+        if board is None:
+            if self._exchange.heartbeat is None:
+                return None
+            replies = self._exchange.ask(group, [rank for _, rank in others], _REMOTE_TIMEOUT_SECONDS)
+            return {rank: replies.get(rank) for _, rank in others}
+        last = {rank: board.last_call(index) for index, rank in others}
+        missing = [rank for rank, call in last.items() if call.seq < seq]
+        replies = self._exchange.ask(group, missing, _STATUS_TIMEOUT_SECONDS) if missing else {}
+        return {
+            rank: None
+            if rank in missing and rank not in replies
+            else replies.get(rank, RankStatus())._replace(calls={group.key: call})
+            for rank, call in last.items()
+        }
 
 
-def _described(circle: Sequence[int]) -> str:
-    chain = ", which waits for ".join(f"rank {rank}" for rank in [*circle, circle[0]])
-    return f"{chain.replace(', which waits', ' waits', 1)}, in calls on different communicators"
-
-
-def _activity_in(status: RankStatus | None) -> Activity:
-    if status is None:
-        return NO_ANSWER
-    return Activity(status.problem, 0.0, "") if status.problem else Activity(*status.activity)
-
-
-def activities_on_host(group: Group, *, patience_seconds: float) -> dict[int, Activity]:
-    """Return what the other ranks of a group on this host are doing, by their numbers in the world."""
+def _is_any_missing(group: Group, seq: int) -> bool:
+    """Return whether a rank has not entered a call of this rank, according to the status board of the group."""
     board = group.log_board
-    if board is None:
-        return {}
-    others = [index for index in range(group.size) if index != group.rank]
-    texts = request_statuses(board, group.rank, others, patience_seconds=patience_seconds)
-    found = {}
-    for index in others:
-        lines = texts.get(index, "").split("\n")
-        is_answer = len(lines) > 1 and lines[1].startswith("[")  # a rank that has freed the group describes its calls
-        found[group.world_ranks[index]] = Activity(*json.loads(lines[1])) if is_answer else NO_ANSWER
-    return found
+    return board is not None and any(board.last_call(index).seq < seq for index in range(group.size))
+
+
+def _where(status: RankStatus, group: Group) -> str:
+    """Describe where a rank is that has not entered a call of a group."""
+    where = status.line or status.doing
+    return where if group.key in status.calls else f"this communicator does not exist there; {where}"

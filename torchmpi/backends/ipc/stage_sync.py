@@ -32,8 +32,6 @@ class StageSync:
         self._own = group.rank * BLOCK_FIELDS + Block.enqueued
         self.seq = 0
         """Sequence number of the current call."""
-        self.expired_seq = 0
-        """Sequence number of the call whose wait the watchdog has ended."""
         self.last_use = [0, 0]
         """The number after which a rank has read the last chunk that this rank has put into a half of its area."""
         self.is_free = [False, False]
@@ -96,7 +94,7 @@ class StageSync:
         seconds = _LEAST_SLEEP_SECONDS
         while missing:
             self._check(range(self.size))
-            if self.expired_seq >= self.seq:
+            if self._call_log.ended_seq >= self.seq:
                 self._call_log.expired()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MOST_SLEEP_SECONDS)

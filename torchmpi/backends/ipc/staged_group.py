@@ -124,7 +124,7 @@ class StagedGroup(GroupResource):
             self.sync.unpublished = 0
         self.sync.publish(0)  # after all checks: a rank that has entered the call takes part in calls of MPI
         if self.staging is None:
-            self.wait_for_entry()  # expire() ends this wait, but not those of MPI in the next line
+            self.wait_for_entry()  # Group.end_call() ends this wait, but not those of MPI in the next line
             self._open_staging(tensor.device)
         self.check_release()
 
@@ -167,10 +167,6 @@ class StagedGroup(GroupResource):
         staging = self.staging
         if staging is not None:
             staging.release_waits()
-
-    def expire(self, seq: int) -> None:
-        """End the wait of this call for other processes."""
-        self.sync.expired_seq = seq
 
     def run(
         self, key: Hashable, plan: Callable[[], Chunks], source: torch.Tensor, out: torch.Tensor, op: str = ""
