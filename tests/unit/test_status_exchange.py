@@ -76,7 +76,7 @@ class Ranks:
             log = CallLog(f"group {key}", rank, len(ranks), board)
             context.groups.append(Group(
                 key=key, name=log.name, rank=rank, size=len(ranks), world_ranks=ranks, log_board=board, call_log=log,
-                local=None, across=None, peer_queues={},
+                intra_host=None, inter_host=None, peer_queues={},
             ))  # fmt: skip
         return StatusExchange(context, context.groups[0])
 

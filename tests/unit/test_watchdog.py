@@ -45,7 +45,7 @@ class Rank:
                 context.groups.append(Group(
                     key=key, name=f"group {key}", rank=rank, size=len(ranks), world_ranks=ranks, where=f"rank {rank}",
                     hosts=sorted({*hosts}), log_board=board, call_log=CallLog(f"group {key}", rank, len(ranks), board),
-                    local=None, across=None, peer_queues={}, timeout_seconds=0.0, can_expire=board is not None,
+                    intra_host=None, inter_host=None, peer_queues={}, timeout_seconds=0.0, can_expire=board is not None,
                     end_call=lambda seq, report: self.ended_calls.append((seq, report)),
                 ))  # fmt: skip
         self.groups: dict[int, Any] = {group.key: group for group in context.groups}
