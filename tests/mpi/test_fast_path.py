@@ -318,7 +318,7 @@ def test_tensors_that_are_not_plain_use_python(agree):
         "no out": ("allgather", ones, None, 0),
         "out of another shape": ("allgather", ones, torch.empty(4 * size + 1), 0),
         "out of another dtype": ("allgather", ones, torch.empty(4 * size, dtype=torch.float64), 0),
-        "out over the source": ("allgather", everything[:4], everything, 0),
+        "out over the source": ("allgather", everything[1:5], everything, 0),
         "strided out": ("allgather", ones, torch.empty(4 * size, 2)[:, 0], 0),
         "nothing in a row": ("alltoall", torch.empty(size, 0), torch.empty(size, 0), 0),
         "out with a row too many": ("alltoall", torch.ones(size), torch.empty(size + 1), 0),

@@ -151,12 +151,12 @@ def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
     if is_transposed:
         order = tuple(reversed(range(len(shape))))
         parts = [torch.zeros(tuple(reversed(shape))).permute(order) for _ in parts]
-    target = rows.stacked(parts)
+    target = rows.result_rows(parts, num_parts)
     numel = parts[0].numel()
     assert target.shape == (num_parts, numel)
     values = torch.arange(1.0, num_parts * numel + 1).view(num_parts, numel)
     target.copy_(values)
-    rows.deliver_each(target, parts)
+    rows.deliver(target, parts)
     for part, expected in zip(parts, values, strict=True):
         assert torch.equal(part.reshape(-1), expected)
     assert not whole[0].any() and not whole[-1].any(), "written beside the parts"
@@ -167,19 +167,19 @@ def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
 def test_parts_out_of_order_or_with_gaps_are_not_one_tensor():
     whole = torch.zeros(4, 3)
     for parts in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[0]], [whole[2], whole[3], whole[0]]):
-        assert rows.stacked(parts).data_ptr() != parts[0].data_ptr()
+        assert rows.result_rows(parts, len(parts)).data_ptr() != parts[0].data_ptr()
     first, second = torch.zeros(3), torch.zeros(3)
     beyond = [first, torch.as_strided(first, (3,), (1,)), second]
-    assert rows.stacked(beyond).data_ptr() != first.data_ptr()
+    assert rows.result_rows(beyond, 3).data_ptr() != first.data_ptr()
 
 
 def test_results_are_received_into_contiguous_memory_directly():
     direct, strided = torch.zeros(2, 3), torch.zeros(3, 2).t()
-    assert rows.result_rows(direct, 2).data_ptr() == direct.data_ptr()
-    target = rows.result_rows(strided, 2)
+    assert rows.result_rows([direct], 2).data_ptr() == direct.data_ptr()
+    target = rows.result_rows([strided], 2)
     assert target.data_ptr() != strided.data_ptr()
     target.copy_(torch.arange(6.0).view(2, 3))
-    rows.deliver(target, strided)
+    rows.deliver(target, [strided])
     assert torch.equal(strided, torch.arange(6.0).view(2, 3))
 
 

@@ -131,6 +131,20 @@ def test_allgather_of_a_row_of_the_result(ranks):
         check(results, lambda _, right=right: right)
 
 
+def test_allgather_of_a_row_of_the_result_if_another_rank_has_fewer(ranks):
+    """So that the rows of the ranks behind it are at other places of the result, which has room for as many."""
+    size, numel = size_of(ranks), 5003
+    numels = [numel + 2000, numel - 2000, *[numel] * (size - 2)]
+    parts, wholes = [], [torch.zeros(size * numel) for _ in numels]
+    for rank, (whole, value) in enumerate(zip(wholes, values(ranks, max(numels)), strict=True)):
+        begin = min(rank * numel, size * numel - numels[rank])
+        parts.append(whole[begin : begin + numels[rank]])
+        parts[rank].copy_(value[: numels[rank]])
+    right = np.concatenate(arrays(parts))
+    found = ranks.together(lambda member: member.call("allgather", parts[member.rank], wholes[member.rank]))
+    check(found, lambda _: right)
+
+
 def test_alltoall(ranks):
     size = size_of(ranks)
     for numel in NUMELS:

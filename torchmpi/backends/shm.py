@@ -459,6 +459,8 @@ class SharedMovement(SharedCalls):
             return target
         lengths = self.payloads()
         target = destination_for(source, sum(lengths) // (row_numel * source.element_size()), destination)
+        if buffers.overlap(source, target):  # as a row of the result, but rows of other lengths come before it
+            target = torch.empty_like(target)
         self._send([source.data_ptr()] * self.size, [num_bytes] * self.size)
         self._receive(target.data_ptr(), lengths)
         self.exchange(is_stream=True, longest=max(lengths))

@@ -83,7 +83,7 @@ class BoundCall:
         self._communicator, self._group, self._dtype, self._root = communicator, group, dtype, root
         self._description = f"{group.where}: {name}"
         self.num_rows = form.num_rows(group.size)
-        if form.collective == exchange.ANY_PARTS:
+        if spec.divides and spec.gathers:
             assert dtype is not None
             self._plan = exchange.rows_plan(group, dtype)
         else:
@@ -95,8 +95,8 @@ class BoundCall:
         self._queued = object()
         """Identifies the cached call of threads that run a queued call, as the object itself that of others."""
         self.fast = fast_path.entry(self._fast_path)
-        gathers_for_all = spec.gathers and spec.flow == "all to all" and not spec.divides
-        self._takes_own_row = gathers_for_all and self._cached_call(group.call_queue.run_lock) is not None
+        keeps_own_row = spec.gathers and not (spec.divides or spec.is_rooted)
+        self._takes_own_row = keeps_own_row and self._cached_call(group.call_queue.run_lock) is not None
 
     def can_use(self, given: torch.Tensor, received: torch.Tensor) -> bool:
         """Return whether a call can use the memory of two tensors: they share none, or the row of this rank.

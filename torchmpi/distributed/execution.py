@@ -48,8 +48,6 @@ class GroupExecution(GroupProperties):
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
         self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
-        self._op_names: dict[tuple[int, torch.dtype | None], str] = {}
-        """Names of operations in one step, by torch's number and dtype, for the calls so far."""
         self._awaited = partial(awaited_ranks, self._group)
         self._block: list[dist.Work] | None = None
         """The works of the calls so far in the block of a coalescing manager."""
@@ -68,28 +66,26 @@ class GroupExecution(GroupProperties):
         `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
         may be empty, one tensor, or several that are rows.
         """
-        dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
-        op = None
-        if reduction is not None:
-            kind = reduction.op.value, dtype  # hashing reduction.op itself takes 1 us
-            op = self._op_names.get(kind)
-            if op is None:
-                assert dtype is not None
-                if is_composed(reduction, dtype):
-                    return None
-                op = self._op_names[kind] = op_name(reduction, dtype)
-        calls, key = self._group.plans, (name, op, dtype, root)
+        sent, received = given[0] if given else None, outputs[0] if outputs else None
+        some = sent if received is None else received
+        dtype = None if some is None else some.dtype
+        number = None if reduction is None else reduction.op.value  # hashing reduction.op itself takes 1 us
+        calls, key = self._group.plans, (name, number, dtype, root)
         call: BoundCall | None = calls.get(key)
         if call is None:
+            op = None
+            if reduction is not None and dtype is not None:
+                if is_composed(reduction, dtype):
+                    return None
+                op = op_name(reduction, dtype)
             call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
         if options.timeout > _NO_LIMIT:
             return None
         self._refuse_read_only(given if call.changes else outputs, name)
         is_here = not (self._by_messages or is_asynchronous(options))
-        if is_here and len(given) < 2 and len(outputs) < 2:  # machine code looks whether they are plain
-            tensors = given[0] if given else None, outputs[0] if outputs else None
-            if call.fast(*tensors, call, self._communicator, None) is not None:
-                return COMPLETED
+        are_single = len(given) < 2 and len(outputs) < 2  # machine code looks whether they are plain
+        if is_here and are_single and call.fast(sent, received, call, self._communicator, None) is not None:
+            return COMPLETED
         source = in_memory(given, call.num_rows[0]) if given else None
         target = in_memory(outputs, call.num_rows[1]) if outputs else None
         are_rows = (source is not None or not given) and (target is not None or not outputs)

@@ -40,6 +40,7 @@ from .arguments import (
     scaled,
     single,
 )
+from .bound_calls import BoundCall
 from .execution import GroupExecution, Tensors
 from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
 from .torch_names import (
@@ -95,7 +96,12 @@ class ProcessGroup(GroupExecution):
             tensor, *others = alike(tensors)
             if not isinstance(opts, AllreduceOptions):
                 opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
-        if is_asynchronous(opts) and tensor.layout is torch.strided:
+        reduction: Any = opts.reduceOp
+        if not (is_asynchronous(opts) or others):  # the most frequent call, without further function calls
+            call: BoundCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
+            if call is not None and call.fast(tensor, None, call, self._communicator, None) is not None:
+                return COMPLETED
+        elif tensor.layout is torch.strided:
             is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
             is_private = is_private and tensor.data_ptr() not in self._shared
             if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
@@ -105,7 +111,6 @@ class ProcessGroup(GroupExecution):
                 if events.recorder is not None:
                     with self._labelled_bucket(tensor):
                         return self.allreduce(tensors, opts)  # where it is no bucket, because of the caller
-        reduction: Any = opts.reduceOp
         if not (others or tensor.is_sparse):
             work = self._on_plain("all_reduce", (tensor,), (), opts, reduction)
             if work is not None:
