@@ -107,10 +107,11 @@ def literals(package: Path, types: Iterable[str] = NAMES) -> set[str]:
     } - {"Literal"}
 
 
-def compared_names(text: str, names: set[str]) -> list[int]:
+def compared_names(tree: ast.AST, names: set[str]) -> list[int]:
     r"""The lines with a comparison with one of some names, or with a tuple, list or set that has one of them.
 
-    >>> compared_names('is_sum = op == "sum" or op in ("sum", "avg")\nis_max = spec.combine == "max"', {"sum", "max"})
+    >>> tree = ast.parse('is_sum = op == "sum" or op in ("sum", "avg")\nis_max = spec.combine == "max"')
+    >>> compared_names(tree, {"sum", "max"})
     [1, 1]
     """
 
@@ -119,7 +120,7 @@ def compared_names(text: str, names: set[str]) -> list[int]:
         return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
             is_fact = any(isinstance(each, ast.Attribute) and each.attr in FACTS for each in operands)
@@ -177,7 +178,7 @@ def main() -> None:
     names = literals(package)
     rows = {
         "comparisons with names of collectives and operations": sum(
-            len(compared_names(path.read_text(), names)) for path in modules.values()
+            len(compared_names(ast.parse(path.read_text()), names)) for path in modules.values()
         ),
         "entries of the package root": f"{len(entries)} ({len(entries) - folders} modules, {folders} packages)",
         "levels of imports between entries": num_levels(entries),

@@ -96,7 +96,7 @@ def test_a_process_that_ends_without_a_word_ends_the_job(start: Start):
 
 
 def test_a_missing_rank_of_another_host_is_named(start: Start):
-    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT, stall_warning_seconds=5, stall_abort_seconds=40)
+    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT, stall_warning_seconds=5, stall_abort_seconds=15)
     job.wait_for_end(90)
     assert re.search(ASLEEP, job.messages(0)), job.output()
 

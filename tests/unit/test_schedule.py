@@ -61,7 +61,7 @@ def _answers(current: dict[int, Round], rank: int, message: schedule.Message) ->
     if peer is None:
         return False
     others = peer.receives if message in current[rank].sends else peer.sends
-    return any(other == (rank, message.first, message.num_blocks) for other in others)
+    return (rank, message.first, message.num_blocks) in others
 
 
 @pytest.mark.parametrize("size", SIZES)
