@@ -54,7 +54,7 @@ LAUNCHED = {
     "communicators/flight_record": "test_flight_record",
     "communicators/message_record": "test_flight_record",
     "communicators/release": "test_groups",
-    "communicators/profiled_calls": "test_flight_record",
+    "communicators/observed_calls": "test_flight_record",
     "communicators/splits": "test_communicators",
     "communicators/status_board": "test_flight_record",
     "engine/checkpoint": "test_engine_checkpoint",

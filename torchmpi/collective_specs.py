@@ -13,8 +13,9 @@ from typing import Literal
 
 Flow = Literal["all to all", "root to all", "all to root", "neighbor", "none"]
 """From which ranks data come to which."""
-Kind = Literal["collective", "message", "form", "action"]
-"""A collective with public functions; a message; another form of a collective; a step of the package itself."""
+Kind = Literal["collective", "message", "form", "exchange", "action"]
+"""A collective with public functions; a message; another form of a collective, or one on lists of one tensor for each
+rank; a step of the package itself."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ class CollectiveSpec:
     @cached_property
     def compared(self) -> Literal["shape", "rows", "nothing"]:
         """What must be equal on all ranks: the shape of the tensor, the shape of its rows, or neither."""
-        return "nothing" if not self.is_everywhere else "shape" if self.in_place or self.reduces else "rows"
+        if not self.is_everywhere or self.kind == "exchange":
+            return "nothing"
+        return "shape" if self.in_place or self.reduces else "rows"
 
     @cached_property
     def grows(self) -> int:
@@ -166,9 +169,9 @@ _COMPARED = (
 )
 """The calls that ranks compare, or that the fast path counts, in the order of their codes."""
 _OTHERS = (
-    # Lists of one part per rank; in the second all ranks have agreed on the lengths.
-    _Row("exchange_parts", divides=True, gathers=True, kind="form", form_of="alltoall"),
-    _Row("exchange_matching_parts", divides=True, gathers=True, kind="form", form_of="alltoall"),
+    # Parts of any length; in the second all ranks have agreed on the lengths.
+    _Row("exchange_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),
+    _Row("exchange_matching_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),
 )
 """What backends bind in addition."""
 SPECS = {row.name: row for row in (*_COMPARED, *_OTHERS)}

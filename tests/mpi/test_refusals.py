@@ -274,10 +274,9 @@ def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
     strict = type("Communicator", (), {"intra": group, "level": -1})()
     from torchmpi.collectives import prepared
     from torchmpi.communicators.plan import PLAIN, PlanKey
-    from torchmpi.session import runtime
 
     def allreduce(tensor):
-        plan = prepared.prepare(runtime.current(), strict, PlanKey("allreduce", "sum", tensor.dtype, PLAIN))
+        plan = prepared.plan_for(strict, PlanKey("allreduce", "sum", tensor.dtype, PLAIN))
         return group.call(plan, tensor, None, 0)
 
     messages = []

@@ -20,7 +20,7 @@ from helpers.timeline_records import EXACT, MAIN, MILLISECOND, call, job, plain,
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
 from torchmpi.communicators.call_queue import CallQueue
-from torchmpi.communicators.profiled_calls import ShownTask
+from torchmpi.communicators.observed_calls import ShownTask
 from torchmpi.errors import ArgumentError
 from torchmpi.timeline import events, observer, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result

@@ -126,7 +126,9 @@ class Selector:
         call = CallSpec(collective, device_type, dtype, op)
         if wanted is not None:
             return [Choice(None, self.choose(collective, device_type, wanted, group, dtype=dtype, op=op))]
-        key = Key(collective, device_type if SPECS[collective].is_everywhere else "cpu", span_of(group), mode)
+        spec = SPECS[collective]
+        device = device_type if spec.is_everywhere else "cpu"
+        key = Key(spec.form_of or collective, device, span_of(group), mode)
         if key not in self.table:  # no backend accepts such tensors: raises with the reason
             return [Choice(None, self.choose(collective, device_type, "mpi", group))]
 

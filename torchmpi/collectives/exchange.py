@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
-from ..backend_specs import BACKENDS
-from ..backends.base import bind, on_rows
-from ..communicators.call_log import ON_DEVICE, call_code
+from ..backends.base import on_rows
+from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.plan import Plan, PlanKey, Run
+from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import ArgumentError
-from ..session import runtime
-from ..tensors import buffers, dtypes
-from ..tensors.numbers import is_number
-from .dispatch import check_out, refuse_number
-from .prepared import checked_dtype, in_order
+from ..tensors import buffers
+from .call_arguments import check_splits
+from .prepared import checked_dtype, plan_for
+
+__all__ = [
+    "ANY_PARTS", "are_plain", "check", "check_splits", "exchange", "exchange_plain", "rows_plan", "rows_task",
+]  # fmt: skip
 
 T = TypeVar("T")
 ANY_PARTS, _MATCHING_PARTS = "exchange_parts", "exchange_matching_parts"
 """The operations of exchanges: the first one compares the sizes of all parts."""
 
 
-def exchange(
-    group: Group,
-    sources: Sequence[torch.Tensor],
-    destinations: Sequence[torch.Tensor],
-    operation: str = ANY_PARTS,
-) -> None:
+def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Send `sources[j]` to rank j, and receive `destinations[j]` from rank j."""
     devices = {part.device.type for part in (*sources, *destinations)}
-    plan = _plan(group, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu", operation)
-    on_device = plan.is_on_device
-    outgoing = [buffers.plain(source, to_host=not on_device) for source in sources]
-    incoming = [
-        part.detach()
-        if (on_device or part.device.type == "cpu") and buffers.is_direct(part)
-        else torch.empty(part.shape, dtype=part.dtype, device=part.device if on_device else "cpu")
-        for part in destinations
-    ]
-    group.perform(plan, _apart(outgoing, incoming), incoming, 0)
-    for part, received in zip(destinations, incoming, strict=True):
-        if received.data_ptr() != part.data_ptr() or received.device != part.device:
-            buffers.overwrite(part, received)
-        else:
-            buffers.touch(part)
+    plan = _plan(group, ANY_PARTS, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu")
+    group.perform(plan, list(sources), list(destinations), 0)
 
 
 def are_plain(source: torch.Tensor, destination: torch.Tensor) -> bool:
@@ -59,21 +41,24 @@ def are_plain(source: torch.Tensor, destination: torch.Tensor) -> bool:
 
 def exchange_plain(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Run :func:`exchange` on contiguous parts of host tensors that share no memory."""
-    group.perform(_plan(group, sources[0].dtype, "cpu", ANY_PARTS), sources, destinations, 0)
+    group.perform(_plan(group, ANY_PARTS, sources[0].dtype, PLAIN), sources, destinations, 0)
 
 
-def _apart(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the parts to send; copies of those whose memory is received into before all ranks have read it."""
-    written = {part.untyped_storage().data_ptr() for part in incoming}
-    if written.isdisjoint([part.untyped_storage().data_ptr() for part in outgoing]):
-        return outgoing
-    # One copy for all ranks, if all get the same tensor.
-    copies = {
-        (part.data_ptr(), part.numel()): part.clone()
-        for part in {(each.data_ptr(), each.numel()): each for each in outgoing}.values()
-        if any(buffers.overlap(part, each) for each in incoming)
-    }
-    return [copies.get((part.data_ptr(), part.numel()), part) for part in outgoing]
+def rows_plan(group: Group, dtype: torch.dtype) -> Plan:
+    """Return the plan of an exchange of equal parts of two plain host tensors; other ranks may call `exchange`."""
+    plan = copy.copy(_plan(group, ANY_PARTS, dtype, PLAIN))
+    work = on_rows(plan.run, group.size)
+
+    def run(source: torch.Tensor, destination: torch.Tensor, root: int) -> None:
+        work(source, destination, root)
+        buffers.touch(destination)
+
+    plan.run = run
+    return plan
+
+
+def _plan(group: Group, operation: str, dtype: torch.dtype, place: str) -> Plan:
+    return plan_for(Communicator.of(group), PlanKey(operation, None, dtype, place))
 
 
 def check(
@@ -101,110 +86,26 @@ def check(
         )
 
 
-def check_splits(group: Group, tensor: torch.Tensor, splits: Iterable[int]) -> list[int]:
-    """Return how many rows of dim 0 each rank gets, as integers; raise if they are not all rows of the tensor."""
-    what = f"{group.where}: alltoall"
-    buffers.check(tensor, what)
-    checked_dtype("alltoall", tensor.dtype, None, what)
-    num_rows = tensor.shape[0] if tensor.dim() else 0
-    try:
-        numbers = [operator.index(each) for each in splits]
-    except TypeError:
-        raise ArgumentError(f"{what}: splits={splits!r} is no list of integers. Pass one number per rank.") from None
-    if not tensor.dim() or len(numbers) != group.size or min(numbers) < 0 or sum(numbers) != num_rows:
-        raise ArgumentError(
-            f"{what}: splits={numbers} does not divide {num_rows} rows over {group.size} ranks. Pass one number of "
-            "rows for each rank, which add up to the length of dim 0."
-        )
-    return numbers
-
-
-def exchange_rows(group: Group, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """Send `splits[j]` rows to rank j; return the received rows in rank order, and their number from each rank.
-
-    Runs in the call queue of the group.
-    """
-    counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
-    received_counts = torch.empty_like(counts)
-    group.perform(_counts_plan(group, tensor), list(counts.split(1)), list(received_counts.split(1)), 0)
-    received: list[int] = received_counts.tolist()
-    rows = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-    exchange(group, torch.split(tensor.detach(), list(splits)), torch.split(rows, received), _MATCHING_PARTS)
-    return rows, received
-
-
 def rows_task(
-    group: Group, tensor: torch.Tensor, splits: Iterable[int], out: torch.Tensor | None, backend: str | None
-) -> Callable[[], torch.Tensor]:
-    """Return the task of an alltoall of uneven parts."""
-    if backend is not None:
-        raise ArgumentError(
-            f"{group.where}: alltoall: the backend of a call with splits cannot be chosen. Omit backend={backend!r}."
-        )
-    what = f"{group.where}: alltoall"
-    if is_number(tensor):
-        refuse_number("alltoall", out, what)
-    numbers = check_splits(group, tensor, splits)
-    if out is not None:
-        check_out("alltoall", tensor, out, what)
+    group: Group, tensor: torch.Tensor, splits: Sequence[int], finish: Callable[[torch.Tensor, list[int]], T]
+) -> Callable[[], T]:
+    """Return a task for the call queue, an alltoall that sends `splits[j]` rows of a checked tensor to rank j.
 
-    def task() -> torch.Tensor:
-        rows, _ = exchange_rows(group, tensor, numbers)
-        if out is None:
-            return rows
-        buffers.copy_result(rows, out)
-        return out
+    The task returns ``finish(rows, lengths)``: the received rows in rank order, and their number from each rank.
+    torch.profiler shows it as one call.
+    """
+    rows_plan = _plan(group, _MATCHING_PARTS, tensor.dtype, tensor.device.type)
+    # With the numbers of rows the ranks compare dtype and shape of the rows.
+    counts_plan = _plan(group, _MATCHING_PARTS, torch.int64, "cpu")
+    counts_plan = counts_plan.announcing(tensor.dtype, *tensor.shape[1:], collective="alltoall_splits")
 
-    return shown(group, task, tensor)
+    def task() -> T:
+        counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
+        received_counts = torch.empty_like(counts)
+        group.perform(counts_plan, list(counts.split(1)), list(received_counts.split(1)), 0)
+        lengths: list[int] = received_counts.tolist()
+        rows = torch.empty((sum(lengths), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        group.perform(rows_plan, list(tensor.detach().split(list(splits))), list(rows.split(lengths)), 0)
+        return finish(rows, lengths)
 
-
-def shown(group: Group, task: Callable[[], T], tensor: torch.Tensor) -> Callable[[], T]:
-    """Return a task that torch.profiler shows as one alltoall of parts that are not even, also of their lengths."""
-    return group.shown(task, group.described, ("alltoall", "", dtypes.short_name(tensor.dtype), -1), [tensor])
-
-
-def _counts_plan(group: Group, tensor: torch.Tensor) -> Plan:
-    """Return the plan of the exchange of numbers of rows, with which the ranks compare dtype and shape of the rows."""
-    plan = _plan(group, torch.int64, "cpu", _MATCHING_PARTS)
-    code = call_code("alltoall_splits", None, dtypes.info(tensor.dtype).code)
-    counts = Plan("alltoall_splits", code, plan.run, lambda _: tuple(tensor.shape[1:]))
-    counts.backends = plan.backends
-    return counts
-
-
-def _plan(group: Group, dtype: torch.dtype, device_type: str, name: str) -> Plan:
-    """Return the plan of an exchange; it takes the memory of the device, or else tensors are staged."""
-    key = PlanKey(name, None, dtype, device_type)
-    plan: Plan | None = group.plans.get(key)
-    if plan is None:
-        selector, code = runtime.current().selector, call_code("alltoall", None, dtypes.info(dtype).code)
-        backend = selector.select("alltoall", device_type, group)[-1].backend
-        on_device = BACKENDS[backend.name].on_device
-        if not on_device:
-            backend = selector.select("alltoall", "cpu", group)[-1].backend
-            backend = backend if name in backend.collectives else selector.network
-        operation = bind(backend, group, name, dtype, None)
-        run = _in_order(operation.run, group) if on_device else operation.run
-        plan = Plan("alltoall", code | ON_DEVICE if on_device else code, run)
-        plan.backends, plan.is_on_device = ((None, backend.name),), on_device
-        plan.cached_call = operation.cached_call
-        group.plans[key] = plan
-    return plan
-
-
-def rows_plan(group: Group, dtype: torch.dtype) -> Plan:
-    """Return the plan of an exchange of equal parts of two plain host tensors; other ranks may call `exchange`."""
-    plan = copy.copy(_plan(group, dtype, "cpu", ANY_PARTS))
-    work = on_rows(plan.run, group.size)
-
-    def run(source: torch.Tensor, destination: torch.Tensor, root: int) -> None:
-        work(source, destination, root)
-        buffers.touch(destination)
-
-    plan.run = run
-    return plan
-
-
-def _in_order(work: Run, group: Group) -> Run:
-    ordered = in_order(lambda _, parts, root: work(parts[0], parts[1], root), group)
-    return lambda outgoing, incoming, root: ordered(outgoing[0], (outgoing, incoming), root)
+    return group.shown(task, group.described_call, rows_plan, [tensor], None, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,9 @@ from ..config import BackendName
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
+from ..tensors import buffers
 from . import signatures
+from .call_arguments import check_splits
 from .dispatch import BARRIER, cache_barrier, call, plan_for, submit
 from .exchange import rows_task
 from .signatures import Values
@@ -329,15 +332,22 @@ def alltoall(
     """
     if _unknown:
         raise unknown_keyword(alltoall, _unknown)
-    if splits is not None:
-        group = runtime.communicator(comm).intra
-        rows: _Tensor = group.call_queue.run(rows_task(group, tensor, splits, out, backend), subject=tensor)
+    if splits is None:
+        result: _Tensor | None = fast_path.alltoall(tensor, out, 0, comm, backend)
+        rows: _Tensor = call("alltoall", tensor, out, 0, None, comm, backend) if result is None else result
         return rows
-    result: _Tensor | None = fast_path.alltoall(tensor, out, 0, comm, backend)
-    if result is None:
-        result = call("alltoall", tensor, out, 0, None, comm, backend)
-    assert result is not None
-    return result
+    group = runtime.communicator(comm).intra
+    task = rows_task(group, tensor, check_splits(group, tensor, splits, out, backend), partial(_rows_in, out))
+    rows = group.call_queue.run(task, subject=tensor)
+    return rows
+
+
+def _rows_in(out: _Tensor | None, rows: _Tensor, _: list[int]) -> _Tensor:
+    """Return the received rows, or `out` with these rows."""
+    if out is None:
+        return rows
+    buffers.copy_result(rows, out)
+    return out
 
 
 @refuses_keywords
@@ -363,11 +373,11 @@ def alltoall_async(
     """
     if _unknown:
         raise unknown_keyword(alltoall_async, _unknown)
-    if splits is not None:
-        group = runtime.communicator(comm).intra
-        task = rows_task(group, tensor, splits, out, backend)
-        return group.call_queue.submit(task, f"{group.where}: alltoall", tensor)
-    return submit("alltoall", tensor, out, comm=comm, backend=backend)
+    if splits is None:
+        return submit("alltoall", tensor, out, comm=comm, backend=backend)
+    group = runtime.communicator(comm).intra
+    task = rows_task(group, tensor, check_splits(group, tensor, splits, out, backend), partial(_rows_in, out))
+    return group.call_queue.submit(task, f"{group.where}: alltoall", tensor)
 
 
 @refuses_keywords

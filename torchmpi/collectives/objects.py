@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import pickling
-from .dispatch import check_root
+from .call_arguments import check_root
 from .movements import allgather, broadcast
 
 __all__ = ["allgather_object", "broadcast_object"]

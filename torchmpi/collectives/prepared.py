@@ -8,53 +8,64 @@ the choice of the backend depends on the size.
 from __future__ import annotations
 
 import operator
-import weakref
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from ..backend_specs import HIERARCHICAL
+from ..backend_specs import BACKENDS, HIERARCHICAL
 from ..backends.base import Backend, Operation, announced, bind, by_size
 from ..backends.hierarchical.spans import is_composed, span_collective
 from ..backends.hierarchical.steps import StepRunner
 from ..collective_specs import SPECS, CollectiveSpec
-from ..communicators import call_parts
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.plan import PLAIN, PLAIN_ON, Backends, Plan, PlanKey, Run, compared_shape
+from ..communicators.plan import PLAIN, PLAIN_ON, Backends, Plan, PlanKey, compared_shape
 from ..errors import ArgumentError, DtypeError
 from ..log import logger
+from ..session import runtime
 from ..session.runtime import Runtime
-from ..tensors import buffers, dtypes, streams
-from . import device_staging
+from ..tensors import dtypes
+from . import copies, device_staging
 
 
-def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Plan:
-    """Make the plan for a key, or raise if no backend can run it."""
+def plan_for(communicator: Communicator, key: PlanKey) -> Plan:
+    """Return the plan for a key, made on first use; raise if no backend can run it."""
+    known = communicator.intra.plans
+    plan: Plan | None = known.get(key)
+    if plan is None:
+        plan = known[key] = _prepare(runtime.current(), communicator, key)
+    return plan
+
+
+def _prepare(running: Runtime, communicator: Communicator, key: PlanKey) -> Plan:
     collective, op, dtype, _, wanted, mode = key
-    spec, group = SPECS[collective], communicator.intra
-    chosen_by = _chosen_by(runtime, spec, key.device_type, wanted)
+    spec, group, selector = SPECS[collective], communicator.intra, running.selector
+    name = spec.form_of or collective
+    dtype_code = 0 if dtype is None else checked_dtype(name, dtype, op, f"{group.where}: {name}").code
+    if spec.kind == "exchange" and not key.is_plain:  # on the device if its backend is, else all parts are staged
+        backend = selector.select(collective, key.device_type, group)[-1].backend
+        key = key._replace(place="cuda" if BACKENDS[backend.name].on_device else "cpu")
+    chosen_by = _chosen_by(running, spec, key.device_type, wanted)
     if dtype is None and key.device_type == "cpu" != chosen_by:
         key = key._replace(place=chosen_by)
-    dtype_code = 0 if dtype is None else checked_dtype(collective, dtype, op, f"{group.where}: {collective}").code
-    choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=str(mode))
+    choices = selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=str(mode))
     bound: list[tuple[int | None, Operation, Backend]]
-    if wanted != HIERARCHICAL and is_composed(runtime.communicators, communicator, collective):
-        composed = _composition(runtime, collective, dtype, op, wanted=wanted, mode=str(mode))
+    if wanted != HIERARCHICAL and is_composed(running.communicators, communicator, collective):
+        runner = StepRunner(op, partial(_step, running, wanted, str(mode)), variant=(wanted, mode))
+        composed = span_collective(running.communicators, collective, dtype, op, runner, cartesian=running.cartesian)
         # Each step selects its backend; the last one determines which tensors are staged.
-        bound = [(None, announced(group, composed), choices[-1].backend)]
-        names: tuple[tuple[int | None, str], ...] = ((None, HIERARCHICAL),)
+        bound = [(None, announced(group, Operation(composed.run)), choices[-1].backend)]
+        names: Backends = ((None, HIERARCHICAL),)
     else:
         bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]
         names = tuple((limit, backend.name) for limit, backend in choices)
     logger.debug("%s(%s, %s) on %s, %s: %s", collective, dtype, op, group.name, key.device_type, _in_words(names))
-    around = partial(_on_tensors, runtime, group, key)
+    around = partial(_on_tensors, running, group, key)
     operation = by_size([(limit, around(each, backend)) for limit, each, backend in bound], dtype)
-    code = call_code(collective, op, dtype_code if spec.is_everywhere else 0)
-    plan = Plan(collective, code, operation.run, compared_shape(collective))
+    code = call_code(name, op, dtype_code if spec.is_everywhere else 0)
+    plan = Plan(name, code, operation.run, compared_shape(collective))
     plan.backends = names
     if key.device_type != "cpu":
         plan.code |= ON_DEVICE if spec.is_everywhere else 0
@@ -95,14 +106,6 @@ def _chosen_by(runtime: Runtime, spec: CollectiveSpec, device_type: str, wanted:
     return "cpu" if backend is None or backend.takes("cpu", spec.name) else "cuda"
 
 
-def _composition(
-    runtime: Runtime, collective: str, dtype: torch.dtype | None, op: str | None, *, wanted: str | None, mode: str
-) -> Operation:
-    runner = StepRunner(op, partial(_step, runtime, wanted, mode), variant=(wanted, mode))
-    steps = span_collective(runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian)
-    return Operation(steps.run)
-
-
 def _step(
     runtime: Runtime,
     wanted: str | None,
@@ -122,24 +125,25 @@ def _step(
 def _on_tensors(runtime: Runtime, group: Group, key: PlanKey, operation: Operation, backend: Backend) -> Operation:
     """Return an operation of a backend that takes the tensors of the program: plain or not, on any device."""
     spec, run = SPECS[key.collective], operation.run
-    if not spec.tensors:
+    if not spec.tensors or (spec.kind == "exchange" and key.is_plain):
         return operation
+    if spec.kind == "exchange":
+        return Operation(copies.exchanging(run, group, on_device=key.device_type != "cpu"))
     takes = backend.takes(key.device_type, key.collective)
     if not takes and spec.in_place:
         return Operation(device_staging.StagedOperation(spec, run, group, _pool(runtime)).run)
     if takes and key.device_type != "cpu":
         if key.is_plain and backend.enqueues and spec.in_place:
-            return Operation(_plain_in_order(run, group))
-        run = in_order(run, group) if backend.enqueues else _settled(run)
+            return Operation(copies.plain_in_order(run, group))
+        run = copies.in_order(run, group) if backend.enqueues else copies.settled(run)
     if spec.in_place:
-        run = _plain_in_place(spec, run, group) if key.is_plain and takes else _copying(spec, run, group)
+        run = copies.plain_in_place(spec, run, group) if key.is_plain and takes else copies.copying(spec, run, group)
     else:
-        run = _plain_producing(run) if key.place == PLAIN else _producing(run, takes=takes)
+        run = copies.plain_producing(run) if key.place == PLAIN else copies.producing(run, takes=takes)
     return replace(operation, run=run)
 
 
 _pools: dict[Runtime, device_staging.StagingPool] = {}
-_orders: weakref.WeakKeyDictionary[Group, streams.Order] = weakref.WeakKeyDictionary()
 
 
 def _pool(runtime: Runtime) -> device_staging.StagingPool:
@@ -155,140 +159,3 @@ def _pool(runtime: Runtime) -> device_staging.StagingPool:
 
 def _shared_bytes(runtime: Runtime, num_bytes: int) -> torch.Tensor:
     return runtime.empty_shared((num_bytes,), torch.uint8)
-
-
-def in_order(work: Run, group: Group) -> Run:
-    """Keep the operations that a group enqueues on its device in order, although the callers' streams may differ."""
-    order = _orders.setdefault(group, streams.Order())
-
-    def run(source: Any, destination: Any, root: int) -> Any:
-        tensor = destination if source is None else source
-        with streams.on_device(tensor):
-            order.enter(tensor)
-            return work(source, destination, root)
-
-    return run
-
-
-def _settled(work: Run) -> Run:
-    """Wait for the device first: the operation takes device memory without regard to streams."""
-
-    def run(source: Any, destination: Any, root: int) -> Any:
-        for tensor in (source, destination):
-            if tensor is not None:
-                streams.settle(tensor)
-        return work(source, destination, root)
-
-    return run
-
-
-def _plain_in_order(work: Run, group: Group) -> Run:
-    """Return `_plain_in_place` of `in_order` in one function, since this is the path of every short call."""
-    ordered, is_kept_by = in_order(work, group), _orders[group].is_kept_by
-
-    def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
-        (work if is_kept_by(tensor) else ordered)(tensor, None, root)
-        try:  # buffers.touch without a call
-            buffers.increment_version((tensor,))
-        except RuntimeError:
-            buffers.touch(tensor)
-        return tensor
-
-    return run
-
-
-def _plain_in_place(spec: CollectiveSpec, work: Run, group: Group) -> Run:
-    """Run on the memory of the tensor, or on that of `out`, into which it is copied: both are plain and equal."""
-
-    def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
-        if out is not None and spec.receives(group.rank == root):  # otherwise nothing is changed
-            if out.is_inference():
-                buffers.overwrite(out, tensor)
-            else:
-                out.copy_(tensor)  # notifies autograd too
-            tensor = out
-        work(tensor, None, root)
-        try:  # buffers.touch without a call
-            buffers.increment_version((tensor,))
-        except RuntimeError:
-            buffers.touch(tensor)
-        return tensor
-
-    return run
-
-
-def _plain_producing(work: Run) -> Run:
-    """Run from plain host memory into `out`, plain too and apart from the tensor, or into a new tensor."""
-
-    def run(tensor: torch.Tensor | None, out: torch.Tensor | None, root: int) -> torch.Tensor | None:
-        result: torch.Tensor | None = work(tensor, out, root)
-        if out is None or result is None:  # gathered by another rank
-            return result
-        if result is not out:  # which does not fit: the call has ended on all ranks before this one raises
-            buffers.copy_result(result, out)
-        buffers.touch(out)
-        return out
-
-    return run
-
-
-def _copying(spec: CollectiveSpec, work: Run, group: Group) -> Run:
-    """Run on a plain copy of a tensor that is not plain, or of which the result goes to `out`."""
-
-    def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
-        receives = spec.receives(group.rank == root)
-        target = tensor if out is None else out
-        begin = call_parts.begin()
-        copy = buffers.plain(tensor, to_host=False)
-        if out is not None and receives and copy.data_ptr() == tensor.data_ptr():
-            copy = copy.clone()
-        if begin and copy.data_ptr() != tensor.data_ptr():
-            call_parts.end("staging", begin)
-        work(copy, None, root)
-        if not receives:
-            return tensor
-        if copy.data_ptr() != target.data_ptr() or not buffers.is_direct(target):
-            begin = call_parts.begin()
-            buffers.overwrite(target, copy)
-            call_parts.end("staging", begin)
-        else:
-            buffers.touch(target)
-        return target
-
-    return run
-
-
-def _producing(work: Run, *, takes: bool) -> Run:
-    """Run into a new tensor, or into `out`; through the host as a whole if the backend does not take device memory.
-
-    The lengths may differ between ranks, so chunks would not be the same on all of them.
-    """
-
-    def run(tensor: torch.Tensor | None, out: torch.Tensor | None, root: int) -> torch.Tensor | None:
-        begin = call_parts.begin()
-        source = None if tensor is None else buffers.plain(tensor, to_host=not takes)
-        if begin and tensor is not None and source is not None and source.data_ptr() != tensor.data_ptr():
-            call_parts.end("staging", begin)
-        given: torch.Tensor | None = None
-        if out is not None and not takes:
-            given = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=out.device.type != "cpu")
-        elif out is not None and buffers.is_direct(out) and (source is None or not buffers.overlap(out, source)):
-            given = out.detach()
-        # The backend determines the shape of the result. If `out` does not fit, the backend allocates memory, so that
-        # the call ends on all ranks before this rank raises.
-        result: torch.Tensor | None = work(source, given, root)
-        if result is None:
-            return None
-        begin = call_parts.begin()
-        target = out
-        if target is None:
-            target = result if tensor is None else result.to(tensor.device)
-        elif result.data_ptr() != target.data_ptr() or result.shape != target.shape or result.dtype != target.dtype:
-            buffers.copy_result(result, target)
-        if begin and result.data_ptr() != target.data_ptr():
-            call_parts.end("staging", begin)
-        if out is not None:
-            buffers.touch(out)
-        return target
-
-    return run

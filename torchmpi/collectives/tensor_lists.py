@@ -23,7 +23,7 @@ from ..config import BackendName, Operation
 from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
-from ..tensors import bucket_plan, buffers
+from ..tensors import bucket_plan, buffers, writable
 from . import dispatch, reductions
 
 __all__ = ["allreduce_many", "allreduce_many_async"]
@@ -260,19 +260,19 @@ def _start(
     group = communicator.intra
     # All plans before the first call: a list that is rejected leaves the tensors unchanged.
     op = operation(op)
-    buffers.refuse_tracing(f"{group.where}: allreduce_many")
+    where = group.where
+    buffers.refuse_tracing(f"{where}: allreduce_many")
     lists = tensor_lists(tensors, communicator, op, backend, "async" if asynchronous else "sync")
     for tensor in tensors:
-        dispatch.refuse_read_only(group, "allreduce", tensor, 0)
+        writable.refuse_read_only(tensor, where, "allreduce")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(
-            f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each "
-            "tensor once."
+            f"{where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each tensor once."
         )
     for members in lists:
         if members.may_overlap() and buffers.overlap_of_any(members.tensors):
             raise ArgumentError(
-                f"{group.where}: allreduce_many: two tensors share memory, which could be reduced twice. Pass views "
+                f"{where}: allreduce_many: two tensors share memory, which could be reduced twice. Pass views "
                 "that do not overlap, or copies."
             )
     started: list[Handle[Any]] = []

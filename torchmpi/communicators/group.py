@@ -25,16 +25,15 @@ from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
 from .call_counts import CallCounts
-from .call_log import Call, CallLog, call_code, how_it_left
+from .call_log import Call, CallLog, call_code, call_names, how_it_left
 from .call_queue import CallQueue
 from .conditions import broadcast_short, on_all
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
 from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
-from .observed_call import ObservedCall
+from .observed_calls import ObservedCall, ShownTask, describe
 from .plan import Plan
-from .profiled_calls import ShownTask, describe, describe_call
 from .release import Key, MessageCounter, register, retire
 from .status_board import StatusBoard
 
@@ -169,6 +168,7 @@ class Group:
         call_log = self.call_log
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
+        num_bytes = bytes_of(out if tensor is None else tensor)
         observed = (
             None
             if events.recorder is None
@@ -177,21 +177,23 @@ class Group:
         try:
             call_log.enter(code, shape)
             result = plan.run(tensor, out, root)
-            num_bytes = bytes_of(tensor, out, result)
+            if tensor is None and out is None:
+                num_bytes = bytes_of(result)
             end = call_log.leave(num_bytes)
         except BaseException as error:
             try:
-                self._raise_reason(error, Call(call_log.seq, code, shape))
+                self._raise_reason(error)
             finally:
                 if observed is not None:
-                    observed.end(bytes_of(tensor, out), events.now(), type(error).__name__)
+                    observed.end(num_bytes, events.now(), type(error).__name__)
         if observed is not None:
             observed.end(num_bytes, end)
         return result
 
-    def _raise_reason(self, error: BaseException, call: Call | None) -> NoReturn:
-        """End the record of a call that has failed with an error, and raise the error of the program."""
+    def _raise_reason(self, error: BaseException) -> NoReturn:
+        """End the record of the current call, which has failed with an error, and raise the error of the program."""
         call_log = self.call_log
+        call = None if call_log.current is None else Call(*call_log.current)
         if not isinstance(error, (self.context.MPI.Exception, TransportError)):
             call_log.abandon()
             if (lost := self.context.loss_behind(error)) is not None:
@@ -206,7 +208,7 @@ class Group:
 
     def described_call(self, plan: Plan, tensor: Any, out: Any, root: int) -> events.ShownCall:
         """Return what torch.profiler shows of a call of :meth:`perform`."""
-        return describe_call(self.info, plan.code | root << 32, tensor, out)
+        return describe(self.info, call_names(plan.code | root << 32), tensor, out)
 
     def described(self, names: events.Names, given: Any = None, out: Any = None) -> events.ShownCall:
         """Return what torch.profiler shows of a call in which this rank passes `given` and receives in `out`."""
@@ -228,11 +230,10 @@ class Group:
         """
         call_log = self.call_log
         call_log.take_over(ticks)
-        call = Call(*call_log.current) if call_log.current is not None else None
         try:
             result = finish()
         except BaseException as error:
-            self._raise_reason(error, call)
+            self._raise_reason(error)
         call_log.leave(call_log.log_fields[LogFields.num_bytes])
         return result
 
@@ -479,12 +480,11 @@ def end_calls(groups: Sequence[Group], is_over: Callable[[], bool]) -> None:
         time.sleep(_END_PERIOD_SECONDS)
 
 
-def bytes_of(tensor: Any, out: Any, result: Any = None) -> int:
-    """Return the size of the tensors that a rank passes to a call, or of those that it receives if it passes none."""
-    given = tensor if tensor is not None else result if out is None else out
-    if isinstance(given, list):  # an alltoall of several tensors
-        return sum(getattr(each, "nbytes", 0) for each in given)
-    return getattr(given, "nbytes", 0)
+def bytes_of(tensors: Any) -> int:
+    """Return the size of what a rank passes to a call or receives: a tensor, a list of tensors, or something else."""
+    if isinstance(tensors, list):  # an alltoall of several tensors
+        return sum(getattr(each, "nbytes", 0) for each in tensors)
+    return getattr(tensors, "nbytes", 0)
 
 
 def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:

@@ -104,10 +104,10 @@ class Plan:
             "allreduce_many", as_many(self.code), lambda tensor: (tensor.numel(), len(shapes), checksum)
         )
 
-    def announcing(self, dtype: torch.dtype, *shape: int) -> Plan:
-        """Return the same plan with a dtype and shape to compare that this rank expects."""
-        code = call_code(self.collective, None, dtypes.info(dtype).code)
-        return self._announcing(self.collective, code, lambda tensor: shape)
+    def announcing(self, dtype: torch.dtype, *shape: int, collective: str = "") -> Plan:
+        """Return the same plan with a dtype and shape to compare that this rank expects, and as another collective."""
+        name = collective or self.collective
+        return self._announcing(name, call_code(name, None, dtypes.info(dtype).code), lambda tensor: shape)
 
     def _announcing(self, collective: str, code: int, shape_of: Callable[[Any], Shape]) -> Plan:
         plan = copy.copy(self)

@@ -223,7 +223,7 @@ def alltoall_async(
     sent = tensor.detach()[: sum(numbers)]
 
     def start() -> Handle[Any]:
-        task = exchange.shown(group, lambda: exchange.exchange_rows(group, sent, numbers), sent)
+        task = exchange.rows_task(group, sent, numbers, lambda rows, lengths: (rows, lengths))
         return group.call_queue.submit(task, f"{group.where}: alltoall", sent)
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ takes part in a loss, all ranks must run backward, in the same order of these ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -198,7 +197,7 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
     received: list[int] = []
 
     def run(values: Tensor, numbers: list[int]) -> tuple[Tensor, list[int]]:
-        task = exchange.shown(group, partial(exchange.exchange_rows, group, values, numbers), values)
+        task = exchange.rows_task(group, values, numbers, lambda rows, lengths: (rows, lengths))
         result: tuple[Tensor, list[int]] = group.call_queue.run(task, subject=values)
         return result
 

@@ -150,6 +150,28 @@ def check(tensor: object, what: str, *, written: bool = False, or_number: bool =
     return tensor
 
 
+def check_out(out: object, tensor: torch.Tensor | None, what: str, *, same_shape: bool) -> None:
+    """Raise if a result cannot be received in `out`, given the tensor that the rank passes, if it passes one.
+
+    >>> check_out(torch.ones(2), torch.ones(3), "allreduce", same_shape=True)
+    Traceback (most recent call last):
+    torchmpi.errors.ArgumentError: allreduce: out has shape [2], the tensor [3]. They must be equal.
+    """
+    received = check(out, f"{what}: out", written=True)
+    if tensor is None:
+        return
+    if received.dtype is not tensor.dtype:
+        raise DtypeError(f"{what}: out is {received.dtype}, the tensor {tensor.dtype}. Make out of the same dtype.")
+    if received.device != tensor.device:
+        raise DeviceError(
+            f"{what}: out is on {received.device}, the tensor on {tensor.device}. Put both on one device."
+        )
+    if same_shape and received.shape != tensor.shape:
+        raise ArgumentError(
+            f"{what}: out has shape {list(received.shape)}, the tensor {list(tensor.shape)}. They must be equal."
+        )
+
+
 def plain(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
     """Return the tensor itself if it is plain, else a plain copy (in pinned memory, from CUDA to the host)."""
     tensor = tensor.detach()

@@ -24,10 +24,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, (numbers.Complex, np.bool_))
 
 
-def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
+def as_tensor(value: Any, op: str | None = None, num_values: int = 1) -> torch.Tensor:
     """Return a 0-dim tensor that holds a number exactly: bool, int64, float64 or complex128.
 
-    Sums of bool count the true values; averages are those of floats.
+    Sums of bool count the true values; averages are those of floats. An integer is refused if a sum of `num_values`
+    such integers would not fit.
 
     >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor"), as_tensor(True, "avg")
     (tensor(3), tensor(1), tensor(True), tensor(1., dtype=torch.float64))
@@ -42,6 +43,11 @@ def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
             )
         if spec is not None and "integer" not in spec.kinds:
             return _cpu(float(value), torch.float64)
+        if spec is not None and spec.combine == "sum" and not -(1 << 63) <= int(value) * num_values < 1 << 63:
+            raise DtypeError(
+                f"the sum of {num_values} integers like {value} does not fit into 64 bits. Add them in Python, which "
+                "is exact: sum(mpi.allgather_object(number)); or pass a float."
+            )
         return _cpu(int(value))
     if isinstance(value, numbers.Real):
         return _cpu(float(value), torch.float64)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,11 +17,11 @@ from ... import collectives
 from ...backends.selection_table import MODES, Key
 from ...collective_specs import SPECS
 from ...communicators.communicator import Communicator
-from ...communicators.plan import PLAIN, Plan, PlanKey
+from ...communicators.plan import PLAIN, PlanKey
 from ...config import BackendName
 from ...session import runtime
 from ...tensors import streams
-from .. import prepared
+from ..prepared import plan_for
 from .decision import Samples
 
 _BATCH_SECONDS = 0.002
@@ -117,16 +116,14 @@ class Work:
         given = self._tensor if spec.passes(group.rank == 0) else None
         self._call: Callable[[str], Any]
         if not spec.tensors:
-            self._call = partial(self._barrier, running, {})
+            self._call = self._barrier
         else:
             function = getattr(collectives, f"{collective}_async" if self._is_async else collective)
             self._call = lambda name: function(given, comm=communicator, backend=name)
 
-    def _barrier(self, running: runtime.Runtime, known: dict[str, Plan], name: str) -> None:
-        if name not in known:  # barrier() has no backend=
-            key = PlanKey("barrier", None, None, PLAIN, name)
-            known[name] = prepared.prepare(running, self._communicator, key)
-        self._communicator.intra.call(known[name])
+    def _barrier(self, name: str) -> None:  # barrier() has no backend=
+        plan = plan_for(self._communicator, PlanKey("barrier", None, None, PLAIN, name))
+        self._communicator.intra.call(plan)
 
     def time(self, name: str, count: int) -> float:
         """Return the seconds per call."""

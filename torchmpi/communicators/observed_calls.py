@@ -1,4 +1,4 @@
-"""Calls as torch.profiler shows them: their sizes, and tasks of several calls that are one to the program."""
+"""What observers learn of calls: their sizes, what torch.profiler shows, and what the readers of records are told."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..collective_specs import spec_of
+from ..shared_memory.memory_layout import LogFields
 from ..tensors import partition
 from ..tensors.dtypes import short_name
 from ..timeline import events
-from .call_log import call_names
+from .call_log import CallLog, call_names
 from .call_queue import CallQueue
+from .plan import Plan
 
 
 def message_sizes(collective: str, rank: int, size: int, given: Any, out: Any) -> tuple[int | None, int | None]:
@@ -57,16 +59,11 @@ def _numel(tensors: Any) -> int | None:
 
 def describe(info: events.GroupInfo, names: events.Names, given: Any = None, out: Any = None) -> events.ShownCall:
     """Return what torch.profiler shows of a call in which this rank passes `given` and receives in `out`."""
-    return events.ShownCall(info, names, *message_sizes(names[0], info.rank, len(info.ranks), given, out))
-
-
-def describe_call(info: events.GroupInfo, code: int, tensor: Any, out: Any) -> events.ShownCall:
-    """Return the same of a call with this signature."""
-    collective, op, dtype, root = call_names(code)
-    given = out if tensor is None else tensor
-    if not dtype and given is not None:  # the ranks of a scatter do not compare it
-        dtype = short_name(given.dtype)
-    return describe(info, (collective, op, dtype, root), tensor, out)
+    sizes, (collective, op, dtype, root) = message_sizes(names[0], info.rank, len(info.ranks), given, out), names
+    tensor = out if given is None else given
+    if not dtype and tensor is not None and not isinstance(tensor, Sequence):  # not compared in a scatter
+        dtype = short_name(tensor.dtype)
+    return events.ShownCall(info, (collective, op, dtype, root), *sizes)
 
 
 class ShownTask(events.DescribedTask):
@@ -86,3 +83,34 @@ class ShownTask(events.DescribedTask):
             return self._task()
         finally:
             events.end_event(event)
+
+
+class ObservedCall:
+    """A call that begins now, on a group with this description, log and queue."""
+
+    def __init__(
+        self,
+        info: events.GroupInfo,
+        call_log: CallLog,
+        call_queue: CallQueue,
+        plan: Plan,
+        code: int,
+        tensor: Any,
+        out: Any,
+    ) -> None:
+        self._info, self._log, self._queue, self._plan, self._code = info, call_log, call_queue, plan, code
+        self._event: Any = None
+        call_log.log_fields[LogFields.algorithm] = 0  # a backend writes which one it uses
+        if events.show_call is not None:
+            call = describe(info, call_names(code), tensor, out)
+            self._event = events.begin_event(call, is_task=call_queue.origin is not None)
+
+    def end(self, num_bytes: int, end: int, error: str = "") -> None:
+        """Report the call, which has ended at `end`, in nanoseconds."""
+        events.end_event(self._event)
+        recorder, log = events.recorder, self._log
+        if recorder is not None:
+            origin, algorithm = self._queue.origin or recorder.origin(0), log.log_fields[LogFields.algorithm]
+            recorder.call(
+                self._info, log.seq, self._plan, self._code, num_bytes, algorithm, log.begun, end, origin, error
+            )
