@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter, EarlyStop, checkpoint, coordination
+from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter, EarlyStop, checkpoint
+from torchmpi.engine.all_ranks import AllRanks
 from torchmpi.errors import CheckpointError
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
@@ -123,7 +124,7 @@ def test_equal_state_is_stored_once(agree, path):
 
 def test_dtypes_that_torch_does_not_pickle(agree, path):
     """Regression: reading failed on rank 0, where pickle.dumps() raised an AttributeError."""
-    coordinator, raw = coordination.AllRanks(), torch.arange(8, dtype=torch.uint8)
+    coordinator, raw = AllRanks(), torch.arange(8, dtype=torch.uint8)
     tensors = {str(dtype): raw.view(dtype) for dtype in (torch.uint16, torch.uint64, torch.float8_e5m2)}
     saver = checkpoint.Saver(coordinator)
     saver.save(path, checkpoint.Content({}, {"kept": tensors}, {"network": tensors}))

@@ -222,7 +222,7 @@ def train(**wrong: object) -> object:
     (lambda: ps.Clock("a"), "ps.Clock(max_staleness='a'): expected a number"),
     (lambda: ps.EASGDUpdate(NET, beta="a"), "ps.EASGDUpdate(beta='a'): expected a number"),
     (lambda: ps.EASGDUpdate(NET, updat_frequency=3), "() has no parameter 'updat_frequency'. Use update_frequency="),
-    (lambda: ps.DiLoCoUpdate(3), "ps.DiLoCoUpdate(network=3): expected a module, not an int"),
+    (lambda: ps.DiLoCoUpdate(3), "mpinn.DiLoCoUpdate(network=3): expected a module, not an int"),
     (lambda: EarlyStop(min_delta=None), "engine.EarlyStop(min_delta=None): expected a number, not a NoneType"),
     (lambda: ClassErrorMeter(3), "engine.ClassErrorMeter(topk=3): expected a list or tuple of integers, not an int"),
     (lambda: AllReduceSGDEngine(prefetch="a"), "engine.AllReduceSGDEngine(prefetch='a'): expected an integer"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -400,6 +401,10 @@ def test_mappings_and_nested_inputs():
 # --- the progress bar ---------------------------------------------------------------------------------
 
 
+def epoch_state(num_epochs: int, epoch: int, iterator: Iterable[None]) -> State:
+    return State(nn.Linear(1, 1), nn.MSELoss(), iterator, max_epochs=num_epochs, epoch=epoch)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -408,10 +413,11 @@ class Terminal(io.StringIO):
 def test_bar_on_a_terminal():
     stream = Terminal()
     bar = ProgressBar(stream)
-    for epoch in (1, 2):
-        bar.begin(f"epoch {epoch}/2", 2)
-        bar.update(1, 1.0)
-        bar.update(2, torch.tensor(0.5))
+    for epoch in (0, 1):
+        state = epoch_state(2, epoch, [None, None])
+        bar.begin_epoch(state)
+        for state.batch, state.loss in enumerate((torch.tensor(1.0), torch.tensor(0.5)), start=1):
+            bar.update(state)
     bar.close()
     lines = stream.getvalue().split("\n")
     assert [line.split("\r")[-1].split(":")[0] for line in lines[:2]] == ["epoch 1/2", "epoch 2/2"]
@@ -423,8 +429,10 @@ def test_bar_without_a_terminal_prints_plain_lines(total):
     stream, num_threads = io.StringIO(), threading.active_count()
     bar = ProgressBar(stream)
     for epoch in range(50):
-        bar.begin(f"epoch {epoch + 1}/50", total)
-        bar.update(1, None)
+        state = epoch_state(50, epoch, [None] if total else iter([None]))
+        bar.begin_epoch(state)
+        state.batch = 1
+        bar.update(state)
     bar.close()
     (line,) = stream.getvalue().splitlines()
     assert line.startswith("epoch 50/50: 100%|" if total else "epoch 50/50: 1 batches")
@@ -437,6 +445,12 @@ def test_progress_option(progress, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert ("epoch 1/1" in captured.err) == progress
+
+
+def test_the_engine_of_many_ranks_overrides_no_step_of_the_loop():
+    """What depends on other ranks is a question to the coordinator."""
+    common = vars(AllReduceSGDEngine).keys() & vars(SGDEngine).keys()
+    assert {name for name in common if not name.startswith("__")} == set()
 
 
 def test_many_ranks_need_a_started_runtime():

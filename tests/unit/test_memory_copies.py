@@ -53,14 +53,14 @@ class Run:
         self.t, self.weights, self.in_epoch = 0, torch.zeros(2), in_epoch
         self.state = SimpleNamespace(iterator=range(10))
 
-    def content(self, kept: dict[str, Any]) -> Content:
-        own = {"batch": self.t, "num_batches": 10, "iterator": "position", "kept": dict(kept)}
+    def content(self) -> Content:
+        own = {"batch": self.t, "num_batches": 10, "iterator": "position", "kept": {}}
         return Content({"t": self.t, "in_epoch": self.in_epoch}, own, {"network": {"weights": self.weights}})
 
     def update(self, copies: MemoryCopies) -> None:
         self.t += 1
         self.weights += 1
-        copies.take(self, {})  # type: ignore[arg-type]
+        copies.take(self)  # type: ignore[arg-type]
 
 
 def summary(saved: Saved) -> tuple[int, list[float], int]:
@@ -78,12 +78,12 @@ def test_ranks_return_to_the_last_copy_that_all_have(ahead):
         for _ in range(4 + (rank == ahead)):
             run.update(copies)
         for _ in range(2):  # the second loss comes before another copy
-            saved = copies.last_common(run, {}, 1, coordinator)  # type: ignore[arg-type]
+            saved = copies.last_common(run, 1, coordinator)  # type: ignore[arg-type]
             assert len(saved.ranks) == 3 and saved.ranks[0]["iterator"] is None
             found.append(summary(saved))
         run.t, run.weights = saved.common["t"], saved.trees["network"]["weights"]
         run.update(copies)
-        found.append(summary(copies.last_common(run, {}, 1, coordinator)))  # type: ignore[arg-type]
+        found.append(summary(copies.last_common(run, 1, coordinator)))  # type: ignore[arg-type]
         return found
 
     expected = [(4, [4.0, 4.0], 4), (4, [4.0, 4.0], 4), (5, [5.0, 5.0], 5)]
@@ -92,7 +92,7 @@ def test_ranks_return_to_the_last_copy_that_all_have(ahead):
 
 def test_a_rank_is_lost_before_the_first_copy():
     run = Run()
-    assert summary(MemoryCopies().last_common(run, {}, 1, SingleProcess())) == (0, [0.0, 0.0], 0)  # type: ignore[arg-type]
+    assert summary(MemoryCopies().last_common(run, 1, SingleProcess())) == (0, [0.0, 0.0], 0)  # type: ignore[arg-type]
 
 
 def test_the_rest_of_an_epoch_is_divided_among_the_ranks_that_are_left():
@@ -104,6 +104,6 @@ def test_the_rest_of_an_epoch_is_divided_among_the_ranks_that_are_left():
         for _ in range(4):
             run.update(copies)
         run.state.iterator = range(13)  # 40 batches by three
-        return copies.last_common(run, {}, 1, coordinator).ranks[rank]["batch"]  # type: ignore[arg-type]
+        return copies.last_common(run, 1, coordinator).ranks[rank]["batch"]  # type: ignore[arg-type]
 
     assert coordinator.run(lose) == [13 * 16 // 40] * 3

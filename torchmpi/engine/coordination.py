@@ -1,17 +1,19 @@
-"""Communication of the training loop: the same loop runs in one process and on all ranks of a communicator."""
+"""The coordinator of a training loop: everything that depends on other ranks is a question to this object."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .. import collectives
-from ..session import api
+from ..errors import ArgumentError
+from ..nn import DistributedOptimizer
+from .state import State
 
 
 class Coordinator(Protocol):
-    """Operations by which the ranks that train together agree. All are collective."""
+    """What a loop asks about the ranks that train together. All but `rank`, `size` and `device` are collective."""
 
     @property
     def rank(self) -> int:
@@ -20,6 +22,8 @@ class Coordinator(Protocol):
     @property
     def size(self) -> int:
         """Number of ranks."""
+
+    # --- agreement -----------------------------------------------------------------------------------------
 
     def count(self, number: int) -> int:
         """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
@@ -33,6 +37,29 @@ class Coordinator(Protocol):
     def collect(self, rows: Tensor) -> Tensor | None:
         """Return the rows of all ranks, in rank order, on rank 0; None on the others."""
 
+    # --- training ------------------------------------------------------------------------------------------
+
+    def device(self, network: nn.Module) -> torch.device:
+        """Return the device of network, criterion and batches."""
+
+    def begin(self, state: State) -> None:
+        """Make network and criterion equal on all ranks, before the first epoch."""
+
+    def begin_update(self, state: State, num_active: int) -> None:
+        """Prepare an update, also on a rank without a batch. `num_active` ranks have one."""
+
+    def next_batch(self, state: State, has_batch: bool) -> None:
+        """Check the next batch of an update of several; a rank may have no more."""
+
+    def average_gradients(self, state: State) -> None:
+        """Average the gradients over all ranks, after the backward passes of an update."""
+
+    def clip_norm(self, parameters: list[Tensor], limit: float) -> Tensor:
+        """Scale the averaged gradient to at most this norm, and return its norm before."""
+
+    def end(self, *, failed: bool = False) -> None:
+        """Clean up after training; without communication if it has failed."""
+
 
 class SingleProcess:
     """A process without other ranks; needs no MPI.
@@ -43,6 +70,9 @@ class SingleProcess:
 
     rank = 0
     size = 1
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
 
     def count(self, number: int) -> int:
         """Return `number`."""
@@ -60,32 +90,41 @@ class SingleProcess:
         """Return `rows`."""
         return rows
 
+    def device(self, network: nn.Module) -> torch.device:
+        """Return the given device, or that of the parameters."""
+        if self._device is not None:
+            return self._device
+        return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
 
-class AllRanks:
-    """The ranks of the current communicator."""
+    def begin(self, state: State) -> None:
+        """Refuse an optimizer that communicates."""
+        if isinstance(state.optimizer, DistributedOptimizer):
+            raise ArgumentError("SGDEngine trains in one process; with a DistributedOptimizer use AllReduceSGDEngine")
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return api.rank()
+    def begin_update(self, state: State, num_active: int) -> None:
+        """Do nothing."""
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return api.size()
+    def next_batch(self, state: State, has_batch: bool) -> None:
+        """Do nothing."""
 
-    def count(self, number: int) -> int:
-        """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
-        return int(collectives.allreduce(int(number)))
+    def average_gradients(self, state: State) -> None:
+        """Do nothing."""
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's object on all ranks."""
-        return collectives.broadcast_object(value)
+    def clip_norm(self, parameters: list[Tensor], limit: float) -> Tensor:
+        """Clip as torch does."""
+        return nn.utils.clip_grad_norm_(parameters, limit)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order."""
-        return list(collectives.allgather_object(value))
+    def end(self, *, failed: bool = False) -> None:
+        """Do nothing."""
 
-    def collect(self, rows: Tensor) -> Tensor | None:
-        """Return the rows of all ranks, in rank order, on rank 0; None on the others."""
-        return collectives.gather(rows)
+
+def refuse_differences(coordinator: Coordinator, **options: Any) -> None:
+    """Raise on all ranks if an option of ``train()`` differs between them. Collective.
+
+    >>> refuse_differences(SingleProcess(), lr=0.1)
+    """
+    everywhere = coordinator.gather(options)
+    for rank, theirs in enumerate(everywhere):
+        for name, value in everywhere[0].items():
+            if theirs[name] != value:
+                raise ArgumentError(f"train(): {name} is {value} on rank 0, but {theirs[name]} on rank {rank}")

@@ -9,6 +9,9 @@ from typing import TextIO
 from torch import Tensor
 from tqdm import tqdm
 
+from .data_loading import num_batches
+from .state import State
+
 TERMINAL_PERIOD_S = 0.1
 PLAIN_PERIOD_S = 10.0
 
@@ -38,8 +41,8 @@ class ProgressBar:
     """Progress of a run, one line per epoch on a terminal.
 
     bar = ProgressBar()
-    bar.begin("epoch 1/5", total=100)
-    bar.update(1, loss)
+    bar.begin_epoch(state)
+    bar.update(state)
     bar.close()
     """
 
@@ -48,14 +51,14 @@ class ProgressBar:
         self._is_terminal = self._stream.isatty()
         self._bar: _Bar | None = None
 
-    def begin(self, title: str, total: int | None, done: int = 0) -> None:
-        """Start an epoch on a new line. `total` is the number of batches, None if unknown."""
+    def begin_epoch(self, state: State) -> None:
+        """Start the present epoch on a new line."""
         shown = None if self._bar is None else self._bar.last_print_t
         self._end()
         self._bar = _Bar(
-            desc=title,
-            total=total,
-            initial=done,
+            desc=f"epoch {state.epoch + 1}/{state.max_epochs}",
+            total=num_batches(state.iterator),
+            initial=state.batch,
             unit=" batches",
             file=self._stream,
             leave=self._is_terminal,
@@ -66,11 +69,11 @@ class ProgressBar:
         if not self._is_terminal and shown is not None:
             self._bar.last_print_t = shown  # the period continues over short epochs
 
-    def update(self, done: int, loss: Tensor | float | None) -> None:
+    def update(self, state: State) -> None:
         """Set the number of batches done. Draws at most once per period."""
         assert self._bar is not None
-        self._bar.loss = loss
-        self._bar.update(done - self._bar.n)
+        self._bar.loss = state.loss
+        self._bar.update(state.batch - self._bar.n)
 
     def close(self) -> None:
         """Draw the last line and end it."""

@@ -1,47 +1,54 @@
-"""The training loop in one process; :mod:`torchmpi.engine.allreduce_engine` runs it on all ranks."""
+"""``SGDEngine``: what a program adds to a training loop, training, and tests. The loop itself is in :mod:`.loop`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import timeline
 from ..argument_types import checks_types
-from ..errors import ArgumentError, CheckpointError, TorchMPIError
-from ..nn import DistributedOptimizer
+from ..errors import ArgumentError
 from . import checkpoint
-from .checkpoint import Saved
-from .coordination import Coordinator, SingleProcess
-from .data_loading import DeviceCopy, Epoch, Source, make, set_epoch
+from .checkpoint import Saved, Stateful
+from .coordination import Coordinator, SingleProcess, refuse_differences
+from .data_loading import DeviceCopy, Epoch, Source, make
 from .early_stop import EarlyStop
-from .engine import Engine
+from .hooks import Hook, HookName, Hooks
+from .loop import ForwardPass, Points, TrainingLoop
 from .measurement import Measurement, adds_rows
+from .memory_copies import Recovery
 from .metrics import Metric, check_metrics
 from .progressbar import ProgressBar
 from .scheduling import MakeScheduler, Schedule, Scheduler, SchedulerStep
-from .state import Sample, State, as_sample
+from .state import State
 from .test_result import TestResult
-from .training_run import TrainingRun, Validation
-from .updates import (
-    GradientUpdate,
-    UpdateOptions,
-    Weight,
-    autocast_dtype,
-    check_optimizer,
-    num_accumulated,
-    trained_parameters,
-)
+from .training_run import TrainingRun
+from .updates import UpdateOptions, Weight, autocast_dtype, check_optimizer, num_accumulated, trained_parameters
+from .validation import Validation
+
+HookT = TypeVar("HookT", bound=Hook)
+CallbackT = TypeVar("CallbackT")
+
+
+class _Autosave(NamedTuple):
+    """The arguments of ``checkpoint()``."""
+
+    path: Path
+    every: int | None
+    asynchronous: bool
+    resume: bool
 
 
 @checks_types
-class SGDEngine(Engine):
+class SGDEngine:
     """Training loop for one process, which calls the functions in ``hooks`` at fixed points.
 
     Args:
@@ -64,10 +71,162 @@ class SGDEngine(Engine):
     def __init__(self, *, device: torch.device | str | None = None, prefetch: int = 1, progress: bool = True) -> None:
         if prefetch < 0:
             raise ArgumentError(f"prefetch={prefetch}: expected a number of batches, 0 for none")
-        super().__init__()
-        self._coordinator: Coordinator = SingleProcess()
-        self._device = None if device is None else torch.device(device)
-        self._prefetch, self._progress = prefetch, progress
+        self.hooks = Hooks()
+        self._coordinator: Coordinator = SingleProcess(None if device is None else torch.device(device))
+        self._recovery: Recovery | None = None
+        self._prefetch, self._progress, self._waits_for_gpu = prefetch, progress, False
+        self._kept: dict[str, Stateful] = {}
+        self._autosave: _Autosave | None = None
+        self._run: TrainingRun | None = None
+
+    # --- what a program adds -------------------------------------------------------------------------------
+
+    def on(self, name: HookName) -> Callable[[HookT], HookT]:
+        """Return a decorator that appends a function to a hook point.
+
+        Args:
+            name: One of ``HOOK_NAMES``.
+
+        Returns:
+            A decorator that returns the function unchanged.
+
+        Raises:
+            HookError: No hook point has this name.
+
+        Example:
+            @engine.on("on_update")
+            def count(state):
+                print(state.t)
+        """
+        hooks = self.hooks.at(name)
+
+        def add(hook: HookT) -> HookT:
+            hooks.append(hook)
+            return hook
+
+        return add
+
+    def add(self, callback: CallbackT) -> CallbackT:
+        """Append the methods of an object that are named like hook points, or the functions of a mapping.
+
+        Args:
+            callback: An object with methods such as ``on_update(state)``, or a mapping from names to functions.
+
+        Returns:
+            `callback`, so that the call can stand where the object is created.
+
+        Raises:
+            HookError: A method that begins with ``on_``, or a key, is no hook point; or there is none. The message has
+                the nearest name.
+
+        Example:
+            class Losses:
+                def __init__(self):
+                    self.values = []
+
+                def on_update(self, state):
+                    self.values.append(state.loss.item())
+
+            losses = engine.add(Losses())
+        """
+        self.hooks.add(callback)
+        return callback
+
+    def step_scheduler(
+        self, scheduler: Scheduler, when: HookName = "on_end_epoch", metric: Callable[[State], float] | None = None
+    ) -> None:
+        """Step a learning-rate scheduler at a hook point of training, and store it in checkpoints.
+
+        Args:
+            scheduler: A scheduler of ``torch.optim.lr_scheduler``.
+            when: Hook point at which it is stepped.
+            metric: Function that returns the argument of ``ReduceLROnPlateau.step()``; its result must be equal on
+                all ranks.
+
+        Raises:
+            HookError: No hook point has the name `when`.
+
+        Example:
+            engine.step_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
+        """
+
+        def step(state: State) -> None:
+            if state.training:
+                scheduler.step(*(() if metric is None else (metric(state),)))
+
+        self.hooks.at(when).append(step)
+        self.keep(**{f"scheduler {sum(name.startswith('scheduler ') for name in self._kept)}": scheduler})
+
+    def keep(self, **objects: Stateful) -> None:
+        """Store the state of meters and other objects in checkpoints, separately for each rank.
+
+        Args:
+            **objects: Objects with ``state_dict()`` and ``load_state_dict()``, by name.
+
+        Raises:
+            ArgumentError: An object has no such methods.
+
+        Example:
+            engine.keep(loss=loss_meter)
+        """
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ArgumentError(
+                    f"keep({name}=...): a {type(value).__name__} has no state_dict() and load_state_dict()"
+                )
+        self._kept.update(objects)
+
+    def checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        every: int | None = None,
+        *,
+        asynchronous: bool = False,
+        resume: bool = False,
+    ) -> None:
+        """Save checkpoints during training, after all hooks of the point.
+
+        Args:
+            path: Folder that each checkpoint replaces.
+            every: Number of updates between checkpoints; None saves one after each epoch.
+            asynchronous: As for ``save_checkpoint()``.
+            resume: ``train()`` continues from `path` if rank 0 finds a checkpoint there, as after a restart, unless it
+                gets another one by its own ``resume=``.
+
+        Raises:
+            ArgumentError: `every` is less than 1.
+
+        Example:
+            engine.checkpoint("run.ckpt", every=500)
+        """
+        if every is not None and every < 1:
+            raise ArgumentError(f"checkpoint(every={every}): expected a number of updates, or None for each epoch")
+        self._autosave = _Autosave(Path(path), every, asynchronous, resume)
+
+    def save_checkpoint(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> None:
+        """Save a checkpoint from a hook in on_start_epoch, on_update, on_end_epoch or on_end.
+
+        Collective: all ranks call it at the same point. Changes made by later hooks of the same point are not saved.
+
+        Args:
+            path: Folder to replace.
+            asynchronous: Copy the state, and write it in a thread while training continues. A failure is raised after
+                the next update, by the next save, or at the end of ``train()``.
+
+        Raises:
+            ArgumentError: Called outside of ``train()`` or in the middle of an update.
+            CheckpointError: The folder cannot be written, or an object of ``keep()`` cannot be saved.
+
+        Example:
+            engine.hooks.on_end.append(lambda state: engine.save_checkpoint("last.ckpt"))
+        """
+        if self._run is None or self._run.phase == "update":
+            where = "outside of train()" if self._run is None else "in the middle of an update"
+            raise ArgumentError(
+                f"save_checkpoint() {where}: call it in on_start_epoch, on_update, on_end_epoch or on_end"
+            )
+        with timeline.range("checkpoint"):
+            self._run.saver.save(Path(path), self._run.content(), asynchronous)
 
     # --- training ------------------------------------------------------------------------------------------
 
@@ -163,7 +322,8 @@ class SGDEngine(Engine):
             raise ArgumentError(
                 "train(): metrics= and stop_early= need validate=, the batches to measure after each epoch"
             )
-        self._refuse_different_options(
+        refuse_differences(
+            self._coordinator,
             **vars(options),
             lr=lr,
             max_epochs=max_epochs,
@@ -172,180 +332,73 @@ class SGDEngine(Engine):
             validate=validation is not None,
             stop_early=stop_early,
         )
-        self._check_sources(iterator, *([] if validate is None else [validate]))
+        if self._recovery is not None:
+            self._recovery.check(optimizer, [iterator] if validate is None else [iterator, validate])
         state = State(network, criterion, make(iterator), optimizer, max_epochs=max_epochs)
         state.accumulate, state.autocast = options.accumulate, options.autocast
-        device_copy = self._move(state)
+        forward = self._forward_pass(state)
         if optimizer is None:
             assert lr is not None
             optimizer = state.optimizer = torch.optim.SGD(trained_parameters(network, criterion), lr=lr)
         schedule = Schedule(scheduler, scheduler_step, optimizer, is_validated=validation is not None)
         saved = self._read_checkpoint(resume)
+        run = TrainingRun(state, iterator, forward.device, schedule, scaler, validation, self._kept, self._coordinator)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
-        run = TrainingRun(state, iterator, options, schedule, scaler, validation, device_copy, bar, self._coordinator)
-        with self._running(run):
-            self._begin(state)
-            if not network.training:  # otherwise some modules may be in evaluation mode on purpose
-                network.train()
-            self._train(run, saved)
-            run.saver.wait()
-            self._end(state)
+        points = self._points(run, bar)
+        loop = TrainingLoop(
+            run, options, self._coordinator, self.hooks, forward, points, self._prefetch, self._recovery
+        )
+        with self._running(run, bar):
+            loop.train(saved)
             if validation is not None:
                 validation.restore_best(network)
         return state
 
+    def _points(self, run: TrainingRun, bar: ProgressBar | None) -> Points:
+        """Return what is called at the points of the loop, in this order."""
+        state, save = run.state, partial(self._save_if_due, run)
+        begin, show = ([], []) if bar is None else ([partial(bar.begin_epoch, state)], [partial(bar.update, state)])
+        copy = [] if self._recovery is None else [partial(self._recovery.copy_if_due, run)]
+        measure: Callable[[], Any] = partial(run.schedule.step, "epoch")
+        if run.validation is not None:
+            measure = partial(run.validation.measure, self.test, run.schedule, state)
+        return Points(
+            before_epoch=[*copy],
+            epoch_begun=[*begin],
+            after_update=[partial(self.hooks.call, "on_update", state), *show, *copy, save],
+            after_epoch=[measure, partial(self.hooks.call, "on_end_epoch", state), save],
+        )
+
+    @contextmanager
+    def _running(self, run: TrainingRun, bar: ProgressBar | None) -> Iterator[None]:
+        self._run = run
+        try:
+            yield
+        except BaseException:
+            self._coordinator.end(failed=True)
+            raise
+        finally:
+            self._run = None
+            run.saver.close()
+            if bar is not None:
+                bar.close()
+
     def _read_checkpoint(self, resume: str | os.PathLike[str] | None) -> Saved | None:
         """Return the checkpoint `resume`, or else the last one of an earlier start, if checkpoint() asks for that."""
-        if resume is None and self._autosave is not None and self._resumes:
-            path, *_ = self._autosave
+        if resume is None and self._autosave is not None and self._autosave.resume:
+            path = self._autosave.path
             # Only rank 0 sees the files.
             is_there = self._coordinator.broadcast(self._coordinator.rank == 0 and checkpoint.exists(path))
             resume = path if is_there else None
         return None if resume is None else checkpoint.read(Path(resume), self._coordinator)
 
-    def _train(self, run: TrainingRun, saved: Saved | None) -> None:
-        state = run.state
-        if saved is not None:
-            state.epoch, state.t = saved.common["epoch"], saved.common["t"]
-            if saved.common["in_epoch"] and state.epoch >= state.max_epochs:
-                raise CheckpointError(
-                    f"the checkpoint was saved within epoch {state.epoch + 1}, but max_epochs={state.max_epochs}: "
-                    "nothing would be trained or loaded"
-                )
-        self.hooks.call("on_start", state)
-        while True:
-            try:
-                self._train_epochs(run, saved)
-                break
-            except TorchMPIError as error:
-                saved = self._saved_after_loss(run, error)
-                state.epoch, state.t, state.stop = saved.common["epoch"], saved.common["t"], False
-        self.hooks.call("on_end", state)
-
-    def _train_epochs(self, run: TrainingRun, saved: Saved | None) -> None:
-        state = run.state
-        self._agree_to_stop(run)
-        if saved is not None and not saved.common["in_epoch"]:
-            run.restore(saved, self._kept | run.kept)
-            saved = None
-            if run.validation is not None:
-                state.best_epoch = run.validation.best.epoch
-                state.stop = state.stop or run.validation.best.is_over
-        while state.epoch < state.max_epochs and not state.stop:
-            if saved is None:
-                self._copy_state(run)
-            with timeline.range(f"epoch {state.epoch + 1}"):
-                self._train_epoch(run, saved)
-            saved = None
-
-    def _train_epoch(self, run: TrainingRun, saved: Saved | None) -> None:
-        state = run.state
-        set_epoch(state.iterator, state.epoch)
-        # Also when resuming within an epoch: the hooks prepare objects for the epoch (a sampler, a meter), and the
-        # checkpoint then restores the state of these objects.
-        self.hooks.call("on_start_epoch", state)
-        position = None if saved is None else run.restore(saved, self._kept | run.kept)
-        with run.begin_epoch(self._prefetch, position) as epoch:
-            if not self._train_batches(run, epoch):
-                return
-        run.phase = "epoch end"
-        self._validate(run)
-        self.hooks.call("on_end_epoch", state)
-        self._save_if_due(run)
-        self._agree_to_stop(run)
-        state.epoch += 1
-        run.phase = "between epochs"
-
-    def _validate(self, run: TrainingRun) -> None:
-        """Measure the network after an epoch, step the scheduler, and decide whether to stop, equally on all ranks."""
-        state, validation = run.state, run.validation
-        if validation is None:
-            run.schedule.step("epoch")
+    def _save_if_due(self, run: TrainingRun) -> None:
+        if self._autosave is None:
             return
-        with timeline.range("validation"):
-            state.validation = self.test(
-                network=state.network,
-                criterion=state.criterion,
-                iterator=validation.batches,
-                metrics=validation.metrics,
-                autocast=state.autocast,
-            )
-        if state.validation.loss.num_samples == 0:
-            raise ArgumentError(
-                f"validate= returned no batch after epoch {state.epoch}, on any rank. A generator can be iterated only "
-                "once: pass a list, a DataLoader, or an object that makes a new iterator."
-            )
-        value = state.validation.value(validation.metric)
-        run.schedule.step("epoch", value)
-        validation.add(value, state)
-        state.best_epoch = validation.best.epoch
-        state.stop = state.stop or validation.best.is_over
-
-    def _train_batches(self, run: TrainingRun, epoch: Epoch) -> bool:
-        """Train on all batches of this epoch; return False if the run was stopped before the end."""
-        state = run.state
-        while True:
-            sample = epoch.next()
-            num_active = self._coordinator.count(sample is not None)
-            if num_active == 0:
-                self._refuse_empty_epoch(state)
-                return True
-            run.phase = "update"
-            self._step(run, epoch, sample, num_active)
-            run.phase = "between updates"
-            self.hooks.call("on_update", state)
-            run.show_progress()
-            self._copy_state(run)
-            self._save_if_due(run)
-            if self._agree_to_stop(run):
-                return False
-
-    def _step(self, run: TrainingRun, epoch: Epoch, sample: Sample | None, num_active: int) -> None:
-        """Update the parameters once; `sample` is the first of the batches, and `num_active` ranks have one."""
-        state, options = run.state, run.options
-        assert state.optimizer is not None
-        update = GradientUpdate(options, state.optimizer, run.scaler)
-        state.sample, state.output, state.loss = None, None, None
-        self._begin_step(state, num_active)
-        state.optimizer.zero_grad()
-        while sample is not None:
-            state.sample = sample
-            loss = self._forward(state)
-            with timeline.range("backward"):
-                update.backward(loss, state.sample)
-            sample = None if update.is_full else self._next_of_update(state, epoch)
-            state.batch += sample is not None
-        total_weight = num_active if options.weighs_ranks_equally else self._coordinator.count(update.weight)
-        with timeline.range("synchronize gradients"):
-            self._synchronize(state)
-        update.complete(total_weight, self._coordinator.size)
-        self.hooks.call("on_backward", state)
-        state.grad_norm = update.clip(self._clip_norm)
-        with timeline.range("optimizer step"):
-            was_taken = update.step()
-        if was_taken:
-            run.schedule.step("step")
-        state.t += 1
-        state.batch += update.num_batches > 0
-
-    def _forward(self, state: State) -> Tensor:
-        """Return the loss, including changes that hooks make to ``state.loss``."""
-        self.hooks.call("on_sample", state)
-        state.sample = as_sample(state.sample)  # a hook may have assigned a pair
-        device = self._pick_device(state.network)
-        self._wait_for(device)
-        autocast = nullcontext() if state.autocast is None else torch.autocast(device.type, state.autocast)
-        with timeline.range("forward"), autocast:
-            state.output = state.network(state.sample.input)
-        self.hooks.call("on_forward", state)
-        with timeline.range("criterion"), autocast:
-            state.loss = state.criterion(state.output, state.sample.target)
-        self.hooks.call("on_forward_criterion", state)
-        self._wait_for(device)
-        if state.training:
-            self.hooks.call("on_backward_criterion", state)
-        assert state.loss is not None
-        return state.loss
+        path, every, asynchronous, _ = self._autosave
+        at_end, at_update = run.phase == "epoch end", run.phase == "between updates"
+        if at_end if every is None else at_update and run.state.t % every == 0:
+            self.save_checkpoint(path, asynchronous=asynchronous)
 
     # --- testing -------------------------------------------------------------------------------------------
 
@@ -388,102 +441,21 @@ class SGDEngine(Engine):
         metrics = dict(sorted((metrics or {}).items()))  # the same order on all ranks
         check_metrics(metrics, self._coordinator)
         measurement = Measurement(topk, metrics)
-        device_copy = self._move(state)
+        forward = self._forward_pass(state)
+        device_copy = DeviceCopy(forward.device)
         with _evaluating(network), torch.no_grad(), Epoch(iterator, device_copy, self._prefetch) as epoch:
             self.hooks.call("on_start", state)
             while not state.stop and (sample := epoch.next()) is not None:
                 state.sample = sample
-                self._forward(state)
+                forward()
                 measurement.add(state)
                 state.batch += 1
             self.hooks.call("on_end", state)
         return measurement.result(self._coordinator.size)
 
-    # --- overridden by the engine for many ranks -----------------------------------------------------------
-
-    def _begin(self, state: State) -> None:
-        """Prepare the run; called before the first epoch."""
-        if isinstance(state.optimizer, DistributedOptimizer):
-            raise ArgumentError("SGDEngine trains in one process; with a DistributedOptimizer use AllReduceSGDEngine")
-
-    def _begin_step(self, state: State, num_active: int) -> None:
-        """Prepare an update; called before each one, also on a rank without a batch. `num_active` ranks have one."""
-
-    def _next_of_update(self, state: State, epoch: Epoch) -> Sample | None:
-        """Return the next batch of an update of several; None if this rank has no more."""
-        return epoch.next()
-
-    def _check_sources(self, *sources: Source) -> None:
-        """Raise if the data cannot be divided anew, but may have to be."""
-
-    def _copy_state(self, run: TrainingRun) -> None:
-        """Keep a copy of the state, if it is due; called between two updates."""
-
-    def _saved_after_loss(self, run: TrainingRun, error: TorchMPIError) -> Saved:
-        """Return the state from which the remaining ranks continue; raise an error that is not the loss of a rank."""
-        raise error
-
-    def _wait_for(self, device: torch.device) -> None:
-        """Wait for the device, if requested; called when the sample is on the device, and when the loss is computed."""
-
-    def _synchronize(self, state: State) -> None:
-        """Synchronize the gradients after the backward passes."""
-
-    def _clip_norm(self, parameters: list[Tensor], limit: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, limit)
-
-    def _end(self, state: State) -> None:
-        """Clean up after training, unless training has failed."""
-
-    def _fail(self) -> None:
-        """Clean up after an error, without communication."""
-
-    def _pick_device(self, network: nn.Module) -> torch.device:
-        if self._device is not None:
-            return self._device
-        return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
-
-    # --- details -------------------------------------------------------------------------------------------
-
-    def _move(self, state: State) -> DeviceCopy:
-        device = self._pick_device(state.network)
-        state.network.to(device)
-        if isinstance(state.criterion, nn.Module):
-            state.criterion.to(device)
-        return DeviceCopy(device)
-
-    def _agree_to_stop(self, run: TrainingRun) -> bool:
-        """Stop all ranks if one rank stops, since the others would wait for that rank; raise if a save has failed."""
-        run.state.stop = self._coordinator.count(run.state.stop or run.saver.has_failed) > 0
-        if run.state.stop:
-            run.saver.wait()
-        return run.state.stop
-
-    def _refuse_different_options(self, **options: Any) -> None:
-        everywhere = self._coordinator.gather(options)
-        for rank, theirs in enumerate(everywhere):
-            for name, value in everywhere[0].items():
-                if theirs[name] != value:
-                    raise ArgumentError(f"train(): {name} is {value} on rank 0, but {theirs[name]} on rank {rank}")
-
-    def _refuse_empty_epoch(self, state: State) -> None:
-        if self._coordinator.count(state.batch > 0) == 0:
-            raise ArgumentError(
-                f"the iterator returned no batch in epoch {state.epoch} (of {state.max_epochs}). A generator can "
-                "be iterated only once: pass a list, a DataLoader, or an object that makes a new iterator."
-            )
-
-    @contextmanager
-    def _running(self, run: TrainingRun) -> Iterator[None]:
-        self._run = run
-        try:
-            yield
-        except BaseException:
-            self._fail()
-            raise
-        finally:
-            self._run = None
-            run.close()
+    def _forward_pass(self, state: State) -> ForwardPass:
+        device = self._coordinator.device(state.network)
+        return ForwardPass(state, self.hooks, device, waits_for_gpu=self._waits_for_gpu)
 
 
 @contextmanager
