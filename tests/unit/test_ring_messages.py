@@ -159,16 +159,16 @@ def test_any_order_of_tags_sources_and_lengths(seed):
         todo = [("send", index) for index, (source, *_) in enumerate(plan) if source == rank.rank]
         wanted = [("receive", index) for index, (_, target, *_) in enumerate(plan) if target == rank.rank]
         # In any order of pairs and tags, but in the order of each.
-        lanes: dict[Any, list[tuple[str, int]]] = {}
+        directions: dict[Any, list[tuple[str, int]]] = {}
         for action, index in todo + wanted:
             source, target, tag, _ = plan[index]
-            lanes.setdefault((action, source, target, tag), []).append((action, index))
+            directions.setdefault((action, source, target, tag), []).append((action, index))
         posted, received = [], []
-        while lanes:
-            key = own.choice(sorted(lanes))
-            action, index = lanes[key].pop(0)
-            if not lanes[key]:
-                del lanes[key]
+        while directions:
+            key = own.choice(sorted(directions))
+            action, index = directions[key].pop(0)
+            if not directions[key]:
+                del directions[key]
             source, target, tag, length = plan[index]
             if action == "send":
                 posted.append(rank.send(numbers(length, index), target, tag))

@@ -157,7 +157,7 @@ class MpiTransport:
         self.start(message, stage)
 
     def start(self, message: PostedMessage, make: Callable[[PostedMessage], Stage]) -> None:
-        """Begin a stage of a message in the order of its lane."""
+        """Begin a stage of a message in the order of its direction."""
         queue = message.call_queue
         with queue.run_lock:  # the fast path may exchange messages with this rank
             opened = _Open(message, make(message))

@@ -1,6 +1,6 @@
 """The messages of a group of one host: rings of shared memory, and the messages that this rank has posted.
 
-Each direction between this rank and another one is a lane, with the posted messages in order. The first of them is
+A direction is to or from one rank, and has the posted messages in order. The first of them is
 continued by whoever waits for any message of the group, or by the progress thread while nobody waits. A message with
 a tag that no posted receive has is received into memory of its own, so that those behind it can arrive; the receive
 that is posted for it later takes it from there.
@@ -63,20 +63,21 @@ class _Passage:
     """A posted message, or one that no receive has been posted for; and the record of the kernels."""
 
     def __init__(
-        self, message: PostedMessage | None, lanes: list[int], frames: Frames, record: records.Passage
+        self, message: PostedMessage | None, directions: list[int], frames: Frames, record: records.Passage
     ) -> None:
-        self.message, self.lanes, self.frames, self.record = message, lanes, frames, record
+        self.message, self.directions, self.frames, self.record = message, directions, frames, record
         self.memory: Any = None
         """The values of a message that no receive has been posted for."""
 
-    def can_continue_in(self, lane: int) -> bool:
-        """Return whether it is the next message of a lane if it is the first one there."""
+    def can_continue_in(self, direction: int) -> bool:
+        """Return whether it is the next message of a direction if it is the first one there."""
         record = self.record
-        return record.state == records.WAITING or (record.state == records.BEGUN and self.is_in(lane))
+        return record.state == records.WAITING or (record.state == records.BEGUN and self.is_in(direction))
 
-    def is_in(self, lane: int) -> bool:
-        """Return whether it has begun in a lane."""
-        return self.record.state != records.WAITING and (not self.record.is_from_any or self.record.lane == lane)
+    def is_in(self, direction: int) -> bool:
+        """Return whether it has begun in a direction."""
+        record = self.record
+        return record.state != records.WAITING and (not record.is_from_any or record.direction == direction)
 
 
 class RingTransport(GroupResource):
@@ -93,12 +94,12 @@ class RingTransport(GroupResource):
         """Held while a thread continues the messages of the group."""
         self.is_closed = False
         self._advance = kernels.load()["advance"]
-        self._lanes = records.Lane.new(extra=(2 * self.size - 1) * records.Lane.FIELDS)
+        self._directions = records.Direction.new(extra=(2 * self.size - 1) * records.Direction.FIELDS)
         self._posted: list[deque[_Passage]] = [deque() for _ in range(2 * self.size)]
         self._early: list[deque[_Passage]] = [deque() for _ in range(self.size)]
         """By sender: messages that have arrived before a receive was posted for them."""
         for peer in range(self.size):
-            sends, receives = self._lanes[peer], self._lanes[self.size + peer]
+            sends, receives = self._directions[peer], self._directions[self.size + peer]
             sends.ring, receives.ring = self.ring(group.rank, peer), self.ring(peer, group.rank)
             receives.is_receive = 1
 
@@ -134,13 +135,13 @@ class RingTransport(GroupResource):
                     message.end_record()
                     ended.append(early)
             else:
-                self._enter(_Passage(message, self._lanes_of(message), frames, record))
+                self._enter(_Passage(message, self._directions_of(message), frames, record))
                 ended = self._continue()
         self._end(ended)
 
     def adopt(self, message: PostedMessage, frames: Frames, record: records.Passage) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record."""
-        self._enter(_Passage(message, self._lanes_of(message), frames, record))
+        self._enter(_Passage(message, self._directions_of(message), frames, record))
 
     def proceed(self, message: PostedMessage, turn: int) -> bool:
         """Continue the messages of the group for a while, in the thread that waits for one.
@@ -180,8 +181,8 @@ class RingTransport(GroupResource):
     def cancel(self, message: PostedMessage) -> bool:
         """Withdraw a message; return False if it has begun."""
         with self.lock:
-            for lane in self._lanes_of(message):
-                for passage in self._posted[lane]:
+            for direction in self._directions_of(message):
+                for passage in self._posted[direction]:
                     if passage.message is message and passage.record.state == records.WAITING:
                         self._remove(passage)
                         return True
@@ -192,16 +193,16 @@ class RingTransport(GroupResource):
         with self.lock:
             self.is_closed = True
             self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
-            passages = {id(passage): passage for lane in self._posted for passage in lane}.values()
+            passages = {id(passage): passage for direction in self._posted for passage in direction}.values()
             messages = [passage.message for passage in passages if passage.message is not None]
-            for lane in self._posted:
-                lane.clear()
+            for direction in self._posted:
+                direction.clear()
         for message in messages:
             message.fail(CommunicatorError(f"{message.what}: {self.group.name} has been destroyed."))
 
     # --- With the lock ----------------------------------------------------------------------------------------------
 
-    def _lanes_of(self, message: PostedMessage) -> list[int]:
+    def _directions_of(self, message: PostedMessage) -> list[int]:
         if not message.is_receive:
             assert message.peer is not None
             return [message.peer]
@@ -210,61 +211,61 @@ class RingTransport(GroupResource):
 
     def _enter(self, passage: _Passage) -> None:
         self.lock.fields[LockFields.pending] += 1
-        for lane in passage.lanes:
-            self._posted[lane].append(passage)
-            self._choose(lane)
+        for direction in passage.directions:
+            self._posted[direction].append(passage)
+            self._choose(direction)
 
     def _remove(self, passage: _Passage) -> None:
         self.lock.fields[LockFields.pending] -= 1
-        for lane in passage.lanes:
-            self._posted[lane].remove(passage)
-            self._choose(lane)
+        for direction in passage.directions:
+            self._posted[direction].remove(passage)
+            self._choose(direction)
 
-    def _choose(self, lane: int) -> None:
-        """Let the kernel continue the message that has begun in a lane, or else the first one."""
-        posted = self._posted[lane]
-        following = next((each for each in posted if each.is_in(lane)), None)
+    def _choose(self, direction: int) -> None:
+        """Let the kernel continue the message that has begun in a direction, or else the first one."""
+        posted = self._posted[direction]
+        following = next((each for each in posted if each.is_in(direction)), None)
         if following is None:
-            following = next((each for each in posted if each.can_continue_in(lane)), None)
-        self._lanes[lane].passage = records.Passage(0) if following is None else following.record
+            following = next((each for each in posted if each.can_continue_in(direction)), None)
+        self._directions[direction].passage = records.Passage(0) if following is None else following.record
 
     def _continue(self, polls: int = 1, microseconds: int = 0, nanoseconds: int = 0) -> list[_Passage]:
         """Continue all messages until one has ended; return those that have."""
-        lanes, count = int(self._lanes), 2 * self.size
-        while (status := self._advance(lanes, count, self.capacity, polls, microseconds, nanoseconds)) >= (
+        directions, count = int(self._directions), 2 * self.size
+        while (status := self._advance(directions, count, self.capacity, polls, microseconds, nanoseconds)) >= (
             records.UNEXPECTED
         ):
             self._make_way(status - records.UNEXPECTED)
         return self._take_ended() if status == records.SOME_ENDED else []
 
-    def _make_way(self, lane: int) -> None:
-        """Let the kernel receive the message that arrives in a lane and is not the expected one."""
-        tag = next(each.frames for each in self._posted[lane] if each.record == self._lanes[lane].passage).found.tag
-        for passage in self._posted[lane]:
+    def _make_way(self, direction: int) -> None:
+        """Let the kernel receive the message that arrives in a direction and is not the expected one."""
+        tag = records.Frame(int(self._directions[direction].passage.found)).tag
+        for passage in self._posted[direction]:
             if passage.frames.frame.tag == tag and passage.record.state == records.WAITING:
-                self._lanes[lane].passage = passage.record
+                self._directions[direction].passage = passage.record
                 return
-        found = records.Frame(int(self._lanes[lane].passage.found))
+        found = records.Frame(int(self._directions[direction].passage.found))
         frames, record = Frames(), records.Passage.new()
         frames.write(tag, found.num_bytes)
-        early = _Passage(None, [lane], frames, record)
+        early = _Passage(None, [direction], frames, record)
         early.memory = np.empty(0 if found.is_elsewhere else found.num_bytes, np.uint8)
         record.write(frame=frames.frame, found=frames.found, compared=_ANY_SHAPE, address=early.memory.ctypes.data)
-        self._early[lane - self.size].append(early)
-        self._posted[lane].append(early)
+        self._early[direction - self.size].append(early)
+        self._posted[direction].append(early)
         self.lock.fields[LockFields.pending] += 1
-        self._lanes[lane].passage = record
+        self._directions[direction].passage = record
 
     def _take_ended(self) -> list[_Passage]:
         ended = []
-        for lane, posted in enumerate(self._posted):
+        for direction, posted in enumerate(self._posted):
             for passage in [each for each in posted if each.record.state == records.ENDED]:
-                if passage in posted:  # it was in several lanes
+                if passage in posted:  # it was in several directions
                     self._remove(passage)
                     ended.append(passage)
                     if passage.message is not None:
                         passage.message.end_record()
-            self._choose(lane)  # one from any rank may have begun in another lane
+            self._choose(direction)  # one from any rank may have begun in another direction
         return [passage for passage in ended if passage.message is not None]
 
     def _early_for(self, message: PostedMessage) -> _Passage | None:
@@ -291,6 +292,6 @@ class RingTransport(GroupResource):
                 continue
             source = message.peer
             if source is None:
-                lane = passage.record.lane if passage.memory is None else passage.lanes[0]
-                source = lane - self.size
+                direction = passage.record.direction if passage.memory is None else passage.directions[0]
+                source = direction - self.size
             message.finish(passage.frames.received(source, passage.memory))

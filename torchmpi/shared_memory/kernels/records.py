@@ -283,8 +283,8 @@ class Passage(Record):
     begun = Word()
     """When it began, in nanoseconds."""
     is_from_any = Word()
-    """Whether it may begin in several lanes;"""
-    lane = Word()
+    """Whether it may begin in several directions;"""
+    direction = Word()
     """the one in which it has begun."""
 
 
@@ -292,10 +292,10 @@ WAITING, BEGUN, ENDED = range(3)
 SOME_ENDED = 1
 """`advance` returns this if a message has ended, or one from any rank has begun."""
 UNEXPECTED = 2
-"""And this, and the number of a lane, if a message arrives there that has another tag than the expected one."""
+"""And this, and the number of a direction, if a message arrives there that has another tag than the expected one."""
 
 
-class Lane(Record):
+class Direction(Record):
     """One direction between this rank and another, and the message of this rank that is next or has begun there."""
 
     ring = Pointer(MessageRing)

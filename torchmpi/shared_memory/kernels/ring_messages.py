@@ -9,7 +9,7 @@ messages of the group can continue: `send_on` and `receive_on` move its next par
 whole, so that the copies of both ranks overlap. Parts that are not short are written past the caches: a core reads
 lines that another core has just written slower than memory.
 
-- `advance` continues the messages of all lanes, for as long as no message ends.
+- `advance` continues the messages of all directions, for as long as no message ends.
 - `pass_message` is a message that a program repeats, called by the fast path. If the other rank is late, Python
   continues it (UNFINISHED).
 """
@@ -33,9 +33,9 @@ from .records import (
     WAITING,
     Arguments,
     CachedCallRecord,
+    Direction,
     DLTensor,
     Frame,
-    Lane,
     MessageCall,
     Passage,
 )
@@ -171,11 +171,11 @@ def receive_on(ring: MessageRing, capacity, passage: Passage, most):
 
 
 @kernel
-def advance(lanes: Lane, count, capacity, polls, microseconds, nanoseconds):
-    """Continue the messages of all lanes.
+def advance(directions: Direction, count, capacity, polls, microseconds, nanoseconds):
+    """Continue the messages of all directions.
 
     Args:
-        lanes: The lanes.
+        directions: The directions.
         count: How many there are.
         capacity: The bytes of a ring.
         polls: How often to look for something to move before this thread yields,
@@ -183,29 +183,29 @@ def advance(lanes: Lane, count, capacity, polls, microseconds, nanoseconds):
         nanoseconds: How long to wait while nothing moves.
 
     Returns:
-        SOME_ENDED, or UNEXPECTED and the number of a lane, or 0 if nothing has moved for that time.
+        SOME_ENDED, or UNEXPECTED and the number of a direction, or 0 if nothing has moved for that time.
     """
     idle, since, ended = 0, 0, False
     while True:
         has_moved = False
         for index in range(count):
-            lane = lanes[index]
-            passage = lane.passage
+            direction = directions[index]
+            passage = direction.passage
             if not passage:
                 continue
             state = passage.state
-            if state == ENDED or (state == BEGUN and passage.is_from_any != 0 and passage.lane != index):
+            if state == ENDED or (state == BEGUN and passage.is_from_any != 0 and passage.direction != index):
                 continue
-            if lane.is_receive == 0:
-                has_moved = send_on(lane.ring, capacity, passage) or has_moved
+            if direction.is_receive == 0:
+                has_moved = send_on(direction.ring, capacity, passage) or has_moved
             else:
-                result = receive_on(lane.ring, capacity, passage, _NO_LIMIT)
+                result = receive_on(direction.ring, capacity, passage, _NO_LIMIT)
                 if result == OTHER_TAG:
                     return UNEXPECTED + index
                 if result == MOVED:
                     has_moved = True
                     if state == WAITING:
-                        passage.lane = index
+                        passage.direction = index
                         ended = ended or passage.is_from_any != 0
             if passage.state == ENDED:
                 ended = True
