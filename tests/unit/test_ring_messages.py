@@ -17,9 +17,11 @@ import pytest
 
 from torchmpi.backends.message_transport import Received
 from torchmpi.backends.ring_transport import MOST_DIMS, RingTransport
+from torchmpi.communicators.call_queue import RunLock
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.errors import CommunicatorError
 from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory.memory_layout import LockFields
 from torchmpi.shared_memory.segments import Segment
 
 LIMIT_SECONDS = 60.0
@@ -34,6 +36,7 @@ class Posted:
         self.what, self.code, self.shape = f"message with tag {tag}", 1, tuple(values.shape)
         self.num_bytes, self.address, self.is_elsewhere = values.nbytes, values.ctypes.data, False
         self.compares_shape = tag == NO_TAG
+        self.call_queue: Any = SimpleNamespace(run_lock=RunLock())
         self.waited_until, self.records = 0, []
         self.received: Received | None = None
         self.error: BaseException | None = None
@@ -78,6 +81,7 @@ class Rank:
         return message
 
     def wait(self, *messages: Posted) -> None:
+        """Wait until they have ended; then nothing of them is under way."""
         limit = time.monotonic() + LIMIT_SECONDS
         for message in messages:
             turn = 0
@@ -85,6 +89,7 @@ class Rank:
                 assert time.monotonic() < limit, f"{message.what} has not ended"
                 self.transport.proceed(message, turn)
                 turn += 1
+            assert message.call_queue.run_lock.fields[LockFields.pending] == 0
 
 
 class Ranks:

@@ -128,12 +128,15 @@ class RingTransport(GroupResource):
                 raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
             message.begin_record()
             early = self._early_for(message)
-            if early is not None:
+            ended = []
+            if early is not None and early.record.state == records.ENDED:
                 early.message = message
-                ended = []
-                if early.record.state == records.ENDED:
-                    message.end_record()
-                    ended.append(early)
+                message.end_record()
+                ended.append(early)
+            elif early is not None:  # it arrives now
+                self._count(early, -1)
+                early.message = message
+                self._count(early, 1)
             else:
                 self._enter(_Passage(message, self._directions_of(message), frames, record))
                 ended = self._continue()
@@ -194,6 +197,8 @@ class RingTransport(GroupResource):
             self.is_closed = True
             self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
             passages = {id(passage): passage for direction in self._posted for passage in direction}.values()
+            for passage in passages:
+                self._count(passage, -1)
             messages = [passage.message for passage in passages if passage.message is not None]
             for direction in self._posted:
                 direction.clear()
@@ -209,14 +214,20 @@ class RingTransport(GroupResource):
         peers = range(self.size) if message.peer is None else [message.peer]
         return [self.size + peer for peer in peers]
 
+    def _count(self, passage: _Passage, change: int) -> None:
+        """Count a message among those under way, for the fast path and for the search for deadlocks."""
+        self.lock.fields[LockFields.pending] += change
+        if passage.message is not None:
+            passage.message.call_queue.run_lock.fields[LockFields.pending] += change
+
     def _enter(self, passage: _Passage) -> None:
-        self.lock.fields[LockFields.pending] += 1
+        self._count(passage, 1)
         for direction in passage.directions:
             self._posted[direction].append(passage)
             self._choose(direction)
 
     def _remove(self, passage: _Passage) -> None:
-        self.lock.fields[LockFields.pending] -= 1
+        self._count(passage, -1)
         for direction in passage.directions:
             self._posted[direction].remove(passage)
             self._choose(direction)
@@ -253,7 +264,7 @@ class RingTransport(GroupResource):
         record.write(frame=frames.frame, found=frames.found, compared=_ANY_SHAPE, address=early.memory.ctypes.data)
         self._early[direction - self.size].append(early)
         self._posted[direction].append(early)
-        self.lock.fields[LockFields.pending] += 1
+        self._count(early, 1)
         self._directions[direction].passage = record
 
     def _take_ended(self) -> list[_Passage]:
