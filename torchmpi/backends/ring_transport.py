@@ -130,6 +130,8 @@ class RingTransport(GroupResource):
             early = self._early_for(message)
             ended = []
             if early is not None and early.record.state == records.ENDED:
+                if early in self._posted[early.directions[0]]:
+                    self._remove(early)
                 early.message = message
                 message.end_record()
                 ended.append(early)

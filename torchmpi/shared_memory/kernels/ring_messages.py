@@ -194,7 +194,10 @@ def advance(directions: Direction, count, capacity, polls, microseconds, nanosec
             if not passage:
                 continue
             state = passage.state
-            if state == ENDED or (state == BEGUN and passage.is_from_any != 0 and passage.direction != index):
+            if state == ENDED:  # before a message with another tag was found
+                ended = True
+                continue
+            if state == BEGUN and passage.is_from_any != 0 and passage.direction != index:
                 continue
             if direction.is_receive == 0:
                 has_moved = send_on(direction.ring, capacity, passage) or has_moved
