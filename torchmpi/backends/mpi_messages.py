@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..communicators.group import Group
@@ -85,7 +84,7 @@ def check_part_sizes(group: Group, sources: Sequence[torch.Tensor], destinations
         raise _different_sizes(group.where, sender, receiver, *sizes.tolist())
 
 
-def longest_part(sizes: npt.NDArray[np.int64], where: str) -> int:
+def longest_part(sizes: np.ndarray, where: str) -> int:
     """Return the bytes of the longest part that any rank sends.
 
     `sizes[i, 0, j]` is the size of the part that rank i sends to rank j, `sizes[i, 1, j]` of the part that rank i

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..collective_specs import SPECS
@@ -562,7 +561,7 @@ class SharedMovement(SharedCalls):
         self.transfers[:, records.Transfer.receive_bytes] = expected
         self.exchange(is_stream=False, longest=longest, has_sent=2 * self.size >= _MOST_PAYLOAD)
 
-    def _sizes_of_parts(self, sent: list[int], expected: list[int]) -> npt.NDArray[np.int64]:
+    def _sizes_of_parts(self, sent: list[int], expected: list[int]) -> np.ndarray:
         """Return the bytes of the parts that each rank sends and expects, which the ranks have announced."""
         size, own = self.size, np.array([sent, expected])
         all_sizes = np.empty((size, 2, size), np.int64)
