@@ -50,7 +50,6 @@ class Received(NamedTuple):
 class PostedMessage(Protocol):
     """A message, for the transport that carries it."""
 
-    what: str
     peer: int | None
     """The other rank; None: any."""
     is_receive: bool
@@ -68,6 +67,10 @@ class PostedMessage(Protocol):
     call_queue: CallQueue
     waited_until: int
     """When the message began to arrive, in nanoseconds; 0 if that is unknown."""
+
+    @property
+    def what(self) -> str:
+        """The rank and the function, for messages to the user."""
 
     @property
     def compares_shape(self) -> bool:

@@ -10,7 +10,9 @@ docs/design/messages.md has the protocol; :mod:`torchmpi.shared_memory.kernels.r
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,52 +34,65 @@ _ANY_SHAPE = 1  # so many fields are compared: the number of bytes
 _SHAPE = 3  # and with those of the dtype and the shape
 
 
+_FRAME_FIELDS = records.Frame.FIELDS + MOST_DIMS
+_SHAPE_AT, _FOUND_AT = records.Frame.shape, _FRAME_FIELDS
+
+
 class Frames:
     """What a message begins with: as it is sent or expected, and as it is received."""
 
     def __init__(self) -> None:
-        self.fields = np.zeros((2, records.Frame.FIELDS + MOST_DIMS), np.int64)
-        self.frame, self.found = (records.Frame(row.ctypes.data) for row in self.fields)
+        self.fields = array("q", bytes(16 * _FRAME_FIELDS))
+        address, _ = self.fields.buffer_info()
+        self.frame, self.found = records.Frame(address), records.Frame(address + 8 * _FOUND_AT)
 
     def write(self, tag: int, num_bytes: int, dtype: int = 0, shape: tuple[int, ...] = (), elsewhere: int = 0) -> None:
         """Describe what is sent or expected."""
-        self.fields[0, : records.Frame.FIELDS + len(shape)] = tag, elsewhere, num_bytes, dtype, len(shape), *shape
+        fields = self.fields
+        fields[0], fields[1], fields[2], fields[3], fields[4] = tag, elsewhere, num_bytes, dtype, len(shape)
+        for number, length in enumerate(shape, _SHAPE_AT):
+            fields[number] = length
+
+    @property
+    def tag(self) -> int:
+        """The tag of what is sent or expected."""
+        return self.fields[0]
 
     def expected_shape(self) -> tuple[int, ...]:
         """Return the shape of the tensor that is sent or expected."""
-        first = records.Frame.FIELDS
-        return tuple(self.fields[0, first : first + self.fields[0, records.Frame.num_dims]].tolist())
+        return tuple(self.fields[_SHAPE_AT : _SHAPE_AT + self.fields[records.Frame.num_dims]])
 
     def received(self, source: int, memory: Any = None) -> Received:
         """Return what has been received, whose values are in `memory` if not where they belong."""
-        found = self.fields[1].tolist()
-        first = records.Frame.FIELDS
-        shape = tuple(found[first : first + found[records.Frame.num_dims]])
-        return Received(
-            source, found[records.Frame.num_bytes], found[records.Frame.dtype], shape, memory,
-            is_elsewhere=bool(found[records.Frame.is_elsewhere]),
-        )  # fmt: skip
+        _, elsewhere, num_bytes, dtype, num_dims = self.fields[_FOUND_AT : _FOUND_AT + _SHAPE_AT]
+        first = _FOUND_AT + _SHAPE_AT
+        shape = tuple(self.fields[first : first + num_dims])
+        return Received(source, num_bytes, dtype, shape, memory, is_elsewhere=bool(elsewhere))
 
 
 class _Passage:
     """A posted message, or one that no receive has been posted for; and the record of the kernels."""
 
-    def __init__(
-        self, message: PostedMessage | None, directions: list[int], frames: Frames, record: records.Passage
-    ) -> None:
-        self.message, self.directions, self.frames, self.record = message, directions, frames, record
+    def __init__(self, frames: Frames, record: records.Passage) -> None:
+        self.message: PostedMessage | None = None
+        self.directions: Sequence[int] = ()
+        self.frames, self.cells, self.address = frames, record.cells, int(record)
         self.memory: Any = None
         """The values of a message that no receive has been posted for."""
 
-    def can_continue_in(self, direction: int) -> bool:
-        """Return whether it is the next message of a direction if it is the first one there."""
-        record = self.record
-        return record.state == records.WAITING or (record.state == records.BEGUN and self.is_in(direction))
+    @property
+    def state(self) -> int:
+        """WAITING, BEGUN or ENDED."""
+        state: int = self.cells[_STATE]
+        return state
 
-    def is_in(self, direction: int) -> bool:
-        """Return whether it has begun in a direction."""
-        record = self.record
-        return record.state != records.WAITING and (not record.is_from_any or record.direction == direction)
+    @property
+    def is_from_any(self) -> bool:
+        """Whether it is in several directions until it has begun."""
+        return bool(self.cells[_FROM_ANY])
+
+
+_STATE, _FROM_ANY, _DIRECTION = records.Passage.state, records.Passage.is_from_any, records.Passage.direction
 
 
 class RingTransport(GroupResource):
@@ -95,7 +110,11 @@ class RingTransport(GroupResource):
         self.is_closed = False
         self._advance = kernels.load()["advance"]
         self._directions = records.Direction.new(extra=(2 * self.size - 1) * records.Direction.FIELDS)
+        self._cells = self._directions.cells
         self._posted: list[deque[_Passage]] = [deque() for _ in range(2 * self.size)]
+        self._open: list[_Passage] = []
+        """All posted messages that have not ended."""
+        self._unused: list[_Passage] = []
         self._early: list[deque[_Passage]] = [deque() for _ in range(self.size)]
         """By sender: messages that have arrived before a receive was posted for them."""
         for peer in range(self.size):
@@ -112,25 +131,14 @@ class RingTransport(GroupResource):
 
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
-        frames, record = Frames(), records.Passage.new()
-        shape = message.shape if message.compares_shape else ()
-        frames.write(message.tag, message.num_bytes, message.code, shape, int(message.is_elsewhere))
-        record.write(
-            frame=frames.frame,
-            found=frames.found,
-            compared=_SHAPE + len(shape) if message.compares_shape else _ANY_SHAPE,
-            address=0 if message.is_elsewhere else message.address,
-            num_bytes=0 if message.is_elsewhere else message.num_bytes,
-            is_from_any=message.peer is None,
-        )
         with self.lock:
             if self.is_closed:
                 raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
             message.begin_record()
             early = self._early_for(message)
             ended = []
-            if early is not None and early.record.state == records.ENDED:
-                if early in self._posted[early.directions[0]]:
+            if early is not None and early.state == records.ENDED:
+                if early in self._open:
                     self._remove(early)
                 early.message = message
                 message.end_record()
@@ -140,13 +148,15 @@ class RingTransport(GroupResource):
                 early.message = message
                 self._count(early, 1)
             else:
-                self._enter(_Passage(message, self._directions_of(message), frames, record))
+                self._enter(self._passage_of(message))
                 ended = self._continue()
         self._end(ended)
 
     def adopt(self, message: PostedMessage, frames: Frames, record: records.Passage) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record."""
-        self._enter(_Passage(message, self._directions_of(message), frames, record))
+        passage = _Passage(frames, record)
+        passage.message, passage.directions = message, self._directions_of(message)
+        self._enter(passage)
 
     def proceed(self, message: PostedMessage, turn: int) -> bool:
         """Continue the messages of the group for a while, in the thread that waits for one.
@@ -171,7 +181,7 @@ class RingTransport(GroupResource):
         finally:
             self.lock.release()
             self._end(ended)
-        return True
+        return turn > 0
 
     def test(self, message: PostedMessage) -> None:
         """Continue the messages of the group if that is possible at once."""
@@ -188,7 +198,7 @@ class RingTransport(GroupResource):
         with self.lock:
             for direction in self._directions_of(message):
                 for passage in self._posted[direction]:
-                    if passage.message is message and passage.record.state == records.WAITING:
+                    if passage.message is message and passage.state == records.WAITING:
                         self._remove(passage)
                         return True
         return False
@@ -198,12 +208,12 @@ class RingTransport(GroupResource):
         with self.lock:
             self.is_closed = True
             self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
-            passages = {id(passage): passage for direction in self._posted for passage in direction}.values()
-            for passage in passages:
+            for passage in self._open:
                 self._count(passage, -1)
-            messages = [passage.message for passage in passages if passage.message is not None]
-            for direction in self._posted:
-                direction.clear()
+            messages = [passage.message for passage in self._open if passage.message is not None]
+            self._open.clear()
+            for posted in self._posted:
+                posted.clear()
         for message in messages:
             message.fail(CommunicatorError(f"{message.what}: {self.group.name} has been destroyed."))
 
@@ -222,25 +232,49 @@ class RingTransport(GroupResource):
         if passage.message is not None:
             passage.message.call_queue.run_lock.fields[LockFields.pending] += change
 
+    def _passage_of(self, message: PostedMessage) -> _Passage:
+        """Return the record of a message that begins, perhaps one that another message has used."""
+        if self._unused:
+            passage = self._unused.pop()
+        else:
+            frames, record = Frames(), records.Passage.new()
+            record.write(frame=frames.frame, found=frames.found)
+            passage = _Passage(frames, record)
+        passage.message, passage.directions = message, self._directions_of(message)
+        shape, cells, at = message.shape if message.compares_shape else (), passage.cells, records.Passage
+        passage.frames.write(message.tag, message.num_bytes, message.code, shape, int(message.is_elsewhere))
+        cells[at.state], cells[at.moved] = records.WAITING, 0
+        cells[at.compared] = _SHAPE + len(shape) if message.compares_shape else _ANY_SHAPE
+        is_here = not message.is_elsewhere
+        cells[at.address], cells[at.num_bytes] = (message.address, message.num_bytes) if is_here else (0, 0)
+        cells[at.is_from_any] = message.peer is None
+        return passage
+
     def _enter(self, passage: _Passage) -> None:
         self._count(passage, 1)
+        self._open.append(passage)
         for direction in passage.directions:
             self._posted[direction].append(passage)
             self._choose(direction)
 
     def _remove(self, passage: _Passage) -> None:
         self._count(passage, -1)
+        self._open.remove(passage)
         for direction in passage.directions:
             self._posted[direction].remove(passage)
             self._choose(direction)
 
     def _choose(self, direction: int) -> None:
         """Let the kernel continue the message that has begun in a direction, or else the first one."""
-        posted = self._posted[direction]
-        following = next((each for each in posted if each.is_in(direction)), None)
-        if following is None:
-            following = next((each for each in posted if each.can_continue_in(direction)), None)
-        self._directions[direction].passage = records.Passage(0) if following is None else following.record
+        address = 0
+        for passage in self._posted[direction]:
+            state = passage.cells[_STATE]
+            if state == records.BEGUN and (not passage.is_from_any or passage.cells[_DIRECTION] == direction):
+                address = passage.address
+                break
+            if state == records.WAITING and not address:
+                address = passage.address
+        self._cells[direction * records.Direction.FIELDS + records.Direction.passage] = address
 
     def _continue(self, polls: int = 1, microseconds: int = 0, nanoseconds: int = 0) -> list[_Passage]:
         """Continue all messages until one has ended; return those that have."""
@@ -253,32 +287,34 @@ class RingTransport(GroupResource):
 
     def _make_way(self, direction: int) -> None:
         """Let the kernel receive the message that arrives in a direction and is not the expected one."""
-        tag = records.Frame(int(self._directions[direction].passage.found)).tag
+        chosen = self._cells[direction * records.Direction.FIELDS + records.Direction.passage]
+        found = next(each for each in self._posted[direction] if each.address == chosen).frames.found
         for passage in self._posted[direction]:
-            if passage.frames.frame.tag == tag and passage.record.state == records.WAITING:
-                self._directions[direction].passage = passage.record
+            if passage.frames.tag == found.tag and passage.state == records.WAITING:
+                self._directions[direction].passage = records.Passage(passage.address)
                 return
-        found = records.Frame(int(self._directions[direction].passage.found))
         frames, record = Frames(), records.Passage.new()
-        frames.write(tag, found.num_bytes)
-        early = _Passage(None, [direction], frames, record)
+        frames.write(found.tag, found.num_bytes)
+        early = _Passage(frames, record)
+        early.directions = [direction]
         early.memory = np.empty(0 if found.is_elsewhere else found.num_bytes, np.uint8)
         record.write(frame=frames.frame, found=frames.found, compared=_ANY_SHAPE, address=early.memory.ctypes.data)
         self._early[direction - self.size].append(early)
-        self._posted[direction].append(early)
         self._count(early, 1)
+        self._open.append(early)
+        self._posted[direction].append(early)
         self._directions[direction].passage = record
 
     def _take_ended(self) -> list[_Passage]:
-        ended = []
-        for direction, posted in enumerate(self._posted):
-            for passage in [each for each in posted if each.record.state == records.ENDED]:
-                if passage in posted:  # it was in several directions
-                    self._remove(passage)
-                    ended.append(passage)
-                    if passage.message is not None:
-                        passage.message.end_record()
-            self._choose(direction)  # one from any rank may have begun in another direction
+        ended = [passage for passage in self._open if passage.cells[_STATE] == records.ENDED]
+        for passage in ended:
+            self._remove(passage)
+            if passage.message is not None:
+                passage.message.end_record()
+        for passage in self._open:
+            if passage.is_from_any and passage.state == records.BEGUN:
+                for direction in passage.directions:  # all others but one
+                    self._choose(direction)
         return [passage for passage in ended if passage.message is not None]
 
     def _early_for(self, message: PostedMessage) -> _Passage | None:
@@ -288,7 +324,7 @@ class RingTransport(GroupResource):
         peers = range(self.size) if message.peer is None else [message.peer]
         for peer in peers:
             for passage in self._early[peer]:
-                if passage.frames.frame.tag == message.tag:
+                if passage.frames.tag == message.tag:
                     self._early[peer].remove(passage)
                     return passage
         return None
@@ -297,14 +333,16 @@ class RingTransport(GroupResource):
 
     def _end(self, ended: list[_Passage]) -> None:
         for passage in ended:
-            message = passage.message
+            message, received = passage.message, None
             assert message is not None
-            message.waited_until = passage.record.begun
-            if not message.is_receive:
-                message.finish(None)
-                continue
-            source = message.peer
-            if source is None:
-                direction = passage.record.direction if passage.memory is None else passage.directions[0]
-                source = direction - self.size
-            message.finish(passage.frames.received(source, passage.memory))
+            message.waited_until = passage.cells[records.Passage.begun]
+            if message.is_receive:
+                source = message.peer
+                if source is None:
+                    is_here = passage.memory is None
+                    source = (passage.cells[_DIRECTION] if is_here else passage.directions[0]) - self.size
+                received = passage.frames.received(source, passage.memory)
+            if passage.memory is None and isinstance(passage.cells, array):  # the fast path has records of its own
+                passage.message = None
+                self._unused.append(passage)
+            message.finish(received)

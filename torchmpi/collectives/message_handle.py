@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -78,11 +78,7 @@ class MessageHandle(Handle[Any]):
         result: Callable[[], Any] | None = None,
         begun: int = 0,
     ) -> None:
-        kind = f"{name}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
-        whom = "any rank" if peer is None else f"rank {peer}"
-        self.doing = f"{kind} {'from' if is_receive else 'to'} {whom}"
-        self.what = f"{group.where}: {name}"
-        super().__init__(f"{group.where}: {self.doing}")
+        super().__init__()
         self.group, self.name, self.tensor, self.peer, self.tag = group, name, tensor, peer, tag
         self.is_receive, self._exchange, self._is_part = is_receive, exchange, is_part
         self._result_of, self._is_background = result, is_background
@@ -100,22 +96,46 @@ class MessageHandle(Handle[Any]):
         show = events.show_task if is_background and not is_part else None
         self._show_end = None if show is None else show(self._description, self.described_call(), lambda: None)
         self.transport = transport_of(group)
-        takes_device = tag == NO_TAG and runtime.current().selector.choose(
-            name, tensor.device.type, "mpi", group
-        ).takes(tensor.device.type, name)
-        self._mark = None
+        is_on_host = tensor.device.type == "cpu"
+        takes_device = not is_on_host and tag == NO_TAG and self._mpi_takes(tensor.device.type)
+        self._mark, self.is_elsewhere = None, False
         if is_receive:
-            is_direct = (tensor.device.type == "cpu" or takes_device) and buffers.is_direct(tensor)
+            is_direct = (is_on_host or takes_device) and buffers.is_direct(tensor)
             self.work = tensor.detach() if is_direct else self._host_memory()
-            self._mark = streams.fence(tensor)
-            self.is_elsewhere = False
+            self._mark = None if is_on_host else streams.fence(tensor)
             self._memory = self.work if self.work.device.type == "cpu" else self._host_memory()
         else:
-            to_host = not takes_device or tensor.nbytes <= PACKED_BYTES
+            to_host = not takes_device or self.num_bytes <= PACKED_BYTES
             self.work = self._memory = buffers.plain(tensor, to_host=to_host)
-            streams.settle(self.work)  # MPI reads device memory without regard to streams
-            self.is_elsewhere = self.work.device.type != "cpu"
+            if not is_on_host:
+                streams.settle(self.work)  # MPI reads device memory without regard to streams
+                self.is_elsewhere = self.work.device.type != "cpu"
         self.address = self._memory.data_ptr()
+
+    @cached_property
+    def doing(self) -> str:
+        """The message in words, for the watchdog: the same object as long as it is under way."""
+        whom = "any rank" if self.peer is None else f"rank {self.peer}"
+        kind = f"{self.name}({dtypes.short_name(self.tensor.dtype)} {list(self.shape)})"
+        return f"{kind} {'from' if self.is_receive else 'to'} {whom}"
+
+    @property
+    def what(self) -> str:
+        """The rank and the function, for messages to the user."""
+        return f"{self.group.where}: {self.name}"
+
+    @property
+    def _description(self) -> str:
+        return f"{self.group.where}: {self.doing}"
+
+    @_description.setter
+    def _description(self, _: str) -> None:
+        """Ignore what a handle is told: most messages need no description."""
+
+    def _mpi_takes(self, device_type: str) -> bool:
+        """Return whether the MPI library reads the memory of a device."""
+        backend = runtime.current().selector.choose(self.name, device_type, "mpi", self.group)
+        return backend.takes(device_type, self.name)
 
     def _host_memory(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.tensor.dtype, device="cpu")
