@@ -70,10 +70,10 @@ class Frames:
         return Received(source, num_bytes, dtype, shape, memory, is_elsewhere=bool(elsewhere))
 
 
-class _Passage:
+class _MessageRequest:
     """A posted message, or one that no receive has been posted for; and the record of the kernels."""
 
-    def __init__(self, frames: Frames, record: records.Passage) -> None:
+    def __init__(self, frames: Frames, record: records.MessageRequest) -> None:
         self.message: PostedMessage | None = None
         self.directions: Sequence[int] = ()
         self.frames, self.cells, self.address = frames, record.cells, int(record)
@@ -92,7 +92,8 @@ class _Passage:
         return bool(self.cells[_FROM_ANY])
 
 
-_STATE, _FROM_ANY, _DIRECTION = records.Passage.state, records.Passage.is_from_any, records.Passage.direction
+_STATE, _FROM_ANY = records.MessageRequest.state, records.MessageRequest.is_from_any
+_DIRECTION = records.MessageRequest.direction
 
 
 class RingTransport(GroupResource):
@@ -111,11 +112,11 @@ class RingTransport(GroupResource):
         self._advance = kernels.load()["advance"]
         self._directions = records.Direction.new(extra=(2 * self.size - 1) * records.Direction.FIELDS)
         self._cells = self._directions.cells
-        self._posted: list[deque[_Passage]] = [deque() for _ in range(2 * self.size)]
-        self._open: list[_Passage] = []
+        self._posted: list[deque[_MessageRequest]] = [deque() for _ in range(2 * self.size)]
+        self._open: list[_MessageRequest] = []
         """All posted messages that have not ended."""
-        self._unused: list[_Passage] = []
-        self._early: list[deque[_Passage]] = [deque() for _ in range(self.size)]
+        self._unused: list[_MessageRequest] = []
+        self._early: list[deque[_MessageRequest]] = [deque() for _ in range(self.size)]
         """By sender: messages that have arrived before a receive was posted for them."""
         for peer in range(self.size):
             sends, receives = self._directions[peer], self._directions[self.size + peer]
@@ -148,15 +149,15 @@ class RingTransport(GroupResource):
                 early.message = message
                 self._count(early, 1)
             else:
-                self._enter(self._passage_of(message))
+                self._enter(self._request_of(message))
                 ended = self._continue()
         self._end(ended)
 
-    def adopt(self, message: PostedMessage, frames: Frames, record: records.Passage) -> None:
+    def adopt(self, message: PostedMessage, frames: Frames, record: records.MessageRequest) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record."""
-        passage = _Passage(frames, record)
-        passage.message, passage.directions = message, self._directions_of(message)
-        self._enter(passage)
+        request = _MessageRequest(frames, record)
+        request.message, request.directions = message, self._directions_of(message)
+        self._enter(request)
 
     def proceed(self, message: PostedMessage, turn: int) -> bool:
         """Continue the messages of the group for a while, in the thread that waits for one.
@@ -197,9 +198,9 @@ class RingTransport(GroupResource):
         """Withdraw a message; return False if it has begun."""
         with self.lock:
             for direction in self._directions_of(message):
-                for passage in self._posted[direction]:
-                    if passage.message is message and passage.state == records.WAITING:
-                        self._remove(passage)
+                for request in self._posted[direction]:
+                    if request.message is message and request.state == records.WAITING:
+                        self._remove(request)
                         return True
         return False
 
@@ -208,9 +209,9 @@ class RingTransport(GroupResource):
         with self.lock:
             self.is_closed = True
             self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
-            for passage in self._open:
-                self._count(passage, -1)
-            messages = [passage.message for passage in self._open if passage.message is not None]
+            for request in self._open:
+                self._count(request, -1)
+            messages = [request.message for request in self._open if request.message is not None]
             self._open.clear()
             for posted in self._posted:
                 posted.clear()
@@ -226,57 +227,57 @@ class RingTransport(GroupResource):
         peers = range(self.size) if message.peer is None else [message.peer]
         return [self.size + peer for peer in peers]
 
-    def _count(self, passage: _Passage, change: int) -> None:
+    def _count(self, request: _MessageRequest, change: int) -> None:
         """Count a message among those under way, for the fast path and for the search for deadlocks."""
         self.lock.fields[LockFields.pending] += change
-        if passage.message is not None:
-            passage.message.call_queue.run_lock.fields[LockFields.pending] += change
+        if request.message is not None:
+            request.message.call_queue.run_lock.fields[LockFields.pending] += change
 
-    def _passage_of(self, message: PostedMessage) -> _Passage:
+    def _request_of(self, message: PostedMessage) -> _MessageRequest:
         """Return the record of a message that begins, perhaps one that another message has used."""
         if self._unused:
-            passage = self._unused.pop()
+            request = self._unused.pop()
         else:
-            frames, record = Frames(), records.Passage.new()
+            frames, record = Frames(), records.MessageRequest.new()
             record.write(frame=frames.frame, found=frames.found)
-            passage = _Passage(frames, record)
-        passage.message, passage.directions = message, self._directions_of(message)
-        shape, cells, at = message.shape if message.compares_shape else (), passage.cells, records.Passage
-        passage.frames.write(message.tag, message.num_bytes, message.code, shape, int(message.is_elsewhere))
+            request = _MessageRequest(frames, record)
+        request.message, request.directions = message, self._directions_of(message)
+        shape, cells, at = message.shape if message.compares_shape else (), request.cells, records.MessageRequest
+        request.frames.write(message.tag, message.num_bytes, message.code, shape, int(message.is_elsewhere))
         cells[at.state], cells[at.moved] = records.WAITING, 0
         cells[at.compared] = _SHAPE + len(shape) if message.compares_shape else _ANY_SHAPE
         is_here = not message.is_elsewhere
         cells[at.address], cells[at.num_bytes] = (message.address, message.num_bytes) if is_here else (0, 0)
         cells[at.is_from_any] = message.peer is None
-        return passage
+        return request
 
-    def _enter(self, passage: _Passage) -> None:
-        self._count(passage, 1)
-        self._open.append(passage)
-        for direction in passage.directions:
-            self._posted[direction].append(passage)
+    def _enter(self, request: _MessageRequest) -> None:
+        self._count(request, 1)
+        self._open.append(request)
+        for direction in request.directions:
+            self._posted[direction].append(request)
             self._choose(direction)
 
-    def _remove(self, passage: _Passage) -> None:
-        self._count(passage, -1)
-        self._open.remove(passage)
-        for direction in passage.directions:
-            self._posted[direction].remove(passage)
+    def _remove(self, request: _MessageRequest) -> None:
+        self._count(request, -1)
+        self._open.remove(request)
+        for direction in request.directions:
+            self._posted[direction].remove(request)
             self._choose(direction)
 
     def _choose(self, direction: int) -> None:
         """Let the kernel continue the message that has begun in a direction, or else the first one."""
         address = 0
-        for passage in self._posted[direction]:
-            state = passage.cells[_STATE]
-            if state == records.BEGUN and (not passage.is_from_any or passage.cells[_DIRECTION] == direction):
-                address = passage.address
+        for request in self._posted[direction]:
+            state = request.cells[_STATE]
+            if state == records.BEGUN and (not request.is_from_any or request.cells[_DIRECTION] == direction):
+                address = request.address
                 break
             if state == records.WAITING and not address:
-                address = passage.address
-        self._cells[direction * records.Direction.FIELDS + records.Direction.passage] = address
+                address = request.address
+        self._cells[direction * records.Direction.FIELDS + records.Direction.request] = address
 
-    def _continue(self, polls: int = 1, microseconds: int = 0, nanoseconds: int = 0) -> list[_Passage]:
+    def _continue(self, polls: int = 1, microseconds: int = 0, nanoseconds: int = 0) -> list[_MessageRequest]:
         """Continue all messages until one has ended; return those that have."""
         directions, count = int(self._directions), 2 * self.size
         while (status := self._advance(directions, count, self.capacity, polls, microseconds, nanoseconds)) >= (
@@ -287,15 +288,15 @@ class RingTransport(GroupResource):
 
     def _make_way(self, direction: int) -> None:
         """Let the kernel receive the message that arrives in a direction and is not the expected one."""
-        chosen = self._cells[direction * records.Direction.FIELDS + records.Direction.passage]
+        chosen = self._cells[direction * records.Direction.FIELDS + records.Direction.request]
         found = next(each for each in self._posted[direction] if each.address == chosen).frames.found
-        for passage in self._posted[direction]:
-            if passage.frames.tag == found.tag and passage.state == records.WAITING:
-                self._directions[direction].passage = records.Passage(passage.address)
+        for request in self._posted[direction]:
+            if request.frames.tag == found.tag and request.state == records.WAITING:
+                self._directions[direction].request = records.MessageRequest(request.address)
                 return
-        frames, record = Frames(), records.Passage.new()
+        frames, record = Frames(), records.MessageRequest.new()
         frames.write(found.tag, found.num_bytes)
-        early = _Passage(frames, record)
+        early = _MessageRequest(frames, record)
         early.directions = [direction]
         early.memory = np.empty(0 if found.is_elsewhere else found.num_bytes, np.uint8)
         record.write(frame=frames.frame, found=frames.found, compared=_ANY_SHAPE, address=early.memory.ctypes.data)
@@ -303,46 +304,46 @@ class RingTransport(GroupResource):
         self._count(early, 1)
         self._open.append(early)
         self._posted[direction].append(early)
-        self._directions[direction].passage = record
+        self._directions[direction].request = record
 
-    def _take_ended(self) -> list[_Passage]:
-        ended = [passage for passage in self._open if passage.cells[_STATE] == records.ENDED]
-        for passage in ended:
-            self._remove(passage)
-            if passage.message is not None:
-                passage.message.end_record()
-        for passage in self._open:
-            if passage.is_from_any and passage.state == records.BEGUN:
-                for direction in passage.directions:  # all others but one
+    def _take_ended(self) -> list[_MessageRequest]:
+        ended = [request for request in self._open if request.cells[_STATE] == records.ENDED]
+        for request in ended:
+            self._remove(request)
+            if request.message is not None:
+                request.message.end_record()
+        for request in self._open:
+            if request.is_from_any and request.state == records.BEGUN:
+                for direction in request.directions:  # all others but one
                     self._choose(direction)
-        return [passage for passage in ended if passage.message is not None]
+        return [request for request in ended if request.message is not None]
 
-    def _early_for(self, message: PostedMessage) -> _Passage | None:
+    def _early_for(self, message: PostedMessage) -> _MessageRequest | None:
         """Take the first message that has arrived before this receive of it."""
         if not message.is_receive:
             return None
         peers = range(self.size) if message.peer is None else [message.peer]
         for peer in peers:
-            for passage in self._early[peer]:
-                if passage.frames.tag == message.tag:
-                    self._early[peer].remove(passage)
-                    return passage
+            for request in self._early[peer]:
+                if request.frames.tag == message.tag:
+                    self._early[peer].remove(request)
+                    return request
         return None
 
     # --- Without the lock --------------------------------------------------------------------------------------------
 
-    def _end(self, ended: list[_Passage]) -> None:
-        for passage in ended:
-            message, received = passage.message, None
+    def _end(self, ended: list[_MessageRequest]) -> None:
+        for request in ended:
+            message, received = request.message, None
             assert message is not None
-            message.waited_until = passage.cells[records.Passage.begun]
+            message.waited_until = request.cells[records.MessageRequest.begun]
             if message.is_receive:
                 source = message.peer
                 if source is None:
-                    is_here = passage.memory is None
-                    source = (passage.cells[_DIRECTION] if is_here else passage.directions[0]) - self.size
-                received = passage.frames.received(source, passage.memory)
-            if passage.memory is None and isinstance(passage.cells, array):  # the fast path has records of its own
-                passage.message = None
-                self._unused.append(passage)
+                    is_here = request.memory is None
+                    source = (request.cells[_DIRECTION] if is_here else request.directions[0]) - self.size
+                received = request.frames.received(source, request.memory)
+            if request.memory is None and isinstance(request.cells, array):  # the fast path has records of its own
+                request.message = None
+                self._unused.append(request)
             message.finish(received)

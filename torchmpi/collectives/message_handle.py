@@ -370,7 +370,7 @@ def mismatch(
     )
 
 
-def adopt(message: MessageHandle, frames: Frames, record: records.Passage) -> MessageHandle:
+def adopt(message: MessageHandle, frames: Frames, record: records.MessageRequest) -> MessageHandle:
     """Continue a message that the fast path has begun; the caller has its lock."""
     assert isinstance(message.transport, RingTransport)
     message._number = message._channel.number

@@ -8,6 +8,7 @@ communicator is under way (:mod:`.short_messages`).
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -174,7 +175,7 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
         raise unknown_keyword(sendreceive, _unknown)
     call = _Call("sendreceive", tensor, comm)
     source, target = call.peer(src), call.peer(dst)
-    if type(src) is int and type(dst) is int:
+    if type(src) is int and type(dst) is int:  # others have no key
         call.cache(fast_path.joint_key(src, dst), src=src, dst=dst)
     result: Value = call.run(lambda: call.exchange(source, target, is_background=False))
     return result
@@ -256,7 +257,7 @@ class _Call:
         ).start()  # fmt: skip
         return _Exchange((receive, send), None, self.what)
 
-    def run(self, begin: Any) -> Any:
+    def run(self, begin: Callable[[], Handle[Any]]) -> Any:
         """Begin what the caller waits for, and wait; torch.profiler shows it as one call."""
         event = None if events.show_call is None else events.begin_event(self._described(), is_task=False)
         try:
@@ -271,7 +272,7 @@ class _Call:
             comm is None and used.get() is None and runtime.communicator(None).intra is group
         )
         is_plain = self.tensor.device.type == "cpu" and not self.tensor.dtype.is_complex and not self.is_number
-        if is_meant and is_plain and type(max(src, dst)) is int:
+        if is_meant and is_plain and type(src) is int and type(dst) is int:
             cache_message(self.name, group, self.tensor, (key, self.tensor.dtype, comm), src, dst)
 
     def _described(self) -> events.ShownCall:

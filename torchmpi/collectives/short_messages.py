@@ -141,8 +141,8 @@ class _RingMessage(_FastMessage):
             call_log=self.call_log.address,
             **self.channels(),
         )
-        for passage in (self._record.sending, self._record.receiving):
-            passage.frame, passage.found = self._frames.frame, self._frames.found
+        for request in (self._record.sending, self._record.receiving):
+            request.frame, request.found = self._frames.frame, self._frames.found
         self._own_lock = RunLock()
         self.cached_call = self.cached(int(self._record), self._own_lock)
 

@@ -261,7 +261,7 @@ class Frame(Record):
     shape = Array(0)
 
 
-class Passage(Record):
+class MessageRequest(Record):
     """A message that a rank sends or receives, as far as it has got."""
 
     state = Word()
@@ -299,7 +299,7 @@ class Direction(Record):
     """One direction between this rank and another, and the message of this rank that is next or has begun there."""
 
     ring = Pointer(MessageRing)
-    passage = Pointer(Passage)
+    request = Pointer(MessageRequest)
     is_receive = Word()
 
 
@@ -312,8 +312,8 @@ class MessageCall(Record):
     """Of the received one, likewise."""
     capacity = Word()
     polls = Word()
-    sending = Embedded(Passage)
-    receiving = Embedded(Passage)
+    sending = Embedded(MessageRequest)
+    receiving = Embedded(MessageRequest)
     item_bytes = Word()
     begun = Word()
     """When it began, in nanoseconds."""

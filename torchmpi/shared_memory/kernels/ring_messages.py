@@ -4,9 +4,9 @@ A message is a frame (:class:`.records.Frame`) and the values behind it; the nex
 line. A ring has one writer and one reader: `head` and `tail` only grow, the release store of `head` publishes what has
 been written, that of `tail` frees what has been read.
 
-A message that a rank sends or receives is a :class:`.records.Passage`, which any thread that holds the lock of the
-messages of the group can continue: `send_on` and `receive_on` move its next part. Messages are long before they are
-whole, so that the copies of both ranks overlap. Parts that are not short are written past the caches: a core reads
+A message that a rank sends or receives is a :class:`.records.MessageRequest`. Any thread that holds the lock of the
+messages of the group can continue it: `send_on` and `receive_on` move its next part. Each part is published when it is
+written, so that the copies of both ranks overlap. Parts that are not short are written past the caches: a core reads
 lines that another core has just written slower than memory.
 
 - `advance` continues the messages of all directions, for as long as no message ends.
@@ -37,7 +37,7 @@ from .records import (
     DLTensor,
     Frame,
     MessageCall,
-    Passage,
+    MessageRequest,
 )
 
 _LINE_BYTES = 64
@@ -94,80 +94,98 @@ def frame_bytes(frame: Frame):
 
 
 @inner
-def send_on(ring: MessageRing, capacity, passage: Passage):
+def send_on(ring: MessageRing, capacity, request: MessageRequest):
     """Write the next part of a message if there is room for it; return whether there was."""
     head, part = load(ring.head), part_bytes(capacity)
     room, end = capacity - (head - load_acquire(ring.tail)), head
-    frame, moved, num_bytes = passage.frame, passage.moved, passage.num_bytes
-    if passage.state == WAITING:
+    frame, moved, num_bytes = request.frame, request.moved, request.num_bytes
+    if request.state == WAITING:
         header = frame_bytes(frame)
         if room < min(header + num_bytes, part):
             return False
         put(ring, capacity, head, frame + 0, header)
         end, length = head + header, min(num_bytes, part - header)
-        passage.state = BEGUN
-        passage.begun = now()
+        request.state = BEGUN
+        request.begun = now()
     else:
         length = min(num_bytes - moved, part)
         if room < length:
             return False
-    put(ring, capacity, end, passage.address + moved, length)
+    put(ring, capacity, end, request.address + moved, length)
     end, moved = end + length, moved + length
-    passage.moved = moved
+    request.moved = moved
     if moved == num_bytes:
         end = whole_lines(end)
-        passage.state = ENDED
+        request.state = ENDED
     store_release(ring.head, end)
     return True
 
 
 @inner
-def is_as_expected(passage: Passage):
+def is_as_expected(request: MessageRequest):
     """Return whether a received frame is like the expected one."""
-    found, frame = passage.found, passage.frame
+    found, frame = request.found, request.frame
     if found.num_bytes != frame.num_bytes:
         return False
-    if passage.compared > 1 and (found.dtype != frame.dtype or found.num_dims != frame.num_dims):
+    if request.compared > 1 and (found.dtype != frame.dtype or found.num_dims != frame.num_dims):
         return False
-    for index in range(passage.compared - 3):
+    for index in range(request.compared - 3):
         if found.shape[index] != frame.shape[index]:
             return False
     return True
 
 
 @inner
-def receive_on(ring: MessageRing, capacity, passage: Passage, most):
+def receive_on(ring: MessageRing, capacity, request: MessageRequest, most):
     """Read the next part of a message, at most so many bytes of values: NOTHING, MOVED, or OTHER_TAG."""
     tail = load(ring.tail)
     ready = load_acquire(ring.head) - tail
     if ready == 0:
         return NOTHING
-    if passage.state == WAITING:
-        found = passage.found
+    if request.state == WAITING:
+        found = request.found
         get(ring, capacity, tail, found + 0, Frame.shape * 8)
-        if found.tag != passage.frame.tag:
+        if found.tag != request.frame.tag:
             return OTHER_TAG
         header = frame_bytes(found)
         get(ring, capacity, tail, found + 0, header)
         tail, ready = tail + header, ready - header
-        passage.state = BEGUN
-        passage.begun = now()
-        passage.moved = 0
-        passage.num_bytes = 0 if found.is_elsewhere != 0 else found.num_bytes
-        passage.differs = 0 if is_as_expected(passage) else 1
+        request.state = BEGUN
+        request.begun = now()
+        request.moved = 0
+        request.num_bytes = 0 if found.is_elsewhere != 0 else found.num_bytes
+        request.differs = 0 if is_as_expected(request) else 1
     elif most == 0:
         return NOTHING
-    moved = passage.moved
-    length = min(min(ready, passage.num_bytes - moved), min(part_bytes(capacity), most))
-    if passage.differs == 0:
-        get(ring, capacity, tail, passage.address + moved, length)
+    moved = request.moved
+    length = min(min(ready, request.num_bytes - moved), min(part_bytes(capacity), most))
+    if request.differs == 0:
+        get(ring, capacity, tail, request.address + moved, length)
     tail, moved = tail + length, moved + length
-    passage.moved = moved
-    if moved == passage.num_bytes:
+    request.moved = moved
+    if moved == request.num_bytes:
         tail = whole_lines(tail)
-        passage.state = ENDED
+        request.state = ENDED
     store_release(ring.tail, tail)
     return MOVED
+
+
+@inner
+def rest(idle, since, polls, microseconds):
+    """Wait a moment, after `idle` looks at which nothing has moved: poll, then yield, or sleep if told how long.
+
+    Returns the time of the last poll, given that as `since`, or 0 if there are polls left.
+    """
+    if idle < polls:
+        pause()
+        return 0
+    if since == 0:
+        return now()
+    if microseconds == 0:
+        give_way()
+    else:
+        sleep(microseconds)
+    return since
 
 
 @kernel
@@ -190,27 +208,27 @@ def advance(directions: Direction, count, capacity, polls, microseconds, nanosec
         has_moved = False
         for index in range(count):
             direction = directions[index]
-            passage = direction.passage
-            if not passage:
+            request = direction.request
+            if not request:
                 continue
-            state = passage.state
+            state = request.state
             if state == ENDED:  # before a message with another tag was found
                 ended = True
                 continue
-            if state == BEGUN and passage.is_from_any != 0 and passage.direction != index:
+            if state == BEGUN and request.is_from_any != 0 and request.direction != index:
                 continue
             if direction.is_receive == 0:
-                has_moved = send_on(direction.ring, capacity, passage) or has_moved
+                has_moved = send_on(direction.ring, capacity, request) or has_moved
             else:
-                result = receive_on(direction.ring, capacity, passage, _NO_LIMIT)
+                result = receive_on(direction.ring, capacity, request, _NO_LIMIT)
                 if result == OTHER_TAG:
                     return UNEXPECTED + index
                 if result == MOVED:
                     has_moved = True
                     if state == WAITING:
-                        passage.direction = index
-                        ended = ended or passage.is_from_any != 0
-            if passage.state == ENDED:
+                        request.direction = index
+                        ended = ended or request.is_from_any != 0
+            if request.state == ENDED:
                 ended = True
         if ended:
             return SOME_ENDED
@@ -218,31 +236,22 @@ def advance(directions: Direction, count, capacity, polls, microseconds, nanosec
             idle, since = 0, 0
             continue
         idle += 1
-        if idle < polls:
-            pause()
-            continue
-        time = now()
-        if since == 0:
-            since = time
-        if time - since >= nanoseconds:
+        since = rest(idle, since, polls, microseconds)
+        if since != 0 and now() - since >= nanoseconds:
             return 0
-        if microseconds == 0:
-            give_way()
-        else:
-            sleep(microseconds)
 
 
 # --- repeated messages --------------------------------------------------------------------------------------------
 
 
 @inner
-def prepare(passage: Passage, address, num_bytes, compared):
+def prepare(request: MessageRequest, address, num_bytes, compared):
     """Set a message back to its begin, with other values."""
-    passage.state = WAITING
-    passage.moved = 0
-    passage.address = address
-    passage.num_bytes = num_bytes
-    passage.compared = compared
+    request.state = WAITING
+    request.moved = 0
+    request.address = address
+    request.num_bytes = num_bytes
+    request.compared = compared
     return 0
 
 
@@ -300,15 +309,9 @@ def pass_message(call: MessageCall, seq, signature, address, num_bytes):
             idle, since = 0, 0
             continue
         idle += 1
-        if idle < polls:
-            pause()
-            continue
-        time = now()
-        if since == 0:
-            since = time
-        if time - since >= _YIELD_NANOSECONDS:
+        since = rest(idle, since, polls, 0)
+        if since != 0 and now() - since >= _YIELD_NANOSECONDS:
             return UNFINISHED
-        give_way()
     end = now()
     if out:
         end_message(call.send_channel, end)
