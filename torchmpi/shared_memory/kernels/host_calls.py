@@ -1,8 +1,8 @@
 """Short allreduces over hosts: the steps within a host, and the messages between hosts, without Python in between.
 
-`allreduce_over_hosts` does the same as `ComparedAllreduce` of torchmpi.backends, with the same messages, entries of call
-logs and bits, so that ranks of both paths meet. It ends at the first step that fails;
-Python runs the rest of the call, or raises the error.
+`allreduce_over_hosts` does the same as `ComparedAllreduce` of torchmpi.backends, with the same messages, entries of
+call logs and bits, so that ranks of both paths meet. It ends at the first step that fails; Python runs the rest of the
+call, or raises the error.
 """
 
 from __future__ import annotations
