@@ -42,7 +42,7 @@ def main() -> None:
         total += loss.detach()
         if not mpinn.synchronize_gradients_async(model):
             continue  # gradients of further batches will be added
-        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        mpinn.clip_grad_norm_(model, options.clip)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

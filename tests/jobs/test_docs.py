@@ -154,6 +154,23 @@ def test_blocks_have_the_language_of_their_mark(page):
             assert block.code.startswith("$ "), f"{block}: a console block begins with a command, `$ ...`"
 
 
+# ---- limits --------------------------------------------------------------------------------------
+
+SAY_LIMITS = ("README.md", *(f"docs/{name}.md" for name in ("install", "horovod", "slurm", "gpu")))
+"""Pages that begin with the limits, in the words of docs/support.md."""
+
+
+def limits_of(page: Path) -> str:
+    found = re.search(r"^> \*\*Limits\.\*\*.*(?:\n>.*)*", page.read_text(), flags=re.MULTILINE)
+    assert found, f"{name_of(page)} does not say what was tested: copy the limits from docs/support.md"
+    return found[0].replace("](docs/", "](")
+
+
+@pytest.mark.parametrize("name", SAY_LIMITS)
+def test_pages_say_the_same_limits(name):
+    assert limits_of(ROOT / name) == limits_of(ROOT / "docs" / "support.md")
+
+
 # ---- links ---------------------------------------------------------------------------------------
 
 
