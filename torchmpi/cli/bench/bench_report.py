@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from ... import files
-from ...collective_specs import spec_of
 from ...errors import ArgumentError, JobError
 from ..formatting import counted, section, table
 from .contestants import COPY
@@ -21,6 +20,7 @@ FORMAT = "torchmpi bench 1"
 # The columns that identify a line of a file, by kind. Scripts in benchmarks/ write the last four kinds.
 KEYS = {
     "collectives": ("ranks", "verb", "dtype", "mode", "bytes", "contestant"),
+    "calls": ("ranks", "verb", "dtype", "mode", "bytes", "contestant"),
     "train": ("ranks", "model", "part", "contestant"),
     "starts": ("ranks", "start", "contestant"),
     "leaks": ("ranks", "rank", "part"),
@@ -211,7 +211,7 @@ def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
         marker = None if name == COPY else _MARKERS[index % len(_MARKERS)]
         axis.plot(sizes, times, style, label=name, marker=marker, markersize=4)
         axis.fill_between(sizes, low, high, alpha=0.15)
-    axis.set_xscale("log" if spec_of(collective).tensors else "symlog", base=2)
+    axis.set_xscale("log" if min(row["bytes"] for row in rows) else "symlog", base=2)
     axis.set_yscale("log")
     ticks = sorted({row["bytes"] for row in rows})[::2]
     axis.set_xticks(ticks, [short_size(tick) for tick in ticks])
