@@ -184,12 +184,14 @@ def check_can_plot() -> None:
 
 
 def draw(report: Mapping[str, Any], path: str) -> None:
-    """Plot times over sizes, one panel for each collective, dtype and number of ranks."""
+    """Plot times over sizes, one panel for each call that has sizes, dtype and number of ranks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = list(grouped([row for row in report["rows"] if has_figure(row)], _PANELS))
-    columns = min(2, len(panels))
+    panels = list(grouped([row for row in report["rows"] if has_figure(row) and row["bytes"]], _PANELS))
+    if not panels:
+        raise ArgumentError("--plot: nothing that was measured has a size.")
+    columns = min(2 if len(panels) <= 4 else 3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(_INCHES[0] * columns, _INCHES[1] * rows), layout="constrained")
     FigureCanvasAgg(figure)
@@ -211,7 +213,7 @@ def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
         marker = None if name == COPY else _MARKERS[index % len(_MARKERS)]
         axis.plot(sizes, times, style, label=name, marker=marker, markersize=4)
         axis.fill_between(sizes, low, high, alpha=0.15)
-    axis.set_xscale("log" if min(row["bytes"] for row in rows) else "symlog", base=2)
+    axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     ticks = sorted({row["bytes"] for row in rows})[::2]
     axis.set_xticks(ticks, [short_size(tick) for tick in ticks])

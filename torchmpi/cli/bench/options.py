@@ -208,6 +208,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     option("--quick", action="store_true", help=f"{QUICK_SECONDS:g} seconds")
     _add_list(option, "--peers", ("mpi4py", "gloo", NONE), "peer", default=("mpi4py", "gloo"), note="both")
     _add_job(option, "calls")
+    add_plot(option, "calls")
     option = add(
         "train",
         "training steps, with and without overlap, against DistributedDataParallel",
