@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, Result, fake_mpirun, job_environment, search_path
 
 from torchmpi.cli.bench import options
+from torchmpi.cli.bench.call_bench import CALLS
 from torchmpi.collective_specs import IN_PLACE
 
 BENCH = ["-m", "torchmpi", "bench"]
@@ -51,6 +52,27 @@ def test_every_collective_and_contestant(launch, tmp_path):
             {"mpi", "copy"} if cell[0] not in ("sendreceive", "barrier") else set()
         )
         assert all("median_us" in here[name] for name in measured), (cell, here)
+
+
+def test_through_each_interface(launch, tmp_path):
+    file = tmp_path / "a.json"
+    arguments = ["--collective", "all", "--through", "all", "--sizes", "4K", "--backends", "auto", "--memory", "plain"]
+    rows = rows_of(file, launch(2, [*BENCH, *arguments, "--peers", "none", "--seconds", "0.1", "--json", file]))
+    assert {row["verb"] for row in rows} == set(options.COLLECTIVES)
+    for interface in ("auto", "dist"):
+        assert all("median_us" in row for row in rows if row["contestant"] == interface), interface
+    through_horovod = {row["verb"] for row in rows if row["contestant"] == "hvd" and "median_us" in row}
+    assert through_horovod == {"allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_other_call(launch, tmp_path, ranks):
+    file = tmp_path / "a.json"
+    result = launch(ranks, [*BENCH, "calls", "--sizes", "4K", "--seconds", "0.1", "--json", file])
+    rows = rows_of(file, result)
+    assert {row["verb"] for row in rows} == set(CALLS)
+    assert all("median_us" in row for row in rows if row["contestant"] in ("auto", "auto async", "dist", "mpi4py"))
+    assert "broadcast of an object" in result.stdout and "no figures" not in result.stdout, result.output
 
 
 def test_results_until_the_time_limit_are_kept(alone, tmp_path):

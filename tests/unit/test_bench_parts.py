@@ -29,6 +29,9 @@ from torchmpi.launch import launcher
         (["--verbs", "sing"], "'sing' is no collective"),
         (["--dtypes", "float12"], "'float12' is no dtype; choose among float32"),
         (["--peers", "none,gloo"], "none stands alone"),
+        (["--collectives", "all,reduce"], "all stands alone"),
+        (["--through", "nccl"], "'nccl' is no interface; choose among native, dist, hvd"),
+        (["--backends", "dist"], "'dist' is no backend; choose among auto, mpi"),
         (["--backends", "nonsense"], "'nonsense' is no backend; choose among auto, mpi"),
         (["--sizes", "4:x"], "'x' is no size from 1 byte to 64G; write 4:256M"),
         (["--sizes", "1M:4"], "begins above its end"),
@@ -49,7 +52,7 @@ def test_errors_about_arguments_name_the_allowed_values(given, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["collectives", "train", "compare"])
+@pytest.mark.parametrize("kind", ["collectives", "calls", "train", "compare"])
 def test_each_command_has_help_with_an_example(kind, capsys):
     with pytest.raises(SystemExit) as ended:
         torchmpi.cli.main(["bench", kind, "--help"])
@@ -63,7 +66,7 @@ def test_help_of_bench_names_its_commands(capsys):
     with pytest.raises(SystemExit):
         torchmpi.cli.main(["bench", "--help"])
     text = capsys.readouterr().out
-    assert all(word in text for word in ("collectives", "train", "compare", "examples:"))
+    assert all(word in text for word in ("collectives", "calls", "train", "compare", "examples:"))
 
 
 def test_default_command():

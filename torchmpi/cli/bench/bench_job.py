@@ -129,7 +129,7 @@ def _measurement(options: argparse.Namespace) -> Any:
     """Import the module with the function ``measure(job, options)``: one of this package, or a script."""
     script = getattr(options, "script", "")
     if not script:
-        name = {"collectives": ".collective_bench", "train": ".training"}[options.kind]
+        name = {"collectives": ".collective_bench", "calls": ".call_bench", "train": ".training"}[options.kind]
         return importlib.import_module(name, __package__)
     if (folder := str(Path(script).parent)) not in sys.path:
         sys.path.append(folder)

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from ... import files
-from ...collective_specs import spec_of
 from ...errors import ArgumentError, JobError
 from ..formatting import counted, section, table
 from .contestants import COPY
@@ -21,6 +20,7 @@ FORMAT = "torchmpi bench 1"
 # The columns that identify a line of a file, by kind. Scripts in benchmarks/ write the last four kinds.
 KEYS = {
     "collectives": ("ranks", "verb", "dtype", "mode", "bytes", "contestant"),
+    "calls": ("ranks", "verb", "dtype", "mode", "bytes", "contestant"),
     "train": ("ranks", "model", "part", "contestant"),
     "starts": ("ranks", "start", "contestant"),
     "leaks": ("ranks", "rank", "part"),
@@ -184,12 +184,14 @@ def check_can_plot() -> None:
 
 
 def draw(report: Mapping[str, Any], path: str) -> None:
-    """Plot times over sizes, one panel for each collective, dtype and number of ranks."""
+    """Plot times over sizes, one panel for each call that has sizes, dtype and number of ranks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = list(grouped([row for row in report["rows"] if has_figure(row)], _PANELS))
-    columns = min(2, len(panels))
+    panels = list(grouped([row for row in report["rows"] if has_figure(row) and row["bytes"]], _PANELS))
+    if not panels:
+        raise ArgumentError("--plot: nothing that was measured has a size.")
+    columns = min(2 if len(panels) <= 4 else 3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(_INCHES[0] * columns, _INCHES[1] * rows), layout="constrained")
     FigureCanvasAgg(figure)
@@ -211,7 +213,7 @@ def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
         marker = None if name == COPY else _MARKERS[index % len(_MARKERS)]
         axis.plot(sizes, times, style, label=name, marker=marker, markersize=4)
         axis.fill_between(sizes, low, high, alpha=0.15)
-    axis.set_xscale("log" if spec_of(collective).tensors else "symlog", base=2)
+    axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     ticks = sorted({row["bytes"] for row in rows})[::2]
     axis.set_xticks(ticks, [short_size(tick) for tick in ticks])

@@ -13,8 +13,8 @@ from ...collective_specs import IN_PLACE, SPECS
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
 from .bench_report import Row, grouped, has_figure, header, microseconds, reasons, time_and_spread, timing_of
-from .contestants import COPY, LAUNCH, Contestant, Copy, TorchDistributed, find_peers, open_group, our_contestants
-from .options import CPU_PEERS, DIST, PEERS, short_size
+from .contestants import COPY, LAUNCH, Contestant, Copy, find_peers, our_contestants, through_other_interfaces
+from .options import CPU_PEERS, NATIVE, PEERS, short_size
 from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls, timed_on
 from .workload import BenchCase, Workload
 
@@ -25,11 +25,10 @@ def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
     """Return rows of times, or of reasons why there are none, for each case and contestant. Collective."""
     asynchronous, device = options.asynchronous, job.device.type
     peers = (*options.peers, "nccl") if device != "cpu" and tuple(options.peers) == CPU_PEERS else options.peers
-    contestants: list[Contestant] = [
-        *our_contestants(options.backends, options.memory, asynchronous=asynchronous, device=device)
-    ]
-    if DIST in (options.backends or ()):
-        contestants.append(TorchDistributed(DIST, open_group("torchmpi", job.resources), asynchronous=asynchronous))
+    contestants: list[Contestant] = []
+    if NATIVE in options.through:
+        contestants += our_contestants(options.backends, options.memory, asynchronous=asynchronous, device=device)
+    contestants += through_other_interfaces(options.through, job, asynchronous=asynchronous)
     contestants += [*find_peers(peers, job, asynchronous=asynchronous), Copy()]
     tasks = []
     for case in cases(options):

@@ -24,7 +24,7 @@ from ...session import runtime
 from ..formatting import StatusLine
 from ..launching import BOOTSTRAP, PACKAGE_PARENT, find_programs, launch_command, run_limited
 from ..supervision import handle_signals
-from . import collective_bench, options, training
+from . import call_bench, collective_bench, options, training
 from .bench_job import RESULT_SO_FAR, Show, measure_job
 from .bench_report import check_can_plot, compare_files, draw, new_report, save
 
@@ -57,6 +57,12 @@ def _collectives(given: argparse.Namespace) -> int:
     return measure_and_print(given, partial(collective_bench.as_text, details=given.details))
 
 
+def _calls(given: argparse.Namespace) -> int:
+    given.sizes = given.sizes or options.sizes(options.CALL_SIZES)
+    given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
+    return measure_and_print(given, call_bench.as_text)
+
+
 def _train(given: argparse.Namespace) -> int:
     given.models = given.models or (options.QUICK_MODELS if given.quick else options.COMPUTING_HERE)
     given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
@@ -68,7 +74,7 @@ def _compare(given: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"collectives": _collectives, "train": _train, "compare": _compare}
+_COMMANDS = {"collectives": _collectives, "calls": _calls, "train": _train, "compare": _compare}
 
 
 # --- also used by the scripts in benchmarks/ ---------------------------------------------------------------

@@ -24,7 +24,7 @@ from ...distributed.registration import register
 from ...launch import mpi_library
 from ...session import runtime
 from .bench_job import BenchJob
-from .options import AUTO, DIST, PEERS
+from .options import AUTO, DIST, HVD, PEERS
 from .workload import Allocate, BenchCase, Workload
 
 Call = Callable[..., Any]
@@ -99,8 +99,7 @@ def our_contestants(
     backends: Sequence[str] | None, memories: Sequence[str], *, asynchronous: bool, device: str = "cpu"
 ) -> list[Ours]:
     """Return torchmpi with each backend on plain tensors, and on shared ones with those requested or the default."""
-    requested: Sequence[str] = (AUTO, *_available(device)) if backends is None else backends
-    named = [name for name in requested if name != DIST]
+    named: Sequence[str] = (AUTO, *_available(device)) if backends is None else backends
     chosen = [(backend, "plain") for backend in named if "plain" in memories]
     chosen += [(backend, "shared") for backend in ((AUTO,) if backends is None else named) if "shared" in memories]
     ours = [
@@ -111,6 +110,16 @@ def our_contestants(
     if asynchronous and device != "cpu":  # the time until the call returns, without wait()
         ours.append(Ours(None, "plain", asynchronous=True, device=device, name=LAUNCH))
     return ours
+
+
+def through_other_interfaces(names: Sequence[str], job: BenchJob, *, asynchronous: bool) -> list[Contestant]:
+    """Return torchmpi through the interfaces of other libraries. Collective."""
+    found: list[Contestant] = []
+    if DIST in names:
+        found.append(TorchDistributed(DIST, open_group("torchmpi", job.resources), asynchronous=asynchronous))
+    if HVD in names:
+        found.append(Horovod(HVD, "torchmpi.horovod", asynchronous=asynchronous))
+    return found
 
 
 def _available(device_type: str) -> list[str]:
@@ -279,11 +288,11 @@ class TorchDistributed(Contestant):
 
 
 class Horovod(Contestant):
-    """Horovod's functions for torch, in place where they exist."""
+    """Functions of Horovod's interface for torch, in place where they exist."""
 
-    def __init__(self, *, asynchronous: bool) -> None:
-        super().__init__("horovod")
-        self._hvd, self._asynchronous = import_module("horovod.torch"), asynchronous
+    def __init__(self, name: str, module: str, *, asynchronous: bool) -> None:
+        super().__init__(name)
+        self._hvd, self._asynchronous = import_module(module), asynchronous
         self._hvd.init()
 
     def why_not(self, collective: str, dtype: str) -> str | None:
@@ -323,7 +332,7 @@ def find_peers(names: Sequence[str], job: BenchJob, *, asynchronous: bool) -> li
         elif name == "mpi4py":
             found.append(mpi4py(job.comm, asynchronous=asynchronous))
         elif name == "horovod":
-            found.append(Horovod(asynchronous=asynchronous))
+            found.append(Horovod(name, "horovod.torch", asynchronous=asynchronous))
         else:
             found.append(TorchDistributed(name, open_group(name, job.resources), asynchronous=asynchronous))
     return found

@@ -22,15 +22,15 @@ PEERS = ("mpi4py", "gloo", "horovod", "nccl")
 CPU_PEERS = PEERS[:3]
 AUTO = "auto"
 """The backend that a call without ``backend=`` uses."""
-DIST = "dist"
-"""torch.distributed with the backend "torchmpi"."""
-NONE = "none"
+NATIVE, DIST, HVD = INTERFACES = ("native", "dist", "hvd")
+"""Through which names torchmpi is called: its own, torch.distributed's, Horovod's."""
+NONE, ALL = "none", "all"
 MEMORIES = ("plain", "shared")
 COMPUTING_HERE = ("mlp", "cnn", "resnet", "transformer")
 QUICK_MODELS = ("mlp", "cnn")
 MODELS = (*COMPUTING_HERE, "offloaded")
 DEFAULT_SECONDS, QUICK_SECONDS = 60.0, 10.0
-DEFAULT_SIZES, QUICK_SIZES = "4:256M", "4,4K,64K,1M,16M"
+DEFAULT_SIZES, QUICK_SIZES, CALL_SIZES = "4:256M", "4,4K,64K,1M,16M", "1K,32K,1M"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZES_HELP = "write 4:256M for the powers of 4 between them, or a list such as 4,64K,1M (K, M, G are powers of 1024)"
 _LARGEST_BYTES = 64 << 30
@@ -80,8 +80,8 @@ def short_size(num_bytes: int) -> str:
 def names(allowed: Sequence[str], noun: str) -> Callable[[str], tuple[str, ...]]:
     """Return a parser of lists of names.
 
-    >>> names(("red", "blue"), "color")("blue,red")
-    ('blue', 'red')
+    >>> names(("red", "blue"), "color")("blue,red"), names(("red", "blue", "all"), "color")("all")
+    (('blue', 'red'), ('red', 'blue'))
     """
 
     def parse(text: str) -> tuple[str, ...]:
@@ -89,8 +89,11 @@ def names(allowed: Sequence[str], noun: str) -> Callable[[str], tuple[str, ...]]
         for name in chosen:
             if name not in allowed:
                 raise argparse.ArgumentTypeError(f"{name!r} is no {noun}; choose among {', '.join(allowed)}")
-        if NONE in chosen and len(chosen) > 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: {NONE} stands alone")
+        for name in (NONE, ALL):
+            if name in chosen and len(chosen) > 1:
+                raise argparse.ArgumentTypeError(f"{text!r}: {name} stands alone")
+        if chosen == (ALL,):
+            return tuple(name for name in allowed if name not in (NONE, ALL))
         return () if NONE in chosen else chosen
 
     return parse
@@ -136,13 +139,16 @@ collectives. Without mpirun it launches jobs of its own; under mpirun it measure
 _EXAMPLES = """examples:
   torchmpi bench                                  allreduce from 4 B to 256 MB, in about a minute
   torchmpi bench --quick                          five sizes, ten seconds
-  torchmpi bench --collectives allreduce,broadcast -n 2,4 --json --plot
+  torchmpi bench --collectives all --through dist -n 2,4 --json --plot
   mpirun -n 8 torchmpi bench --sizes 1M:64M       the job that mpirun has started
+  torchmpi bench calls                            messages, objects, groups and other calls
   torchmpi bench train --model resnet             training steps against DistributedDataParallel
   torchmpi bench compare before.json after.json   compare two files"""
 _COLLECTIVES = """Time collectives of torchmpi and its peers on the same buffers, in short batches, in alternating
 order. A batch lasts from the start of the first rank to the end of the last; medians and quartiles are reported. In
 sendreceive each rank sends to the next one and receives from the one before it; a barrier has no size."""
+_CALLS = """Time the calls that are no collectives on one tensor: messages, several calls in flight, lists of tensors
+through torch.distributed, objects, numbers, strided tensors, many small tensors, and groups."""
 _TRAIN = """Time training steps of models without communication, with synchronize_gradients, with
 register_async_backward and with DistributedDataParallel on gloo; then communication alone. The model
 offloaded has the parameters of ResNet-18 (cnn) in layers that take time but no core, as on an accelerator."""
@@ -191,6 +197,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         )
     )
     option = add(
+        "calls",
+        "messages, calls in flight, lists, objects, numbers, groups, strided and many tensors",
+        _CALLS,
+        "calls",
+        "calls --sizes 4,1M -n 2,4 --peers none --json",
+    )
+    option("--sizes", type=sizes, metavar="SIZES",
+           help=f"sizes of the calls that have one (default: {CALL_SIZES})")  # fmt: skip
+    option("--quick", action="store_true", help=f"{QUICK_SECONDS:g} seconds")
+    _add_list(option, "--peers", ("mpi4py", "gloo", NONE), "peer", default=("mpi4py", "gloo"), note="both")
+    _add_job(option, "calls")
+    add_plot(option, "calls")
+    option = add(
         "train",
         "training steps, with and without overlap, against DistributedDataParallel",
         _TRAIN,
@@ -212,13 +231,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def _add_collectives(option: AddOption) -> None:
-    _add_list(option, "--collectives", COLLECTIVES, "collective", "--verbs", default=("allreduce",), dest="verbs")
+    _add_list(option, "--collectives", (*COLLECTIVES, ALL), "collective", "--collective", "--verbs",
+              default=("allreduce",), dest="verbs")  # fmt: skip
+    _add_list(option, "--through", (*INTERFACES, ALL), "interface", default=(NATIVE,), note="native: its own names. "
+              "dist: torch.distributed, hvd: Horovod's")  # fmt: skip
     option("--sizes", type=sizes, metavar="SIZES",
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip
     _add_list(option, "--dtypes", DTYPES, "dtype", default=("float32",))
-    option("--backends", type=names((AUTO, *NAMES, DIST), "backend"), metavar="LIST",
-           help="auto (the choice for calls without backend=), names, dist (torch.distributed over torchmpi) "
-                "(default: auto and all available)")  # fmt: skip
+    option("--backends", type=names((AUTO, *NAMES), "backend"), metavar="LIST",
+           help="auto (the choice for calls without backend=) and names (default: auto and all available)")  # fmt: skip
     _add_device(option, "the copy is on the device, nccl is a peer, and --async also times the launch")
     _add_list(option, "--memory", MEMORIES, "kind of memory", default=MEMORIES, note="both: ordinary tensors and "
               "those of mpi.empty_shared")  # fmt: skip
