@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,9 +17,12 @@ from helpers.torch_rig import LAYOUTS, Setting
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends.ring_transport import RingTransport
+from torchmpi.collectives.message_handle import MessageHandle, transport_of
 from torchmpi.distributed.transfers import MAX_TAG
 from torchmpi.errors import StallError, TorchMPIError
 from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 NEXT, PREVIOUS = (RANK + 1) % SIZE, (RANK - 1) % SIZE
@@ -316,3 +321,151 @@ def test_refused_before_anything_is_sent(agree, call, remedy):
         agree(remedy in str(error), f"no remedy: {error}")
     else:
         agree(False, "accepted")
+
+
+# --- Repeated messages, which machine code makes --------------------------------------------------------------------
+
+
+@pytest.fixture
+def num_handles(monkeypatch) -> list[int]:
+    """How many messages Python has begun."""
+    if not fast_path.takes_calls() or not isinstance(transport_of(dist.group.WORLD._group), RingTransport):
+        pytest.skip("messages of these ranks all pass through Python")
+    made, make = [0], MessageHandle.__init__
+
+    def count(*arguments, **named) -> None:
+        made[0] += 1
+        make(*arguments, **named)
+
+    monkeypatch.setattr(MessageHandle, "__init__", count)
+    return made
+
+
+@pytest.mark.parametrize("numel", (0, 1, 300, 40_000))
+def test_repeated_messages_have_the_same_bits(agree, num_handles, numel):
+    """The progress thread begins some of them in Python."""
+    num_made = []
+    for turn in range(30):
+        before, sent, target = num_handles[0], numbers(numel, RANK + turn), torch.empty(numel)
+        work = dist.isend(sent, NEXT, tag=9)
+        dist.barrier()
+        received = dist.irecv(target, PREVIOUS, tag=9)
+        received.wait()
+        work.wait()
+        num_made.append(num_handles[0] - before)
+        agree.equal(target, numbers(numel, PREVIOUS + turn), f"turn {turn}")
+        agree.equal((sent._version, target._version), (0, 1), f"turn {turn}")
+        agree(received.is_completed() and work.is_success() and received.result()[0] is target, f"turn {turn}")
+        agree.equal((received.source_rank(), work.source_rank()), (PREVIOUS, RANK))
+        agree(work.get_future().wait()[0] is sent and received.get_future().wait()[0] is target)
+        dist.barrier()  # the ring has no message of another turn
+    agree(0 in num_made, f"no turn was made by machine code: {num_made}")
+
+
+def test_repeated_messages_keep_their_order(agree, num_handles):
+    """Regression: a message that had made way for one with another tag was overtaken by the next with its own."""
+    for turn in range(6):
+        works = [dist.isend(numbers(40, 100 * turn + number), NEXT, tag=number % 2) for number in range(4)]
+        dist.barrier()
+        for number in (1, 0, 2, 3):
+            target = torch.empty(40)
+            dist.recv(target, PREVIOUS, tag=number % 2)
+            agree.equal(target, numbers(40, 100 * turn + number), f"turn {turn}, message {number}")
+        for work in works:
+            work.wait()
+        dist.barrier()
+
+
+def test_receives_that_wait_in_any_order(agree, num_handles):
+    """Of the same tag and of others, some from any rank, with messages that begin in between."""
+    orders = random.Random(5)
+    for turn in range(20):
+        tags = [orders.randrange(3) for _ in range(6)]
+        from_any = [orders.random() < 0.2 for _ in tags]
+        order = orders.sample(range(len(tags)), len(tags))
+        targets = [torch.empty(50) for _ in tags]
+        works, sends = [], []
+        for number, tag in enumerate(tags):
+            source = None if from_any[number] and SIZE == 2 else PREVIOUS
+            works.append(dist.irecv(targets[number], source, tag=tag))
+            if turn % 2:
+                sends.append(dist.isend(numbers(50, 10 * turn + number), NEXT, tag=tag))
+        if not turn % 2:
+            sends = [dist.isend(numbers(50, 10 * turn + number), NEXT, tag=tag) for number, tag in enumerate(tags)]
+        for number in order:
+            works[number].wait()
+        for work in sends:
+            work.wait()
+        for number, target in enumerate(targets):
+            agree.equal(target, numbers(50, 10 * turn + number), f"turn {turn}, message {number}")
+
+
+def test_a_repeated_message_of_another_length_raises(agree, num_handles):
+    for turn in range(4):
+        length = 3 if turn == 2 else 5
+        work = dist.isend(numbers(length, turn), NEXT, tag=2)
+        dist.barrier()
+        target = torch.zeros(5)
+        error = error_of(dist.irecv(target, PREVIOUS, tag=2))
+        work.wait()
+        agree("MismatchError" in error and f"rank {PREVIOUS}" in error if turn == 2 else not error, f"{turn}: {error}")
+        agree.equal(target, torch.zeros(5) if turn == 2 else numbers(5, turn))
+
+
+def test_a_receive_that_nobody_waits_for_does_not_keep_its_sender(agree, num_handles):
+    """The sender calls the collective after its message has left, which is longer than the ring."""
+    for _ in range(3):
+        target = torch.empty(LONG)
+        work = dist.irecv(target, PREVIOUS)
+        dist.isend(numbers(LONG, RANK), NEXT).wait()
+        dist.barrier()
+        work.wait()
+        agree.equal(target, numbers(LONG, PREVIOUS))
+
+
+def test_a_receive_ends_at_the_timeout_of_its_group(agree, num_handles):
+    hasty = dist.new_group(timeout=timedelta(seconds=0.3))
+    for turn in range(3):
+        if RANK == 0:
+            error = error_of(dist.irecv(torch.empty(2), 1, group=hasty))
+            agree("StallError" in error and "0.3 s" in error, error)
+        dist.barrier()
+        if RANK == 1:
+            dist.send(numbers(2, turn), 0, group=hasty)
+        if RANK == 0:
+            target = torch.empty(2)
+            dist.recv(target, 1, group=hasty)
+            agree.equal(target, numbers(2, turn), "the message after that")
+    dist.barrier()
+    dist.destroy_process_group(hasty)
+
+
+def test_a_receive_of_a_destroyed_group_raises(agree, num_handles):
+    short = dist.new_group()
+    work = dist.irecv(torch.empty(2), PREVIOUS, group=short)
+    dist.barrier()
+    dist.destroy_process_group(short)
+    error = error_of(work)
+    agree("CommunicatorError" in error and "destroyed" in error, error)
+
+
+def test_threads_that_receive_at_the_same_time(agree, num_handles):
+    received: dict[int, torch.Tensor] = {}
+
+    def receive(tag: int) -> None:
+        for turn in range(40):
+            target = received[tag] = torch.empty(16)
+            dist.recv(target, PREVIOUS, tag=tag)
+            if not torch.equal(target, numbers(16, 100 * tag + turn)):
+                return
+
+    threads = [threading.Thread(target=receive, args=(tag,)) for tag in range(3)]
+    for thread in threads:
+        thread.start()
+    for turn in range(40):
+        for tag in range(3):
+            dist.send(numbers(16, 100 * tag + turn), NEXT, tag=tag)
+    for thread in threads:
+        thread.join()
+    for tag in range(3):
+        agree.equal(received[tag], numbers(16, 100 * tag + 39), f"tag {tag}")

@@ -100,6 +100,9 @@ def test_messages_are_recorded(agree, default_group):
     agree.equal((last.dtype, last.num_bytes, last.group), ("float32", 28, group.name))
     agree(0 < last.begin <= last.end <= time.monotonic_ns())
     work = torch.distributed.irecv(torch.empty(4, dtype=torch.int64), left, tag=3)
+    limit = time.monotonic() + 20
+    while not work._receive.has_ended and time.monotonic() < limit:  # the progress thread begins it
+        time.sleep(0.001)
     mpi.barrier()
     (key,) = {each.key for each in runtime.current().context.groups if each.channels._channels.get((True, left, 3))}
     found = own_messages(key)[True, left, 3]

@@ -10,10 +10,11 @@ docs/design/messages.md has the protocol; :mod:`torchmpi.shared_memory.kernels.r
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -92,6 +93,13 @@ class _MessageRequest:
         return bool(self.cells[_FROM_ANY])
 
 
+class Deferred(Protocol):
+    """A receive that begins later, but before all messages that are posted after it."""
+
+    def begin(self) -> None:
+        """Post the receive."""
+
+
 _STATE, _FROM_ANY = records.MessageRequest.state, records.MessageRequest.is_from_any
 _DIRECTION = records.MessageRequest.direction
 
@@ -118,6 +126,10 @@ class RingTransport(GroupResource):
         self._unused: list[_MessageRequest] = []
         self._early: list[deque[_MessageRequest]] = [deque() for _ in range(self.size)]
         """By sender: messages that have arrived before a receive was posted for them."""
+        self.deferred: deque[Deferred] = deque()
+        self.deferring = threading.RLock()
+        """Held while deferred receives change, and while the fast path makes one."""
+        self._is_beginning = False
         for peer in range(self.size):
             sends, receives = self._directions[peer], self._directions[self.size + peer]
             sends.ring, receives.ring = self.ring(group.rank, peer), self.ring(peer, group.rank)
@@ -132,6 +144,8 @@ class RingTransport(GroupResource):
 
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
+        if self.deferred:
+            self.begin_deferred()
         with self.lock:
             if self.is_closed:
                 raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
@@ -141,6 +155,7 @@ class RingTransport(GroupResource):
             if early is not None and early.state == records.ENDED:
                 if early in self._open:
                     self._remove(early)
+                self._count(early, -1)
                 early.message = message
                 message.end_record()
                 ended.append(early)
@@ -152,6 +167,26 @@ class RingTransport(GroupResource):
                 self._enter(self._request_of(message))
                 ended = self._continue()
         self._end(ended)
+
+    def defer(self, receive: Deferred) -> bool:
+        """Note a receive that begins later; return False if it must begin now, because other messages are under way."""
+        with self.deferring:
+            if self.lock.fields[LockFields.pending]:
+                return False
+            self.deferred.append(receive)
+            return True
+
+    def begin_deferred(self) -> None:
+        """Post all deferred receives, in their order."""
+        with self.deferring:
+            if self._is_beginning:  # this thread posts one
+                return
+            self._is_beginning = True
+            try:
+                while self.deferred:
+                    self.deferred.popleft().begin()
+            finally:
+                self._is_beginning = False
 
     def adopt(self, message: PostedMessage, frames: Frames, record: records.MessageRequest) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record."""
@@ -206,6 +241,7 @@ class RingTransport(GroupResource):
 
     def close(self) -> None:
         """End the use of the rings; messages that have not ended fail."""
+        self.begin_deferred()
         with self.lock:
             self.is_closed = True
             self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
@@ -259,7 +295,8 @@ class RingTransport(GroupResource):
             self._choose(direction)
 
     def _remove(self, request: _MessageRequest) -> None:
-        self._count(request, -1)
+        if request.message is not None:  # the fast path must not receive a message before one that is kept here
+            self._count(request, -1)
         self._open.remove(request)
         for direction in request.directions:
             self._posted[direction].remove(request)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ from ..tensors import buffers, dtypes, streams
 from ..timeline import events
 
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 50e-6, 1e-3
+_MOST_LOOKS = 100
+"""After as many looks without a message, the progress thread sleeps until it is woken."""
+_SURE = 3
+"""After as many messages that have ended without it, it is not woken for the next one."""
 
 
 def transport_of(group: Group) -> Transport:
@@ -159,11 +163,15 @@ class MessageHandle(Handle[Any]):
                 self._channel.withdraw()
             raise self._failure(error) from error
         if not self._is_done:
-            if self.compares_shape:
-                self.group.open_messages.add(self)
-            if self._is_background:
-                _in_progress(self)
+            self.note_begin()
         return self
+
+    def note_begin(self) -> None:
+        """Have a message that has begun, and has not ended, waited for when the group is freed, and continued."""
+        if self.compares_shape:
+            self.group.open_messages.add(self)
+        if self._is_background:
+            continue_in_background(self)
 
     # --- For the transport ------------------------------------------------------------------------------------------
 
@@ -267,7 +275,7 @@ class MessageHandle(Handle[Any]):
     def run_in_background(self) -> None:
         """Have the message continued, although no thread waits for it."""
         if not self._is_done:
-            _in_progress(self)
+            continue_in_background(self)
 
     def abort(self, error: TorchMPIError) -> None:
         """End a receive that exceeds its timeout with an error, so that it does not take a later message."""
@@ -375,45 +383,69 @@ def adopt(message: MessageHandle, frames: Frames, record: records.MessageRequest
     assert isinstance(message.transport, RingTransport)
     message._number = message._channel.number
     message.transport.adopt(message, frames, record)
-    message.group.open_messages.add(message)
+    message.note_begin()
     return message
 
 
 # --- Progress -------------------------------------------------------------------------------------------------------
 
 
+class Continued(Protocol):
+    """A message that has begun, or a receive that will."""
+
+    transport: Transport
+    is_waited_for: bool
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to do."""
+
+    def test(self) -> bool:
+        """Continue it if that is possible at once; return whether nothing is left to do."""
+
+
 class _ProgressThread(threading.Thread):
-    """Continues the messages that no thread waits for, and sleeps while there are none."""
+    """Continues the messages that no thread waits for.
+
+    It is woken for each message as long as it has ended one of the last ones, because the program computes meanwhile.
+    If the program waits for its messages, the thread only looks every millisecond, and sleeps when there have been none
+    for a while: a thread that is woken takes the GIL and the messages from the one that waits.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="torchmpi messages", daemon=True)
-        self._messages: set[MessageHandle] = set()
+        self._messages: set[Continued] = set()
         self._is_needed = threading.Event()
-        self._is_ending = False
+        self._is_asleep = self._is_ending = False
+        self._num_unaided = 0
+        """Messages that have ended without this thread, since it has ended one."""
 
-    def add(self, message: MessageHandle) -> None:
+    def add(self, message: Continued) -> None:
         self._messages.add(message)
-        self._is_needed.set()
+        if self._is_asleep or self._num_unaided < _SURE:
+            self._is_needed.set()
 
     def run(self) -> None:
         """Test the messages, at increasing intervals while none of them ends."""
-        pause = _LEAST_PAUSE_SECONDS
-        while True:
-            self._is_needed.wait()
-            if self._is_ending:
-                return
+        pause, looks = _LEAST_PAUSE_SECONDS, 0
+        while not self._is_ending:
+            looks = 0 if self._messages else looks + 1
+            self._is_asleep = looks > _MOST_LOOKS
+            if self._is_asleep and not self._messages:
+                self._is_needed.wait()
+            elif self._is_needed.wait(pause):
+                pause = _LEAST_PAUSE_SECONDS
+            else:
+                pause = min(pause * 1.25, _MOST_PAUSE_SECONDS)
+            self._is_needed.clear()
             for message in list(self._messages):
-                if message._is_done:
+                if message.has_ended:
+                    self._num_unaided += 1
                     self._messages.discard(message)
                 elif not message.is_waited_for and message.test():
+                    self._num_unaided = 0
                     self._messages.discard(message)
                     pause = _LEAST_PAUSE_SECONDS
-            if not self._messages:
-                self._is_needed.clear()
-                if self._messages or self._is_ending:  # since before clear()
-                    self._is_needed.set()
-            time.sleep(pause)
-            pause = min(pause * 1.25, _MOST_PAUSE_SECONDS)
 
     def close(self) -> None:
         """End the thread."""
@@ -427,8 +459,8 @@ _progress: tuple[runtime.Runtime, _ProgressThread] | None = None
 _starting = threading.Lock()
 
 
-def _in_progress(message: MessageHandle) -> None:
-    """Have a message continued until it has ended."""
+def continue_in_background(message: Continued) -> None:
+    """Have a message continued until it has ended, while no thread waits for it."""
     global _progress
     running = runtime.current()
     if not running.threads_allowed and isinstance(message.transport, MpiTransport):

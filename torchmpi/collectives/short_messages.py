@@ -23,19 +23,25 @@ from ..backends.mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernel
 from ..backends.ring_transport import Frames, RingTransport
 from ..communicators.call_log import CallLog, call_code, describe
 from ..communicators.call_queue import CallQueue, RunLock
+from ..communicators.communicator import Communicator
 from ..communicators.group import Group
+from ..communicators.handle import Handle
 from ..communicators.message_record import NO_TAG
 from ..errors import TorchMPIError
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LockFields
 from ..tensors import dtypes
-from .message_handle import MessageHandle, adopt, mismatch, transport_of
+from .message_handle import MessageHandle, adopt, continue_in_background, mismatch, transport_of
 
 _MOST_MESSAGES = 64  # of a group, as the fast path looks through all of them
+_YIELD_NANOSECONDS = 300_000
+"""How long the fast path waits for the other rank, after the polls."""
 
 
-def cache_message(name: str, group: Group, tensor: torch.Tensor, key: fast_path.Name, src: int, dst: int) -> None:
+def cache_message(
+    name: str, group: Group, tensor: torch.Tensor, key: fast_path.Name, src: int, dst: int, tag: int = NO_TAG
+) -> None:
     """Let the fast path make calls like this one, if it can.
 
     Args:
@@ -45,22 +51,23 @@ def cache_message(name: str, group: Group, tensor: torch.Tensor, key: fast_path.
         key: The identity of the call.
         src: The rank to receive from, -1 for none.
         dst: The rank to send to, likewise.
+        tag: The tag. The fast path of a message with a tag returns a message that has not ended.
     """
     if isinstance(transport_of(group), RingTransport):
-        find = partial(_cached, partial(_RingMessage, name, group, src, dst, tensor.dtype), group, src, dst, tensor)
-        fast_path.cache_call(name, key, find)
+        make = partial(_RingMessage, name, group, src, dst, tensor.dtype, tag)
+        fast_path.cache_call(name, key, partial(_cached, make, group, src, dst, (tensor.dtype, tag)))
     elif name == "sendreceive" and tensor.nbytes <= PACKED_BYTES and can_call_from_kernels(group):
-        find = partial(_cached, partial(_MpiExchange, name, group, src, dst, tensor.dtype), group, src, dst, tensor)
-        fast_path.cache_call("sendreceive_by_mpi", key, find)
+        make_exchange = partial(_MpiExchange, name, group, src, dst, tensor.dtype)
+        fast_path.cache_call("sendreceive_by_mpi", key, partial(_cached, make_exchange, group, src, dst, tensor.dtype))
 
 
-def _cached(make: Any, group: Group, src: int, dst: int, tensor: torch.Tensor) -> fast_path.CachedCall | None:
+def _cached(make: Any, group: Group, src: int, dst: int, kind: Hashable) -> fast_path.CachedCall | None:
     """Return the call for the fast path; None if the group is closed, or has too many."""
     queues = _queues(group, src, dst)
     if any(queue.closed for queue in queues):
         return None
     calls: dict[Hashable, Any] = queues[0].fast_calls
-    key = make.func, src, dst, tensor.dtype
+    key = make.func, src, dst, kind
     if key not in calls:
         if sum(len(queue.fast_calls) for queue in list(group.peer_queues.values())) >= _MOST_MESSAGES:
             return None
@@ -90,9 +97,9 @@ class _FastMessage:
         code = call_code(self.name, None, dtypes.info(self.dtype).code)
         return fast_path.CachedCall(record, self.call_log, run_lock, code, code, self.settle, self.abort)
 
-    def channels(self) -> dict[str, int]:
+    def channels(self, tag: int = NO_TAG) -> dict[str, int]:
         """Return the entries of the flight record."""
-        ranks, channel, found = self.group.world_ranks, self.group.channels.channel, {}
+        ranks, channel, found = self.group.world_ranks, partial(self.group.channels.channel, tag=tag), {}
         if self.dst >= 0:
             found["send_channel"] = channel(ranks[self.dst], is_receive=False).address
         if self.src >= 0:
@@ -112,8 +119,8 @@ class _FastMessage:
         """Keep the counts of the messages, but not their call log."""
         self._counts.free_exchanges(self.call_log)
 
-    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        """End a message with this status of the kernel."""
+    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
+        """End a message with this status of the kernel, or return it."""
         raise NotImplementedError
 
     def abort(self) -> None:
@@ -123,35 +130,47 @@ class _FastMessage:
 
 
 class _RingMessage(_FastMessage):
-    """A message through a ring of shared memory."""
+    """A message through a ring of shared memory.
 
-    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype) -> None:
+    One with a tag is that of a program which goes on: what is sent is what the ring has room for.
+    """
+
+    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int) -> None:
         super().__init__(name, group, src, dst, dtype)
         transport = transport_of(group)
         assert isinstance(transport, RingTransport)
-        self._transport, self._frames = transport, Frames()
-        self._frames.write(NO_TAG, 0, dtypes.info(dtype).code)
+        self._transport, self._frames, self._tag = transport, Frames(), tag
+        self._frames.write(tag, 0, dtypes.info(dtype).code)
+        waits = tag == NO_TAG or src >= 0
         self._record = records.MessageCall.new().write(
             out=transport.ring(group.rank, dst) if dst >= 0 else 0,
             into=transport.ring(src, group.rank) if src >= 0 else 0,
             capacity=transport.capacity,
-            polls=transport.polls,
+            polls=transport.polls if waits else 0,
+            patience=_YIELD_NANOSECONDS if waits else 0,
+            has_tag=tag != NO_TAG,
             item_bytes=dtype.itemsize,
             lock=transport.lock.address,
             call_log=self.call_log.address,
-            **self.channels(),
+            **self.channels(tag),
         )
         for request in (self._record.sending, self._record.receiving):
             request.frame, request.found = self._frames.frame, self._frames.found
         self._own_lock = RunLock()
         self.cached_call = self.cached(int(self._record), self._own_lock)
 
-    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        """Raise the error of a message that did not fit, or wait for one that the other rank delays."""
+    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
+        """Raise the error of a message that did not fit; wait for one that the other rank delays, or return it."""
         super().abort()
+        has_tag = self._tag != NO_TAG
         if status == records.MISMATCH:
-            raise mismatch(self.group, self.name, tensor, self._frames.received(self.src))
-        for message in self._adopted(tensor):
+            received = self._frames.received(self.src)
+            raise mismatch(self.group, self.name, tensor, received, compares_shape=not has_tag)
+        messages = self._adopted(tensor, is_background=has_tag)
+        self._transport.begin_deferred()  # the others could wait for this rank to receive them
+        if has_tag:
+            return messages[0]
+        for message in messages:
             message.wait()
         return tensor
 
@@ -165,10 +184,12 @@ class _RingMessage(_FastMessage):
             message.withdraw()
             message.run_in_background()
 
-    def _adopted(self, tensor: torch.Tensor) -> list[MessageHandle]:
+    def _adopted(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
         """Return the messages that Python continues, the receive first, and release the lock that the kernel holds."""
         record, messages, send = self._record, [], None
-        make = partial(MessageHandle, self.group, self.name, is_background=False, begun=record.begun)
+        make = partial(
+            MessageHandle, self.group, self.name, tag=self._tag, is_background=is_background, begun=record.begun
+        )
         try:
             if self.dst >= 0:
                 source = tensor
@@ -192,6 +213,95 @@ class _RingMessage(_FastMessage):
         finally:
             self._transport.lock.fields[LockFields.entered] = 0
         return messages
+
+
+class DeferredReceive:
+    """A receive with a tag, of a program that has gone on: it begins when the program waits for it.
+
+    Then the fast path makes it, if it is the first one of its group and nothing else has been posted meanwhile.
+    Otherwise it is a :class:`MessageHandle`: as soon as another message is posted that could overtake it, or one of the
+    group does not end at once; the program looks at it; or the progress thread does, within a millisecond.
+
+    Args:
+        communicator: The communicator.
+        tensor: The checked tensor to receive into.
+        peer: The rank that sends.
+        tag: The tag.
+        key: The identity of the call for the fast path.
+    """
+
+    def __init__(self, communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int, key: object) -> None:
+        self._communicator, self.tensor, self.peer, self._tag, self._key = communicator, tensor, peer, tag, key
+        self._group = communicator.intra
+        self.transport = transport_of(self._group)
+        self._message: MessageHandle | None = None
+        self._error: BaseException | None = None
+        self._has_arrived = self.is_waited_for = False
+
+    def start(self) -> DeferredReceive:
+        """Note the receive, or begin it if other messages are under way; return it."""
+        transport = self.transport
+        if isinstance(transport, RingTransport) and transport.defer(self):
+            continue_in_background(self)
+        else:
+            self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Begin the receive; its handle has the error if that fails."""
+        make = partial(MessageHandle, self._group, "recv", self.tensor, self.peer, self._tag, is_receive=True)
+        try:
+            self._message = make().start()
+        except Exception as error:
+            self._error = error
+
+    def receive(self) -> bool:
+        """Receive by the fast path if that is possible; return whether the message has arrived."""
+        transport = self.transport
+        if self.has_ended or not isinstance(transport, RingTransport):
+            return self._has_arrived
+        with transport.deferring:
+            deferred = transport.deferred
+            if not deferred or deferred[0] is not self:
+                return self._has_arrived
+            self.is_waited_for = True
+            deferred.popleft()
+            try:
+                received = fast_path.recv(self.tensor, None, self._key, self._communicator, None)
+            except BaseException as error:
+                self._error = error
+                raise
+            if received is None:
+                deferred.appendleft(self)
+            elif received is self.tensor:
+                self._has_arrived = True
+            else:
+                self._message = received
+        return self._has_arrived
+
+    def handle(self) -> Handle[Any]:
+        """Return the handle, of a receive that begins now if it has not."""
+        if not self.has_ended:
+            assert isinstance(self.transport, RingTransport)
+            self.transport.begin_deferred()
+        if self._message is not None:
+            return self._message
+        handle = Handle[Any]()
+        if self._error is not None:
+            handle.set_error(self._error)
+        else:
+            handle.set_result(self.tensor)
+        return handle
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is not deferred any more: it has arrived or failed, or is a message."""
+        return self._has_arrived or self._message is not None or self._error is not None
+
+    def test(self) -> bool:
+        """Begin."""
+        self.handle()
+        return True
 
 
 class _MpiExchange(_FastMessage):

@@ -57,7 +57,7 @@ from .torch_names import (
     ScatterOptions,
     is_asynchronous,
 )
-from .work import COMPLETED, MessageWork, PendingWork
+from .work import COMPLETED, PendingWork
 
 
 class ProcessGroup(GroupExecution):
@@ -451,23 +451,17 @@ class ProcessGroup(GroupExecution):
     @apart_from_modes
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to one rank."""
-        tensor = single(tensors)
-        message = transfers.send(self._group, tensor, dst, tag)
-        return self._noted(MessageWork(message, [tensor], self._group.timeout_seconds))
+        return self._noted(transfers.send(self._communicator, single(tensors), dst, tag))
 
     @apart_from_modes
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from one rank."""
-        return self._receive(single(tensors), src, tag)
+        return self._noted(transfers.receive(self._communicator, single(tensors), src, tag))
 
     @apart_from_modes
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive one tensor from any rank."""
-        return self._receive(single(tensors), None, tag)
-
-    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
-        message = transfers.receive(self._group, tensor, peer, tag)
-        return self._noted(MessageWork(message, [tensor], self._group.timeout_seconds))
+        return self._noted(transfers.receive(self._communicator, single(tensors), None, tag))
 
     # --- Barriers ---------------------------------------------------------------------------------------------------
 

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from ..collectives.message_handle import MessageHandle
+from ..collectives.short_messages import DeferredReceive, cache_message
+from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..errors import ArgumentError, CommunicatorError
+from ..session import runtime
+from ..shared_memory import fast_path
 from ..tensors import buffers, writable
+from .work import DeferredWork, EndedMessage, MessageWork
 
 MAX_TAG = (1 << 20) - 1
 """The greatest tag of a user; current MPI libraries permit larger ones, which the monitored barrier uses."""
 ARRIVED_TAG, ANSWER_TAG = MAX_TAG + 1, MAX_TAG + 2
 
 
-def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> MessageHandle:
+def send(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
     """Start to send a tensor, which must not change until the message has ended."""
-    _check(group, tensor, "send", peer, tag)
-    return MessageHandle(group, "send", tensor, peer, tag, is_receive=False).start()
+    group, key = communicator.intra, fast_path.joint_key(peer, tag)
+    message = fast_path.send(tensor, None, key, communicator, None)
+    if message is tensor:
+        return EndedMessage(tensor, group.rank)
+    if message is None:
+        _check(group, tensor, "send", peer, tag)
+        if buffers.is_plain(tensor):
+            cache_message("send", group, tensor, (key, tensor.dtype, communicator), -1, peer, tag)
+        message = MessageHandle(group, "send", tensor, peer, tag, is_receive=False).start()
+    return MessageWork(message, tensor, group.timeout_seconds)
 
 
-def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> MessageHandle:
+def receive(communicator: Communicator, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
     """Start to receive a tensor of the sender's length, from one rank or from any (None)."""
+    group = communicator.intra
+    runtime.current()  # raises in a forked child
     _check(group, tensor, "recv", peer, tag)
-    return MessageHandle(group, "recv", tensor, peer, tag, is_receive=True).start()
+    if peer is None or not (buffers.is_plain(tensor) and fast_path.takes_calls()):
+        message = MessageHandle(group, "recv", tensor, peer, tag, is_receive=True).start()
+        return MessageWork(message, tensor, group.timeout_seconds)
+    key = fast_path.joint_key(peer, tag)
+    cache_message("recv", group, tensor, (key, tensor.dtype, communicator), peer, -1, tag)
+    deferred = DeferredReceive(communicator, tensor, peer, tag, key).start()
+    return DeferredWork(deferred, tensor, group.timeout_seconds)
 
 
 def _check(group: Group, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:

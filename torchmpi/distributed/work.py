@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives.message_handle import MessageHandle
+from ..collectives.short_messages import DeferredReceive
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..errors import StallError
@@ -50,6 +51,30 @@ COMPLETED = CompletedWork()
 """The work of all synchronous calls."""
 
 
+class EndedMessage(CompletedWork):
+    """Work of a message that had ended when the call returned."""
+
+    def __init__(self, tensor: torch.Tensor, source: int) -> None:
+        super().__init__()
+        self._tensor, self._source = tensor, source
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensor."""
+        return [self._tensor]
+
+    def get_future(self) -> Future:
+        """Return a completed future of the tensor."""
+        future: Future = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent the message."""
+        return self._source
+
+    _source_rank = source_rank
+
+
 def awaited_ranks(group: Group) -> str:
     """Return the ranks whose messages a call of a group awaits; '' over an MPI library, which does not tell."""
     comms = [part.comm for part in (group, group.inter_host) if part is not None and hasattr(part.comm, "awaited")]
@@ -59,12 +84,17 @@ def awaited_ranks(group: Group) -> str:
 class PendingWork(dist.Work):
     """Work of a call in the background."""
 
-    def __init__(self, handle: Handle[Any], outputs: list[torch.Tensor], limit_seconds: float) -> None:
+    def __init__(self, handle: Handle[Any] | None, outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__()
-        self._handle, self._outputs, self._limit_seconds = handle, outputs, limit_seconds
+        self._started, self._outputs, self._limit_seconds = handle, outputs, limit_seconds
         self._future: Future | None = None
         self.value: Any = outputs
         """The value of the future: what the call writes, in the lists in which it was passed."""
+
+    @property
+    def _handle(self) -> Handle[Any]:
+        assert self._started is not None
+        return self._started
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
@@ -119,29 +149,58 @@ class PendingWork(dist.Work):
 class MessageWork(PendingWork):
     """Work of one point-to-point message."""
 
-    def __init__(self, handle: MessageHandle, outputs: list[torch.Tensor], limit_seconds: float) -> None:
-        super().__init__(handle, outputs, limit_seconds)
-        self._message = handle
+    def __init__(self, handle: MessageHandle | None, tensor: torch.Tensor, limit_seconds: float) -> None:
+        super().__init__(handle, [tensor], limit_seconds)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block as :meth:`PendingWork.wait`; cancel a receive that exceeds the timeout of the group."""
         if timeout is not None and timeout.total_seconds() > 0:
             return super().wait(timeout)
+        message = self._handle
         try:
-            self._message.wait(self._limit_seconds or None)
+            message.wait(self._limit_seconds or None)
         except StallError:
+            assert isinstance(message, MessageHandle)
             limit = f"the timeout of {self._limit_seconds:g} s that this group has"
-            late = StallError(f"{self._message.description} has not ended within {limit}.")
-            self._message.abort(late)
+            late = StallError(f"{message.description} has not ended within {limit}.")
+            message.abort(late)
             raise late from None
         return True
 
     def source_rank(self) -> int:
         """Return the rank in the group that sent the message."""
         self.wait()
-        return self._message.source
+        message = self._handle
+        assert isinstance(message, MessageHandle)
+        return message.source
 
-    _source_rank = source_rank
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+
+class DeferredWork(MessageWork):
+    """Work of a receive that begins when the program waits for it, or looks at it."""
+
+    def __init__(self, receive: DeferredReceive, tensor: torch.Tensor, limit_seconds: float) -> None:
+        super().__init__(None, tensor, limit_seconds)
+        self._receive = receive
+
+    @property
+    def _handle(self) -> Handle[Any]:
+        if self._started is None:
+            self._started = self._receive.handle()
+        return self._started
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block as :meth:`MessageWork.wait`."""
+        if self._started is None and not timeout and self._receive.receive():
+            return True
+        return super().wait(timeout)
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent the message."""
+        self.wait()
+        return self._receive.peer
 
 
 class JoinedWork(PendingWork):

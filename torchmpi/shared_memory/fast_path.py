@@ -190,8 +190,11 @@ class _FastPath:
             result = cached_call.settle(status, tensor, out)
         finally:
             cached_call.run_lock.fields[memory_layout.LockFields.entered] = 0
-        if self.name in SPECS and not SPECS[self.name].tensors:
+        spec = SPECS.get(self.name)
+        if spec is not None and not spec.tensors:
             return False  # None means that Python must run the call
+        if spec is not None and spec.kind == "message":
+            return result
         if result is None:  # a gather on another rank than the root
             return tensor
         if out is not None and result is not out:
@@ -262,6 +265,11 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
         cached_call = find()
         if cached_call is not None:
             fast_path.add(name, cached_call)
+
+
+def takes_calls() -> bool:
+    """Return whether calls can be cached."""
+    return _is_enabled and not _is_paused and bool(_fast_paths)
 
 
 def pause(paused: bool) -> None:

@@ -312,6 +312,10 @@ class MessageCall(Record):
     """Of the received one, likewise."""
     capacity = Word()
     polls = Word()
+    patience = Word()
+    """How many nanoseconds to wait for the other rank, after the polls."""
+    has_tag = Word()
+    """Whether the lengths of sent and received message are compared alone."""
     sending = Embedded(MessageRequest)
     receiving = Embedded(MessageRequest)
     item_bytes = Word()

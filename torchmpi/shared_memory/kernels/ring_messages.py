@@ -44,8 +44,6 @@ _LINE_BYTES = 64
 _MOST_PART_BYTES = 64 << 10
 _LEAST_BYPASSING = 16 << 10
 _NO_LIMIT = 1 << 62
-_YIELD_NANOSECONDS = 300_000
-"""How long the fast path waits for the other rank, after the polls."""
 
 NOTHING, MOVED, OTHER_TAG = range(3)  # what receive_on returns
 
@@ -273,7 +271,7 @@ def enter_message(cached_call: CachedCallRecord, tensor: DLTensor, _: DLTensor, 
     for index in range(length):
         frame.shape[index] = dim(tensor, index)
     prepare(call.sending, data(tensor), num_bytes, 0)
-    prepare(call.receiving, data(tensor), num_bytes, 3 + length)
+    prepare(call.receiving, data(tensor), num_bytes, 3 + length if call.has_tag == 0 else 1)
     arguments.rest[0] = data(tensor)
     arguments.rest[1] = num_bytes
     return 0
@@ -287,7 +285,8 @@ def pass_message(call: MessageCall, seq, signature, address, num_bytes):
     rank puts the first part into a ring that has room for it, before it reads.
     """
     out, into, sending, receiving = call.out, call.into, call.sending, call.receiving
-    capacity, polls, begin, dtype = call.capacity, call.polls, now(), call.sending.frame.dtype
+    capacity, polls, patience = call.capacity, call.polls, call.patience
+    begin, dtype = now(), call.sending.frame.dtype
     call.begun = begin
     if out:
         begin_message(call.send_channel, begin, dtype, num_bytes)
@@ -304,13 +303,16 @@ def pass_message(call: MessageCall, seq, signature, address, num_bytes):
             has_moved = send_on(out, capacity, sending)
         if receiving.state != ENDED:
             most = _NO_LIMIT if sending.state == ENDED or receiving.differs != 0 else sending.moved - receiving.moved
-            has_moved = receive_on(into, capacity, receiving, most) == MOVED or has_moved
+            result = receive_on(into, capacity, receiving, most)
+            if result == OTHER_TAG:  # Python makes way for it
+                return UNFINISHED
+            has_moved = result == MOVED or has_moved
         if has_moved:
             idle, since = 0, 0
             continue
         idle += 1
         since = rest(idle, since, polls, 0)
-        if since != 0 and now() - since >= _YIELD_NANOSECONDS:
+        if since != 0 and now() - since >= patience:
             return UNFINISHED
     end = now()
     if out:
