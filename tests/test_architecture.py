@@ -178,7 +178,6 @@ def test_device_differences_are_confined():
 
 COMPARED_NAMES = {
     "backends.nccl.recipes": (1, "the NaN of the two operations with an order"),
-    "collectives.dispatch": (6, "the kernels of the fast path: those without a tensor, and of an allreduce"),
     "collectives.tuning.tuner": (1, "measures an allreduce first"),
     "engine.early_stop": (2, "the mode of early stopping"),
     "engine.measurement": (1, "the reduction of torch's losses"),

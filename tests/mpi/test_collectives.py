@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 from helpers import contract
+from helpers.joint import try_together
+from hypothesis import strategies
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -281,6 +283,18 @@ def test_objects(agree):
         received = mpi.broadcast_object([parameter])[0]
         agree.equal((type(received), received.dtype), (torch.nn.Parameter, dtype))
         agree.equal(received.view(torch.uint8), parameter.view(torch.uint8))
+
+
+def test_objects_of_all_lengths():
+    """Pickles with and without room in the first call, on some of the ranks or all."""
+    rank, size = mpi.rank(), mpi.size()
+    lengths = strategies.sampled_from((0, 1, 900, *range(1000, 1020), 1024, 5000, 70_000))
+
+    def check(counts):
+        assert mpi.broadcast_object("x" * counts[rank], size - 1) == "x" * counts[size - 1]
+        assert mpi.allgather_object("x" * counts[rank]) == ["x" * count for count in counts[:size]]
+
+    try_together(check, strategies.lists(lengths, min_size=4, max_size=4))
 
 
 def test_messages_longer_than_mpi_counts_are_split(agree):

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import contract
+from helpers.joint import try_together
 from helpers.shm_rig import start, stopped
+from hypothesis import strategies
 from torch.overrides import TorchFunctionMode
 
 import torchmpi as mpi
@@ -582,6 +584,69 @@ def test_an_interrupt_in_a_mode_of_torch_is_raised(agree):
     agree.equal(raised, KeyboardInterrupt, "the interrupt")
     agree.equal(tensor, torch.ones(2), "the tensor of the call that was not made")
     agree.equal(mpi.allreduce(torch.ones(2)), torch.full((2,), float(mpi.size())), "the next call")
+
+
+NUMBERS = (
+    strategies.booleans(),
+    strategies.integers(-(1 << 60), 1 << 60),
+    strategies.floats(allow_nan=False),
+    strategies.complex_numbers(allow_nan=False, allow_infinity=False, max_magnitude=1e100),
+)
+
+
+def test_numbers_by_the_fast_path(agree):
+    rank, size = mpi.rank(), mpi.size()
+
+    def check(numbers):
+        own, root = numbers[rank], size - 1
+        total = numbers[0]
+        for number in numbers[1:size]:
+            total += number
+        found = [
+            (mpi.allreduce(own), +total),
+            (mpi.reduce(own, root), +total if rank == root else +own),
+            (mpi.broadcast(own, root), numbers[root]),
+            (mpi.allgather(own), numbers[:size]),
+            (mpi.gather(own, root), numbers[:size] if rank == root else None),
+        ]
+        for actual, expected in found:
+            assert (str(actual), type(actual)) == (str(expected), type(expected))
+
+    try_together(check, strategies.one_of(*[strategies.lists(each, min_size=3, max_size=3) for each in NUMBERS]))
+    went = [fast_path.knows("allreduce", ("sum", dtype, None)) for dtype in (torch.int64, torch.float64)]
+    went.append(fast_path.knows("allgather_made", (0, torch.float64, None)))
+    agree.equal(went, [True] * 3)
+
+
+def test_a_number_within_a_call_with_a_number(agree):
+    """A callback that runs in the thread that waits: the outer call has its number in memory of its own."""
+    seen = []
+    mpi.allreduce(1.0)
+    handle = mpi.allreduce_async(torch.ones(3))
+    handle.when_done(lambda: seen.append(mpi.allreduce(3.0)))
+    agree.equal(mpi.allreduce(2.0), 2.0 * mpi.size())
+    handle.wait()
+    agree.equal(seen, [3.0 * mpi.size()])
+
+
+def test_results_in_memory_made_for_them(agree):
+    """Without `out`; also if the ranks differ in the number of rows, which only the call finds."""
+    rank, size = mpi.rank(), mpi.size()
+    for _ in range(2):
+        for lengths in ([2] * size, [2 + r for r in range(size)], [2 * r for r in range(size)]):
+            parts = [contract.values((length, 3), torch.float32, r) for r, length in enumerate(lengths)]
+            agree.equal(mpi.allgather(parts[rank]), torch.cat(parts), f"allgather {lengths}")
+            gathered = mpi.gather(parts[rank], size - 1)
+            agree.equal(gathered, torch.cat(parts) if rank == size - 1 else None, f"gather {lengths}")
+            rows = [contract.values((length * size + 1, 3), torch.float32, r) for r, length in enumerate(lengths)]
+            expected = [torch.tensor_split(part, size)[rank] for part in rows]
+            agree.equal(mpi.alltoall(rows[rank]), torch.cat(expected), f"alltoall {lengths}")
+        rows = [contract.values((2 * size + 1, 3), torch.float32, r) for r in range(size)]
+        part = torch.tensor_split(contract.reduced(rows, "sum"), size)[rank]
+        agree.equal(mpi.reduce_scatter(rows[rank]), part, "reduce_scatter")
+    names = [("allgather_made", 0), ("alltoall_made", 0), ("reduce_scatter_made", "sum")]
+    went = [fast_path.knows(which, (key, torch.float32, None)) for which, key in names]
+    agree.equal(went, [True] * 3, "not by the fast path")
 
 
 def test_the_fast_path_needs_known_hashes(monkeypatch):

@@ -13,7 +13,7 @@ from ..collective_specs import SPECS, CollectiveSpec, spec_of
 from ..communicators.group import Group
 from ..communicators.plan import PLAIN, PLAIN_ON, Place
 from ..errors import ArgumentError, DtypeError
-from ..tensors import buffers, numbers, writable
+from ..tensors import buffers, numbers, reused_memory, writable
 from ..tensors.dtypes import OPS
 
 _Tensor = torch.Tensor
@@ -38,7 +38,7 @@ def check(group: Group, spec: CollectiveSpec, tensor: Any, out: Any, root: Any, 
         raise DtypeError(f"{group.where}: {spec.name}: {_not_out(out)}")
     finish: Callable[[Any], Any] | None = None
     if type(tensor) is not _Tensor and tensor is not None:
-        tensor, finish = _from_number(group, spec, tensor, out, op)
+        tensor, finish = from_number(group, spec, tensor, out, op)
     if type(root) is not int or not 0 <= root < group.size:
         root = check_root(group, root, spec.name)
     is_root = root == group.rank
@@ -49,25 +49,29 @@ def check(group: Group, spec: CollectiveSpec, tensor: Any, out: Any, root: Any, 
     return CheckedArguments(tensor, root, place, finish)
 
 
-def _from_number(
+def from_number(
     group: Group, spec: CollectiveSpec, value: Any, out: _Tensor | None, op: str | None
 ) -> tuple[Any, Callable[[Any], Any] | None]:
-    """Return a number as a tensor, and what converts the result; other values as they are."""
+    """Return a number as a tensor, and what converts the result, once; other values as they are."""
     if not numbers.is_number(value):
         return value, None
-    what = f"{group.where}: {spec.name}"
-    if spec.divides:
-        raise DtypeError(f"{what}: a number cannot be split over ranks. Pass a tensor with one row per rank.")
-    if out is not None:
-        raise ArgumentError(f"{what}: a number has no out=. Use the returned value, or pass a tensor.")
     try:
-        return numbers.as_tensor(value, op, group.size), _number_result
-    except DtypeError as error:
-        raise DtypeError(f"{what}: {error}") from None
+        if spec.divides:
+            raise DtypeError("a number cannot be split over ranks. Pass a tensor with one row per rank.")
+        if out is not None:
+            raise ArgumentError("a number has no out=. Use the returned value, or pass a tensor.")
+        dtype, number = numbers.exact(value, op, group.size)
+    except ArgumentError as error:  # also a DtypeError
+        raise type(error)(f"{group.where}: {spec.name}: {error}") from None
+    memory = reused_memory.take(dtype)
+    memory.array[()] = number
 
+    def finish(result: Any) -> Any:
+        restored = numbers.restore(result) if isinstance(result, _Tensor) else result
+        memory.give_back()
+        return restored
 
-def _number_result(result: Any) -> Any:
-    return numbers.restore(result) if isinstance(result, _Tensor) else result
+    return memory.tensor, finish
 
 
 def place_of(group: Group, spec: CollectiveSpec, tensor: Any, out: _Tensor | None = None, *, is_root: bool) -> str:

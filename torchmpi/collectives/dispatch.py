@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import other_names
-from ..collective_specs import IN_PLACE, SPECS
+from ..backends.mpi_messages import destination_for, rows_of
+from ..collective_specs import SPECS, CollectiveSpec
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle
@@ -18,7 +19,7 @@ from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors import bucket_plan
+from ..tensors import bucket_plan, partition
 from . import call_arguments
 from .call_arguments import check_root
 from .prepared import plan_for
@@ -66,10 +67,18 @@ def call(
     """Run a collective, and let the fast path run the next equal call."""
     if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
         op = other_names.operation(op)
-    group, plan, given, root, finish = checked = check_call(collective, tensor, out, root, op, comm, backend)
+    spec, finish = SPECS[collective], None
+    if out is None and backend is None and spec.is_everywhere:
+        if type(tensor) is not _Tensor:
+            tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
+        if finish is not None or not spec.in_place:
+            has_run, result = _run_fast(spec, tensor, root, op, comm)
+            if has_run:
+                return result if finish is None else finish(result)
+    group, plan, given, root, _ = checked = check_call(collective, tensor, out, root, op, comm, backend)
     may_be_cached = plan.cached_call is not None or given is None  # the plan of a call with None has no dtype
     if may_be_cached and backend is None and (comm is None or type(comm) in _LASTING):
-        cache_call(group, collective, (given, out, root), op, comm)
+        cache_call(group, spec, (given, out, root), op, comm)
     subject = checked.subject(out) if plan.is_on_device else None
     describe = group.described_call
     result = group.call_queue.run(group.perform, plan, given, out, root, subject=subject, describe=describe)
@@ -179,24 +188,57 @@ def plan_of(
 # --- the fast path ----------------------------------------------------------------
 
 
-def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
+def _fast_call(
+    spec: CollectiveSpec, is_root: bool, tensor: Any, out: Any, root: Any, op: str | None, comm: Comm
+) -> tuple[str, fast_path.Name] | None:
+    """Return the fast path for a call, and the identity of the call; None if there is none."""
+    which, given = spec.name, out if tensor is None else tensor
+    if given is None or type(root) is not int:
+        return None
+    if spec.only_root_passes and not is_root:
+        if tensor is not None:  # which is ignored
+            return None
+        which = "receive"
+    elif not (spec.in_place or spec.receives(is_root)):
+        if out is not None:
+            return None
+        which = "give"
+    elif spec.in_place == (out is not None):
+        which += fast_path.INTO if spec.in_place else fast_path.MADE
+    key = root if op is None else fast_path.joint_key(op, root) if spec.is_rooted else op
+    return which, (key, given.dtype, comm)
+
+
+def _run_fast(spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm) -> tuple[bool, Any]:
+    """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
+    group = runtime.communicator(comm).intra
+    found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm) if type(tensor) is _Tensor else None
+    if found is None or not (fast_path.knows(*found) and tensor.is_cpu):
+        return False, None
+    which, (key, *_) = found
+    made = _memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None
+    result = fast_path.entry(which)(tensor, made, key, comm, None)
+    return result is not None, result if spec.in_place or made is not None else None
+
+
+def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _Tensor:
+    """Return memory for the rows of this rank, if all ranks pass as many."""
+    num_rows, _ = rows_of(tensor)
+    if spec.divides:
+        num_rows = partition.part_of(num_rows, group.size, group.rank)[1]
+    return destination_for(tensor, num_rows * group.size if spec.gathers else num_rows, None)
+
+
+def cache_call(group: Group, spec: CollectiveSpec, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
     """Cache a call for the fast path, so that the next equal call does not run Python code."""
-    if group.is_strict and collective != "allreduce":  # its calls are compared by messages
+    if group.is_strict and not spec.reduces_to_all:  # its calls are compared by messages
         return
     tensor, out, root = arguments
-    which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
-    if out is not None and collective in IN_PLACE:
-        which = f"{collective}_into"
-    if which == "gather" and not is_root:
-        which = "give"
-    elif which == "scatter" and tensor is None:
-        which = "receive"
-    if given is None or (which in ("gather", "give") and is_root == (out is None)):
+    found = _fast_call(spec, group.rank == root, tensor, out, root, op, comm)
+    if found is None:
         return
-    if which == "scatter" and not is_root:  # the tensor of a receiver is ignored
-        return
-    name = root if op is None else fast_path.joint_key(op, root) if which == "reduce" else op, given.dtype, comm
-    key = PlanKey(collective, op, given.dtype, PLAIN)
+    which, name = found
+    key = PlanKey(spec.name, op, name[1], PLAIN)
     if which == "receive" and key not in group.plans:
         try:
             plan_for(runtime.communicator(comm), key)

@@ -1,8 +1,12 @@
-"""Collectives of Python objects, by pickle."""
+"""Collectives of Python objects, by pickle.
+
+The first call carries the length of each pickle, and the pickle itself if it is short. Long ones need a second call.
+"""
 
 from __future__ import annotations
 
 import pickle
+import struct
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -11,16 +15,18 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
-from ..tensors import pickling
+from ..tensors import pickling, reused_memory
 from .call_arguments import check_root
 from .movements import allgather, broadcast
 
 __all__ = ["allgather_object", "broadcast_object"]
 
 _T = TypeVar("_T")
-_Tensor = torch.Tensor
 _FAILED = -1
 """Sent in place of a length by a rank whose object has no pickle."""
+_LENGTH = struct.Struct("<q")
+_FIRST_BYTES, _FIRST_BYTES_OF_ALL = 1024, 64 << 10
+"""Of the first call: what a rank sends, and the most that it receives, but for the lengths."""
 
 
 @refuses_keywords
@@ -46,13 +52,23 @@ def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_u
         raise unknown_keyword(broadcast_object, _unknown)
     group = runtime.communicator(comm).intra
     root = check_root(group, root, "broadcast_object")
-    data, problem = _pickled(value) if group.rank == root else (None, "")
-    length = broadcast(_FAILED if problem else 0 if data is None else data.numel(), root, comm=comm)
+    is_root = group.rank == root
+    data, problem = _pickled(value) if is_root else (b"", "")
+    memory = reused_memory.take(torch.uint8, _FIRST_BYTES)
+    first = memory.array.data
+    if is_root:
+        _write(first, data)
+    broadcast(memory.tensor, root, comm=comm)
+    (length,) = _LENGTH.unpack_from(first)
     if length == _FAILED:
         reason = problem or f"see the error of rank {group.world_ranks[root]}, the root"
         raise ArgumentError(f"{group.where}: broadcast_object: the object cannot be sent: {reason}.")
-    data = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
-    received: _T = _unpickled(broadcast(data, root, comm=comm))
+    if length <= _FIRST_BYTES - _LENGTH.size:
+        received: _T = pickle.loads(first[_LENGTH.size : _LENGTH.size + length])
+    else:
+        rest = torch.frombuffer(bytearray(data or length), dtype=torch.uint8)
+        received = pickle.loads(broadcast(rest, root, comm=comm).numpy())
+    memory.give_back()
     return received
 
 
@@ -76,23 +92,51 @@ def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> l
     """
     if _unknown:
         raise unknown_keyword(allgather_object, _unknown)
+    group = runtime.communicator(comm).intra
     data, problem = _pickled(value)
-    lengths = allgather(_FAILED if data is None else data.numel(), comm=comm)
-    if data is None or _FAILED in lengths:
-        group = runtime.communicator(comm).intra
+    num_bytes = _first_bytes(group.size)
+    memory, memory_of_all = (reused_memory.take(torch.uint8, length) for length in (num_bytes, num_bytes * group.size))
+    _write(memory.array.data, data)
+    allgather(memory.tensor, memory_of_all.tensor, comm=comm)
+    firsts = memory_of_all.array.data
+    starts = range(0, len(firsts), num_bytes)
+    lengths: list[int] = [_LENGTH.unpack_from(firsts, start)[0] for start in starts]
+    if _FAILED in lengths:
         reason = problem or f"see the error of rank {group.world_ranks[lengths.index(_FAILED)]}"
         raise ArgumentError(f"{group.where}: allgather_object: the object cannot be sent: {reason}.")
-    everything = allgather(data, comm=comm)
-    return [_unpickled(part) for part in torch.split(everything, lengths)]
+    if max(lengths) <= num_bytes - _LENGTH.size:
+        parts = [
+            firsts[start + _LENGTH.size : start + _LENGTH.size + length]
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+    else:
+        everything = allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), comm=comm)
+        parts = [part.numpy().data for part in torch.split(everything, lengths)]
+    received = [pickle.loads(part) for part in parts]
+    memory.give_back()
+    memory_of_all.give_back()
+    return received
 
 
-def _pickled(value: Any) -> tuple[_Tensor | None, str]:
-    """Return the pickle of an object; None and the reason if it has none, such as a lambda."""
+def _first_bytes(size: int) -> int:
+    """Return how many bytes each of so many ranks sends in the first call of a gather.
+
+    >>> _first_bytes(2), _first_bytes(1000), _first_bytes(100_000)
+    (1024, 64, 8)
+    """
+    return max(_LENGTH.size, min(_FIRST_BYTES, _FIRST_BYTES_OF_ALL // size & -_LENGTH.size))
+
+
+def _pickled(value: Any) -> tuple[bytes, str]:
+    """Return the pickle of an object; nothing and the reason if it has none, such as a lambda."""
     try:
-        return torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8), ""
+        return pickling.dumps(value), ""
     except Exception as error:
-        return None, f"pickle raises {type(error).__name__}: {error}"
+        return b"", f"pickle raises {type(error).__name__}: {error}"
 
 
-def _unpickled(data: _Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+def _write(first: memoryview, data: bytes) -> None:
+    """Write the length of a pickle, and the pickle if there is room."""
+    _LENGTH.pack_into(first, 0, len(data) or _FAILED)
+    if _LENGTH.size + len(data) <= len(first):
+        first[_LENGTH.size : _LENGTH.size + len(data)] = data

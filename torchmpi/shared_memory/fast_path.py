@@ -29,10 +29,23 @@ from .kernels import records
 
 _EXAMPLE = torch.empty(0, device="cpu")
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
-# With a result in another tensor, for collectives that work in place.
-INTO = ("allreduce_into", "broadcast_into")
-# The two before the last are a gather on ranks that only send, and a scatter on ranks that only receive.
-_FAST_PATHS = (*COLLECTIVES, *INTO, "give", "receive", "barrier", "sendreceive", "sendreceive_by_mpi", "send", "recv")
+INTO = "_into"
+"""Added to the name of a collective that works in place, for a result in another tensor."""
+MADE = "_made"
+"""Added to the name of other collectives, for a result in memory that was made for it: another may take its place."""
+# After those, a gather on ranks that only send, and a scatter on ranks that only receive.
+_FAST_PATHS = (
+    *COLLECTIVES,
+    *(name + INTO for name in ("allreduce", "broadcast")),
+    *(name + MADE for name in ("allgather", "reduce_scatter", "alltoall", "gather")),
+    "give",
+    "receive",
+    "barrier",
+    "sendreceive",
+    "sendreceive_by_mpi",
+    "send",
+    "recv",
+)
 # First dimension that must be equal on all ranks, if not 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
@@ -128,7 +141,7 @@ class _FastPath:
     """The record of one fast path, its cached calls, and the Python objects that the machine code uses."""
 
     def __init__(self, name: str, chosen: Any) -> None:
-        self.name = name
+        self.name, self._code = name, name.removesuffix(MADE)
         self.cached_calls: dict[Name, tuple[CachedCall, records.CachedCallRecord]] = {}
         self._retired: dict[int, tuple[CachedCall, records.CachedCallRecord]] = {}
         # Machine code uses the addresses of these objects, so they are never freed.
@@ -145,7 +158,7 @@ class _FastPath:
         }
         addresses = {name: id(item) for name, item in self._objects.items()}
         self.record = records.FastPath.new().write(**addresses, describe=dlpack.describer())
-        self.function = kernels.fast_path(name, int(self.record))
+        self.function = kernels.fast_path(self._code, int(self.record))
 
     def invalidate(self) -> None:
         """Drop all cached calls; do not free the records, which another thread may use."""
@@ -174,7 +187,7 @@ class _FastPath:
             run_lock=cached_call.run_lock.address,
             code=cached_call.code,
             signed_code=cached_call.signed_code,
-            first_dim=_FIRST_DIMS.get(self.name, 0) if cached_call.first_dim is None else cached_call.first_dim,
+            first_dim=_FIRST_DIMS.get(self._code, 0) if cached_call.first_dim is None else cached_call.first_dim,
             given_rows=cached_call.rows[0],
             received_rows=cached_call.rows[1],
         )
@@ -184,7 +197,7 @@ class _FastPath:
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
         """Continue in Python a call that machine code has entered, and release its run lock."""
         cached_call = self._cached_call_at(address)
-        if self.name in INTO:  # the call works in place on a copy
+        if self.name.endswith(INTO):  # the call works in place on a copy
             tensor, out = out, None
         try:
             result = cached_call.settle(status, tensor, out)
@@ -197,6 +210,8 @@ class _FastPath:
             return result
         if result is None:  # a gather on another rank than the root
             return tensor
+        if self.name.endswith(MADE):
+            return result
         if out is not None and result is not out:
             buffers.copy_result(result, out)
         buffers.touch(tensor if out is None else out)
@@ -230,7 +245,8 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
         return
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)
-        globals()[name] = _fast_paths[name].function
+        if name in globals():
+            globals()[name] = _fast_paths[name].function
     tracing.call_around_traces(_pass_through_python)
 
 
@@ -243,8 +259,12 @@ def _pass_through_python(is_traced: bool) -> None:
 
 def entry(which: str) -> _Entry:
     """Return a fast path by name."""
-    function: _Entry = globals()[which]
-    return function
+    return _fast_paths[which].function if which in _fast_paths else _not_built
+
+
+def knows(which: str, name: Name) -> bool:
+    """Return whether a fast path has a cached call of this identity."""
+    return which in _fast_paths and name in _fast_paths[which].cached_calls
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:

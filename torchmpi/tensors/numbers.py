@@ -24,38 +24,47 @@ def is_number(value: object) -> bool:
     return isinstance(value, (numbers.Complex, np.bool_))
 
 
-def as_tensor(value: Any, op: str | None = None, num_values: int = 1) -> torch.Tensor:
-    """Return a 0-dim tensor that holds a number exactly: bool, int64, float64 or complex128.
+def exact(value: Any, op: str | None = None, num_values: int = 1) -> tuple[torch.dtype, Any]:
+    """Return the dtype that holds a number exactly, bool, int64, float64 or complex128, and the number in its type.
 
     Sums of bool count the true values; averages are those of floats. An integer is refused if a sum of `num_values`
     such integers would not fit.
 
-    >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor"), as_tensor(True, "avg")
-    (tensor(3), tensor(1), tensor(True), tensor(1., dtype=torch.float64))
+    >>> exact(3), exact(True, "sum"), exact(True, "lor"), exact(True, "avg")
+    ((torch.int64, 3), (torch.int64, 1), (torch.bool, True), (torch.float64, 1.0))
     """
+    if type(value) is float:  # the most frequent one, without the checks below
+        return torch.float64, value
     spec = OPERATIONS.get(op or "")
     if isinstance(value, (bool, np.bool_)) and (spec is None or "bool" in spec.kinds):
-        return _cpu(bool(value))
+        return torch.bool, bool(value)
     if isinstance(value, (numbers.Integral, np.bool_)):
-        if not -(1 << 63) <= int(value) < 1 << 63:
+        number = int(value)
+        if not -(1 << 63) <= number < 1 << 63:
             raise DtypeError(
                 f"the integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."
             )
         if spec is not None and "integer" not in spec.kinds:
-            return _cpu(float(value), torch.float64)
-        if spec is not None and spec.combine == "sum" and not -(1 << 63) <= int(value) * num_values < 1 << 63:
+            return torch.float64, float(number)
+        if spec is not None and spec.combine == "sum" and not -(1 << 63) <= number * num_values < 1 << 63:
             raise DtypeError(
                 f"the sum of {num_values} integers like {value} does not fit into 64 bits. Add them in Python, which "
                 "is exact: sum(mpi.allgather_object(number)); or pass a float."
             )
-        return _cpu(int(value))
+        return torch.int64, number
     if isinstance(value, numbers.Real):
-        return _cpu(float(value), torch.float64)
-    return _cpu(complex(value), torch.complex128)
+        return torch.float64, float(value)
+    return torch.complex128, complex(value)
 
 
-def _cpu(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype, device="cpu")
+def as_tensor(value: Any) -> torch.Tensor:
+    """Return a 0-dim tensor that holds a number exactly.
+
+    >>> as_tensor(3), as_tensor(True)
+    (tensor(3), tensor(True))
+    """
+    dtype, number = exact(value)
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def restore(result: torch.Tensor) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from typing import Any
+from collections import ChainMap
+from collections.abc import MutableMapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,9 +24,7 @@ def dumps(value: Any) -> bytes:
     [tensor([1, 1], dtype=torch.uint16)]
     """
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce, torch.nn.Parameter: _reduce}
-    pickler.dump(value)
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
@@ -39,3 +39,9 @@ def _reduce(tensor: torch.Tensor) -> Any:
 def _load(saved: bytes) -> torch.Tensor:
     tensor: torch.Tensor = torch.load(io.BytesIO(saved), weights_only=True)
     return tensor
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table: ClassVar[MutableMapping[Any, Any]] = ChainMap(
+        {torch.Tensor: _reduce, torch.nn.Parameter: _reduce}, copyreg.dispatch_table
+    )
