@@ -181,8 +181,6 @@ def plan_of(
 
 def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
     """Cache a call for the fast path, so that the next equal call does not run Python code."""
-    if group.is_strict and collective != "allreduce":  # its calls are compared by messages
-        return
     tensor, out, root = arguments
     which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
     if out is not None and collective in IN_PLACE:
