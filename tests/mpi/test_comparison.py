@@ -141,8 +141,8 @@ def test_a_number_that_one_rank_lacks_or_changes(agree):
     equal = [exchange.agree(number) for number in (0, -1, (1 << 63) - 1, -1 << 63)]
     other = [exchange.agree(None if rank == RANK else 7) for rank in range(SIZE)]
     other += [exchange.agree(7 + (rank == RANK)) for rank in range(SIZE)]
-    lengths = [exchange.gather(7, torch.ones(3 + (rank == RANK))) for rank in range(SIZE)]
-    nothing = [exchange.gather(7, ones(3)) if rank == RANK else exchange.agree(7) or None for rank in range(SIZE)]
+    lengths = [exchange.gather(7 + (rank == RANK), torch.ones(3 + (rank == RANK))) for rank in range(SIZE)]
+    nothing = [exchange.gather(8, ones(3)) if rank == RANK else exchange.agree(7) or None for rank in range(SIZE)]
     gathered = [vector.clone() for vector in exchange.gather(7, ones(3)) or ()]
     comm.Free()
     agree.equal(equal, [True] * 4)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
+from ..communicators import splits
 from ..communicators.call_log import CallNumber
 from ..communicators.group import Group
 from ..communicators.plan import Backends
 from ..errors import MismatchError
 from .base import Backend, Operation, bind, refusal
 from .hierarchical.steps import StepRunner
-from .number_exchange import NumberExchange, most_carried
+from .number_exchange import NumberExchange, most_carried, most_together
 
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
@@ -30,6 +32,11 @@ class CallComparison:
         in_steps: Whether there are steps within the hosts.
         intra: The group of these steps; None if this rank takes no part in them.
         exchange: The messages between the hosts; None if this rank sends none.
+        split: The hosts that send messages, each of one rank if there are no steps within hosts.
+        most_carried: The size of the longest vectors that are sent between the hosts in the messages of a comparison,
+            to be combined.
+        most_together: The size of all blocks of rows together that are sent in them.
+        scratch: Memory of this rank for such blocks.
     """
 
     def __init__(self, group: Group, shared: Backend, network: Backend) -> None:
@@ -47,8 +54,11 @@ class CallComparison:
         sends = not self.in_steps or group.placement.members[group.rank].intra_rank == 0
         between = group.inter_host if self.in_steps else group
         self.exchange = NumberExchange(group.context.MPI, between.comm) if sends and between is not None else None
-        self.most_carried = most_carried(num_hosts if self.in_steps else group.size, in_steps=self.in_steps)
-        """The size of the longest vectors that are sent between the hosts in the messages of a comparison."""
+        self.split = group.placement if self.in_steps else splits.plan_split(range(group.size), cartesian=False)
+        size = len(self.split.groups)
+        self.most_carried = most_carried(size, in_steps=self.in_steps)
+        self.most_together = most_together(size)
+        self.scratch = np.empty(max(self.most_carried, self.most_together), np.uint8)
         self._number = CallNumber()
         self._waiting = self.runner(None)
 
@@ -77,15 +87,15 @@ class CallComparison:
     ) -> bool:
         """Compare a number in the steps of a call, and return whether it is the same on all ranks. Collective.
 
-        `before` and `after` run a step within the host. ``between(exchange, number)`` exchanges the number between the
+        `before` and `after` run a step within the host, if this rank has one. ``between(exchange, number)`` exchanges the number between the
         hosts, in which None differs from all others, and returns whether it is equal.
         """
-        is_equal = self.intra is None or self._step(number, before)
+        is_equal = self._step(number, before)
         if self.exchange is not None:
             is_equal = between(self.exchange, number if is_equal else None)
-        if self.intra is not None and is_equal:
+        if is_equal:
             is_equal = self._step(number, after)
-        elif self.intra is not None:
+        else:
             self._step(_DIFFERENT, self._wait)
         return is_equal
 
@@ -98,5 +108,5 @@ class CallComparison:
         return True
 
     def _wait(self) -> None:
-        assert self.intra is not None
-        self._waiting.run(self.intra, "barrier", None)
+        if self.intra is not None:
+            self._waiting.run(self.intra, "barrier", None)

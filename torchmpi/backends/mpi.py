@@ -25,6 +25,7 @@ from ..tensors.operation_specs import OperationSpec, form
 from ..tensors.writable import is_writable
 from . import range_reduction
 from .base import Backend, Operation, collectives_of
+from .compared_calls import with_comparison
 from .comparing import compared
 from .job_facts import JobFacts
 from .mpi_messages import (
@@ -96,7 +97,9 @@ class MPIBackend(Backend):
 
     def _bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         if not SPECS[collective].reduces:
-            return Operation(getattr(MPIMovement(group, self.config.message_bytes), collective))
+            longer = getattr(MPIMovement(group, self.config.message_bytes), collective)
+            # The tensors of a CUDA-aware library may be on a device.
+            return Operation(longer) if self.is_cuda_aware else with_comparison(group, collective, dtype, op, longer)
         assert dtype is not None and op is not None
         reduction: RangeReduction
         if dtypes.may_use_mpi(dtype, op, group.size):

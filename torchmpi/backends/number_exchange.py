@@ -10,7 +10,7 @@ does not send.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ _HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
 _MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
 # Longer vectors are relayed in blocks, up to the first size; totals of hosts with several ranks, up to the second one.
 _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
+# Of rows that are not combined, the blocks of all ranks together.
+_MOST_ROWS_BYTES_OF_TWO, _MOST_ROWS_BYTES = 512 << 10, 256 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
 
@@ -49,6 +51,15 @@ def most_gathered(size: int) -> int:
     return _MOST_BYTES // size if size > 2 else _MOST_BYTES_OF_TWO
 
 
+def most_together(size: int) -> int:
+    """Return the size of all blocks together that `size` ranks gather or relay in these messages, if they are rows.
+
+    >>> most_together(2) >> 10, most_together(8) >> 10
+    (512, 256)
+    """
+    return _MOST_ROWS_BYTES if size > 2 else _MOST_ROWS_BYTES_OF_TWO
+
+
 class NumberExchange:
     """Compare a number between all ranks of a communicator, and send vectors of equal length in the same messages.
 
@@ -60,20 +71,17 @@ class NumberExchange:
 
     def __init__(self, MPI: Any, comm: Any) -> None:
         self.MPI, self.comm, self.rank, self.size = MPI, comm, comm.rank, comm.size
-        self.rounds = [
-            (sent.peer, sent.num_blocks, received.peer, (received.first - self.rank) % self.size)
-            for (sent,), (received,) in schedule.doubling(self.rank, self.size)
-        ]
+        self.rounds = schedule.carried(self.rank, self.size, "all to all", 0)
         self.most_gathered = most_gathered(self.size)
         # Pages are used when they are first written, so this memory costs what the longest message needs.
-        blocks_bytes = most_carried(self.size, in_steps=True) + self.size * _MOST_ITEM_BYTES  # the last ones are padded
+        most_blocks = max(most_carried(self.size, in_steps=True), most_together(self.size))
+        blocks_bytes = most_blocks + self.size * _MOST_ITEM_BYTES  # the last ones are padded
         self._memory = np.empty(_HEADER_BYTES + max(self.size * self.most_gathered, blocks_bytes), np.uint8)
         self._incoming, self._blocks = np.empty_like(self._memory), np.empty(blocks_bytes, np.uint8)
         self._address, self._incoming_address = int(self._memory.ctypes.data), int(self._incoming.ctypes.data)
         self._known = self._memory[:_HEADER_BYTES].view(np.int64).data
         self._heard = self._incoming[:_HEADER_BYTES].view(np.int64).data
         self._receive = (MPI.buffer.fromaddress(self._incoming_address, self._incoming.nbytes), MPI.BYTE)
-        self._vectors: tuple[Any, list[torch.Tensor]] = (None, [])
 
     @property
     def memory(self) -> tuple[int, int, int]:
@@ -85,16 +93,18 @@ class NumberExchange:
         """Address of the memory for the blocks of a relayed vector."""
         return int(self._blocks.ctypes.data)
 
-    def agree(self, number: int | None, num_bytes: int = 0) -> bool:
+    def agree(self, number: int | None, num_bytes: int = 0, rounds: Sequence[schedule.Carried] = ()) -> bool:
         """Return whether all ranks pass the same number; never if one passes None. Collective.
 
-        Vectors of `num_bytes` are gathered in cyclic rank order behind the header, this rank's own first.
+        Blocks of `num_bytes` are moved in these `rounds` behind the header, by default to all ranks: then they lie in
+        cyclic rank order, this rank's own first.
         """
         self._begin_comparison(number)
-        for target, count, origin, position in self.rounds:
-            if self._swap(target, count * num_bytes, origin) and num_bytes:
-                begin = self._address + _HEADER_BYTES + position * num_bytes
-                ctypes.memmove(begin, self._incoming_address + _HEADER_BYTES, count * num_bytes)
+        for step in rounds or self.rounds:
+            received = step.num_received * num_bytes
+            if self._swap(step.target, step.num_sent * num_bytes, step.origin) and received:
+                begin = self._address + _HEADER_BYTES + step.position * num_bytes
+                ctypes.memmove(begin, self._incoming_address + _HEADER_BYTES, received)
         return bool(self._known[0] == self._known[1])
 
     def _begin_comparison(self, number: int | None) -> None:
@@ -112,71 +122,92 @@ class NumberExchange:
         return is_equal
 
     def allreduce(
-        self, number: int | None, vector: torch.Tensor, combine: Combiner, arrived: Callable[[], object]
+        self,
+        number: int | None,
+        vector: torch.Tensor,
+        combine: Combiner,
+        arrived: Callable[[], object],
+        out: torch.Tensor | None,
+        rounds: Sequence[schedule.Carried] = (),
     ) -> bool:
-        """Combine the vectors of all ranks in rank order, in place; return False if their numbers differ.
+        """Combine the vectors of all ranks in rank order into `out`; return False if their numbers differ.
 
-        `arrived` is called when all vectors have arrived. The kernel `allreduce_over_hosts` sends the same messages.
+        `arrived` is called when all vectors have arrived. With `rounds` to a root, `out` is None on the other ranks.
+        The kernel `over_hosts` sends the same messages.
         """
         if vector.nbytes > self.most_gathered:
-            return self._allreduce_in_relays(number, vector, combine, arrived)
-        vectors = self.gather(number, vector)
+            return self._allreduce_in_relays(number, vector, combine, arrived, out, rounds)
+        vectors = self.gather(number, vector, rounds)
         if vectors is None:
             return False
         arrived()
-        combine(vectors, vector)
+        if out is not None:
+            combine(vectors, out)
         return True
 
     def _allreduce_in_relays(
-        self, number: int | None, vector: torch.Tensor, combine: Combiner, arrived: Callable[[], object]
+        self,
+        number: int | None,
+        vector: torch.Tensor,
+        combine: Combiner,
+        arrived: Callable[[], object],
+        out: torch.Tensor | None,
+        rounds: Sequence[schedule.Carried],
     ) -> bool:
         rank, size, numel = self.rank, self.size, vector.numel()
         width = -(-numel // size)
         block_bytes = width * vector.itemsize
+        blocks = self.blocks(block_bytes)
+        for owner in range(size):
+            part = vector[owner * width :][:width]
+            blocks[(rank - owner) % size].view(vector.dtype)[: part.numel()] = part
+        if not self.relay(number, blocks):
+            return False
+        arrived()
+        memory = self.own_memory(size * block_bytes)
+        versions = [blocks[(source - rank) % size].view(vector.dtype) for source in range(size)]
+        combine(versions, memory[:block_bytes].view(vector.dtype))
+        self.agree(number, block_bytes, rounds)
+        if out is not None:
+            results = memory.view(size, block_bytes)
+            # Joined before they are copied, since `out` may be in the same memory.
+            in_order = torch.cat([results[(owner - rank) % size] for owner in range(size)]).view(vector.dtype)
+            buffers.overwrite(out, in_order[:numel])
+        return True
+
+    def blocks(self, block_bytes: int) -> torch.Tensor:
+        """Return memory for blocks to relay, by position: at j that for the rank j before this one."""
+        with torch.inference_mode(False):
+            return torch.from_numpy(self._blocks)[: self.size * block_bytes].view(self.size, block_bytes)
+
+    def relay(self, number: int | None, blocks: torch.Tensor) -> bool:
+        """Compare a number, and bring these blocks to the ranks for which they are: at j that of the rank j after it.
+
+        Return False if the numbers of the ranks differ.
+        """
+        size, block_bytes = blocks.shape
         with torch.inference_mode(False):
             memory, incoming = (torch.from_numpy(each)[_HEADER_BYTES:] for each in (self._memory, self._incoming))
-            blocks = torch.from_numpy(self._blocks)[: size * block_bytes].view(size, block_bytes)
-        # Position j has the block for the rank j before this one; in the end, that of the rank j after it.
-        for position, block in enumerate(blocks.view(vector.dtype)):
-            part = vector[(rank - position) % size * width :][:width]
-            block[: part.numel()] = part
-        if number is not None:
-            number ^= vector.nbytes
         self._begin_comparison(number)
-        for target, origin, positions in schedule.relayed_exchange(rank, size, backward=True):
+        for target, origin, positions in schedule.relayed_exchange(self.rank, size, backward=True):
             moved, length = list(positions), len(positions) * block_bytes
             memory[:length].view(-1, block_bytes).copy_(blocks[moved])
             if self._swap(target, length, origin):
                 blocks[moved] = incoming[:length].view(-1, block_bytes)
-        if self._known[0] != self._known[1]:
-            return False
-        arrived()
-        versions = [blocks[(source - rank) % size].view(vector.dtype) for source in range(size)]
-        combine(versions, memory[:block_bytes].view(vector.dtype))
-        self.agree(number, block_bytes)
-        results = memory[: size * block_bytes].view(size, block_bytes)
-        # Joined before they are copied, since `vector` may be in the same memory.
-        in_order = torch.cat([results[(owner - rank) % size] for owner in range(size)]).view(vector.dtype)
-        buffers.overwrite(vector, in_order[:numel])
-        return True
+        return bool(self._known[0] == self._known[1])
 
-    def own_vector(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the memory of this rank's own vector, of the length and dtype of another tensor."""
+    def own_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return the memory of the blocks, this rank's own first."""
         with torch.inference_mode(False):
-            return torch.from_numpy(self._memory)[_HEADER_BYTES : _HEADER_BYTES + like.nbytes].view(like.dtype)
+            return torch.from_numpy(self._memory)[_HEADER_BYTES : _HEADER_BYTES + num_bytes]
 
-    def gather(self, number: int | None, vector: torch.Tensor) -> list[torch.Tensor] | None:
+    def gather(
+        self, number: int | None, vector: torch.Tensor, rounds: Sequence[schedule.Carried] = ()
+    ) -> list[torch.Tensor] | None:
         """Return the vectors of all ranks in rank order, valid until the next call; None if the numbers differ."""
         num_bytes = vector.nbytes
         ctypes.memmove(self._address + _HEADER_BYTES, vector.data_ptr(), num_bytes)
-        # Ranks that gather another length, or nothing, have another number.
-        if not self.agree(None if number is None else number ^ num_bytes, num_bytes):
+        if not self.agree(number, num_bytes, rounds):
             return None
-        key = vector.dtype, num_bytes
-        if self._vectors[0] != key:
-            with torch.inference_mode(False):
-                memory = torch.from_numpy(self._memory)[_HEADER_BYTES : _HEADER_BYTES + self.size * num_bytes]
-                blocks = memory.view(self.size, num_bytes).unbind()
-            in_order = [blocks[(rank - self.rank) % self.size].view(vector.dtype) for rank in range(self.size)]
-            self._vectors = key, in_order
-        return self._vectors[1]
+        blocks = self.own_memory(self.size * num_bytes).view(self.size, num_bytes)
+        return [blocks[(rank - self.rank) % self.size].view(vector.dtype) for rank in range(self.size)]

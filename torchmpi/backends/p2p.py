@@ -26,7 +26,7 @@ from ..tensors import buffers, partition, schedule
 from ..tensors.schedule import Round
 from . import range_reduction
 from .base import Operation
-from .compared_allreduce import with_comparison
+from .compared_calls import with_comparison
 from .mpi_messages import Range, destination_for, row_counts, rows_of
 from .pipeline import ChunkBuffers
 from .plan_cost import most_relayed_bytes
@@ -53,11 +53,12 @@ _MESSAGE_BYTES = 16 << 10
 
 def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
     """Prepare a collective on a group."""
-    if not SPECS[collective].reduces:
-        return Operation(getattr(P2PMovement(group, config.message_bytes), collective))
-    assert dtype is not None and op is not None
-    operation = range_reduction.operation(group, P2PReduction(group, dtype, op, config), collective)
-    return with_comparison(group, dtype, op, operation.run) if SPECS[collective].reduces_to_all else operation
+    if SPECS[collective].reduces:
+        assert dtype is not None and op is not None
+        longer = range_reduction.operation(group, P2PReduction(group, dtype, op, config), collective).run
+    else:
+        longer = getattr(P2PMovement(group, config.message_bytes), collective)
+    return with_comparison(group, collective, dtype, op, longer)
 
 
 def chunk_bytes(size: int, most: int) -> int:

@@ -144,11 +144,11 @@ def default_rule(
     """Return the default rule; `compared`: for groups that compare their calls by messages.
 
     Between hosts, long reductions use `p2p` on networks of TCP (benchmarks/link_bytes.py), and what MPI has for others.
-    Short allreduces that are compared use `p2p`, which sends vectors with the comparison (benchmarks/call_cost.py).
+    Short ones that are compared use `p2p`, which sends vectors with the comparison (benchmarks/call_cost.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__)
     ((None, 'p2p'),)
-    >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__)
+    >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, compared=False)
     ((65536, 'mpi'), (None, 'p2p'))
     """
     transport = default_transport(
@@ -158,7 +158,7 @@ def default_rule(
     is_reduction = SPECS[key.collective].reduces
     if key.span != "across" or not is_reduction or not is_staged or forced != "auto" or not can("p2p"):
         return ((None, transport),)
-    short = "p2p" if SPECS[key.collective].reduces_to_all and compared else transport
+    short = "p2p" if compared else transport
     long = "p2p" if is_tcp else transport
     return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
 

@@ -231,8 +231,6 @@ def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _
 
 def cache_call(group: Group, spec: CollectiveSpec, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
     """Cache a call for the fast path, so that the next equal call does not run Python code."""
-    if group.is_strict and not spec.reduces_to_all:  # its calls are compared by messages
-        return
     tensor, out, root = arguments
     found = _fast_call(spec, group.rank == root, tensor, out, root, op, comm)
     if found is None:

@@ -277,10 +277,10 @@ class Group:
         """A number that stands for the current call: equal on two ranks only if their calls are the same."""
         return hash(self.call_log.entered) & ((1 << CALL_NUMBER_BITS) - 1)
 
-    def announce(self) -> None:
+    def announce(self, kind: int = 0) -> None:
         """Publish the current call, and in a strict group compare it, unless that has been done.
 
-        With `sleeps_before_mpi`, it returns when all ranks of the host have published the call.
+        `kind`: see `refuse_call`. With `sleeps_before_mpi`, it returns when all ranks of the host have published the call.
         """
         call_log = self.call_log
         if not self.is_strict:
@@ -292,28 +292,39 @@ class Group:
             if self.comparison is None:
                 self.compare_headers(self.comm, *call_log.entered[1:])
             elif not self.comparison.agree(self.call_number):
-                self.refuse_call()
+                self.refuse_call(kind)
             call_log.count_wait()
 
-    def refuse_call(self) -> NoReturn:
-        """Raise, naming the calls of all ranks, because the comparison has found a difference. Collective."""
+    def refuse_call(self, kind: int = 0) -> None:
+        """Raise, naming the calls of all ranks, because the comparison has found a difference. Collective.
+
+        If the calls have no difference, the ranks have chosen different transports; or, where all pass the same `kind`,
+        which is not 0, they differ only in lengths that need not be equal: then it returns.
+        """
         assert self.call_log.entered is not None
-        self.compare_headers(self.comm, *self.call_log.entered[1:])
+        kinds = self.compare_headers(self.comm, *self.call_log.entered[1:], kind)
+        if kind and kinds == {kind}:
+            return
         call = Call(*self.call_log.entered)
         raise MismatchError(
             f"{self.where}: the ranks of communicator {self.name} agree on {call}, but chose different transports. "
             "Pass the same backend= on all ranks, and give them the same selector table."
         )
 
-    def compare_headers(self, comm: Any, code: int, shape: tuple[int, ...]) -> None:
-        """Exchange the signatures of the current call on `comm`, and raise on all ranks if they differ."""
+    def compare_headers(self, comm: Any, code: int, shape: tuple[int, ...], kind: int = 0) -> set[int]:
+        """Exchange the signatures of the current call on `comm`, and raise on all ranks if they differ.
+
+        Return the kinds that the ranks pass.
+        """
         MPI = self.context.MPI
-        header = np.zeros(4 + _HEADER_DIMS, np.int64)
+        header = np.zeros(4 + _HEADER_DIMS + 1, np.int64)
         header[: 4 + len(shape)] = self.context.exit_field, self.call_log.seq, code, len(shape), *shape[:_HEADER_DIMS]
+        header[-1] = kind
         headers = np.empty((self.size, header.size), np.int64)
         comm.Allgather((header, MPI.INT64_T), (headers, MPI.INT64_T))
-        if (headers[:, 1:] == header[1:]).all():
-            return
+        kinds, headers = set(headers[:, -1].tolist()), headers[:, :-1]
+        if (headers[:, 1:] == header[1:-1]).all():
+            return kinds
         calls = {
             rank: str(Call(seq, code, tuple(dims[:num_dims])))
             for rank, (_, seq, code, num_dims, *dims) in enumerate(headers.tolist())

@@ -13,7 +13,7 @@ from ..collective_specs import SPECS
 from .algorithms import FIRST_RANKS, SLICES
 
 GroupKind = Literal["intra", "inter"]
-CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier", "reduce_scatter", "allgather"]
+CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier", "reduce_scatter", "allgather", "gather"]
 
 
 # --- splitting a group by keys ---------------------------------------------------------------------------
@@ -270,6 +270,41 @@ def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...
     if len(member.intra) > 1 and member.group == home.group and home.intra_rank != 0:
         steps.append(Step(1, "intra", "broadcast", 0))
     return tuple(steps)
+
+
+def steps_around_messages(collective: str, rank: int, split: Split, root: int) -> tuple[Step, ...]:
+    """Return the steps of `rank` before and after the messages between the first ranks of the hosts, of a short call.
+
+    Before them the first rank of a host gets what its host gives; after them it passes on what the host receives. A
+    barrier takes the place of a step without data: all ranks of a host compare their calls in both. Ranks that are
+    alone on their host take none.
+
+    >>> split = plan_split("aabb", cartesian=True)
+    >>> [step.collective for step in steps_around_messages("allgather", 0, split, 0)]
+    ['gather', 'broadcast']
+    >>> for step in steps_around_messages("broadcast", 3, split, 3): print(step)
+    Step(level=1, group='intra', collective='broadcast', root=1)
+    Step(level=1, group='intra', collective='barrier', root=None)
+    >>> [step.collective for step in steps_around_messages("reduce", 0, split, 3)]
+    ['reduce', 'barrier']
+    """
+    spec, member, home = SPECS[collective], split.members[rank], split.members[root]
+    if len(member.intra) == 1:
+        return ()
+    # At home, a root that is not the first rank of its host gives or receives in a step within it.
+    place = home.intra_rank if spec.is_rooted and member.group == home.group else 0
+    names: tuple[CollectiveName, CollectiveName] = "reduce" if spec.reduces else "gather", "broadcast"
+    if not spec.tensors:
+        names = "barrier", "barrier"
+    elif spec.flow == "all to root":
+        names = names[0], "broadcast" if place else "barrier"
+    elif spec.flow == "root to all":
+        names = ("broadcast", "barrier") if place else ("barrier", "broadcast")
+    roots = place if spec.flow == "root to all" else 0, 0
+    return tuple(
+        Step(1, "intra", name, first if SPECS[name].is_rooted else None)
+        for name, first in zip(names, roots, strict=True)
+    )
 
 
 # --- hosts -----------------------------------------------------------------------------------------------

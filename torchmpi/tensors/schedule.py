@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..collective_specs import Flow
+
 # The payload of a collective is split into blocks, one for each rank. A plan is a sequence of rounds of one rank; all
 # messages of a round are in progress together, and the next round begins when they have completed.
 
@@ -96,6 +98,47 @@ def doubling(rank: int, size: int) -> list[Round]:
         count = min(distance, size - distance)
         left, right = (rank - distance) % size, (rank + distance) % size
         rounds.append(Round((Message(left, rank, count),), (Message(right, right, count),)))
+        distance *= 2
+    return rounds
+
+
+class Carried(NamedTuple):
+    """A round of :func:`carried`: how many blocks follow the header to one rank, and from where they come."""
+
+    target: int
+    num_sent: int
+    """Of the blocks at the first positions."""
+    origin: int
+    position: int
+    """Where the received blocks go,"""
+    num_received: int
+    """and their number."""
+
+
+def carried(rank: int, size: int, flow: Flow, root: int) -> list[Carried]:
+    """Plan which blocks the messages of `doubling` carry, all of which are sent, whatever they carry.
+
+    Blocks that go to all ranks are those of `doubling`, position j for the rank j after this one. To a root they go
+    along a binomial tree, and the other messages carry none. The block of a root has one position, at every rank.
+
+    >>> [step.num_sent for step in carried(1, 3, "all to all", 0)], carried(1, 3, "all to root", 0)[0][:2]
+    ([1, 1], (0, 1))
+    >>> for rank in range(3): print([step[1::3] for step in carried(rank, 3, "root to all", 0)])
+    [(1, 0), (1, 0)]
+    [(0, 0), (0, 1)]
+    [(0, 1), (0, 0)]
+    """
+    rounds, distance = [], 1
+    for (sent,), (received,) in doubling(rank, size):
+        num_sent = num_received = sent.num_blocks
+        position = distance
+        if flow == "root to all":
+            to_root, position = (root - rank) % size, 0
+            num_sent, num_received = int(to_root < num_sent), int(distance <= to_root < distance + num_received)
+        elif flow == "all to root":
+            num_sent *= (rank - root) % size % (2 * distance) == distance
+            num_received *= (rank + distance - root) % size % (2 * distance) == distance
+        rounds.append(Carried(sent.peer, num_sent, received.peer, position, num_received))
         distance *= 2
     return rounds
 

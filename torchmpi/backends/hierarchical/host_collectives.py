@@ -17,10 +17,11 @@ from ...collective_specs import SPECS
 from ...communicators import algorithms, splits
 from ...communicators.group import Group
 from ...communicators.handle import Handle
+from ...communicators.plan import Run
 from ...shared_memory.memory_layout import LogFields
 from ...tensors import buffers, partition
 from ..base import Operation
-from ..compared_allreduce import with_comparison
+from ..compared_calls import with_comparison
 from ..mpi_messages import destination_for, row_counts, rows_of
 from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults
@@ -35,15 +36,22 @@ def prepare(
     group: Group, collective: str, dtype: torch.dtype | None, op: str | None, bind_step: BindStep, chunk_bytes: int
 ) -> Operation:
     """Prepare a collective over the hosts of a group."""
-    runner, spec = StepRunner(op, bind_step), SPECS[collective]
+    longer = _of_long_tensors(group, collective, dtype, op, StepRunner(op, bind_step), chunk_bytes)
+    return with_comparison(group, collective, dtype, op, longer, by_host=True)
+
+
+def _of_long_tensors(
+    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, runner: StepRunner, chunk_bytes: int
+) -> Run:
+    spec = SPECS[collective]
     if spec.gathers:
-        return Operation(HostAllgather(group, runner).run)
+        return HostAllgather(group, runner).run
     chunk_numel = 1 if dtype is None else max(1, chunk_bytes // dtype.itemsize)
     partial_results = None if op is None or dtype is None else PartialResults(dtype, op, group.size)
     if spec.divides:
         assert partial_results is not None
-        return Operation(HostReduceScatter(group, runner, partial_results, chunk_numel).run)
-    steps = StepSequence(
+        return HostReduceScatter(group, runner, partial_results, chunk_numel).run
+    return StepSequence(
         collective,
         group.rank,
         {(1, "intra"): group.intra_host, (1, "inter"): group.inter_host},
@@ -51,11 +59,7 @@ def prepare(
         runner,
         partial_results=partial_results,
         chunk_numel=chunk_numel,
-    )
-    if spec.reduces_to_all:
-        assert dtype is not None and op is not None
-        return with_comparison(group, dtype, op, steps.run, in_steps=True)
-    return Operation(steps.run)
+    ).run
 
 
 def _plan(

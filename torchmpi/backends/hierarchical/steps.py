@@ -74,10 +74,12 @@ class StepRunner:
         task(self.run)
         return None
 
-    def cached_call(self, group: Group, collective: str, tensor: torch.Tensor) -> fast_path.CachedCall | None:
-        """Return a step with root 0 on tensors like this one for the fast path; None if it cannot run the step."""
+    def cached_call(
+        self, group: Group, collective: str, tensor: torch.Tensor | None, root: int
+    ) -> fast_path.CachedCall | None:
+        """Return a step on tensors like this one for the fast path; None if it cannot run the step."""
         cached_call = self._plan(group, collective, tensor, None).cached_call
-        return None if cached_call is None else cached_call(0, None)
+        return None if cached_call is None else cached_call(root, None)
 
     def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> Plan:
         tensor = destination if source is None else source

@@ -39,6 +39,7 @@ from ..compiler.cpython import (
 from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, LockFields
 from ..typed_records import Array, Record, Word, Words
 from .access import group_of
+from .host_calls import is_carried
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
@@ -203,8 +204,8 @@ def begin_call(cached_call: CachedCallRecord, tensor: DLTensor, num_bytes, argum
 def enter_in_place(cached_call: CachedCallRecord, tensor: DLTensor, unit, arguments: Arguments):
     """Enter a kernel that takes an address and a length, of `unit` for each element."""
     numel, call = plain_numel(cached_call, tensor), cached_call.call
-    num_bytes, hosts = numel * call.item_bytes, call.hosts
-    if numel < 0 or (hosts and not 0 < num_bytes <= hosts.value_bytes):
+    num_bytes = numel * call.item_bytes
+    if numel < 0 or not is_carried(call, num_bytes, 0):
         return NOT_FAST
     arguments.rest[0] = data(tensor)
     arguments.rest[1] = numel * unit
@@ -263,6 +264,8 @@ def enter_barrier(cached_call: CachedCallRecord, no_tensor: DLTensor, _: DLTenso
 def enter_gathering(cached_call: CachedCallRecord, source: DLTensor, numel, target, arguments: Arguments):
     """Enter an allgather whose result has the address `target`; 0 if this rank gets no result."""
     num_bytes = numel * cached_call.call.item_bytes
+    if not is_carried(cached_call.call, num_bytes, 0):
+        return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_bytes
     arguments.rest[2] = target
@@ -311,6 +314,8 @@ def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLT
         return NOT_FAST
     num_rows, row_bytes = dim(source, 0), row_numel(source) * call.item_bytes
     if not fits(cached_call, source, target, own_rows(call, num_rows) * times):
+        return NOT_FAST
+    if not is_carried(call, num_rows * row_bytes, row_bytes):
         return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_rows

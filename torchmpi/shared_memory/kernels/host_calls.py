@@ -1,14 +1,15 @@
-"""Short allreduces over hosts: the steps within a host, and the messages between hosts, without Python in between.
+"""Short calls over hosts: the steps within a host, and the messages between hosts, without Python in between.
 
-`allreduce_over_hosts` does the same as `ComparedAllreduce` of torchmpi.backends, with the same messages, entries of
-call logs and bits, so that ranks of both paths meet. It ends at the first step that fails; Python runs the rest of the
-call, or raises the error.
+`over_hosts` does the same as `ComparedCall` of torchmpi.backends, with the same messages, entries of call logs and
+bits, so that ranks of both paths meet. It ends at the first step that fails; Python runs the rest of the call, or raises
+the error. Which step and which messages follow from the collective is data: `before`, `after` and `rounds` of the record.
 """
 
 from __future__ import annotations
 
 from ..compiler.compilation import inner, kernel
 from ..memory_layout import CALL_NUMBER_BITS, RECORD_IS_NUMBER, WITH_COMPARISON
+from .access import group_of
 from .intrinsics import call_sendrecv, copy, now, reduce
 from .logged_calls import (
     FIRST_HASH,
@@ -19,12 +20,13 @@ from .logged_calls import (
     open_entry,
     set_dim,
 )
-from .movement import broadcast
+from .movement import allgather, alltoall, barrier, broadcast, reduce_scatter, rows_before
 from .records import (
     MISMATCH,
     STEP_ACROSS,
     STEP_AFTER,
     STEP_BEFORE,
+    STEPS,
     ComparedNumber,
     Hosts,
     KernelCall,
@@ -34,6 +36,7 @@ from .records import (
 from .reduce_kernels import allreduce
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+_BARRIER, _REDUCE, _GATHER, _BROADCAST = range(len(STEPS))
 
 
 @inner
@@ -43,9 +46,12 @@ def call_number(seq, code, shape_hash):
     return hash_end(total, 3) & ((1 << CALL_NUMBER_BITS) - 1)
 
 
+# --- messages between hosts -------------------------------------------------------------------------------------
+
+
 @inner
 def set_operands(hosts: Hosts, position, address, count, num_bytes):
-    """Store the addresses of `count` vectors of hosts in cyclic order, from a position after the own one."""
+    """Store the addresses of `count` blocks of hosts in cyclic order, from a position after the own one."""
     own, size = hosts.own_host, hosts.num_hosts
     for index in range(count):
         hosts.operands[(own + position + index) % size] = address + index * num_bytes
@@ -86,14 +92,14 @@ def swap(hosts: Hosts, step: RoundRecord, num_bytes):
 
 @inner
 def gather(hosts: Hosts, number, num_bytes):
-    """Compare a number and gather vectors (`NumberExchange.gather`): 0, MISMATCH, or the error of MPI."""
+    """Compare a number and move blocks (`NumberExchange.agree`): 0, MISMATCH, or the error of MPI."""
     memory, heard = hosts.sent + ComparedNumber.BYTES, hosts.received + ComparedNumber.BYTES
     status, num_rounds = begin_comparison(hosts, number), hosts.num_rounds
     set_operands(hosts, 0, memory, 1, num_bytes)
     for index in range(num_rounds):
         step = hosts.rounds[index]
-        count, position = step.length, step.position
-        status = swap(hosts, step, count * num_bytes)
+        count, position = step.num_received, step.position
+        status = swap(hosts, step, step.num_sent * num_bytes)
         if status != 0 and status != MISMATCH:
             return status
         if status == 0 and index == num_rounds - 1:
@@ -105,35 +111,21 @@ def gather(hosts: Hosts, number, num_bytes):
 
 
 @inner
-def block_length(block, block_bytes, num_bytes):
-    """Return the length of a block of a vector, without padding."""
-    return max(0, min(block_bytes, num_bytes - block * block_bytes))
-
-
-@inner
-def relay(hosts: Hosts, number, num_bytes, block_bytes):
-    """Compare a number, and bring the blocks of all vectors to the hosts that combine them: status like `gather`.
+def relay(hosts: Hosts, number, block_bytes):
+    """Compare a number, and bring the blocks to the hosts for which they are (`NumberExchange.relay`): status likewise.
 
     Position j has the block for the host j before this one; in the end, that of the host j after it.
     """
     memory, heard = hosts.sent + ComparedNumber.BYTES, hosts.received + ComparedNumber.BYTES
-    blocks, own, size = hosts.relayed_blocks, hosts.own_host, hosts.num_hosts
-    for position in range(size):
-        block = (own - position + size) % size
-        copy(
-            blocks + position * block_bytes,
-            memory + block * block_bytes,
-            block_length(block, block_bytes, num_bytes),
-        )
+    blocks, size = hosts.relayed_blocks, hosts.num_hosts
     status = begin_comparison(hosts, number)
     for index in range(hosts.num_rounds):
-        step = hosts.rounds[index]
-        distance, length = step.position, 0
+        distance, length = 1 << index, 0
         for position in range(distance, size):
             if position & distance:
                 copy(memory + length, blocks + position * block_bytes, block_bytes)
                 length += block_bytes
-        status = swap(hosts, step, length)
+        status = swap(hosts, hosts.rounds[index], length)
         if status != 0 and status != MISMATCH:
             return status
         length = 0
@@ -145,91 +137,277 @@ def relay(hosts: Hosts, number, num_bytes, block_bytes):
     return status
 
 
+# --- vectors that are combined ------------------------------------------------------------------------------------
+
+
 @inner
-def exchange(call: KernelCall, hosts: Hosts, number, address, numel, begin):
-    """Combine the vectors of all hosts, and store the result: 0, MISMATCH, or the error of MPI."""
-    num_bytes, size = numel * call.item_bytes, hosts.num_hosts
-    operands, result = hosts.operands, hosts.result
-    number ^= num_bytes
+def combine(call: KernelCall, address, num_bytes):
+    """Combine the operands."""
+    hosts = call.hosts
+    hosts.result[0] = address
+    reduce(call.reducer, hosts.result, 1, hosts.operands, hosts.num_hosts, num_bytes // call.item_bytes)
+    return 0
+
+
+@inner
+def block_length(block, block_bytes, num_bytes):
+    """Return the length of a block of a vector, without padding."""
+    return max(0, min(block_bytes, num_bytes - block * block_bytes))
+
+
+@inner
+def exchange_vectors(call: KernelCall, number, num_bytes, passed, begin):
+    """Combine the vectors of all hosts (`NumberExchange.allreduce`); `passed` is 0 where the result is not needed."""
+    hosts = call.hosts
+    own, blocks, size = hosts.own, hosts.relayed_blocks, hosts.num_hosts
     if num_bytes <= hosts.most_gathered:
         status = gather(hosts, number, num_bytes)
         if status == 0:
             hosts.waited = now() - begin
-            hosts.result[0] = address
-            reduce(call.reducer, result, 1, operands, size, numel)
+            if passed != 0:
+                combine(call, passed, num_bytes)
         return status
-    width = (numel + size - 1) // size
+    width = (num_bytes // call.item_bytes + size - 1) // size
     block_bytes = width * call.item_bytes
-    status = relay(hosts, number, num_bytes, block_bytes)
+    for position in range(size):
+        block = (hosts.own_host - position + size) % size
+        length = block_length(block, block_bytes, num_bytes)
+        copy(blocks + position * block_bytes, own + block * block_bytes, length)
+    status = relay(hosts, number, block_bytes)
     if status != 0:
         return status
     hosts.waited = now() - begin
-    hosts.result[0] = hosts.sent + ComparedNumber.BYTES
-    reduce(call.reducer, result, 1, operands, size, width)
+    combine(call, own, block_bytes)
     status = gather(hosts, number, block_bytes)
-    for block in range(size if status == 0 else 0):
-        copy(address + block * block_bytes, operands[block], block_length(block, block_bytes, num_bytes))
+    for block in range(size if status == 0 and passed != 0 else 0):
+        length = block_length(block, block_bytes, num_bytes)
+        copy(passed + block * block_bytes, hosts.operands[block], length)
     return status
 
 
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
 @inner
-def begin_step(hosts: Hosts, step: StepRecord, number, num_bytes):
-    """Enter a step within the host into the call log of its ranks; return the number of this call and the signature."""
+def write_rows(hosts: Hosts, passed, num_bytes):
+    """Copy the rows of all ranks to their places."""
+    most_ranks = hosts.most_ranks
+    for host in range(hosts.num_hosts):
+        for place in range(most_ranks):
+            rank = hosts.ranks[host * most_ranks + place]
+            if rank >= 0:
+                copy(passed + rank * num_bytes, hosts.operands[host] + place * num_bytes, num_bytes)
+    return 0
+
+
+@inner
+def part_length(call: KernelCall, num_rows, row_bytes, rank):
+    """Return the length of the part of a tensor that is for a rank."""
+    size = group_of(call).size
+    return (rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)) * row_bytes
+
+
+@inner
+def fill_blocks(call: KernelCall, num_rows, row_bytes, unit_bytes):
+    """Copy what this host has collected to the blocks for all hosts: by rank that sends, and rank that receives."""
+    hosts, size = call.hosts, group_of(call).size
+    own, most_ranks, num_hosts = hosts.own, hosts.most_ranks, hosts.num_hosts
+    block_bytes, num_sources = hosts.block_units * unit_bytes, hosts.num_local if hosts.gathers else 1
+    for host in range(num_hosts):
+        position = (hosts.own_host - host + num_hosts) % num_hosts
+        block = hosts.relayed_blocks + position * block_bytes
+        for place in range(most_ranks):
+            rank = hosts.ranks[host * most_ranks + place]
+            if rank >= 0:
+                first = rows_before(num_rows, size, rank) * row_bytes
+                length = part_length(call, num_rows, row_bytes, rank)
+                for index in range(num_sources):
+                    target = block + (index * most_ranks + place) * unit_bytes
+                    copy(target, own + index * num_rows * row_bytes + first, length)
+    return 0
+
+
+@inner
+def sort_parts(call: KernelCall, num_rows, row_bytes, unit_bytes):
+    """Copy what this host has received to the memory that is passed on: by rank that receives, and rank that sends."""
+    hosts, size = call.hosts, group_of(call).size
+    own, most_ranks = hosts.own, hosts.most_ranks
+    for place in range(hosts.num_local):
+        length = part_length(call, num_rows, row_bytes, hosts.ranks[hosts.own_host * most_ranks + place])
+        for host in range(hosts.num_hosts):
+            for index in range(most_ranks):
+                origin = hosts.ranks[host * most_ranks + index]
+                if origin >= 0:
+                    source = hosts.operands[host] + (index * most_ranks + place) * unit_bytes
+                    copy(own + place * size * unit_bytes + origin * length, source, length)
+    return 0
+
+
+@inner
+def exchange_parts(call: KernelCall, number, num_rows, row_bytes, unit_bytes, begin):
+    """Send each host the parts for its ranks, and combine or sort those for this host."""
+    hosts = call.hosts
+    fill_blocks(call, num_rows, row_bytes, unit_bytes)
+    status = relay(hosts, number, hosts.block_units * unit_bytes)
+    if status != 0:
+        return status
+    hosts.waited = now() - begin
+    if hosts.reduces:
+        return combine(call, hosts.own, hosts.passed_units * unit_bytes)
+    return sort_parts(call, num_rows, row_bytes, unit_bytes)
+
+
+@inner
+def exchange(call: KernelCall, number, num_bytes, row_bytes, unit_bytes, passed, begin):
+    """Move the values between the hosts, to the memory that is passed on: 0, MISMATCH, or the error of MPI."""
+    hosts = call.hosts
+    if hosts.divides:
+        return exchange_parts(call, number, num_bytes // row_bytes, row_bytes, unit_bytes, begin)
+    if hosts.reduces:
+        return exchange_vectors(call, number, num_bytes, passed, begin)
+    status = gather(hosts, number, hosts.block_units * unit_bytes)
+    hosts.waited = now() - begin
+    if status != 0 or passed == 0:
+        return status
+    if hosts.gathers:
+        return write_rows(hosts, passed, num_bytes)
+    if hosts.is_root == 0:
+        copy(passed, hosts.operands[hosts.own_host], num_bytes)
+    return 0
+
+
+# --- steps within a host --------------------------------------------------------------------------------------------
+
+
+@inner
+def run_step(hosts: Hosts, step: StepRecord, number, failing, source, num_bytes, target):
+    """Run a step within the host, and enter it into the call log of its ranks: return 0, or its status."""
     local = hosts.local_log
-    seq = local.sequence + 1
+    if not local:
+        return 0
+    kind, call, seq, status = step.kind, step.call, local.sequence + 1, 0
     record = open_entry(local, seq)
     set_dim(record, 0, number)
     close_entry(local, record, seq, step.code, RECORD_IS_NUMBER + 1, num_bytes)
-    return seq, step.signed_code ^ hash_end(hash_step(FIRST_HASH, number), 1)
+    signature = step.signed_code ^ hash_end(hash_step(FIRST_HASH, number), 1)
+    if kind == _REDUCE:
+        status = allreduce(call, seq, signature, source, num_bytes // call.item_bytes)
+    elif kind == _GATHER:
+        status = allgather(call, seq, signature, source, num_bytes, target)
+    elif kind == _BROADCAST:
+        status = broadcast(call, seq, signature, source, num_bytes)
+    else:
+        status = barrier(call, seq, signature, 0, 0)
+    if status != 0:
+        hosts.failed_step = failing
+        return status
+    return count_call(local)
 
 
 @inner
-def end_step(hosts: Hosts, status, step):
-    """End a step within the host, unless it has failed; return its status."""
-    if status != 0:
-        hosts.failed_step = step
-        return status
-    return count_call(hosts.local_log)
+def unit_of(call: KernelCall, num_bytes, row_bytes):
+    """Return the length of the tensor of a rank, or of the longest part of it for one rank (`Blocks.unit_bytes`)."""
+    return part_length(call, num_bytes // row_bytes, row_bytes, 0) if call.hosts.divides else num_bytes
 
 
-@kernel
-def allreduce_over_hosts(call: KernelCall, seq, signature, address, numel):
-    """Reduce a short tensor in place on all ranks; `signature` is the hash of its shape.
+@inner
+def is_carried(call: KernelCall, num_bytes, row_bytes):
+    """Return whether a call over hosts is so short that its values are sent with the comparison; True within a host."""
+    hosts = call.hosts
+    if not hosts:
+        return True
+    if num_bytes == 0:
+        return False
+    is_vector = hosts.divides == 0 and hosts.gathers == 0
+    num_units = 1 if is_vector else hosts.block_units * hosts.num_hosts
+    return unit_of(call, num_bytes, row_bytes) * num_units <= hosts.value_bytes
+
+
+@inner
+def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, target):
+    """Run a short call; `signature` is the hash of its shape, `row_bytes` belongs to rows that are divided.
 
     Returns 0, MISMATCH, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
-    hosts, num_bytes = call.hosts, numel * call.item_bytes
-    log, begin = hosts.call_log, now()
+    hosts, begin, unit_bytes = call.hosts, now(), unit_of(call, num_bytes, row_bytes)
+    log, own, place = hosts.call_log, hosts.own, hosts.place
     log.waited = -begin  # for Python, which ends a call that fails here
     log.algorithm = WITH_COMPARISON
-    number = call_number(seq, hosts.code, signature)
-    local, sends, work = hosts.local_log, hosts.sendrecv != 0, address
-    if sends:  # a copy: the tensor of a call that differs stays as it is
-        work = hosts.sent + ComparedNumber.BYTES
-        copy(work, address, num_bytes)
-    if local:
-        step_seq, signed = begin_step(hosts, hosts.reduce_step, number, num_bytes)
-        status = allreduce(hosts.reduce_step.call, step_seq, signed, work, numel)
-        if end_step(hosts, status, STEP_BEFORE) != 0:
-            return status
-    if sends:
-        status = exchange(call, hosts, number, address, numel, begin)
+    number = call_number(seq, hosts.code, signature) ^ num_bytes
+    divides, is_first, is_broadcast = hosts.divides != 0, hosts.sendrecv != 0, hosts.before.kind == _BROADCAST
+    passed_bytes = hosts.passed_units * unit_bytes
+    if hosts.copies:  # the tensor of a call that differs stays as it is
+        copy(own, source, num_bytes)
+    given = own if hosts.copies or (is_broadcast and hosts.is_root == 0) else source
+    status = run_step(hosts, hosts.before, number, STEP_BEFORE, given, num_bytes, own)
+    if status != 0:
+        return status
+    passed = own if divides else target if hosts.receives else hosts.scratch if hosts.is_home else 0
+    if is_first:
+        status = exchange(call, number, num_bytes, row_bytes, unit_bytes, passed, begin)
         if status != 0:
             hosts.failed_step = STEP_ACROSS
             return status
-    if local:
-        step_seq, signed = begin_step(hosts, hosts.broadcast_step, number, num_bytes)
-        status = broadcast(hosts.broadcast_step.call, step_seq, signed, address, num_bytes)
-        if end_step(hosts, status, STEP_AFTER) != 0:
-            return status
+    status = run_step(hosts, hosts.after, number, STEP_AFTER, passed, passed_bytes, 0)
+    if status != 0:
+        return status
+    if divides:
+        num_parts = group_of(call).size if hosts.gathers else 1
+        length = part_length(call, num_bytes // row_bytes, row_bytes, group_of(call).rank)
+        copy(target, own + place * num_parts * unit_bytes, num_parts * length)
+    elif is_broadcast and not is_first and hosts.is_root == 0:
+        copy(target, own, num_bytes)
     # The other hosts have arrived when their messages have, or for ranks that receive none, when the result has.
-    log.waited = hosts.waited if sends else now() - begin
+    log.waited = hosts.waited if is_first else now() - begin
     return 0
+
+
+# --- kernels of the fast path: within a host or over hosts ------------------------------------------------------------
+
+
+@kernel
+def any_barrier(call: KernelCall, seq, signature, message, num_bytes):
+    """Synchronize."""
+    if call.hosts:
+        return over_hosts(call, seq, signature, 0, 0, 0, 0)
+    return barrier(call, seq, signature, message, num_bytes)
 
 
 @kernel
 def any_allreduce(call: KernelCall, seq, signature, address, numel):
-    """Reduce one tensor in place by the kernel of the call."""
+    """Reduce one tensor in place, on all ranks or on a root."""
     if call.hosts:
-        return allreduce_over_hosts(call, seq, signature, address, numel)
+        return over_hosts(call, seq, signature, address, numel * call.item_bytes, 0, address)
     return allreduce(call, seq, signature, address, numel)
+
+
+@kernel
+def any_broadcast(call: KernelCall, seq, signature, address, num_bytes):
+    """Copy the root's bytes to all ranks, in place."""
+    if call.hosts:
+        return over_hosts(call, seq, signature, address, num_bytes, 0, address)
+    return broadcast(call, seq, signature, address, num_bytes)
+
+
+@kernel
+def any_allgather(call: KernelCall, seq, signature, source, num_bytes, target):
+    """Concatenate the bytes of all ranks, on all of them or on the root."""
+    if call.hosts:
+        return over_hosts(call, seq, signature, source, num_bytes, 0, target)
+    return allgather(call, seq, signature, source, num_bytes, target)
+
+
+@kernel
+def any_reduce_scatter(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
+    """Reduce the rows of all ranks, and give each rank its part."""
+    if call.hosts:
+        return over_hosts(call, seq, signature, source, num_rows * row_bytes, row_bytes, target)
+    return reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target)
+
+
+@kernel
+def any_alltoall(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
+    """Send each rank its rows."""
+    if call.hosts:
+        return over_hosts(call, seq, signature, source, num_rows * row_bytes, row_bytes, target)
+    return alltoall(call, seq, signature, source, num_rows, row_bytes, target)

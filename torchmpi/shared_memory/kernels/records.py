@@ -189,9 +189,15 @@ class TensorMessage(Record):
     shape = Array(0)
 
 
-class StepRecord(Record):
-    """A step within the host of an allreduce over hosts."""
+STEPS = ("barrier", "reduce", "gather", "broadcast")
+"""The steps within a host, by number."""
 
+
+class StepRecord(Record):
+    """A step within the host of a call over hosts."""
+
+    kind = Word()
+    """Its number in STEPS."""
     call: Pointer[KernelCall] = Pointer("KernelCall")
     code = Word()
     """The code of the step in the call log."""
@@ -200,16 +206,17 @@ class StepRecord(Record):
 
 
 class RoundRecord(Record):
-    """A round of messages between hosts."""
+    """A round of messages between hosts (torchmpi.tensors.schedule.Carried)."""
 
     target = Word()
-    """Rank to send to."""
-    length = Word()
-    """Number of vectors."""
+    """Host to send to."""
+    num_sent = Word()
+    """Number of blocks."""
     origin = Word()
-    """Rank to receive from."""
+    """Host to receive from."""
     position = Word()
-    """Cyclic position of the first received vector."""
+    """Position of the first received block."""
+    num_received = Word()
 
 
 class Exchange(Record):
@@ -338,32 +345,58 @@ class ComparedNumber(Record):
 
 
 class Hosts(Exchange):
-    """A prepared short allreduce over hosts; `sendrecv` is 0 at ranks that send nothing to other hosts."""
+    """A prepared short call over hosts; `sendrecv` is 0 at ranks that send nothing to other hosts."""
 
     code = Word()
     """Code of the call."""
     rounds = Pointer(RoundRecord)
     num_rounds = Word()
     num_hosts = Word()
-    """Number of the vectors to combine."""
     own_host = Word()
-    """The place of this rank's own one."""
     operands = Pointer(Words)
-    """The addresses of these vectors."""
+    """The addresses of the blocks of all hosts."""
     result = Array(1)
-    """Address of the result."""
+    """Address of the result of a reduction."""
     local_log = Pointer(LogFields)
     """The call log of the ranks of this host; 0 if there is only this rank."""
-    reduce_step = Embedded(StepRecord)
-    broadcast_step = Embedded(StepRecord)
+    before = Embedded(StepRecord)
+    after = Embedded(StepRecord)
     failed_step = Word()
     """The step that has failed."""
     most_gathered = Word()
     """Length of the longest vectors that are gathered whole."""
     relayed_blocks = Word()
-    """Address of memory for the blocks of longer ones."""
+    """Address of memory for blocks that are relayed."""
     waited = Word()
-    """Nanoseconds from the begin of the call until the vectors of all hosts had arrived."""
+    """Nanoseconds from the begin of the call until the blocks of all hosts had arrived."""
+
+    # What the collective does, and this rank in it.
+    reduces = Word()
+    divides = Word()
+    gathers = Word()
+    copies = Word()
+    """Whether this rank copies its tensor to `own` first."""
+    receives = Word()
+    """Whether this rank gets a result."""
+    is_root = Word()
+    is_home = Word()
+    """Whether the root is on this host."""
+    own = Word()
+    """Address of the memory in which the first rank of a host collects what the host sends; of other ranks theirs."""
+    scratch = Word()
+    """Address of further memory, for what this rank receives although it has no tensor for it."""
+
+    # Places of the ranks.
+    ranks = Pointer(Words)
+    """The ranks of all hosts, in `most_ranks` places for each; -1 for none."""
+    most_ranks = Word()
+    num_local = Word()
+    """Ranks of this host."""
+    place = Word()
+    """The place of this rank on its host."""
+    block_units = Word()
+    """The length of a block of a host, and of what is passed on in a host: see `Blocks` of torchmpi.backends."""
+    passed_units = Word()
 
 
 STEP_BEFORE, STEP_ACROSS, STEP_AFTER = range(3)
@@ -385,7 +418,7 @@ class KernelCall(Record):
     dtype = Word()
     """Number of the dtype, the same on all ranks; 0 if unknown."""
     hosts = Pointer(Hosts)
-    """For an allreduce over hosts; 0 for a call within a host."""
+    """For a call over hosts; 0 for a call within a host."""
 
 
 # --- Queue of pieces of messages ------------------------------------------------------------------------------

@@ -1,0 +1,463 @@
+"""Short calls over hosts, whose values are sent with the comparison of the call.
+
+Every such call takes the same way: a step within each host, messages between the first ranks of the hosts, in which the
+numbers of the calls are compared too, and a step within each host again (:func:`.splits.steps_around_messages`,
+:func:`.schedule.carried`). What lies where follows from hosts, ranks and lengths (:class:`Blocks`).
+
+Repeated calls are those of the fast path: :meth:`ComparedCall.cached_call` makes the record of the kernel `over_hosts`,
+which does the same, and :meth:`ComparedCall.run` the rest of calls that fail there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..collective_specs import SPECS
+from ..communicators import splits
+from ..communicators.call_log import call_code
+from ..communicators.group import Group
+from ..communicators.plan import Run
+from ..shared_memory import fast_path, kernels
+from ..shared_memory.kernels import records, reduction
+from ..shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
+from ..shared_memory.memory_layout import WITH_COMPARISON, LogFields
+from ..tensors import buffers, dtypes, partition, schedule
+from ..tensors.operation_specs import OPERATIONS
+from .base import Operation
+from .call_comparison import CallComparison
+from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, destination_for, kernel_fields, rows_of
+from .number_exchange import NumberExchange
+from .pipeline import ChunkBuffers
+from .rank_order import PartialResults, combiner
+
+_OF_ROWS = 1
+"""The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
+_CARRIED = ("barrier", "broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "alltoall")
+
+
+def with_comparison(
+    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, longer: Run, *, by_host: bool = False
+) -> Operation:
+    """Return a collective that sends short values with the comparison, if the group compares so; others are `longer`.
+
+    `by_host`: a reduction adds within the hosts first, where several ranks share one.
+    """
+    comparison = group.comparison
+    is_carried = collective in _CARRIED and isinstance(comparison, CallComparison)
+    if not is_carried or (SPECS[collective].reduces and comparison.in_steps != by_host):
+        return Operation(longer)
+    call = ComparedCall(group, comparison, collective, dtype, op, longer)
+    return Operation(call.run, compares=True, cached_call=call.cached_call)
+
+
+class Blocks(NamedTuple):
+    """How long the parts of a call are. Their unit is the tensor of a rank, or the longest part of it for one rank."""
+
+    unit_bytes: int
+    """As it is sent between hosts: partial results may be wider than the tensor."""
+    block_bytes: int
+    """What a host sends to another one."""
+    together: int
+    """The blocks of all hosts, by which the length of a call is limited; of a vector its length."""
+    passed_bytes: int
+    """What the first rank of a host passes on."""
+
+
+class ComparedCall:
+    """A collective whose short values are sent with the comparison of the call."""
+
+    def __init__(
+        self,
+        group: Group,
+        comparison: CallComparison,
+        collective: str,
+        dtype: torch.dtype | None,
+        op: str | None,
+        longer: Run,
+    ) -> None:
+        self.group, self.comparison, self.longer, self.op = group, comparison, longer, op
+        self.spec, self.runner = SPECS[collective], comparison.runner(op)
+        self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
+        self.code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code)
+        self.kind = _OF_ROWS if self.spec.compared == "rows" else 0
+        self.partial_results = None
+        if op is not None:
+            if comparison.in_steps:
+                self.partial_results = PartialResults(self.dtype, op, group.size)
+                self.sent_dtype, op = self.partial_results.accumulator, OPERATIONS[op].partial
+            self.combine = combiner(self.sent_dtype, op)
+        self.memory = ChunkBuffers(self.sent_dtype)
+        split = comparison.split
+        self.hosts, member = split.groups, split.members[group.rank]
+        self.own_host, self.place, self.most_ranks = member.group, member.intra_rank, max(map(len, split.groups))
+        self.host_of = [each.group for each in split.members]
+        self.steps = cache(partial(splits.steps_around_messages, collective, group.rank, split))
+        self.rounds = cache(
+            lambda root: schedule.carried(self.own_host, len(self.hosts), self.spec.flow, self.host_of[root])
+        )
+        self.is_vector = not (self.spec.gathers or self.spec.divides)
+        self.most_bytes = comparison.most_carried if self.is_vector else comparison.most_together
+        rows, parts = int(self.spec.gathers), int(self.spec.divides)
+        self.block_units = self.most_ranks ** (rows + parts)
+        self.passed_units = group.size**rows * len(member.intra) ** parts
+
+    def blocks_of(self, source: torch.Tensor | None) -> Blocks:
+        """Return the lengths of a call with this tensor."""
+        if source is None:
+            return Blocks(0, 0, 0, 0)
+        num_rows, row_numel = rows_of(source)
+        if self.spec.divides:
+            _, num_rows = partition.part_of(num_rows, self.group.size, 0)
+        numel = num_rows * row_numel
+        unit_bytes = numel * self.sent_dtype.itemsize
+        block_bytes = unit_bytes * self.block_units
+        together = unit_bytes if self.is_vector else block_bytes * len(self.hosts)
+        return Blocks(unit_bytes, block_bytes, together, numel * self.dtype.itemsize * self.passed_units)
+
+    def run(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
+        """Run a call; in place if the collective is."""
+        blocks = self.blocks_of(source)
+        if source is not None and not 0 < blocks.together <= self.most_bytes:
+            self.group.announce(self.kind)
+            return self.longer(source, destination, root)
+        self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
+        call = _Call(self, blocks, source, destination, root)
+        return self.compare(call, call.before, call.between, call.after)
+
+    def compare(
+        self,
+        call: _Call,
+        before: Callable[[], object],
+        between: Callable[[NumberExchange, int | None], bool],
+        after: Callable[[], object],
+    ) -> Any:
+        """Compare a call in its steps; raise on all ranks if it differs, and take the longer way if only lengths do."""
+        if not self.comparison.run(self.group.call_number ^ call.num_bytes, before, between, after):
+            self.group.refuse_call(self.kind)
+            return self.longer(call.source, call.destination, call.root)
+        if self.comparison.exchange is None:  # the other hosts have arrived when the result has
+            self.group.call_log.count_wait()
+        return call.result()
+
+    # --- the fast path ---------------------------------------------------------------------------------------
+
+    def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
+        """Return the call for the fast path; None if the fast path cannot run it."""
+        if self.partial_results is not None and self.op is not None:
+            if self.partial_results.is_rounded or OPERATIONS[self.op].finish:
+                return None  # the kernel does not divide or round after the steps
+        if not can_call_from_kernels(self.group):
+            return None
+        intra = self.comparison.intra
+        found = [intra and self._cached_step(intra, step) for step in self.steps(root)]
+        steps = [step for step in found if step is not None]
+        if len(steps) < len(found):  # the ranks of the host share no memory
+            return None
+        limit = self.most_bytes if most_bytes is None else min(most_bytes, self.most_bytes)
+        return _KernelCall(self, root, limit, steps).cached_call()
+
+    def _cached_step(self, intra: Group, step: splits.Step) -> fast_path.CachedCall | None:
+        """Return a step within the host for the fast path."""
+        spec = SPECS[step.collective]
+        tensor = torch.empty(0, dtype=self.dtype if spec.reduces else torch.uint8) if spec.tensors else None
+        return self.runner.cached_call(intra, step.collective, tensor, step.root or 0)
+
+    def finish(self, call: _Call, steps: Sequence[fast_path.CachedCall], failed: int, status: int) -> Any:
+        """Run the rest of a call of the fast path, from the step that has failed."""
+        if failed == STEP_ACROSS and status != MISMATCH:
+            raise self.group.context.MPI.Exception(status)
+        if failed == STEP_BEFORE:
+            return self.compare(call, partial(call.before, partial(steps[0].settle, status)), call.between, call.after)
+        after = partial(call.after, partial(steps[1].settle, status)) if failed == STEP_AFTER else _nothing
+        return self.compare(call, _nothing, lambda *_: failed == STEP_AFTER, after)
+
+
+def _nothing() -> None:
+    """Stand for a step that has ended."""
+
+
+_Settle = Callable[[Any, Any], Any]
+"""``settle(source, destination)`` ends a step of the fast path."""
+
+
+class _Call:
+    """One call on this rank: its memory, and the three parts of its way."""
+
+    def __init__(
+        self,
+        plan: ComparedCall,
+        blocks: Blocks,
+        source: torch.Tensor | None,
+        destination: torch.Tensor | None,
+        root: int,
+    ) -> None:
+        self.plan, self.blocks, self.source, self.destination, self.root = plan, blocks, source, destination, root
+        self.spec, self.group, self.exchange = plan.spec, plan.group, plan.comparison.exchange
+        self.num_bytes = 0 if source is None else source.numel() * plan.sent_dtype.itemsize
+        self.is_root, self.is_home = self.group.rank == root, plan.own_host == plan.host_of[root]
+        self.steps = plan.steps(root)
+        self.flat = torch.empty(0, dtype=torch.uint8, device="cpu") if source is None else buffers.byte_view(source)
+        self._target = source if self.spec.in_place else None
+        if source is not None and not self.spec.in_place and self.spec.receives(self.is_root):
+            num_rows, _ = rows_of(source)
+            if self.spec.divides:
+                _, num_rows = partition.part_of(num_rows, self.group.size, self.group.rank)
+            num_rows *= self.group.size if self.spec.gathers else 1
+            self._target = destination_for(source, num_rows, destination)
+
+    def result(self) -> torch.Tensor | None:
+        """Return the result of this rank."""
+        return self._target
+
+    def _own(self, num_bytes: int) -> torch.Tensor:
+        """Return memory in which the first rank of a host collects what the host sends; of other ranks theirs."""
+        return self._scratch(num_bytes) if self.exchange is None else self.exchange.own_memory(num_bytes)
+
+    def _scratch(self, num_bytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.from_numpy(self.plan.comparison.scratch)[:num_bytes]
+
+    def _passed(self) -> torch.Tensor | None:
+        """Return the memory of what the first rank of a host passes on to the others; None if the host gets nothing."""
+        if self.spec.divides:
+            return self._own(self.blocks.passed_bytes)
+        if self.spec.receives(self.is_root):
+            return self.flat if self._target is None else buffers.byte_view(self._target)
+        return self._scratch(self.blocks.passed_bytes) if self.is_home else None
+
+    def _run_step(self, number: int, settle: _Settle | None, source: Any, destination: Any = None) -> None:
+        """Run a step within the host, or end one that the fast path has begun."""
+        if settle is not None:
+            settle(source, destination)
+        elif self.steps:
+            step, intra = self.steps[number], self.plan.comparison.intra
+            assert intra is not None
+            self.plan.runner.run(intra, step.collective, source, destination, step.root or 0)
+
+    def before(self, settle: _Settle | None = None) -> None:
+        """Bring what the host sends to its first rank."""
+        step, is_first = self.steps[0].collective if self.steps else "", self.exchange is not None
+        if self.spec.reduces:
+            values = self.flat.view(self.plan.dtype)
+            # A copy at the first rank of a host, which is not to change the tensor of a call that differs.
+            partial_results = self.plan.partial_results
+            is_copied = partial_results is not None and (partial_results.is_rounded or is_first)
+            self.work = self.plan.memory.take(0, values.numel()).copy_(values) if is_copied else values
+            self._run_step(0, settle, self.work)
+        elif step == "gather":
+            num_bytes = self.num_bytes * len(self.plan.hosts[self.plan.own_host])
+            self._run_step(0, settle, self.flat, self._own(num_bytes) if is_first else None)
+        elif step == "broadcast":  # from the root to the other ranks of its host, which keep their tensors
+            self._run_step(0, settle, self.flat if self.is_root else self._own(self.num_bytes))
+        else:
+            if is_first and (self.is_root or self.spec.flow != "root to all"):
+                self._own(self.num_bytes).copy_(self.flat)
+            self._run_step(0, settle, None)
+
+    def between(self, exchange: NumberExchange, number: int | None) -> bool:
+        """Move the values between the hosts, to the memory that is passed on; return False if the numbers differ."""
+        if self.spec.divides:
+            return self._send_parts(exchange, number)
+        if self.spec.reduces:
+            return self._send_vectors(exchange, number)
+        if not exchange.agree(number, self.blocks.block_bytes, self.plan.rounds(self.root)):
+            return False
+        self.group.call_log.count_wait()
+        passed = self._passed()
+        if passed is not None and self.spec.gathers:
+            self._write_rows(exchange, passed)
+        elif passed is not None and not self.is_root:
+            buffers.overwrite(passed, self._own(self.num_bytes))
+        return True
+
+    def _send_vectors(self, exchange: NumberExchange, number: int | None) -> bool:
+        """Combine the vectors of the hosts."""
+        plan, passed = self.plan, self._passed()
+        result = None if passed is None else passed.view(plan.dtype)
+        out = result if result is None or plan.partial_results is None else self.work
+        arrived = self.group.call_log.count_wait
+        if not exchange.allreduce(number, self.work, plan.combine, arrived, out, plan.rounds(self.root)):
+            return False
+        if result is not None and plan.partial_results is not None:
+            plan.partial_results.finish(self.work, result)
+        return True
+
+    def _write_rows(self, exchange: NumberExchange, passed: torch.Tensor) -> None:
+        """Copy the rows of all ranks to their places."""
+        plan, size = self.plan, len(self.plan.hosts)
+        gathered = exchange.own_memory(self.blocks.together).view(size, plan.most_ranks, self.num_bytes)
+        rows = passed.view(self.group.size, self.num_bytes)
+        for host, ranks in enumerate(plan.hosts):
+            for place, rank in enumerate(ranks):
+                buffers.overwrite(rows[rank], gathered[(host - plan.own_host) % size, place])
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """Return offset and length of the part of the tensor that is for each rank, in bytes as they are sent."""
+        assert self.source is not None
+        num_rows, row_numel = rows_of(self.source)
+        row_bytes = row_numel * self.plan.sent_dtype.itemsize
+        return [(first * row_bytes, n * row_bytes) for first, n in partition.even_partition(num_rows, self.group.size)]
+
+    def _send_parts(self, exchange: NumberExchange, number: int | None) -> bool:
+        """Send each host the parts for its ranks."""
+        plan, size, unit_bytes, parts = self.plan, len(self.plan.hosts), self.blocks.unit_bytes, self._parts()
+        num_sources = len(plan.hosts[plan.own_host]) if self.spec.gathers else 1
+        own = buffers.byte_view(self.work) if self.spec.reduces else self._own(num_sources * self.num_bytes)
+        blocks = exchange.blocks(self.blocks.block_bytes)
+        # By position, rank that sends, and rank that receives.
+        placed = blocks.view(size, -1, plan.most_ranks, unit_bytes)
+        for host, ranks in enumerate(plan.hosts):
+            for index, source in enumerate(own.view(num_sources, self.num_bytes)):
+                for place, rank in enumerate(ranks):
+                    first, length = parts[rank]
+                    placed[(plan.own_host - host) % size, index, place, :length] = source[first : first + length]
+        if not exchange.relay(number, blocks):
+            return False
+        self.group.call_log.count_wait()
+        from_hosts = [placed[(host - plan.own_host) % size] for host in range(size)]
+        if self.spec.reduces:
+            self._combine_parts(from_hosts)
+            return True
+        rows = self._own(self.blocks.passed_bytes).view(-1, self.group.size * unit_bytes)
+        for place, rank in enumerate(plan.hosts[plan.own_host]):
+            _, length = parts[rank]
+            for host, ranks in enumerate(plan.hosts):
+                for index, origin in enumerate(ranks):
+                    rows[place, origin * length :][:length] = from_hosts[host][index, place, :length]
+        return True
+
+    def _combine_parts(self, from_hosts: list[torch.Tensor]) -> None:
+        """Combine what the hosts have sent to the ranks of this one."""
+        plan, result = self.plan, self._own(self.blocks.passed_bytes).view(self.plan.dtype)
+        numel, partial_results = result.numel(), plan.partial_results
+        vectors = [each.view(-1).view(plan.sent_dtype)[:numel] for each in from_hosts]
+        total = result if partial_results is None or not partial_results.is_rounded else plan.memory.take(1, numel)
+        plan.combine(vectors, total)
+        if partial_results is not None:
+            partial_results.finish(total, result)
+
+    def after(self, settle: _Settle | None = None) -> None:
+        """Pass on to the ranks of the host what is theirs."""
+        is_passed = not self.steps or self.steps[1].collective == "broadcast"
+        passed = self._passed() if is_passed else None
+        self._run_step(1, settle, passed)
+        if self.spec.divides:
+            assert passed is not None and self._target is not None
+            _, length = self._parts()[self.group.rank]
+            length = length // self.plan.sent_dtype.itemsize * self.plan.dtype.itemsize
+            stride = passed.numel() // max(1, len(self.plan.hosts[self.plan.own_host]))
+            length *= self.group.size if self.spec.gathers else 1
+            buffers.overwrite(buffers.byte_view(self._target), passed[self.plan.place * stride :][:length])
+        elif not is_passed and self.spec.flow == "root to all" and not self.is_root and self.exchange is None:
+            buffers.overwrite(self.flat, self._own(self.num_bytes))
+
+
+class _KernelCall:
+    """The record of the kernel `over_hosts`, and the memory to which it points."""
+
+    def __init__(
+        self, plan: ComparedCall, root: int, most_bytes: int, steps: Sequence[fast_path.CachedCall]
+    ) -> None:
+        """Prepare the calls of a group.
+
+        Args:
+            plan: The same in Python.
+            root: The root.
+            most_bytes: The size of the longest call (`Blocks.together`).
+            steps: The steps within the host; none on ranks without them.
+        """
+        group, spec, comparison = plan.group, plan.spec, plan.comparison
+        self._plan, self._group, self._steps, self._root = plan, group, steps, root
+        self._read_ticks = kernels.load()["read_ticks"]
+        exchange, hosts, own_host = comparison.exchange, plan.hosts, plan.own_host
+        is_root, is_home, is_first = group.rank == root, own_host == plan.host_of[root], exchange is not None
+        self._code = plan.code | root << 32 if spec.is_rooted else plan.code
+        self._status, self._operands = np.zeros(STATUS_BYTES, np.uint8), np.zeros(len(hosts), np.int64)
+        self._ranks = np.full((len(hosts), plan.most_ranks), -1, np.int64)
+        for host, ranks in enumerate(hosts):
+            self._ranks[host, : len(ranks)] = ranks
+        copies = is_first and (is_root or spec.flow != "root to all") and not (steps and spec.gathers)
+        scratch = int(comparison.scratch.ctypes.data)
+        record = self._record = records.Hosts.new().write(
+            value_bytes=most_bytes,
+            call_log=group.call_log.address,
+            code=self._code,
+            reduces=spec.reduces,
+            divides=spec.divides,
+            gathers=spec.gathers,
+            copies=copies,
+            receives=spec.receives(is_root),
+            is_home=is_home,
+            is_root=is_root and spec.is_rooted,
+            own=scratch,
+            scratch=scratch,
+            ranks=self._ranks.ctypes.data,
+            most_ranks=plan.most_ranks,
+            num_local=len(hosts[own_host]),
+            place=plan.place,
+            block_units=plan.block_units,
+            passed_units=plan.passed_units,
+            num_hosts=len(hosts),
+            own_host=own_host,
+            operands=self._operands.ctypes.data,
+        )
+        if exchange is not None:
+            sent, received, received_bytes = exchange.memory
+            self._rounds = np.array(plan.rounds(root), np.int64)
+            record.write(
+                **kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV),
+                most_gathered=exchange.most_gathered,
+                relayed_blocks=exchange.blocks_address,
+                sent=sent,
+                own=sent + records.ComparedNumber.BYTES,
+                received=received,
+                received_bytes=received_bytes,
+                tag=exchange.tag,
+                rounds=self._rounds.ctypes.data,
+                num_rounds=len(exchange.rounds),
+            )
+        for of_step, step, planned in zip((record.before, record.after), steps, plan.steps(root), strict=False):
+            record.write(local_log=step.call_log.address)
+            kind = records.STEPS.index(planned.collective)
+            of_step.write(kind=kind, call=step.record, code=step.code, signed_code=step.signed_code)
+        self._ranks_of_group = records.GroupRecord.new().write(rank=group.rank, size=group.size)
+        self._call = records.KernelCall.new().write(
+            group=self._ranks_of_group,
+            item_bytes=plan.dtype.itemsize,
+            reducer=0 if plan.op is None else reduction.address(plan.dtype, plan.op),
+            root=root if spec.is_rooted else -1,
+            hosts=record,
+        )
+
+    def cached_call(self) -> fast_path.CachedCall:
+        """Return the call for the fast path."""
+        return fast_path.CachedCall(
+            int(self._call),
+            self._group.call_log,
+            self._group.call_queue.run_lock,
+            self._code,
+            0,
+            self._settle,
+            self._abort,
+        )
+
+    def _settle(self, status: int, source: torch.Tensor | None, destination: Any) -> Any:
+        plan, failed = self._plan, self._record.failed_step
+
+        def finish() -> Any:
+            call = _Call(plan, plan.blocks_of(source), source, destination, self._root)
+            return plan.finish(call, self._steps, failed, status)
+
+        return self._group.settle(self._read_ticks(), finish)
+
+    def _abort(self) -> None:
+        for step in self._steps:
+            if step.call_log.log_fields[LogFields.active]:
+                step.abort()
+        self._group.call_log.take_over(self._read_ticks())
+        self._group.call_log.abandon()
