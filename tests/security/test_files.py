@@ -331,7 +331,7 @@ def test_a_lock_that_another_user_holds_ends_the_wait(tmp_path, monkeypatch, cap
 
 def dumped(process: int, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchmpi", "dump", str(process), "--out", folder]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_root_dumps_a_process_that_holds_anything_under_the_name_of_a_record(public):
@@ -347,7 +347,8 @@ def test_root_dumps_a_process_that_holds_anything_under_the_name_of_a_record(pub
         kept.append(os.open(names["folder"], os.O_RDONLY))
         kept.append(os.open(names["false"], os.O_RDWR | os.O_CREAT))
         os.write(kept[-1], b"\0" * (1 << 20))
-        kept.append(FlightRecord("", {"rank": 0, "size": 1, "host": "\x1b[2J\x07evil\nrank 9", "process": 1}))
+        about = {"rank": 0, "size": 1, "on_host": "0", "host": "\x1b[2J\x07evil\nrank 9", "process": 1}
+        kept.append(FlightRecord("", about))
         kept[-1].ring(1, "\x1b]0;title\x07", [0]).enter(1, 0, ())
 
     with running(STRANGER, hold) as process:
