@@ -13,6 +13,7 @@ from helpers import contract
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends.number_exchange import most_together
 from torchmpi.collective_specs import SPECS
 from torchmpi.config import Config
 from torchmpi.errors import MismatchError
@@ -121,7 +122,11 @@ def lengths(collective: str, item_bytes: int, hosts: str) -> Iterator[tuple[int,
     most, units = comparison.most_carried, 1
     if spec.gathers or spec.divides:
         most_ranks = max(map(hosts.count, hosts))
-        most, units = comparison.most_together, len(set(hosts)) * most_ranks ** (spec.gathers + spec.divides)
+        num_hosts = len(set(hosts))
+        most, units = (
+            most_together(num_hosts, relayed=spec.divides),
+            num_hosts * most_ranks ** (spec.gathers + spec.divides),
+        )
     limit = most // units // item_bytes - spec.divides
     yield from ((1, True), (2, True), (999, True), (limit, True), (limit + 1, False))
 

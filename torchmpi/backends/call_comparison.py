@@ -46,7 +46,6 @@ class CallComparison:
         split: The hosts that send messages, each of one rank if there are no steps within hosts.
         most_carried: The size of the longest vectors that are sent between the hosts in the messages of a comparison,
             to be combined.
-        most_together: The size of all blocks of rows together that are sent in them.
         scratch: Memory of this rank for such blocks.
     """
 
@@ -68,8 +67,7 @@ class CallComparison:
         self.split = group.placement if self.in_steps else splits.plan_split(range(group.size), cartesian=False)
         size = len(self.split.groups)
         self.most_carried = most_carried(size, in_steps=self.in_steps)
-        self.most_together = most_together(size)
-        self.scratch = np.empty(max(self.most_carried, self.most_together), np.uint8)
+        self.scratch = np.empty(max(self.most_carried, most_together(size)), np.uint8)
         self._number = CallNumber()
         self._waiting = self.runner(None)
 

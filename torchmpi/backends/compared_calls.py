@@ -30,7 +30,7 @@ from ..tensors.operation_specs import OPERATIONS
 from .base import Operation
 from .call_comparison import CallComparison, CompiledSteps, Settle
 from .mpi_messages import can_call_from_kernels, destination_for, rows_of
-from .number_exchange import NumberExchange
+from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
 from .rank_order import PartialResults, combiner
 
@@ -104,7 +104,8 @@ class ComparedCall:
             lambda root: schedule.carried(self.own_host, len(self.hosts), self.spec.flow, self.host_of[root])
         )
         self.is_vector = not (self.spec.gathers or self.spec.divides)
-        self.most_bytes = comparison.most_carried if self.is_vector else comparison.most_together
+        together = most_together(len(self.hosts), relayed=self.spec.divides)
+        self.most_bytes = comparison.most_carried if self.is_vector else together
         rows, parts = int(self.spec.gathers), int(self.spec.divides)
         self.block_units = self.most_ranks ** (rows + parts)
         self.passed_units = group.size**rows * len(member.intra) ** parts

@@ -105,8 +105,8 @@ class HostAllgather:
     """Allgather over hosts; no byte is sent to a host twice.
 
     On a grid: inter allgather, intra allgather. On a tree: intra gather, inter allgather, intra broadcast. On a grid
-    whose ranks are placed host by host, rows of one length are received where they belong: inter exchange, and an intra
-    allgather of the rows of each host.
+    whose ranks are placed host by host, rows of one length need no copy: inter allgather, and an intra allgather of the
+    rows of each host.
     """
 
     def __init__(self, group: Group, runner: StepRunner) -> None:
@@ -114,6 +114,7 @@ class HostAllgather:
         hosts = group.placement.groups
         self.order = [rank for ranks in (zip(*hosts, strict=True) if group.is_grid else hosts) for rank in ranks]
         """The order in which the rows of the ranks are gathered."""
+        self.column = ChunkBuffers(torch.uint8)
         self.is_by_host = group.is_grid and [rank for ranks in hosts for rank in ranks] == list(range(group.size))
 
     def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
@@ -124,7 +125,7 @@ class HostAllgather:
         row_bytes = rows_of(source)[1] * source.element_size()
         result = buffers.byte_view(destination)
         if self.is_by_host and row_bytes and len(set(rows)) == 1:
-            self._in_place(buffers.byte_view(source), result)
+            self._by_host(buffers.byte_view(source), result)
             return destination
         in_order = self.order == sorted(self.order)
         gathered = result if in_order else torch.empty_like(result)
@@ -139,13 +140,15 @@ class HostAllgather:
                 buffers.overwrite(targets[rank], part)
         return destination
 
-    def _in_place(self, own: torch.Tensor, result: torch.Tensor) -> None:
+    def _by_host(self, own: torch.Tensor, result: torch.Tensor) -> None:
         inter, intra = self.group.inter_host, _intra(self.group)
         assert inter is not None
-        rows = result.view(inter.size, intra.size, -1)
-        self.runner.run(inter, "exchange_matching_parts", [own] * inter.size, list(rows[:, intra.rank]))
-        for of_host in rows:
-            self.runner.run(intra, "allgather", of_host[intra.rank], of_host.view(-1))
+        inter.even_seq = inter.call_log.seq + 1  # the rows of all ranks have one length
+        column = self.column.take(0, inter.size * own.numel())
+        self.runner.run(inter, "allgather", own, column)
+        parts = zip(column.chunk(inter.size), result.chunk(inter.size), strict=True)
+        for row, of_host in parts:
+            self.runner.run(intra, "allgather", row, of_host)
 
     def _over_grid(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
         assert self.group.inter_host is not None

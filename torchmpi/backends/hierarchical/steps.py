@@ -59,9 +59,9 @@ class StepRunner:
 
     def run(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """Run a step in the order of the group's call queue."""
+        tensor = destination if source is None else source
         plan = self._plan(group, collective, source, destination)
-        subject = _first(source, destination)
-        return group.call_queue.run(group.perform, plan, source, destination, root, subject=subject)
+        return group.call_queue.run(group.perform, plan, source, destination, root, subject=tensor)
 
     def perform(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """Run a step within a task of the group's call queue."""
@@ -82,7 +82,7 @@ class StepRunner:
         return None if cached_call is None else cached_call(root, None)
 
     def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> Plan:
-        tensor = _first(source, destination)
+        tensor = destination if source is None else source
         dtype, device_type = (None, "cpu") if tensor is None else (tensor.dtype, tensor.device.type)
         op = self._op if SPECS[collective].reduces else None
         key = ("step", collective, op, dtype, device_type, self._variant)
@@ -92,19 +92,11 @@ class StepRunner:
             # switched off, and the groups within a host compare without one.
             whole_shape = self._variant is not None and SPECS[collective].compared == "shape"
             shape_of = self._shape_of or (None if whole_shape else no_shape)
-            name = SPECS[collective].form_of or collective
-            code = call_code(name, op, dtypes.info(dtype).code if dtype is not None else 0)
+            code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
             operation, backends = self._bind_step(group, collective, dtype, op, device_type)
             plan = group.plans[key] = Plan(collective, code, operation.run, shape_of)
             plan.backends, plan.cached_call = backends, operation.cached_call
         return plan
-
-
-def _first(source: Any, destination: Any) -> torch.Tensor | None:
-    """Return a tensor of a step, whose tensors may be lists."""
-    given = destination if source is None else source
-    tensor: torch.Tensor | None = given[0] if isinstance(given, list) else given
-    return tensor
 
 
 class Part(NamedTuple):
