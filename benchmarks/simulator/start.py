@@ -166,9 +166,9 @@ def _comparison(each: runtime.Runtime, group: Group) -> CallComparison:
     if exchange is not None:
         agree = exchange.agree
 
-        def noted(number: int | None, num_bytes: int = 0) -> bool:
+        def noted(number: int | None, *moved: Any) -> bool:
             exchange.comm.note("reduction", HEADER_BYTES)
-            return agree(number, num_bytes)
+            return agree(number, *moved)
 
         exchange.agree = noted  # type: ignore[method-assign]
     return comparison

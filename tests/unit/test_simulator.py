@@ -66,8 +66,9 @@ def in_order(vectors: Sequence[torch.Tensor], hosts: Sequence[int]) -> torch.Ten
 
 @pytest.mark.parametrize("size", [*range(1, 10), 16, 17, 33])
 def test_p2p_adds_in_rank_order(size: int) -> None:
-    # Gathered, relayed from 16 ranks on, in parts, in several chunks.
-    run_collectives("p2p", range(size), (1, 700, 2500))
+    # Gathered, relayed from 16 ranks on, in parts, in several chunks; and in the messages of the comparison.
+    for compared in (False, True):
+        run_collectives("p2p", range(size), (1, 700, 2500), compared=compared)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -93,7 +94,7 @@ def test_few_pieces_are_in_progress_and_peers_take_turns(size: int, monkeypatch:
 
     monkeypatch.setattr(Comm, "Isend", counted)
     monkeypatch.setattr(World, "wait_all", finished)
-    run_collectives("p2p", range(size), (3000, 3001))
+    run_collectives("p2p", range(size), (3000, 3001), compared=False)
     assert set(most) == {3 * 128} or size == 7, "parts of seven ranks are shorter"
     of_first = [dest for rank, dest in targets if rank == 0]
     if size in (3, 4):
@@ -122,7 +123,9 @@ def test_allreduce_of_any_number_of_ranks(size: int) -> None:
     ],
 )
 def test_hierarchical_adds_within_the_hosts_first(hosts: str, inter: str) -> None:
-    run_collectives("hierarchical", [ord(host) for host in hosts], (1, 700, 9000), inter=inter)
+    for compared in (False, True):
+        lengths = (1, 700, 9000)  # in the messages of the comparison, or in steps
+        run_collectives("hierarchical", [ord(host) for host in hosts], lengths, inter=inter, compared=compared)
 
 
 @pytest.mark.parametrize("hosts", ["abab", "aaabbb", "aab", "abbc"])

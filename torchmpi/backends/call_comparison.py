@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +14,18 @@ from ..communicators.call_log import CallNumber
 from ..communicators.group import Group
 from ..communicators.plan import Backends
 from ..errors import MismatchError
+from ..shared_memory import fast_path, kernels
+from ..shared_memory.kernels import records
+from ..shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
+from ..shared_memory.memory_layout import LogFields
+from ..tensors import schedule
 from .base import Backend, Operation, bind, refusal
 from .hierarchical.steps import StepRunner
+from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from .number_exchange import NumberExchange, most_carried, most_together
+
+Settle = Callable[[Any, Any], Any]
+"""``settle(source, destination)`` ends a step that machine code has begun."""
 
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
@@ -35,7 +46,6 @@ class CallComparison:
         split: The hosts that send messages, each of one rank if there are no steps within hosts.
         most_carried: The size of the longest vectors that are sent between the hosts in the messages of a comparison,
             to be combined.
-        most_together: The size of all blocks of rows together that are sent in them.
         scratch: Memory of this rank for such blocks.
     """
 
@@ -47,7 +57,7 @@ class CallComparison:
             shared: The backend for ranks that share memory.
             network: The backend for the ranks of a host that do not.
         """
-        self._shared, self._network = shared, network
+        self.group, self._shared, self._network = group, shared, network
         num_hosts = len(group.placement.groups)
         self.in_steps = num_hosts not in (1, group.size) and refusal(shared, "barrier", "cpu") is None
         self.intra = group.intra_host if self.in_steps else None
@@ -57,8 +67,7 @@ class CallComparison:
         self.split = group.placement if self.in_steps else splits.plan_split(range(group.size), cartesian=False)
         size = len(self.split.groups)
         self.most_carried = most_carried(size, in_steps=self.in_steps)
-        self.most_together = most_together(size)
-        self.scratch = np.empty(max(self.most_carried, self.most_together), np.uint8)
+        self.scratch = np.empty(max(self.most_carried, most_together(size)), np.uint8)
         self._number = CallNumber()
         self._waiting = self.runner(None)
 
@@ -74,9 +83,47 @@ class CallComparison:
         backend = self._shared if has_memory else self._network
         return bind(backend, group, collective, dtype, op), ((None, backend.name),)
 
+    @cached_property
+    def _compiled(self) -> CompiledSteps | None:
+        """The comparison in machine code; None if that is not possible."""
+        intra = self.intra
+        step = None if intra is None else self._waiting.cached_call(intra, "barrier", None, 0)
+        if not can_call_from_kernels(self.group) or (intra is not None and step is None):
+            return None
+        try:
+            compare = kernels.load()["compare_over_hosts"]
+            return CompiledSteps(self, [] if step is None else [step, step], ["barrier"] * 2, compare)
+        except (ImportError, OSError, RuntimeError):  # no LLVM, or none for this processor
+            return None
+
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""
-        return self.run(number, self._wait, lambda exchange, number: exchange.agree(number), self._wait)
+        compiled = self._compiled
+        if compiled is None:
+            return self.run(number, self._wait, lambda exchange, number: exchange.agree(number), self._wait)
+        status = compiled.run(number)
+        return status == 0 or self.finish(number, compiled, status, self._wait, NumberExchange.agree, self._wait)
+
+    def finish(
+        self,
+        number: int,
+        compiled: CompiledSteps,
+        status: int,
+        before: Callable[..., object],
+        between: Callable[[NumberExchange, int | None], bool],
+        after: Callable[..., object],
+    ) -> bool:
+        """Run the rest of a call of machine code from the step that has failed, and return what `run` would.
+
+        `before` and `after` get a function that ends the step which has failed.
+        """
+        failed = compiled.record.failed_step
+        if failed == STEP_ACROSS and status != MISMATCH:
+            raise self.group.context.MPI.Exception(status)
+        if failed == STEP_BEFORE:
+            return self.run(number, partial(before, partial(compiled.steps[0].settle, status)), between, after)
+        ended = partial(after, partial(compiled.steps[1].settle, status)) if failed == STEP_AFTER else _nothing
+        return self.run(number, _nothing, lambda *_: failed == STEP_AFTER, ended)
 
     def run(
         self,
@@ -87,8 +134,8 @@ class CallComparison:
     ) -> bool:
         """Compare a number in the steps of a call, and return whether it is the same on all ranks. Collective.
 
-        `before` and `after` run a step within the host, if this rank has one. ``between(exchange, number)`` exchanges the number between the
-        hosts, in which None differs from all others, and returns whether it is equal.
+        `before` and `after` run a step within the host, if this rank has one. ``between(exchange, number)`` exchanges
+        the number between the hosts, in which None differs from all others, and returns whether it is equal.
         """
         is_equal = self._step(number, before)
         if self.exchange is not None:
@@ -107,6 +154,84 @@ class CallComparison:
             return False
         return True
 
-    def _wait(self) -> None:
-        if self.intra is not None:
+    def _wait(self, settle: Settle | None = None) -> None:
+        if settle is not None:
+            settle(None, None)
+        elif self.intra is not None:
             self._waiting.run(self.intra, "barrier", None)
+
+
+def _nothing() -> None:
+    """Stand for a step that has ended."""
+
+
+class CompiledSteps:
+    """The record of calls over hosts in machine code, and the memory to which it points.
+
+    Attributes:
+        record: The record.
+        steps: The steps within the host, before the messages and after them; none on ranks without them.
+    """
+
+    def __init__(
+        self,
+        comparison: CallComparison,
+        steps: Sequence[fast_path.CachedCall],
+        names: Sequence[str],
+        compare: Callable[..., int] | None = None,
+        rounds: Sequence[schedule.Carried] = (),
+    ) -> None:
+        """Prepare the record.
+
+        Args:
+            comparison: The same in Python.
+            steps: The steps within the host.
+            names: Their collectives.
+            compare: The kernel of a comparison alone.
+            rounds: Which blocks the messages carry, if not those of all hosts.
+        """
+        self.steps, self._compare, exchange = steps, compare, comparison.exchange
+        size = len(comparison.split.groups)
+        self._status, self._operands = np.zeros(STATUS_BYTES, np.uint8), np.zeros(size, np.int64)
+        scratch = int(comparison.scratch.ctypes.data)
+        self.record = records.Hosts.new().write(
+            own=scratch,
+            scratch=scratch,
+            num_hosts=size,
+            own_host=comparison.split.members[comparison.group.rank].group,
+            operands=self._operands.ctypes.data,
+        )
+        if exchange is not None:
+            sent, received, received_bytes = exchange.memory
+            self._rounds = np.array(rounds or exchange.rounds, np.int64)
+            self.record.write(
+                **kernel_fields(comparison.group.context.MPI, exchange.comm, self._status, SENDRECV),
+                most_gathered=exchange.most_gathered,
+                relayed_blocks=exchange.blocks_address,
+                sent=sent,
+                own=sent + records.ComparedNumber.BYTES,
+                received=received,
+                received_bytes=received_bytes,
+                tag=exchange.tag,
+                rounds=self._rounds.ctypes.data,
+                num_rounds=len(exchange.rounds),
+            )
+        for of_step, step, name in zip((self.record.before, self.record.after), steps, names, strict=False):
+            self.record.write(local_log=step.call_log.address)
+            kind = records.STEPS.index(name)
+            of_step.write(kind=kind, call=step.record, code=step.code, signed_code=step.signed_code)
+
+    def run(self, number: int) -> int:
+        """Compare a number; return 0, or the status of the step that has failed."""
+        assert self._compare is not None
+        try:
+            return self._compare(int(self.record), number)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Abort the step that runs."""
+        for step in self.steps:
+            if step.call_log.log_fields[LogFields.active]:
+                step.abort()

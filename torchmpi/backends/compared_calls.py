@@ -10,7 +10,7 @@ which does the same, and :meth:`ComparedCall.run` the rest of calls that fail th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -24,19 +24,20 @@ from ..communicators.group import Group
 from ..communicators.plan import Run
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records, reduction
-from ..shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
-from ..shared_memory.memory_layout import WITH_COMPARISON, LogFields
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, LogFields
 from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation
-from .call_comparison import CallComparison
-from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, destination_for, kernel_fields, rows_of
-from .number_exchange import NumberExchange
+from .call_comparison import CallComparison, CompiledSteps, Settle
+from .mpi_messages import can_call_from_kernels, destination_for, rows_of
+from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
 from .rank_order import PartialResults, combiner
 
 _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
+_LONG = 1 << CALL_NUMBER_BITS - 1
+"""Added to the number of rows of a long call, which no short one has as its length."""
 _CARRIED = ("barrier", "broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "alltoall")
 
 
@@ -85,10 +86,12 @@ class ComparedCall:
         self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
         self.code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code)
         self.kind = _OF_ROWS if self.spec.compared == "rows" else 0
-        self.partial_results = None
+        self.partial_results, self.has_kernel = None, True
         if op is not None:
             if comparison.in_steps:
                 self.partial_results = PartialResults(self.dtype, op, group.size)
+                # The kernel does not divide or round after the steps.
+                self.has_kernel = not (self.partial_results.is_rounded or OPERATIONS[op].finish)
                 self.sent_dtype, op = self.partial_results.accumulator, OPERATIONS[op].partial
             self.combine = combiner(self.sent_dtype, op)
         self.memory = ChunkBuffers(self.sent_dtype)
@@ -101,7 +104,8 @@ class ComparedCall:
             lambda root: schedule.carried(self.own_host, len(self.hosts), self.spec.flow, self.host_of[root])
         )
         self.is_vector = not (self.spec.gathers or self.spec.divides)
-        self.most_bytes = comparison.most_carried if self.is_vector else comparison.most_together
+        together = most_together(len(self.hosts), relayed=self.spec.divides)
+        self.most_bytes = comparison.most_carried if self.is_vector else together
         rows, parts = int(self.spec.gathers), int(self.spec.divides)
         self.block_units = self.most_ranks ** (rows + parts)
         self.passed_units = group.size**rows * len(member.intra) ** parts
@@ -123,35 +127,42 @@ class ComparedCall:
         """Run a call; in place if the collective is."""
         blocks = self.blocks_of(source)
         if source is not None and not 0 < blocks.together <= self.most_bytes:
-            self.group.announce(self.kind)
+            self._compare_long(source)
             return self.longer(source, destination, root)
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
         call = _Call(self, blocks, source, destination, root)
-        return self.compare(call, call.before, call.between, call.after)
+        return self._result(call, self.comparison.run(call.number, call.before, call.between, call.after))
 
-    def compare(
-        self,
-        call: _Call,
-        before: Callable[[], object],
-        between: Callable[[NumberExchange, int | None], bool],
-        after: Callable[[], object],
-    ) -> Any:
-        """Compare a call in its steps; raise on all ranks if it differs, and take the longer way if only lengths do."""
-        if not self.comparison.run(self.group.call_number ^ call.num_bytes, before, between, after):
+    def _compare_long(self, source: torch.Tensor) -> None:
+        """Compare a call that is too long for these messages, and find out whether all ranks have as many rows."""
+        group = self.group
+        if not self.kind:
+            group.announce()
+        elif self.comparison.agree(group.call_number ^ (_LONG | rows_of(source)[0])):
+            group.even_seq = group.call_log.seq
+        else:
+            group.refuse_call(self.kind)
+        group.call_log.count_wait()
+
+    def finish(self, call: _Call, compiled: CompiledSteps, status: int) -> Any:
+        """Run the rest of a call of the fast path, from the step that has failed."""
+        is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
+        return self._result(call, is_equal)
+
+    def _result(self, call: _Call, is_equal: bool) -> Any:
+        """Return the result; raise on all ranks if the calls differ, and take the longer way if only lengths do."""
+        if not is_equal:
             self.group.refuse_call(self.kind)
             return self.longer(call.source, call.destination, call.root)
         if self.comparison.exchange is None:  # the other hosts have arrived when the result has
             self.group.call_log.count_wait()
-        return call.result()
+        return call.target
 
     # --- the fast path ---------------------------------------------------------------------------------------
 
     def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
-        if self.partial_results is not None and self.op is not None:
-            if self.partial_results.is_rounded or OPERATIONS[self.op].finish:
-                return None  # the kernel does not divide or round after the steps
-        if not can_call_from_kernels(self.group):
+        if not (self.has_kernel and can_call_from_kernels(self.group)):
             return None
         intra = self.comparison.intra
         found = [intra and self._cached_step(intra, step) for step in self.steps(root)]
@@ -166,23 +177,6 @@ class ComparedCall:
         spec = SPECS[step.collective]
         tensor = torch.empty(0, dtype=self.dtype if spec.reduces else torch.uint8) if spec.tensors else None
         return self.runner.cached_call(intra, step.collective, tensor, step.root or 0)
-
-    def finish(self, call: _Call, steps: Sequence[fast_path.CachedCall], failed: int, status: int) -> Any:
-        """Run the rest of a call of the fast path, from the step that has failed."""
-        if failed == STEP_ACROSS and status != MISMATCH:
-            raise self.group.context.MPI.Exception(status)
-        if failed == STEP_BEFORE:
-            return self.compare(call, partial(call.before, partial(steps[0].settle, status)), call.between, call.after)
-        after = partial(call.after, partial(steps[1].settle, status)) if failed == STEP_AFTER else _nothing
-        return self.compare(call, _nothing, lambda *_: failed == STEP_AFTER, after)
-
-
-def _nothing() -> None:
-    """Stand for a step that has ended."""
-
-
-_Settle = Callable[[Any, Any], Any]
-"""``settle(source, destination)`` ends a step of the fast path."""
 
 
 class _Call:
@@ -199,20 +193,19 @@ class _Call:
         self.plan, self.blocks, self.source, self.destination, self.root = plan, blocks, source, destination, root
         self.spec, self.group, self.exchange = plan.spec, plan.group, plan.comparison.exchange
         self.num_bytes = 0 if source is None else source.numel() * plan.sent_dtype.itemsize
+        self.number = plan.group.call_number ^ self.num_bytes
+        """What is compared: that of the call, and its length."""
         self.is_root, self.is_home = self.group.rank == root, plan.own_host == plan.host_of[root]
         self.steps = plan.steps(root)
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu") if source is None else buffers.byte_view(source)
-        self._target = source if self.spec.in_place else None
+        self.target = source if self.spec.in_place else None
+        """The result of this rank; None if it gets none."""
         if source is not None and not self.spec.in_place and self.spec.receives(self.is_root):
             num_rows, _ = rows_of(source)
             if self.spec.divides:
                 _, num_rows = partition.part_of(num_rows, self.group.size, self.group.rank)
             num_rows *= self.group.size if self.spec.gathers else 1
-            self._target = destination_for(source, num_rows, destination)
-
-    def result(self) -> torch.Tensor | None:
-        """Return the result of this rank."""
-        return self._target
+            self.target = destination_for(source, num_rows, destination)
 
     def _own(self, num_bytes: int) -> torch.Tensor:
         """Return memory in which the first rank of a host collects what the host sends; of other ranks theirs."""
@@ -227,10 +220,10 @@ class _Call:
         if self.spec.divides:
             return self._own(self.blocks.passed_bytes)
         if self.spec.receives(self.is_root):
-            return self.flat if self._target is None else buffers.byte_view(self._target)
+            return self.flat if self.target is None else buffers.byte_view(self.target)
         return self._scratch(self.blocks.passed_bytes) if self.is_home else None
 
-    def _run_step(self, number: int, settle: _Settle | None, source: Any, destination: Any = None) -> None:
+    def _run_step(self, number: int, settle: Settle | None, source: Any, destination: Any = None) -> None:
         """Run a step within the host, or end one that the fast path has begun."""
         if settle is not None:
             settle(source, destination)
@@ -239,7 +232,7 @@ class _Call:
             assert intra is not None
             self.plan.runner.run(intra, step.collective, source, destination, step.root or 0)
 
-    def before(self, settle: _Settle | None = None) -> None:
+    def before(self, settle: Settle | None = None) -> None:
         """Bring what the host sends to its first rank."""
         step, is_first = self.steps[0].collective if self.steps else "", self.exchange is not None
         if self.spec.reduces:
@@ -341,18 +334,18 @@ class _Call:
         if partial_results is not None:
             partial_results.finish(total, result)
 
-    def after(self, settle: _Settle | None = None) -> None:
+    def after(self, settle: Settle | None = None) -> None:
         """Pass on to the ranks of the host what is theirs."""
         is_passed = not self.steps or self.steps[1].collective == "broadcast"
         passed = self._passed() if is_passed else None
         self._run_step(1, settle, passed)
         if self.spec.divides:
-            assert passed is not None and self._target is not None
+            assert passed is not None and self.target is not None
             _, length = self._parts()[self.group.rank]
             length = length // self.plan.sent_dtype.itemsize * self.plan.dtype.itemsize
             stride = passed.numel() // max(1, len(self.plan.hosts[self.plan.own_host]))
             length *= self.group.size if self.spec.gathers else 1
-            buffers.overwrite(buffers.byte_view(self._target), passed[self.plan.place * stride :][:length])
+            buffers.overwrite(buffers.byte_view(self.target), passed[self.plan.place * stride :][:length])
         elif not is_passed and self.spec.flow == "root to all" and not self.is_root and self.exchange is None:
             buffers.overwrite(self.flat, self._own(self.num_bytes))
 
@@ -360,9 +353,7 @@ class _Call:
 class _KernelCall:
     """The record of the kernel `over_hosts`, and the memory to which it points."""
 
-    def __init__(
-        self, plan: ComparedCall, root: int, most_bytes: int, steps: Sequence[fast_path.CachedCall]
-    ) -> None:
+    def __init__(self, plan: ComparedCall, root: int, most_bytes: int, steps: Sequence[fast_path.CachedCall]) -> None:
         """Prepare the calls of a group.
 
         Args:
@@ -371,93 +362,57 @@ class _KernelCall:
             most_bytes: The size of the longest call (`Blocks.together`).
             steps: The steps within the host; none on ranks without them.
         """
-        group, spec, comparison = plan.group, plan.spec, plan.comparison
-        self._plan, self._group, self._steps, self._root = plan, group, steps, root
-        self._read_ticks = kernels.load()["read_ticks"]
-        exchange, hosts, own_host = comparison.exchange, plan.hosts, plan.own_host
-        is_root, is_home, is_first = group.rank == root, own_host == plan.host_of[root], exchange is not None
+        group, spec, hosts, own_host = plan.group, plan.spec, plan.hosts, plan.own_host
+        self._plan, self._group, self._root, self._read_ticks = plan, group, root, kernels.load()["read_ticks"]
+        names = [step.collective for step in plan.steps(root)]
+        self._compiled = CompiledSteps(plan.comparison, steps, names, rounds=plan.rounds(root))
+        is_root, is_first = group.rank == root, plan.comparison.exchange is not None
         self._code = plan.code | root << 32 if spec.is_rooted else plan.code
-        self._status, self._operands = np.zeros(STATUS_BYTES, np.uint8), np.zeros(len(hosts), np.int64)
         self._ranks = np.full((len(hosts), plan.most_ranks), -1, np.int64)
         for host, ranks in enumerate(hosts):
             self._ranks[host, : len(ranks)] = ranks
-        copies = is_first and (is_root or spec.flow != "root to all") and not (steps and spec.gathers)
-        scratch = int(comparison.scratch.ctypes.data)
-        record = self._record = records.Hosts.new().write(
+        self._compiled.record.write(
             value_bytes=most_bytes,
             call_log=group.call_log.address,
             code=self._code,
             reduces=spec.reduces,
             divides=spec.divides,
             gathers=spec.gathers,
-            copies=copies,
+            copies=is_first and (is_root or spec.flow != "root to all") and names[:1] != ["gather"],
             receives=spec.receives(is_root),
-            is_home=is_home,
             is_root=is_root and spec.is_rooted,
-            own=scratch,
-            scratch=scratch,
+            is_home=own_host == plan.host_of[root],
             ranks=self._ranks.ctypes.data,
             most_ranks=plan.most_ranks,
             num_local=len(hosts[own_host]),
             place=plan.place,
             block_units=plan.block_units,
             passed_units=plan.passed_units,
-            num_hosts=len(hosts),
-            own_host=own_host,
-            operands=self._operands.ctypes.data,
         )
-        if exchange is not None:
-            sent, received, received_bytes = exchange.memory
-            self._rounds = np.array(plan.rounds(root), np.int64)
-            record.write(
-                **kernel_fields(group.context.MPI, exchange.comm, self._status, SENDRECV),
-                most_gathered=exchange.most_gathered,
-                relayed_blocks=exchange.blocks_address,
-                sent=sent,
-                own=sent + records.ComparedNumber.BYTES,
-                received=received,
-                received_bytes=received_bytes,
-                tag=exchange.tag,
-                rounds=self._rounds.ctypes.data,
-                num_rounds=len(exchange.rounds),
-            )
-        for of_step, step, planned in zip((record.before, record.after), steps, plan.steps(root), strict=False):
-            record.write(local_log=step.call_log.address)
-            kind = records.STEPS.index(planned.collective)
-            of_step.write(kind=kind, call=step.record, code=step.code, signed_code=step.signed_code)
         self._ranks_of_group = records.GroupRecord.new().write(rank=group.rank, size=group.size)
         self._call = records.KernelCall.new().write(
             group=self._ranks_of_group,
             item_bytes=plan.dtype.itemsize,
             reducer=0 if plan.op is None else reduction.address(plan.dtype, plan.op),
             root=root if spec.is_rooted else -1,
-            hosts=record,
+            hosts=self._compiled.record,
         )
 
     def cached_call(self) -> fast_path.CachedCall:
         """Return the call for the fast path."""
-        return fast_path.CachedCall(
-            int(self._call),
-            self._group.call_log,
-            self._group.call_queue.run_lock,
-            self._code,
-            0,
-            self._settle,
-            self._abort,
-        )
+        call_log, run_lock = self._group.call_log, self._group.call_queue.run_lock
+        return fast_path.CachedCall(int(self._call), call_log, run_lock, self._code, 0, self._settle, self._abort)
 
     def _settle(self, status: int, source: torch.Tensor | None, destination: Any) -> Any:
-        plan, failed = self._plan, self._record.failed_step
+        plan = self._plan
 
         def finish() -> Any:
             call = _Call(plan, plan.blocks_of(source), source, destination, self._root)
-            return plan.finish(call, self._steps, failed, status)
+            return plan.finish(call, self._compiled, status)
 
         return self._group.settle(self._read_ticks(), finish)
 
     def _abort(self) -> None:
-        for step in self._steps:
-            if step.call_log.log_fields[LogFields.active]:
-                step.abort()
+        self._compiled.abort()
         self._group.call_log.take_over(self._read_ticks())
         self._group.call_log.abandon()

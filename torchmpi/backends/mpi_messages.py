@@ -43,7 +43,9 @@ def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | N
 
 
 def row_counts(group: Group, source: torch.Tensor) -> list[int]:
-    """Gather the number of rows of every rank's `source`. Collective."""
+    """Gather the number of rows of every rank's `source`, unless the comparison has found them equal. Collective."""
+    if group.even_seq == group.call_log.seq:
+        return [rows_of(source)[0]] * group.size
     MPI, counts = group.context.MPI, np.empty(group.size, np.int64)
     own = np.array([rows_of(source)[0]], np.int64)
     group.comm.Allgather((own, MPI.INT64_T), (counts, MPI.INT64_T))

@@ -26,8 +26,8 @@ _HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
 _MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
 # Longer vectors are relayed in blocks, up to the first size; totals of hosts with several ranks, up to the second one.
 _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
-# Of rows that are not combined, the blocks of all ranks together.
-_MOST_ROWS_BYTES_OF_TWO, _MOST_ROWS_BYTES = 512 << 10, 256 << 10
+# Of rows, the blocks of all ranks together: those that every rank gets, and those that are relayed.
+_MOST_ROWS_BYTES_OF_TWO, _MOST_ROWS_BYTES, _MOST_RELAYED_ROWS_BYTES = 512 << 10, 256 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
 
@@ -51,13 +51,15 @@ def most_gathered(size: int) -> int:
     return _MOST_BYTES // size if size > 2 else _MOST_BYTES_OF_TWO
 
 
-def most_together(size: int) -> int:
-    """Return the size of all blocks together that `size` ranks gather or relay in these messages, if they are rows.
+def most_together(size: int, *, relayed: bool = False) -> int:
+    """Return the size of all blocks together that `size` ranks gather in these messages, or relay, if they are rows.
 
-    >>> most_together(2) >> 10, most_together(8) >> 10
-    (512, 256)
+    >>> most_together(2) >> 10, most_together(8) >> 10, most_together(8, relayed=True) >> 10
+    (512, 256, 128)
     """
-    return _MOST_ROWS_BYTES if size > 2 else _MOST_ROWS_BYTES_OF_TWO
+    if size <= 2:
+        return _MOST_ROWS_BYTES_OF_TWO
+    return _MOST_RELAYED_ROWS_BYTES if relayed else _MOST_ROWS_BYTES
 
 
 class NumberExchange:

@@ -80,6 +80,7 @@ class Group:
             ranks are on several hosts, or have no shared memory.
         log_board: The status board, if calls are compared on it (``checking == "board"``); None if they are compared
             with messages, not at all, or if there is no status board.
+        even_seq: The last call whose ranks have been found to have equal numbers of rows.
         checking: How calls are compared: ``board``, ``strict`` (with a message before each call) or ``off``.
         shared: State of the shared-memory backend, made by that backend.
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
@@ -140,7 +141,7 @@ class Group:
         self.timeout_seconds = 0.0
         self.attachments: list[GroupResource] = []
         self.communicator: Any = None
-        self._compared = 0
+        self._compared = self.even_seq = 0
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.intra_host, self.inter_host = _split_by_host(self)
         context.groups.append(self)
@@ -277,10 +278,10 @@ class Group:
         """A number that stands for the current call: equal on two ranks only if their calls are the same."""
         return hash(self.call_log.entered) & ((1 << CALL_NUMBER_BITS) - 1)
 
-    def announce(self, kind: int = 0) -> None:
+    def announce(self) -> None:
         """Publish the current call, and in a strict group compare it, unless that has been done.
 
-        `kind`: see `refuse_call`. With `sleeps_before_mpi`, it returns when all ranks of the host have published the call.
+        With `sleeps_before_mpi`, it returns when all ranks of the host have published the call.
         """
         call_log = self.call_log
         if not self.is_strict:
@@ -292,7 +293,7 @@ class Group:
             if self.comparison is None:
                 self.compare_headers(self.comm, *call_log.entered[1:])
             elif not self.comparison.agree(self.call_number):
-                self.refuse_call(kind)
+                self.refuse_call()
             call_log.count_wait()
 
     def refuse_call(self, kind: int = 0) -> None:

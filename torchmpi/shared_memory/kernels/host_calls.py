@@ -1,8 +1,8 @@
 """Short calls over hosts: the steps within a host, and the messages between hosts, without Python in between.
 
 `over_hosts` does the same as `ComparedCall` of torchmpi.backends, with the same messages, entries of call logs and
-bits, so that ranks of both paths meet. It ends at the first step that fails; Python runs the rest of the call, or raises
-the error. Which step and which messages follow from the collective is data: `before`, `after` and `rounds` of the record.
+bits, so that ranks of both paths meet. It ends at the first step that fails; Python runs the rest of the call, or
+raises the error. The steps and messages of a collective are data: `before`, `after` and `rounds` of the record.
 """
 
 from __future__ import annotations
@@ -360,6 +360,17 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
     # The other hosts have arrived when their messages have, or for ranks that receive none, when the result has.
     log.waited = hosts.waited if is_first else now() - begin
     return 0
+
+
+@kernel
+def compare_over_hosts(hosts: Hosts, number):
+    """Compare a number between all ranks: 0, MISMATCH, the error of MPI, or the status of a kernel."""
+    status = run_step(hosts, hosts.before, number, STEP_BEFORE, 0, 0, 0)
+    if status == 0 and hosts.sendrecv != 0:
+        status = gather(hosts, number, 0)
+        if status != 0:
+            hosts.failed_step = STEP_ACROSS
+    return status if status != 0 else run_step(hosts, hosts.after, number, STEP_AFTER, 0, 0, 0)
 
 
 # --- kernels of the fast path: within a host or over hosts ------------------------------------------------------------

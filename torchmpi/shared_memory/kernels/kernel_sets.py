@@ -78,6 +78,7 @@ COLLECTIVES = KernelSet(
             "any_allgather",
             "any_reduce_scatter",
             "any_alltoall",
+            "compare_over_hosts",
             "read_ticks",
             "announce",
         ),

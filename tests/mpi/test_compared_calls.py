@@ -1,0 +1,279 @@
+"""Short collectives over hosts that are simulated by their names: by the fast path, through Python, and by both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import contract
+from mpi4py import MPI
+
+import torchmpi as mpi
+from torchmpi.backends.number_exchange import most_together
+from torchmpi.collective_specs import SPECS
+from torchmpi.config import Config
+from torchmpi.errors import MismatchError
+from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.ranks(2, 3, 4),
+    pytest.mark.skipif(SIZE == 1, reason="needs another rank"),
+]
+
+# The host of each rank.
+PLACEMENTS = {"each": "abcd", "block": "aabb", "back and forth": "abba", "uneven": "aaab", "three": "abca"}
+PLACEMENTS = {hosts[:SIZE]: name for name, hosts in PLACEMENTS.items() if len(set(hosts[:SIZE])) > 1}  # each once
+COLLECTIVES = ("broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "alltoall")
+OPS = {torch.float32: ("sum", "avg"), torch.float64: ("prod",), torch.bfloat16: ("sum", "max"), torch.int16: ("bxor",)}
+
+
+@pytest.fixture(params=PLACEMENTS, ids=PLACEMENTS.get, scope="module")
+def placement(request) -> Iterator[str]:
+    """torchmpi, started on these hosts."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=request.param[RANK]))
+    yield request.param
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+def has_fast_path() -> bool:
+    local = runtime.current().world.intra_host
+    lacks_memory = mpi.allreduce(local is not None and local.status_board is None, op="max")
+    return not (
+        lacks_memory or fast_path.allreduce is fast_path._not_built or runtime.current().context.sleeps_before_mpi
+    )
+
+
+@contextlib.contextmanager
+def through_python() -> Iterator[None]:
+    """Let no call of this rank be cached."""
+    fast_path.pause(True)
+    try:
+        yield
+    finally:
+        fast_path.pause(False)
+
+
+def inputs(collective: str, numel: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """The tensor of each rank; if the rows are divided, so many for each rank, and one more for the first."""
+    width = 3 if numel == 999 else 1
+    rows = numel // width * SIZE + 1 if SPECS[collective].divides else numel // width
+    return [contract.values((rows, width) if width > 1 else (rows,), dtype, rank, seed) for rank in range(SIZE)]
+
+
+def expected(collective: str, given: list[torch.Tensor], op: str | None, root: int, hosts: str) -> torch.Tensor | None:
+    """The result of this rank; None if it gets none."""
+    spec = SPECS[collective]
+    if not spec.receives(root == RANK):
+        return None
+    if spec.reduces:
+        by_host = [[rank for rank in range(SIZE) if hosts[rank] == name] for name in dict.fromkeys(hosts[:SIZE])]
+        assert op is not None
+        total = contract.reduced_by_host(given, op, by_host)
+        return contract.rows(total, RANK, SIZE) if spec.divides else total
+    if spec.divides:
+        given = [contract.rows(tensor, RANK, SIZE) for tensor in given]
+    return torch.cat(given) if spec.gathers else given[root]
+
+
+def run(
+    collective: str, tensor: torch.Tensor, op: str | None = None, root: int = 0, *, mode: str = "", **options: Any
+) -> Any:
+    """Run a collective; return its result, None if this rank gets none."""
+    spec = SPECS[collective]
+    options |= {"op": op} if spec.reduces else {}
+    options |= {"root": root} if spec.is_rooted else {}
+    result = getattr(mpi, collective + mode)(tensor, **options)
+    result = result.wait() if mode else result
+    return result if spec.receives(root == RANK) else None
+
+
+def fast(collective: str, tensor: torch.Tensor, result: torch.Tensor | None, op: str | None, root: int) -> Any:
+    """Run a call by the fast path, with memory for such a result; return None if Python must make the call."""
+    spec, key = SPECS[collective], op if SPECS[collective].reduces else 0
+    if spec.is_rooted:
+        key = root if op is None else fast_path.joint_key(op, root)
+    out = None if spec.in_place or result is None else torch.empty_like(result)
+    which = "give" if collective == "gather" and root != RANK else collective
+    return fast_path.entry(which)(tensor, out, key, None, None)
+
+
+def cached(collective: str, given: list[torch.Tensor], op: str | None, root: int, hosts: str) -> None:
+    """Make a call twice, of which the fast path has cached the first."""
+    result = expected(collective, given, op, root, hosts)
+    for _ in range(2):
+        options = {} if SPECS[collective].in_place or result is None else {"out": torch.empty_like(result)}
+        run(collective, given[RANK].clone(), op, root, **options)
+
+
+def lengths(collective: str, item_bytes: int, hosts: str) -> Iterator[tuple[int, bool]]:
+    """Numbers of elements, and whether the messages of a comparison carry such a call."""
+    comparison, spec = runtime.current().world.comparison, SPECS[collective]
+    most, units = comparison.most_carried, 1
+    if spec.gathers or spec.divides:
+        most_ranks = max(map(hosts.count, hosts))
+        num_hosts = len(set(hosts))
+        most, units = (
+            most_together(num_hosts, relayed=spec.divides),
+            num_hosts * most_ranks ** (spec.gathers + spec.divides),
+        )
+    limit = most // units // item_bytes - spec.divides
+    yield from ((1, True), (2, True), (999, True), (limit, True), (limit + 1, False))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("dtype", OPS, ids=str)
+def test_all_paths_have_the_result_of_a_loop(agree, placement, collective, dtype):
+    can_be_fast, spec, has_steps = has_fast_path(), SPECS[collective], len(set(placement)) < SIZE
+    for op in OPS[dtype] if spec.reduces else (None,):
+        has_kernel = not (has_steps and (op == "avg" or (op == "sum" and dtype is torch.bfloat16)))
+        for number, (numel, is_carried) in enumerate(lengths(collective, dtype.itemsize, placement)):
+            given = inputs(collective, numel, dtype)
+            for root in range(SIZE) if spec.is_rooted and number < 3 else (number % SIZE,):
+                result, what = expected(collective, given, op, root, placement), f"{op} {numel} root={root}"
+                tensors = [given[RANK].clone() for _ in range(4)]
+                with through_python():
+                    found = [run(collective, tensors[0], op, root)]
+                found.append(run(collective, tensors[1], op, root, mode="_async"))
+                cached(collective, given, op, root, placement)
+                quick = fast(collective, tensors[2], result, op, root)
+                is_fast = quick is not None
+                agree.equal(is_fast, can_be_fast and is_carried and has_kernel, f"{what}: by the fast path")
+                found.append(quick if is_fast else run(collective, tensors[3], op, root))
+                for path, each in zip(("through Python", "asynchronous", "repeated"), found, strict=True):
+                    if result is not None:
+                        agree.bits(each, result, f"{what}, {path}")
+                for tensor in () if spec.changes(root == RANK) else tensors:
+                    agree.bits(tensor, given[RANK], f"{what}: the tensor was changed")
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_ranks_of_both_paths_meet(agree, placement, collective):
+    if not has_fast_path():
+        pytest.skip("no fast path here")
+    op = "sum" if SPECS[collective].reduces else None
+    for root, numel in ((0, 5), (SIZE - 1, 3001)):
+        given = inputs(collective, numel, torch.float32)
+        result = expected(collective, given, op, root, placement)
+        cached(collective, given, op, root, placement)
+        for odd in range(SIZE):
+            tensor = given[RANK].clone()
+            if odd != RANK:
+                found = fast(collective, tensor, result, op, root)
+                agree(found is not None, "not by the fast path")
+            else:
+                found = run(collective, tensor, op, root, mode="_async")
+            if result is not None:
+                agree.bits(found, result, f"{numel}, rank {odd} through Python")
+
+
+@pytest.mark.parametrize("collective", ("allgather", "gather", "alltoall"))
+def test_ranks_may_have_different_numbers_of_rows(agree, placement, collective):
+    """One has more than the others: no more than their messages carry, or more, or none. And again none has."""
+    for odd in range(SIZE):
+        for rows in (3, 0, 300_000):
+            even = [contract.values((2 * SIZE, 2), torch.float32, rank) for rank in range(SIZE)]
+            cached(collective, even, None, 1, placement)
+            given = [
+                contract.values((rows, 2), torch.float32, rank) if rank == odd else even[rank] for rank in range(SIZE)
+            ]
+            for tensors in (given, even):
+                found, result = (
+                    run(collective, tensors[RANK], root=1),
+                    expected(collective, tensors, None, 1, placement),
+                )
+                if result is not None:
+                    agree.bits(found, result, f"{rows} rows of rank {odd}")
+
+
+Call = tuple[str, int, str, int]
+"""Collective, elements of each rank, operation, root."""
+CALLS: tuple[Call, ...] = (
+    ("broadcast", 6, "", 0), ("broadcast", 6, "", 1), ("broadcast", 300_000, "", 0), ("reduce", 6, "sum", 0),
+    ("reduce", 6, "sum", 1), ("reduce", 6, "max", 0), ("allreduce", 6, "sum", 0), ("allgather", 6, "", 0),
+    ("gather", 6, "", 0), ("gather", 6, "", 1), ("reduce_scatter", 6, "sum", 0), ("alltoall", 6, "", 0),
+    ("reduce_scatter", 300_000, "sum", 0), ("barrier", 0, "", 0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda number: "-".join(map(str, CALLS[number])))
+def test_different_calls_are_an_error_on_all_ranks(agree, placement, number):
+    """No tensor is changed by then. Each call meets the next two."""
+    for other in (1, 2):
+        for odd in range(SIZE):
+            collective, numel, op, root = CALLS[(number + other * (odd == RANK)) % len(CALLS)]
+            tensor = torch.full((numel * SIZE,), RANK + 1.0)
+            out = torch.full((numel * SIZE * (SIZE if collective in ("allgather", "gather") else 1),), -1.0)
+            with_out = SPECS[collective].gathers and SPECS[collective].receives(root == RANK)
+            call: Callable[[], object]
+            if collective == "barrier":
+                call = mpi.barrier
+            else:
+                options = {"out": out} if with_out else {}
+                call = lambda: run(collective, tensor, op, root, **options)  # noqa: E731, B023
+            for _ in range(2):  # the second time by the fast path, where it may have been cached
+                agree.raises(MismatchError, call, CALLS[number][0], CALLS[(number + other) % len(CALLS)][0])
+                agree(bool((tensor == RANK + 1).all() and (out == -1).all()), "a tensor was changed")
+                agree.equal(mpi.allreduce(1), SIZE, "the next call")
+
+
+def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, placement):
+    calls = [each for each in CALLS if 0 < each[1] < 1000]
+    if not has_fast_path():
+        pytest.skip("no fast path here")
+    given = {each: inputs(each[0], each[1], torch.float32) for each in calls}
+    for collective, numel, op, root in calls:
+        cached(collective, given[collective, numel, op, root], op or None, root, placement)
+    for number in range(len(calls)):
+        for odd in range(SIZE):
+            collective, numel, op, root = each = calls[(number + (odd == RANK)) % len(calls)]
+            tensor, result = given[each][RANK].clone(), expected(collective, given[each], op or None, root, placement)
+            out = None if SPECS[collective].in_place or result is None else torch.full_like(result, -1.0)
+            which = "give" if collective == "gather" and out is None else collective
+            key: Any = fast_path.joint_key(op, root) if collective == "reduce" else op if op else root
+            call = lambda: fast_path.entry(which)(tensor, out, key, None, None)  # noqa: E731, B023
+            agree.raises(MismatchError, call, calls[number][0], calls[(number + 1) % len(calls)][0])
+            agree.bits(tensor, given[each][RANK], "the tensor was changed")
+            agree(out is None or bool((out == -1).all()), "the result was changed")
+            following = given[each][RANK].clone()
+            result = expected("allreduce", inputs("allreduce", 6, torch.float32), "sum", 0, placement)
+            following = inputs("allreduce", 6, torch.float32)[RANK].clone()
+            agree(
+                fast("allreduce", following, following, "sum", 0) is following, "the next call is not by the fast path"
+            )
+            agree.bits(following, result, "the next call")
+
+
+def test_both_paths_leave_the_same_records(agree, placement):
+    if not has_fast_path():
+        pytest.skip("no fast path here")
+    world = runtime.current().world
+    groups = [group for group in (world, world.intra_host) if group is not None]
+    for collective in COLLECTIVES:
+        op = "sum" if SPECS[collective].reduces else None
+        given, seen = inputs(collective, 5, torch.float32), []
+        result = expected(collective, given, op, SIZE - 1, placement)
+        cached(collective, given, op, SIZE - 1, placement)
+        for is_fast in (True, False):
+            before = [group.call_log.seq for group in groups]
+            if is_fast:
+                agree(fast(collective, given[RANK].clone(), result, op, SIZE - 1) is not None, "not by the fast path")
+            else:
+                run(collective, given[RANK].clone(), op, SIZE - 1, mode="_async")
+            added = [group.call_log.seq - seq for group, seq in zip(groups, before, strict=True)]
+            steps = groups[-1].call_log.recent(2) if len(groups) > 1 else []
+            seen.append((added, [(each.code, type(each.shape)) for each in steps], world.call_log.recent(1)[0][1:]))
+            agree(all(group.call_log.current is None for group in groups), "still active")
+        agree.equal(
+            str(seen[0]).replace("torch.Size", "tuple"), str(seen[1]).replace("torch.Size", "tuple"), collective
+        )
