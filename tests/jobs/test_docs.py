@@ -154,6 +154,55 @@ def test_blocks_have_the_language_of_their_mark(page):
             assert block.code.startswith("$ "), f"{block}: a console block begins with a command, `$ ...`"
 
 
+# ---- what programs print -------------------------------------------------------------------------
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+FRACTION = re.compile(r"\d+\.\d+")
+
+
+def programs_and_output(page: Path) -> list[tuple[Block, Block]]:
+    """Each program with the block of its command and of what the command prints."""
+    found, program = [], None
+    for block in blocks_of(page):
+        if block.language == "python":
+            program = block
+        elif program is not None and block.language == "console" and "train.py" in block.code.splitlines()[0]:
+            found.append((program, block))
+            program = None
+    return found
+
+
+def is_same(line: str, expected: str) -> bool:
+    """Whether the words are equal, and the numbers nearly so: their last digits depend on the processor."""
+    values, wanted = ([float(number) for number in FRACTION.findall(text)] for text in (line, expected))
+    same_words = FRACTION.sub("#", line) == FRACTION.sub("#", expected)
+    return same_words and values == pytest.approx(wanted, abs=0.02)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("number", range(len(programs_and_output(TUTORIAL))), ids=lambda number: f"step {number + 1}")
+def test_the_tutorial_prints_this(launch, alone, tmp_path, number):
+    program, shown = programs_and_output(TUTORIAL)[number]
+    if "sklearn" in program.code:
+        pytest.importorskip(
+            "sklearn", reason="the tutorial trains on scikit-learn's digits: install the extra examples"
+        )
+    script = tmp_path / "train.py"
+    script.write_text(program.code)
+    command, *lines = shown.code.splitlines()
+    ranks = re.search(r"-n (\d+)", command)
+    result = alone(script) if ranks is None else launch(int(ranks[1]), [script])
+    printed = iter(
+        [*(result.stdout + result.stderr).replace(f"{tmp_path}/", "").splitlines(), f"status {result.returncode}"]
+    )
+    # The first line names the MPI and the cores.
+    for expected in (line for line in lines if line != "..." and not line.startswith("torchmpi 0.")):
+        assert any(is_same(line, expected) for line in printed), (
+            f"{shown}: {expected!r} is not printed\n{result.output}"
+        )
+    assert (result.returncode == 0) == ("status" not in shown.code), result.output
+
+
 # ---- limits --------------------------------------------------------------------------------------
 
 SAY_LIMITS = ("README.md", *(f"docs/{name}.md" for name in ("install", "horovod", "slurm", "gpu")))
