@@ -131,8 +131,16 @@ def lengths(collective: str, item_bytes: int, hosts: str) -> Iterator[tuple[int,
     yield from ((1, True), (2, True), (999, True), (limit, True), (limit + 1, False))
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("dtype", OPS, ids=str)
+# The placement decides what is where, and the dtype how it is combined: all dtypes on one placement.
+CASES = [
+    (hosts, collective, dtype)
+    for number, hosts in enumerate(PLACEMENTS)
+    for collective in COLLECTIVES
+    for dtype in (OPS if number == min(1, len(PLACEMENTS) - 1) and SPECS[collective].reduces else (torch.float32,))
+]
+
+
+@pytest.mark.parametrize(("placement", "collective", "dtype"), CASES, ids=str, indirect=["placement"], scope="module")
 def test_all_paths_have_the_result_of_a_loop(agree, placement, collective, dtype):
     can_be_fast, spec, has_steps = has_fast_path(), SPECS[collective], len(set(placement)) < SIZE
     for op in OPS[dtype] if spec.reduces else (None,):
@@ -210,7 +218,7 @@ CALLS: tuple[Call, ...] = (
 def test_different_calls_are_an_error_on_all_ranks(agree, placement, number):
     """No tensor is changed by then. Each call meets the next two."""
     for other in (1, 2):
-        for odd in range(SIZE):
+        for odd in (0, SIZE - 1):
             collective, numel, op, root = CALLS[(number + other * (odd == RANK)) % len(CALLS)]
             tensor = torch.full((numel * SIZE,), RANK + 1.0)
             out = torch.full((numel * SIZE * (SIZE if collective in ("allgather", "gather") else 1),), -1.0)
