@@ -219,6 +219,14 @@ def all_to_all(s: Setting) -> tuple[Any, Pairs]:
     return work, list(zip(outputs, expected, strict=True))
 
 
+def all_to_all_even(s: Setting) -> tuple[Any, Pairs]:
+    lists = [[s.value(rank, part) for part in range(s.size)] for rank in range(s.size)]
+    expected = [parts[s.rank] for parts in lists]
+    outputs = [s.blank(values) for values in expected]
+    work = dist.all_to_all(outputs, [s.laid(part) for part in lists[s.rank]], **s.common)
+    return work, list(zip(outputs, expected, strict=True))
+
+
 def all_to_all_single(s: Setting) -> tuple[Any, Pairs]:
     lists = [torch.stack([s.value(rank, part) for part in range(s.size)]) for rank in range(s.size)]
     expected = torch.stack([parts[s.rank] for parts in lists])
@@ -250,7 +258,8 @@ MOVING: dict[str, Call] = {
     call.__name__: call
     for call in (
         broadcast, all_gather, all_gather_uneven, all_gather_into_views, all_gather_coalesced, all_gather_into_tensor,
-        gather, gather_single, scatter, all_to_all, all_to_all_single, all_to_all_single_uneven, barrier,
+        gather, gather_single, scatter, all_to_all, all_to_all_even, all_to_all_single, all_to_all_single_uneven,
+        barrier,
     )
 }  # fmt: skip
 CALLS = REDUCING | MOVING

@@ -7,6 +7,7 @@ native call, bound to the fast path that runs it. What is not plain is copied ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import FLAT
 from ..tensors import buffers
 from ..timeline import events
+from .rows import Rows, deliver, empty_rows, packed
 
 
 class Form(NamedTuple):
@@ -98,24 +100,26 @@ class BoundCall:
         keeps_own_row = spec.gathers and not (spec.divides or spec.is_rooted)
         self._takes_own_row = keeps_own_row and self._cached_call(group.call_queue.run_lock) is not None
 
-    def can_use(self, given: torch.Tensor, received: torch.Tensor) -> bool:
-        """Return whether a call can use the memory of two tensors: they share none, or the row of this rank.
+    def can_use(self, given: Rows, received: Rows) -> bool:
+        """Return whether a call can use the memory of its tensors: they share none, or the row of this rank.
 
         In shared memory an allgather writes nothing else to that row of the result.
         """
+        if isinstance(given, list) or isinstance(received, list):
+            return _are_apart(given, received)
         if given.dtype is not received.dtype:
             return False
         own = received.data_ptr() + self._group.rank * given.nbytes
         return (self._takes_own_row and given.data_ptr() == own) or not buffers.overlap(given, received)
 
-    def run(self, given: torch.Tensor | None, received: torch.Tensor | None) -> None:
+    def run(self, given: Rows | None, received: Rows | None) -> None:
         """Run the call in this thread."""
         if self.fast(given, received, self, self._communicator, None) is None:
-            plan = self._plan_for(received)
+            runtime.current()  # raises in a forked child
             self._cache(self, self._group.call_queue.run_lock)
-            self._group.call(plan, given, received, self._root)
+            self._group.call_queue.run(self._perform, given, received, describe=self._describe)
 
-    def submit(self, given: torch.Tensor | None, received: torch.Tensor | None, *, in_any_thread: bool) -> Handle[Any]:
+    def submit(self, given: Rows | None, received: Rows | None, *, in_any_thread: bool) -> Handle[Any]:
         """Run the call in the background."""
         runtime.current()  # raises in a forked child
         return self._group.call_queue.submit(
@@ -125,7 +129,7 @@ class BoundCall:
             in_any_thread=in_any_thread,
         )
 
-    def _run_queued(self, given: torch.Tensor | None, received: torch.Tensor | None) -> Any:
+    def _run_queued(self, given: Rows | None, received: Rows | None) -> Any:
         """Run the call in a thread that holds the run lock."""
         group, key = self._group, self._queued
         shared = group.shared if group.call_queue.in_background else None
@@ -137,20 +141,35 @@ class BoundCall:
             if shared is not None:
                 shared.be_patient(polite=False)
         if result is None:
-            plan = self._plan_for(received)
             self._cache(key, group.call_queue.queued_lock)
-            result = group.perform(plan, given, received, self._root)
+            result = self._perform(given, received)
         return result
 
-    def _describe(self, given: torch.Tensor | None, received: torch.Tensor | None) -> events.ShownCall:
-        return self._group.described_call(self._plan_for(received), given, received, self._root)
+    def _perform(self, given: Rows | None, received: Rows | None) -> Any:
+        """Run the call in Python; the caller holds the run lock."""
+        plan = self._plan_for(received)
+        return self._on_rows(partial(self._group.perform, plan), given, received)
 
-    def _plan_for(self, received: torch.Tensor | None) -> Plan:
+    def _on_rows(self, perform: Callable[..., Any], given: Rows | None, received: Rows | None) -> Any:
+        """Return ``perform(source, target, root)``, with the tensors of lists copied to rows and from there."""
+        source = packed(given, self.num_rows[0]) if isinstance(given, list) else given
+        target = empty_rows(received, self.num_rows[1]) if isinstance(received, list) else received
+        result = perform(source, target, self._root)
+        if isinstance(received, list):
+            assert target is not None
+            deliver(target, received)
+        return result
+
+    def _describe(self, given: Rows | None, received: Rows | None) -> events.ShownCall:
+        shown = [each[0] if isinstance(each, list) else each for each in (given, received)]
+        return self._group.described_call(self._plan_for(received), *shown, self._root)
+
+    def _plan_for(self, received: Rows | None) -> Plan:
         """Return the plan; that of a scatter compares what all ranks receive, which native ones need not know."""
         runtime.current()  # raises in a forked child
         if not self._announces:
             return self._plan
-        assert received is not None
+        assert isinstance(received, torch.Tensor)
         return self._plan.announcing(received.dtype, received.numel())
 
     def _cache(self, key: object, run_lock: RunLock) -> None:
@@ -170,4 +189,19 @@ class BoundCall:
             cached = cached._replace(
                 code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
             )
-        return cached._replace(rows=self.num_rows, run_lock=run_lock)
+        settle = partial(self._settle, cached.settle)
+        return cached._replace(rows=self.num_rows, run_lock=run_lock, settle=settle)
+
+    def _settle(self, settle: Callable[..., Any], status: int, given: Rows, received: Rows | None) -> Any:
+        """Continue after a kernel that returned a status, with copies in the place of lists."""
+        if not (isinstance(given, list) or isinstance(received, list)):
+            return settle(status, given, received)
+        result = self._on_rows(lambda source, target, root: settle(status, source, target), given, received)
+        return received if isinstance(received, list) else result
+
+
+def _are_apart(given: Rows, received: Rows) -> bool:
+    """Return whether received tensors share memory neither with given ones nor with each other."""
+    given, received = (each if isinstance(each, list) else [each] for each in (given, received))
+    passed = {id(each): each for each in given}.values()
+    return not buffers.overlap_of_any([*received, *passed])

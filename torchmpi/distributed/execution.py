@@ -22,7 +22,7 @@ from . import membership
 from .arguments import divide, is_composed, op_name, scaled
 from .bound_calls import FORMS, BoundCall
 from .properties import GroupProperties
-from .rows import as_rows, deliver, in_memory, packed, result_rows
+from .rows import Rows, deliver, empty_rows, in_memory, packed, result_rows
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, PendingWork, awaited_ranks, joined
 
@@ -66,9 +66,7 @@ class GroupExecution(GroupProperties):
         `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
         may be empty, one tensor, or several that are rows.
         """
-        sent, received = given[0] if given else None, outputs[0] if outputs else None
-        some = sent if received is None else received
-        dtype = None if some is None else some.dtype
+        dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
         number = None if reduction is None else reduction.op.value  # hashing reduction.op itself takes 1 us
         calls, key = self._group.plans, (name, number, dtype, root)
         call: BoundCall | None = calls.get(key)
@@ -83,9 +81,11 @@ class GroupExecution(GroupProperties):
             return None
         self._refuse_read_only(given if call.changes else outputs, name)
         is_here = not (self._by_messages or is_asynchronous(options))
-        are_single = len(given) < 2 and len(outputs) < 2  # machine code looks whether they are plain
-        if is_here and are_single and call.fast(sent, received, call, self._communicator, None) is not None:
-            return COMPLETED
+        if is_here:  # machine code looks whether the tensors are plain
+            sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
+            received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
+            if call.fast(sent, received, call, self._communicator, None) is not None:
+                return COMPLETED
         source = in_memory(given, call.num_rows[0]) if given else None
         target = in_memory(outputs, call.num_rows[1]) if outputs else None
         are_rows = (source is not None or not given) and (target is not None or not outputs)
@@ -109,9 +109,7 @@ class GroupExecution(GroupProperties):
         if self._group.call_queue.pending:  # copies are made in the order of the calls
             return None
         source = packed(given, call.num_rows[0]) if given else None
-        target = None
-        if outputs:
-            target = as_rows(outputs[0].new_empty(sum([each.numel() for each in outputs])), call.num_rows[1])
+        target = empty_rows(outputs, call.num_rows[1]) if outputs else None
         call.run(source, target)
         if target is not None:
             deliver(target, outputs)

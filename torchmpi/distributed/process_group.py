@@ -410,6 +410,11 @@ class ProcessGroup(GroupExecution):
     ) -> dist.Work:
         """Send entry j of every rank's list to rank j."""
         outputs, inputs = list(outputs), list(inputs)
+        are_even = len(inputs) == len(outputs) == self._size and have_equal_lengths([*inputs, *outputs])
+        if are_even and not self._by_messages:  # which leave from where the parts are
+            work = self._on_plain("all_to_all_single", inputs, outputs, opts)
+            if work is not None:
+                return work
         exchange.check(self._group, inputs, outputs, "all_to_all")
         task = partial(exchange.exchange, self._group, inputs, outputs)
         return self._launch(task, inputs, outputs, opts, "all_to_all")

@@ -10,6 +10,9 @@ import torch
 from ..errors import ArgumentError
 from ..tensors import buffers
 
+Rows = torch.Tensor | list[torch.Tensor]
+"""The rows of one tensor, or a list of tensors in their place."""
+
 
 def have_equal_lengths(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether all tensors have the same number of elements.
@@ -57,14 +60,17 @@ def split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int, what: str)
     return list(torch.split(tensor.detach(), sizes))
 
 
-def in_memory(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor | None:
-    """Return the elements of plain host tensors, in order, as rows in their own memory; None if that is impossible.
+def in_memory(tensors: Sequence[torch.Tensor], num_rows: int) -> Rows | None:
+    """Return the elements of plain host tensors, in order, as rows in their own memory; None if one is not plain.
 
-    `num_rows` is that of a BoundCall: 0 for a tensor as it is, FLAT for one dimension.
+    Tensors that are not adjacent are a list. `num_rows` is that of a BoundCall: 0 for a tensor as it is, FLAT for one
+    dimension.
 
     >>> whole = torch.zeros(2, 3)
     >>> in_memory([whole[0], whole[1]], 2).data_ptr() == whole.data_ptr(), in_memory([whole.t()], 2)
     (True, None)
+    >>> in_memory([torch.ones(1), whole[0, :1]], 2)
+    [tensor([1.]), tensor([0.])]
     """
     if len(tensors) == 1:
         if not buffers.is_plain(tensors[0]):
@@ -72,7 +78,10 @@ def in_memory(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor | 
         return as_rows(tensors[0], num_rows) if num_rows else tensors[0]
     dtype = tensors[0].dtype
     are_plain = all([buffers.is_plain(tensor) and tensor.dtype is dtype for tensor in tensors])
-    return _adjacent(tensors) if are_plain else None
+    if not are_plain:
+        return None
+    adjacent = _adjacent(tensors)
+    return list(tensors) if adjacent is None else adjacent
 
 
 def as_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -118,6 +127,15 @@ def result_rows(outputs: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
         numel = sum([output.numel() for output in outputs])
         rows = detached[0].new_empty((num_rows, numel // num_rows))
     return rows
+
+
+def empty_rows(tensors: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """Return new memory for the elements of some tensors, as rows.
+
+    >>> empty_rows([torch.ones(2), torch.ones(2)], 2).shape
+    torch.Size([2, 2])
+    """
+    return as_rows(tensors[0].new_empty(sum([each.numel() for each in tensors])), num_rows)
 
 
 def deliver(rows: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:

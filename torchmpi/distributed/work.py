@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from operator import methodcaller
 from typing import Any
 
@@ -86,15 +86,12 @@ class PendingWork(dist.Work):
 
     def __init__(self, handle: Handle[Any] | None, outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__()
-        self._started, self._outputs, self._limit_seconds = handle, outputs, limit_seconds
+        if handle is not None:
+            self._handle = handle
+        self._outputs, self._limit_seconds = outputs, limit_seconds
         self._future: Future | None = None
         self.value: Any = outputs
         """The value of the future: what the call writes, in the lists in which it was passed."""
-
-    @property
-    def _handle(self) -> Handle[Any]:
-        assert self._started is not None
-        return self._started
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
@@ -185,15 +182,13 @@ class DeferredWork(MessageWork):
         super().__init__(None, tensor, limit_seconds)
         self._receive = receive
 
-    @property
-    def _handle(self) -> Handle[Any]:
-        if self._started is None:
-            self._started = self._receive.handle()
-        return self._started
+    @cached_property
+    def _handle(self) -> Handle[Any]:  # type: ignore[override]
+        return self._receive.handle()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block as :meth:`MessageWork.wait`."""
-        if self._started is None and not timeout and self._receive.receive():
+        if not timeout and self._receive.receive():
             return True
         return super().wait(timeout)
 

@@ -149,11 +149,12 @@ class _FastPath:
             "chosen_comm": chosen,
             "none": None,
             "tensor_type": torch.Tensor,
+            "list_type": list,
             "is_neg": torch.Tensor.is_neg,
             "false": False,
             "increment_version": buffers.increment_version,
             "settle": self._settle,
-            "touch": buffers.touch,
+            "touch": _touch,
             "abort": self._abort,
         }
         addresses = {name: id(item) for name, item in self._objects.items()}
@@ -214,12 +215,20 @@ class _FastPath:
             return result
         if out is not None and result is not out:
             buffers.copy_result(result, out)
-        buffers.touch(tensor if out is None else out)
+        _touch(tensor if out is None else out)
         return tensor if out is None else out
 
     def _abort(self, address: int) -> None:
         """Abort a call after a KeyboardInterrupt before the start of :meth:`_settle`."""
         self._cached_call_at(address).abort()
+
+
+def _touch(written: torch.Tensor | list[torch.Tensor]) -> None:
+    """Record the write to a tensor, or to those of a list, for autograd."""
+    if isinstance(written, list):
+        buffers.touch_all(written)
+    else:
+        buffers.touch(written)
 
 
 _fast_paths: dict[str, _FastPath] = {}

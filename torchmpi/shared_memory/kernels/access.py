@@ -133,6 +133,12 @@ def peer_at(rank, size, shift):
 
 
 @inner
+def part_at(parts: Words, rank, otherwise):
+    """Return the address of the part of a rank, which may be a tensor of a list."""
+    return parts[rank] if parts else otherwise
+
+
+@inner
 def set_send(transfers: Transfer, rank, address, num_bytes):
     transfers[rank].send_address = address
     transfers[rank].send_bytes = num_bytes

@@ -29,6 +29,8 @@ from ..compiler.cpython import (
     exception_class,
     fetch_error,
     incref,
+    list_item,
+    list_size,
     new_number,
     on_stack,
     release_gil,
@@ -38,7 +40,7 @@ from ..compiler.cpython import (
 )
 from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, LockFields
 from ..typed_records import Array, Record, Word, Words
-from .access import group_of
+from .access import group_of, part_at
 from .host_calls import is_carried
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
@@ -88,7 +90,13 @@ def data(tensor: DLTensor):
 @inner
 def plain_numel(cached_call: CachedCallRecord, tensor: DLTensor):
     """Return the number of elements of a contiguous host tensor of the cached dtype; NOT_FAST for others."""
-    if tensor.device != _HOST or dtype_of(tensor) != cached_call.dlpack_dtype:
+    return numel_of(tensor, cached_call.dlpack_dtype)
+
+
+@inner
+def numel_of(tensor: DLTensor, dtype):
+    """Return the number of elements of a contiguous host tensor of a dtype; NOT_FAST for others."""
+    if tensor.device != _HOST or dtype_of(tensor) != dtype:
         return NOT_FAST
     if num_dims(tensor) > MAX_LOG_DIMS:
         return NOT_FAST
@@ -130,12 +138,39 @@ def row_numel(tensor: DLTensor):
 
 
 @inner
+def overlaps(address, num_bytes, other, other_bytes):
+    """Return whether two ranges of memory share bytes."""
+    return address < other + other_bytes and other < address + num_bytes
+
+
+@inner
 def is_apart(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor):
     """Return whether two contiguous tensors share no memory."""
     item_bytes = cached_call.call.item_bytes
-    source_end = data(source) + plain_numel(cached_call, source) * item_bytes
-    target_end = data(target) + plain_numel(cached_call, target) * item_bytes
-    return source_end <= data(target) or target_end <= data(source)
+    source_bytes = plain_numel(cached_call, source) * item_bytes
+    target_bytes = plain_numel(cached_call, target) * item_bytes
+    return not overlaps(data(source), source_bytes, data(target), target_bytes)
+
+
+@inner
+def are_apart(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
+    """Return whether received parts share memory neither with given parts nor with each other."""
+    given, received = arguments.given_parts, arguments.received_parts
+    if not given and not received:
+        return is_apart(cached_call, source, target)
+    size, item_bytes = group_of(cached_call.call).size, cached_call.call.item_bytes
+    num_given, num_received = size if given else 1, size if received else 1
+    given_bytes = plain_numel(cached_call, source) * item_bytes // num_given
+    received_bytes = plain_numel(cached_call, target) * item_bytes // num_received
+    for index in range(num_received):
+        part = part_at(received, index, data(target))
+        for other in range(num_given):
+            if overlaps(part, received_bytes, part_at(given, other, data(source)), given_bytes):
+                return False
+        for other in range(index):
+            if overlaps(part, received_bytes, part_at(received, other, data(target)), received_bytes):
+                return False
+    return True
 
 
 @inner
@@ -151,9 +186,9 @@ def has_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, 
 
 
 @inner
-def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows):
+def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows, arguments: Arguments):
     """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
-    return has_rows(cached_call, source, target, num_rows) and is_apart(cached_call, source, target)
+    return has_rows(cached_call, source, target, num_rows) and are_apart(cached_call, source, target, arguments)
 
 
 # --- entering ---------------------------------------------------------------------------------------------------
@@ -261,6 +296,31 @@ def enter_barrier(cached_call: CachedCallRecord, no_tensor: DLTensor, _: DLTenso
 
 
 @inner
+def use_parts(call: KernelCall, arguments: Arguments):
+    """Let the kernel use the tensors of lists, after the call has been entered."""
+    call.given_parts, call.received_parts = arguments.given_parts, arguments.received_parts
+    return 0
+
+
+@inner
+def use_no_parts(call: KernelCall):
+    """Let the next calls use whole tensors."""
+    call.given_parts = call.received_parts = Words(0)
+    return 0
+
+
+@inner
+def have_part_of_each_rank(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
+    """Return whether lists have a tensor for each rank, and the call takes its tensors as rows; not one over hosts."""
+    if cached_call.call.hosts:
+        return not arguments.given_parts and not arguments.received_parts
+    size = group_of(cached_call.call).size
+    if arguments.given_parts and (dim(source, 0) != size or cached_call.given_rows == 0):
+        return False
+    return not arguments.received_parts or (dim(target, 0) == size and cached_call.received_rows != 0)
+
+
+@inner
 def enter_gathering(cached_call: CachedCallRecord, source: DLTensor, numel, target, arguments: Arguments):
     """Enter an allgather whose result has the address `target`; 0 if this rank gets no result."""
     num_bytes = numel * cached_call.call.item_bytes
@@ -269,7 +329,8 @@ def enter_gathering(cached_call: CachedCallRecord, source: DLTensor, numel, targ
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_bytes
     arguments.rest[2] = target
-    return begin_call(cached_call, source, num_bytes, arguments)
+    status = begin_call(cached_call, source, num_bytes, arguments)
+    return status if status != 0 else use_parts(cached_call.call, arguments)
 
 
 @kernel
@@ -284,7 +345,7 @@ def enter_allgather(cached_call: CachedCallRecord, source: DLTensor, target: DLT
         return NOT_FAST
     # The rows of this rank in the target may be the source: no kernel writes other values there.
     own = data(target) + group.rank * numel * cached_call.call.item_bytes
-    if data(source) != own and not is_apart(cached_call, source, target):
+    if (arguments.received_parts or data(source) != own) and not are_apart(cached_call, source, target, arguments):
         return NOT_FAST
     return enter_gathering(cached_call, source, numel, data(target), arguments)
 
@@ -313,7 +374,7 @@ def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return NOT_FAST
     num_rows, row_bytes = dim(source, 0), row_numel(source) * call.item_bytes
-    if not fits(cached_call, source, target, own_rows(call, num_rows) * times):
+    if not fits(cached_call, source, target, own_rows(call, num_rows) * times, arguments):
         return NOT_FAST
     if not is_carried(call, num_rows * row_bytes, row_bytes):
         return NOT_FAST
@@ -321,7 +382,8 @@ def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     arguments.rest[1] = num_rows
     arguments.rest[2] = row_bytes
     arguments.rest[3] = data(target)
-    return begin_call(cached_call, source, num_rows * row_bytes, arguments)
+    status = begin_call(cached_call, source, num_rows * row_bytes, arguments)
+    return status if status != 0 else use_parts(call, arguments)
 
 
 @kernel
@@ -346,6 +408,7 @@ def enter_scattering(cached_call: CachedCallRecord, tensor: DLTensor, arguments:
     status = begin_call(cached_call, tensor, dim(tensor, 0) * row_bytes, Arguments(arguments))
     if status != 0:
         return status
+    use_parts(call, Arguments(arguments))
     message, length = call.message, num_dims(tensor)
     message.dtype, message.num_dims = call.dtype, length
     for index in range(length):
@@ -365,7 +428,7 @@ def enter_scatter(cached_call: CachedCallRecord, source: DLTensor, target: DLTen
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return NOT_FAST
     num_rows = dim(source, 0)
-    if not fits(cached_call, source, target, own_rows(call, num_rows)):
+    if not fits(cached_call, source, target, own_rows(call, num_rows), Arguments(arguments)):
         return NOT_FAST
     arguments.source = data(source)
     arguments.num_rows = num_rows
@@ -404,9 +467,22 @@ class Error(Record):
 
 
 _MOST_ARGUMENTS = 8
-_described, _dims, _written, _error, _word = (
-    on_stack(num_fields) for num_fields in (DLTensor.FIELDS, 3, Arguments.FIELDS + _MOST_ARGUMENTS, Error.FIELDS, 1)
+_SHAPE_FIELDS = 3
+"""Two lengths, and two strides of which the first is the second length."""
+_MOST_PARTS = 64
+"""Longer lists are copied in Python."""
+_described, _dims, _written, _error, _word, _parts = (
+    on_stack(num_fields)
+    for num_fields in (
+        DLTensor.FIELDS,
+        _SHAPE_FIELDS,
+        Arguments.FIELDS + _MOST_ARGUMENTS,
+        Error.FIELDS,
+        1,
+        _SHAPE_FIELDS + _MOST_PARTS,
+    )
 )
+_TENSOR, _OUT, _LIST, _OUT_LIST = 1, 2, 4, 8  # what a fast path takes
 
 
 @inner
@@ -453,8 +529,8 @@ def is_communicator_chosen(path: FastPath):
 
 @inner
 def count_write(path: FastPath, written):
-    """Record the write to a tensor for autograd; return whether that was possible."""
-    alone = tuple_of_one(1, written)
+    """Record the write to a tensor, or to those of a list, for autograd; return whether that was possible."""
+    alone = new_reference(written) if is_list(path, written) else tuple_of_one(1, written)
     counted = call_with_one(path.increment_version, alone)
     decref(alone)
     if counted == 0:
@@ -498,7 +574,7 @@ def settle(path: FastPath, status, tensor, out, cached_call: CachedCallRecord, s
 def _runner(of: Function) -> Any:
     """Return a function that calls a kernel with a prepared call and the arguments of a record."""
     kernel, kind = of, of.records["call"].record
-    num_others = of.num_arguments - 1 - Arguments.FIELDS
+    num_others = of.num_arguments - 3  # than call, sequence number and signature
 
     def with_two(call: KernelCall, a: Arguments):
         return kernel(kind(call), a.seq, a.signature, a.rest[0], a.rest[1])
@@ -517,22 +593,82 @@ def _runner(of: Function) -> Any:
 
 
 @inner
-def describe(path: FastPath, tensor, out, backend, takes_tensor, takes_out, first: DLTensor, last: DLTensor):
+def is_list(path: FastPath, item):
+    return PyObject(item).kind == path.list_type
+
+
+@inner
+def is_list_of_plain(path: FastPath, items):
+    """Return whether an object is a list of such tensors, not too many."""
+    if not 0 < list_size(items) <= _MOST_PARTS:
+        return False
+    for index in range(list_size(items)):
+        if not is_plain(path, list_item(items, index)):
+            return False
+    return True
+
+
+@inner
+def describe_list(path: FastPath, items, whole: DLTensor, room: Words):
+    """Describe a list of contiguous host tensors, alike in dtype and length, as rows, and store the addresses."""
+    numel, dtype, length, parts = 0, 0, list_size(items), Words(room + _SHAPE_FIELDS * FIELD_BYTES)
+    for index in range(length):
+        if describe_with(path.describe, list_item(items, index), whole) != 0:
+            return False
+        if index == 0:
+            dtype = dtype_of(whole)
+            numel = numel_of(whole, dtype)
+        if numel < 0 or numel_of(whole, dtype) != numel:
+            return False
+        parts[index] = data(whole)
+    room[0], room[1], room[2] = length, numel, 1
+    whole.data, whole.byte_offset, whole.num_dims_and_dtype = parts[0], 0, dtype << 32 | 2
+    whole.shape, whole.strides = room, Words(room + FIELD_BYTES)
+    return True
+
+
+@inner
+def can_be_described(path: FastPath, item, takes_list):
+    """Return whether an object is a tensor that a DLTensor describes, or a list of such tensors."""
+    return is_list_of_plain(path, item) if takes_list and is_list(path, item) else is_plain(path, item)
+
+
+@inner
+def describe_any(path: FastPath, item, takes_list, described: DLTensor, room: Words):
+    """Describe a tensor, or those of a list; return whether that was possible."""
+    if takes_list and is_list(path, item):
+        return describe_list(path, item, described, room)
+    return describe_with(path.describe, item, described) == 0
+
+
+@inner
+def parts_in(path: FastPath, item, takes_list, room: Words) -> Words:
+    """Return the addresses of the tensors of a list that has been described; 0 of a tensor."""
+    return Words(room + _SHAPE_FIELDS * FIELD_BYTES if takes_list and is_list(path, item) else 0)
+
+
+@inner
+def describe(
+    path: FastPath, tensor, out, backend, takes, first: DLTensor, last: DLTensor, given: Words, received: Words
+):
     """Describe the tensors of a call; False if Python must run it, perhaps because an exception is set."""
     if not path.first_call or backend != path.none:
         return False
+    takes_tensor, takes_out = takes & _TENSOR, takes & _OUT
     if (not takes_tensor and tensor != path.none) or (not takes_out and out != path.none):
         return False
     # These run Python or release the GIL, so other threads may invalidate the fast path. Later steps do not, until the
     # call is entered: `first_call` is loaded again, and the cached calls stay valid.
-    if (takes_tensor and not is_plain(path, tensor)) or (takes_out and not is_plain(path, out)):
+    if takes_tensor and not can_be_described(path, tensor, takes & _LIST):
+        return False
+    if takes_out and not can_be_described(path, out, takes & _OUT_LIST):
         return False
     if is_communicator_chosen(path):
         return False
     first.num_dims_and_dtype = 0  # a barrier is cached without dtype and has no shape
-    if takes_tensor and describe_with(path.describe, tensor, first) != 0:
+    if takes_tensor and not describe_any(path, tensor, takes & _LIST, first, given):
         return False
-    return not takes_out or describe_with(path.describe, out, last) == 0
+    return not takes_out or describe_any(path, out, takes & _OUT_LIST, last, received)
 
 
 @inner
@@ -551,10 +687,13 @@ def entry(spec: FastPathKernel) -> Function:
     enter, run = kernels[spec.enter], _runner(kernels[spec.kernel])
     arguments_of = enter.records["arguments"].record
     takes_tensor, takes_out, writes = spec.takes_tensor, spec.takes_out, spec.writes
+    takes_list, takes_out_list = spec.takes_list, spec.takes_out_list
+    takes = _TENSOR * takes_tensor | _OUT * takes_out | _LIST * takes_list | _OUT_LIST * takes_out_list
 
     def fast_call(path: FastPath, tensor, out, key, comm, backend):
         first, last = DLTensor(_described()), DLTensor(_described())
-        if not describe(path, tensor, out, backend, takes_tensor, takes_out, first, last):
+        given_parts, received_parts = Words(_parts()), Words(_parts())
+        if not describe(path, tensor, out, backend, takes, first, last, given_parts, received_parts):
             return leave_to_python(path)
         source = first if takes_tensor or not takes_out else last
         target = last if takes_out else first
@@ -562,6 +701,13 @@ def entry(spec: FastPathKernel) -> Function:
         if not cached_call:
             return new_reference(path.none)
         given, received = Words(_dims()), Words(_dims())
+        if takes_list or takes_out_list:
+            arguments.given_parts = parts_in(path, tensor, takes_list, given_parts)
+            arguments.received_parts = parts_in(path, out, takes_out_list, received_parts)
+            if not have_part_of_each_rank(cached_call, first, last, arguments):
+                return new_reference(path.none)
+        else:
+            arguments.given_parts = arguments.received_parts = Words(0)
         if takes_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, given):
             return new_reference(path.none)
         if takes_out and not take_as_rows(cached_call, last, cached_call.received_rows, received):
@@ -571,6 +717,8 @@ def entry(spec: FastPathKernel) -> Function:
         thread = release_gil()
         status = run(cached_call.call, arguments)
         take_gil(thread)
+        if takes_list or takes_out_list:
+            use_no_parts(cached_call.call)
         result = out if takes_out else tensor if takes_tensor else path.false
         return finish(path, status, tensor, out, result, writes, cached_call, arguments.seq)
 

@@ -24,6 +24,9 @@ class FastPathKernel(NamedTuple):
     takes_out: bool = False
     writes: bool = True
     """Whether the last tensor is written, so that its version for autograd increases."""
+    takes_list: bool = False
+    takes_out_list: bool = False
+    """Whether the parts of the ranks may be tensors of a list, of a bound call."""
 
 
 class KernelSet(NamedTuple):
@@ -106,12 +109,12 @@ COLLECTIVES = KernelSet(
         "allreduce_into": FastPathKernel("any_allreduce", "enter_allreduce_into", takes_out=True),
         "broadcast": FastPathKernel("any_broadcast", "enter_broadcast"),
         "broadcast_into": FastPathKernel("any_broadcast", "enter_broadcast_into", takes_out=True),
-        "allgather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True),
-        "reduce_scatter": FastPathKernel("any_reduce_scatter", "enter_reduce_scatter", takes_out=True),
-        "alltoall": FastPathKernel("any_alltoall", "enter_alltoall", takes_out=True),
-        "gather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True),
+        "allgather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True, takes_out_list=True),
+        "reduce_scatter": FastPathKernel("any_reduce_scatter", "enter_reduce_scatter", takes_out=True, takes_list=True),
+        "alltoall": FastPathKernel("any_alltoall", "enter_alltoall", takes_out=True, takes_list=True, takes_out_list=True),
+        "gather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True, takes_out_list=True),
         "give": FastPathKernel("any_allgather", "enter_give", writes=False),
-        "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True),
+        "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True, takes_list=True),
         "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
         "barrier": FastPathKernel("any_barrier", "enter_barrier", takes_tensor=False, writes=False),
         "sendreceive_by_mpi": FastPathKernel("sendreceive", "enter_sendreceive"),

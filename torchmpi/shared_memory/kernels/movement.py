@@ -37,6 +37,7 @@ from .access import (
     group_of,
     is_in_slot,
     outcome,
+    part_at,
     payload_of,
     peer_at,
     set_counter,
@@ -208,13 +209,15 @@ def are_even(group: GroupRecord, seq, length):
 
 
 @inner
-def gather_shared(group: GroupRecord, first, num_bytes, target):
+def gather_shared(call: KernelCall, first, num_bytes, target):
     """Copy `num_bytes` from offset `first` of every rank's shared tensor."""
+    group = group_of(call)
     rank, size = group.rank, group.size
     set_algorithm(group, IN_SHARED_TENSORS)
     for shift in range(size):
         other = peer_at(rank, size, shift)
-        deliver(target + other * num_bytes, shared_tensor_of(group, other) + first, num_bytes, num_bytes)
+        part = part_at(call.received_parts, other, target + other * num_bytes)
+        deliver(part, shared_tensor_of(group, other) + first, num_bytes, num_bytes)
     return end_reads(group)
 
 
@@ -241,7 +244,8 @@ def allgather_short(call: KernelCall, seq, signature, source, num_bytes, target)
         return status
     num_received = num_gathered(call, num_bytes)
     for other in range(group.size):
-        copy(target + other * num_bytes, payload_of(group, other, seq) + 8, num_received)
+        part = part_at(call.received_parts, other, target + other * num_bytes)
+        copy(part, payload_of(group, other, seq) + 8, num_received)
     return 0
 
 
@@ -256,11 +260,11 @@ def allgather_whole(call: KernelCall, seq, signature, source, num_bytes, target)
         return status
     num_received = num_gathered(call, num_bytes)
     for other in range(group.size):
+        part = part_at(call.received_parts, other, target + other * num_bytes)
         if other == rank:
-            copy(target + other * num_bytes, source, num_received)
+            copy(part, source, num_received)
         else:
-            slot = transfer_slot_of(group, other, group.chunks)
-            copy_from_slot(group, target + other * num_bytes, slot, num_received)
+            copy_from_slot(group, part, transfer_slot_of(group, other, group.chunks), num_received)
     return end_whole(group)
 
 
@@ -289,16 +293,17 @@ def allgather_long(call: KernelCall, seq, signature, source, num_bytes, target):
         return status
     if num_shared(group, seq) == size:
         status = find_shared(group, seq, source)
-        return status if status != 0 else gather_shared(group, 0, num_received, target)
+        return status if status != 0 else gather_shared(call, 0, num_received, target)
     since, reads = now(), all_show(group, seq)
     if only_sends:
         group.gathers_read = reads
-    status = read_all(group, seq, source, 0, num_received, target) if reads else UNREADABLE
+    status = read_all(call, seq, source, 0, num_received, target) if reads else UNREADABLE
     if status == UNREADABLE:
         if reads or not puts:
             put_first_chunk(group, transfers, num_rounds)
         for other in range(size):
-            set_receive(transfers, other, target + other * num_bytes, num_received)
+            part = part_at(call.received_parts, other, target + other * num_bytes)
+            set_receive(transfers, other, part, num_received)
         status = run_rounds(group, transfers, num_rounds)
     if not only_sends and status == 0:
         note_pace(paces, num_bytes, reads, now() - since + spent)
@@ -343,8 +348,27 @@ def send_rows(call: KernelCall, source, num_rows, row_bytes) -> Transfer:
     size, transfers = group_of(call).size, call.transfers
     for other in range(size):
         first = rows_before(num_rows, size, other) * row_bytes
-        set_send(transfers, other, source + first, rows_before(num_rows, size, other + 1) * row_bytes - first)
+        part, end = part_at(call.given_parts, other, source + first), rows_before(num_rows, size, other + 1) * row_bytes
+        set_send(transfers, other, part, end - first)
     return transfers
+
+
+@inner
+def put_in_payload(call: KernelCall, seq, offset, source, num_bytes):
+    """Write rows for all ranks to this rank's payload before it arrives."""
+    group, parts = group_of(call), call.given_parts
+    if not parts:
+        return copy_to_payload(group, seq, offset, source, num_bytes)
+    length = num_bytes // group.size
+    for other in range(group.size):
+        copy_to_payload(group, seq, offset + other * length, parts[other], length)
+    return 0
+
+
+@inner
+def whole_bytes(call: KernelCall, num_bytes):
+    """Return the length of the tensor that this rank passes if other ranks may read it; 0 of a list."""
+    return 0 if call.given_parts else num_bytes
 
 
 @inner
@@ -409,7 +433,7 @@ def own_length(group: GroupRecord, num_rows, row_bytes):
 def reduce_scatter_short(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
     """Reduce in the payloads."""
     group = group_of(call)
-    copy_to_payload(group, seq, 0, source, num_rows * row_bytes)
+    put_in_payload(call, seq, 0, source, num_rows * row_bytes)
     status = arrive(group, seq, signature)
     if status != 0:
         return status
@@ -425,7 +449,7 @@ def reduce_scatter_long(call: KernelCall, seq, signature, source, num_rows, row_
     group = group_of(call)
     first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
     transfers, num_rounds = send_rows(call, source, num_rows, row_bytes), divide_rows(group, num_rows, row_bytes)
-    is_shared = announce_memory(group, seq, source, num_rows * row_bytes)
+    is_shared = announce_memory(group, seq, source, whole_bytes(call, num_rows * row_bytes))
     if not is_shared:
         put_first_chunk(group, transfers, num_rounds)
     status = arrive(group, seq, signature)
@@ -436,7 +460,8 @@ def reduce_scatter_long(call: KernelCall, seq, signature, source, num_rows, row_
         return status if status != 0 else reduce_rows_shared(call, first, length, target)
     if is_shared:
         put_first_chunk(group, transfers, num_rounds)
-    return reduce_rows(call, source + first, length, target, transfers, num_rounds, num_shared(group, seq) == 0)
+    own = part_at(call.given_parts, group.rank, source + first)
+    return reduce_rows(call, own, length, target, transfers, num_rounds, num_shared(group, seq) == 0)
 
 
 @kernel
@@ -458,12 +483,13 @@ def alltoall_short(call: KernelCall, seq, signature, source, num_rows, row_bytes
     """Move the rows in the payloads."""
     group = group_of(call)
     first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
-    copy_to_payload(group, seq, 8, source, num_rows * row_bytes)
+    put_in_payload(call, seq, 8, source, num_rows * row_bytes)
     status = arrive_evenly(group, seq, signature, num_rows)
     if status != 0:
         return status
     for other in range(group.size):
-        copy(target + other * length, payload_of(group, other, seq) + 8 + first, length)
+        part = part_at(call.received_parts, other, target + other * length)
+        copy(part, payload_of(group, other, seq) + 8 + first, length)
     return 0
 
 
@@ -473,8 +499,8 @@ def alltoall_long(call: KernelCall, seq, signature, source, num_rows, row_bytes,
     group = group_of(call)
     rank, size, num_rounds = group.rank, group.size, divide_rows(group, num_rows, row_bytes)
     first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
-    is_shared = announce_memory(group, seq, source, num_rows * row_bytes)
-    shows, since = prefers_reading(group, group.alltoall_paces, length), now()
+    is_shared = announce_memory(group, seq, source, whole_bytes(call, num_rows * row_bytes))
+    shows, since = prefers_reading(group, group.alltoall_paces, whole_bytes(call, length)), now()
     show_memory(group, seq, source if shows else 0)
     if not shows and not is_shared:
         put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
@@ -484,16 +510,17 @@ def alltoall_long(call: KernelCall, seq, signature, source, num_rows, row_bytes,
         return status
     if num_shared(group, seq) == size:
         status = find_shared(group, seq, source)
-        return status if status != 0 else gather_shared(group, first, length, target)
+        return status if status != 0 else gather_shared(call, first, length, target)
     since, reads = now(), all_show(group, seq)
-    status = read_all(group, seq, source, first, length, target) if reads else UNREADABLE
+    status = read_all(call, seq, source, first, length, target) if reads else UNREADABLE
     if status == UNREADABLE:
         transfers = send_rows(call, source, num_rows, row_bytes)
         if shows or is_shared:
             put_first_chunk(group, transfers, num_rounds)
         for other in range(size):
-            set_receive(transfers, other, target + other * length, length)
-        deliver(target + rank * length, source + first, length, length)
+            set_receive(transfers, other, part_at(call.received_parts, other, target + other * length), length)
+        own = part_at(call.given_parts, rank, source + first)
+        deliver(transfers[rank].receive_address, own, length, length)
         status = run_rounds(group, transfers, num_rounds)
     if status == 0:
         note_pace(group.alltoall_paces, length, reads, now() - since + spent)
@@ -528,12 +555,12 @@ def offer(call: KernelCall, seq, signature, message: TensorMessage, num_bytes, s
     copy_to_payload(group, seq, 0, message, num_bytes)
     is_root = group.rank == call.root
     if is_root and num_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
-        copy_to_payload(group, seq, num_bytes, source, num_rows * row_bytes)
+        put_in_payload(call, seq, num_bytes, source, num_rows * row_bytes)
     elif is_root:
         num_rounds, since = divide_rows(group, num_rows, row_bytes), now()
         has_room = num_bytes + 8 <= PAYLOAD_BYTES
         share_bytes = num_rows // group.size * row_bytes
-        shows = has_room and prefers_reading(group, group.scatter_paces, share_bytes)
+        shows = has_room and prefers_reading(group, group.scatter_paces, whole_bytes(call, share_bytes))
         if has_room:
             store(payload_of(group, group.rank, seq) + num_bytes, source if shows else 0)
         if not shows:
@@ -569,7 +596,7 @@ def take(call: KernelCall, seq, num_rows, row_bytes, source, target):
     transfers, num_rounds, since = call.transfers, divide_rows(group, num_rows, row_bytes), now()
     shown = load(offered + message_bytes) if message_bytes + 8 <= PAYLOAD_BYTES else 0
     if rank == root:
-        deliver(target, source + first, length, length)
+        deliver(target, part_at(call.given_parts, rank, source + first), length, length)
     status = UNREADABLE
     if shown != 0:
         status = end_reading(group, rank == root or read_from(group, root, shown + first, length, target))

@@ -30,13 +30,22 @@ from __future__ import annotations
 from ..compiler.compilation import inner
 from ..memory_layout import BY_DIRECT_READS, Announcement
 from ..typed_records import Words
-from .access import block_of, fail_check, own_block, payload_of, peer_at
+from .access import block_of, fail_check, group_of, own_block, part_at, payload_of, peer_at
 from .arrival import end_reads, set_algorithm
 from .chunk_loop import deliver
 from .copying import phase_of_call
 from .intrinsics import load, load_acquire, read_memory
 from .kernel_sets import ENABLE_CHECKS
-from .records import CHECK_SHARED_TENSOR, MAPPINGS_PER_RANK, UNMAPPED, UNREADABLE, GroupRecord, Paces, SegmentRecord
+from .records import (
+    CHECK_SHARED_TENSOR,
+    MAPPINGS_PER_RANK,
+    UNMAPPED,
+    UNREADABLE,
+    GroupRecord,
+    KernelCall,
+    Paces,
+    SegmentRecord,
+)
 
 
 @inner
@@ -231,13 +240,15 @@ def end_reading(group: GroupRecord, has_read):
 
 
 @inner
-def read_all(group: GroupRecord, seq, source, first, num_bytes, target):
+def read_all(call: KernelCall, seq, source, first, num_bytes, target):
     """Read `num_bytes` from offset `first` of all ranks: 0, UNREADABLE if a rank could not, or another status."""
+    group, parts = group_of(call), call.received_parts
     rank, size = group.rank, group.size
-    deliver(target + rank * num_bytes, source + first, num_bytes, num_bytes)
+    deliver(part_at(parts, rank, target + rank * num_bytes), source + first, num_bytes, num_bytes)
     has_read = True
     for shift in range(1, size):
         other = peer_at(rank, size, shift)
         address = announcement_of(group, other, seq).shown_address + first
-        has_read = has_read and read_from(group, other, address, num_bytes, target + other * num_bytes)
+        into = part_at(parts, other, target + other * num_bytes)
+        has_read = has_read and read_from(group, other, address, num_bytes, into)
     return end_reading(group, has_read)

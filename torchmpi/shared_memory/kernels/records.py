@@ -419,6 +419,9 @@ class KernelCall(Record):
     """Number of the dtype, the same on all ranks; 0 if unknown."""
     hosts = Pointer(Hosts)
     """For a call over hosts; 0 for a call within a host."""
+    given_parts = Pointer(Words)
+    received_parts = Pointer(Words)
+    """The addresses of the parts of each rank, if they are tensors of a list; 0 if they are rows of one tensor."""
 
 
 # --- Queue of pieces of messages ------------------------------------------------------------------------------
@@ -596,6 +599,7 @@ class FastPath(Record):
     """Of the context variable that is None unless this thread or task has chosen a communicator."""
     none = Word()
     tensor_type = Word()
+    list_type = Word()
     is_neg = Word()
     false = Word()
     increment_version = Word()
@@ -624,6 +628,9 @@ class Arguments(Record):
 
     seq = Word()
     signature = Word()
+    given_parts = Pointer(Words)
+    received_parts = Pointer(Words)
+    """Of a KernelCall, which no other thread uses from when the call has been entered."""
     rest = Array(0)
 
 

@@ -1,0 +1,197 @@
+"""Collectives of torch.distributed with lists: the parts of the ranks are at separate addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+import torchmpi as mpi
+from torchmpi.errors import TorchMPIError
+from torchmpi.session import runtime
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+LENGTHS = (0, 1, 3, 500, 4_096, 5_001, 70_000, 300_000)
+"""In the payload, in whole slots, in chunks, by direct reads."""
+Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+pytestmark = [pytest.mark.ranks(1, 2, 3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_world() -> Iterator[None]:
+    """torch's default group; torchmpi is restarted for the group, and restored for the other files."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False))
+    dist.init_process_group("torchmpi")
+    yield
+    dist.destroy_process_group()
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+def values(sender: int, receiver: int, numel: int, turn: int = 0) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32) + 1000.0 * sender + 7.0 * receiver + turn
+
+
+def blank(numel: int, count: int) -> list[torch.Tensor]:
+    """Return tensors that are not adjacent."""
+    return [torch.full((numel + 1,), -1.0)[:numel] for _ in range(count)]
+
+
+def all_gather(numel: int, turn: int, flat: bool) -> Lists:
+    outputs = blank(numel, SIZE)
+    if flat:
+        whole = torch.cat(outputs)
+        dist.all_gather_into_tensor(whole, values(RANK, 0, numel, turn))
+        outputs = list(whole.split(numel)) if numel else outputs
+    else:
+        dist.all_gather(outputs, values(RANK, 0, numel, turn))
+    return outputs, [values(rank, 0, numel, turn) for rank in range(SIZE)]
+
+
+def gather(numel: int, turn: int, flat: bool) -> Lists:
+    root = turn % SIZE
+    outputs = blank(numel, SIZE) if root == RANK else []
+    dist.gather(values(RANK, 0, numel, turn), outputs or None, dst=root)
+    return outputs, [values(rank, 0, numel, turn) for rank in range(SIZE)] if outputs else []
+
+
+def scatter(numel: int, turn: int, flat: bool) -> Lists:
+    root, output = turn % SIZE, torch.full((numel,), -1.0)
+    parts = [values(RANK, rank, numel, turn) for rank in range(SIZE)] if root == RANK else None
+    dist.scatter(output, parts, src=root)
+    return [output], [values(root, RANK, numel, turn)]
+
+
+def reduce_scatter(numel: int, turn: int, flat: bool) -> Lists:
+    output, parts = torch.full((numel,), -1.0), [values(RANK, rank, numel, turn) for rank in range(SIZE)]
+    if flat:
+        dist.reduce_scatter_tensor(output, torch.cat(parts))
+    else:
+        dist.reduce_scatter(output, parts)
+    return [output], [sum(values(rank, RANK, numel, turn) for rank in range(SIZE))]
+
+
+def all_to_all(numel: int, turn: int, flat: bool) -> Lists:
+    outputs, parts = blank(numel, SIZE), [values(RANK, rank, numel, turn) for rank in range(SIZE)]
+    if flat:
+        whole = torch.cat(outputs)
+        dist.all_to_all_single(whole, torch.cat(parts))
+        outputs = list(whole.split(numel)) if numel else outputs
+    else:
+        dist.all_to_all(outputs, parts)
+    return outputs, [values(rank, RANK, numel, turn) for rank in range(SIZE)]
+
+
+CALLS: dict[str, Callable[[int, int, bool], Lists]] = {
+    call.__name__: call for call in (all_gather, gather, scatter, reduce_scatter, all_to_all)
+}
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("name", CALLS)
+def test_lists_and_tensors_may_meet(agree, name, numel):
+    """Each rank passes lists in some turns and one tensor in others, where torch has a call for that."""
+    for turn in range(6):
+        outputs, expected = CALLS[name](numel, turn, turn % 3 > 0 and (RANK + turn) % 2 == 0)
+        for number, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+            agree.equal(output, wanted, f"turn {turn}, part {number}")
+
+
+def test_the_versions_of_all_parts_increase(agree):
+    for _ in range(3):
+        outputs, inputs = blank(5, SIZE), [torch.ones(5) for _ in range(SIZE)]
+        dist.all_to_all(outputs, inputs)
+        dist.all_gather(outputs, inputs[0])
+        agree.equal([part._version for part in outputs], [2] * SIZE)
+        agree.equal([part._version for part in inputs], [0] * SIZE)
+
+
+def test_parts_that_share_memory(agree):
+    """A part that is the input, one part in all places, and parts that overlap the input."""
+    for turn in range(3):
+        whole = blank(6, SIZE)
+        whole[RANK].copy_(values(RANK, 0, 6, turn))
+        dist.all_gather(whole, whole[RANK])
+        for rank in range(SIZE):
+            agree.equal(whole[rank], values(rank, 0, 6, turn), f"the input is part {RANK}; part {rank}")
+        same = torch.empty(6)
+        dist.all_gather([same] * SIZE, values(RANK, 0, 6, turn))
+        agree.equal(same, values(SIZE - 1, 0, 6, turn), "the last one remains")
+        output, given = torch.empty(6), values(RANK, 0, 6, turn)
+        dist.reduce_scatter(output, [given] * SIZE)
+        agree.equal(output, sum(values(rank, 0, 6, turn) for rank in range(SIZE)))
+        tensors = [torch.full((6,), float(10 * RANK + rank + turn)) for rank in range(SIZE)]
+        dist.all_to_all(tensors, tensors)
+        for rank in range(SIZE):
+            agree.equal(tensors[rank], torch.full((6,), float(10 * rank + RANK + turn)), "in place")
+
+
+def test_calls_behind_pending_ones(agree):
+    """The input is written by a call that has not ended when the next one is made."""
+    for turn in range(4):
+        tensor, outputs, twice = torch.full((40_000,), float(turn)), blank(40_000, SIZE), blank(40_000, SIZE)
+        works = [dist.all_reduce(tensor, async_op=True), dist.all_gather(outputs, tensor, async_op=True)]
+        dist.all_gather(twice, tensor)
+        for work in works:
+            work.wait()
+        for part in (*outputs, *twice):
+            agree.equal(part, torch.full((40_000,), float(turn * SIZE)), f"turn {turn}")
+
+
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_lists_that_are_not_plain(agree, asynchronous):
+    """Strided parts, and inference tensors, which have no versions."""
+    for turn in range(3):
+        strided = [torch.full((4, 3), -1.0).t() for _ in range(SIZE)]
+        given = values(RANK, 0, 12, turn).view(3, 4)
+        with torch.inference_mode():
+            frozen = [torch.full((3, 4), -1.0) for _ in range(SIZE)]
+        for outputs in (strided, frozen):
+            work = dist.all_gather(outputs, given, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            for rank in range(SIZE):
+                agree.equal(outputs[rank].contiguous(), values(rank, 0, 12, turn).view(3, 4), f"turn {turn}")
+
+
+@pytest.mark.min_ranks(2)
+def test_ranks_with_other_lengths_raise(agree):
+    """Then the next call is right."""
+    for turn in range(4):
+        numel = 5 + (RANK == 1 and turn == 2)
+        for name in ("reduce_scatter", "scatter"):
+            error = ""
+            try:
+                outputs, expected = CALLS[name](numel, 1, False)
+            except TorchMPIError as failed:
+                error = str(failed)
+            if turn == 2:
+                agree("rank" in error, f"{name}: no error")
+            else:
+                agree(not error, f"{name}: {error}")
+                agree.equal(outputs[0], expected[0])
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (TorchMPIError, ValueError, RuntimeError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def test_refusals(agree):
+    for _ in range(2):
+        agree(refused(lambda: dist.all_gather(blank(3, SIZE + 1), torch.ones(3))), "too many parts")
+        agree(refused(lambda: dist.all_gather([torch.ones(3).double() for _ in range(SIZE)], torch.ones(3))), "dtypes")
+        agree(refused(lambda: dist.reduce_scatter(torch.ones(3), blank(3, SIZE + 1))), "too many parts")
+        dist.all_gather(blank(3, SIZE), torch.ones(3))
