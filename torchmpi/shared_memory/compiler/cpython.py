@@ -47,6 +47,9 @@ call_with_one = _variadic("PyObject_CallFunctionObjArgs", 2, _NULL)
 call_with_four = _variadic("PyObject_CallFunctionObjArgs", 5, _NULL)
 tuple_of_one = _variadic("PyTuple_Pack", 2)
 """Make a tuple: the number of its items, which is 1, and the item."""
+list_size = _c_function("PyList_Size", 1)
+list_item = _c_function("PyList_GetItem", 2)
+"""Return an item of a list, without a reference for the caller."""
 new_number = _c_function("PyLong_FromLongLong", 1)
 context_value = _c_function("PyContextVar_Get", 3, _INT)
 """Get the value of a context variable: variable, default, address for the reference; -1 if an exception is set."""

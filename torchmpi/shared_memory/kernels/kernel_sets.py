@@ -24,6 +24,8 @@ class FastPathKernel(NamedTuple):
     takes_out: bool = False
     writes: bool = True
     """Whether the last tensor is written, so that its version for autograd increases."""
+    takes_list: bool = False
+    """Whether it takes a list of tensors (see :mod:`.list_calls`)."""
 
 
 class KernelSet(NamedTuple):
@@ -57,6 +59,7 @@ COLLECTIVES = KernelSet(
         "reduce_kernels",
         "logged_calls",
         "fast_path_code",
+        "list_calls",
         "messages",
         "ring_messages",
         "host_calls",
@@ -98,6 +101,7 @@ COLLECTIVES = KernelSet(
         "allreduce": FastPathKernel("any_allreduce", "enter_allreduce"),
         "reduce": FastPathKernel("allreduce", "enter_allreduce"),
         "allreduce_into": FastPathKernel("any_allreduce", "enter_allreduce_into", takes_out=True),
+        "allreduce_many": FastPathKernel("allreduce_list", "", takes_list=True),
         "broadcast": FastPathKernel("broadcast", "enter_broadcast"),
         "broadcast_into": FastPathKernel("broadcast", "enter_broadcast_into", takes_out=True),
         "allgather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
