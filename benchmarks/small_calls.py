@@ -84,7 +84,7 @@ def wrapped_rows(_: Any) -> list[Row]:
     x, net = torch.ones(256), torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 10))
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    gradients = [parameter.grad for parameter in net.parameters()]
+    gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     values = [parameter.detach() for parameter in net.parameters()]
 
     def native() -> None:

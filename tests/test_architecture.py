@@ -39,6 +39,7 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 KERNEL_MODULES = (
     "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
     "fast_path_code", "logged_calls", "messages", "ring_messages", "host_calls", "message_pieces", "gpu_calls",
+    "list_calls", "strided",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 COMPILER_MODULES = ("addresses", "compilation", "cpython", "target")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -647,6 +648,142 @@ def test_results_in_memory_made_for_them(agree):
     names = [("allgather_made", 0), ("alltoall_made", 0), ("reduce_scatter_made", "sum")]
     went = [fast_path.knows(which, (key, torch.float32, None)) for which, key in names]
     agree.equal(went, [True] * 3, "not by the fast path")
+
+
+LENGTHS = (0, 1, 3, 15, 16, 17, 64, 1000, 5000, 70_000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lists_equal_those_through_python(agree, dtype):
+    """Also if one rank takes the fast path and the other one does not."""
+    rank, size, went = mpi.rank(), mpi.size(), []
+    for op in ("sum", "max"):
+        for _ in range(2):  # the first one is cached
+            mpi.allreduce_many([values((3,), dtype, rank), values((4,), dtype, rank)], op=op)
+
+    def check(example):
+        shapes, is_sum, python_rank = example
+        op = "sum" if is_sum else "max"  # the same object as above, unlike one from another rank
+        inputs = [[values(shape, dtype, r + seed) for seed, shape in enumerate(shapes)] for r in range(size)]
+        expected = [contract.reduced(list(parts), op) for parts in zip(*inputs, strict=True)]
+        tensors = inputs[rank]
+        versions = [tensor._version for tensor in tensors]
+        if rank == python_rank:
+            mpi.allreduce_many(tensors, op=op, backend="shm")
+        else:
+            went.append(fast_path.allreduce_many(tensors, None, op, None, None) is tensors)
+        assert all(tensor._version == before + 1 for tensor, before in zip(tensors, versions, strict=True))
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            assert contract.same_bits(tensor, wanted)
+
+    dims = strategies.tuples(strategies.sampled_from(LENGTHS)) | strategies.sampled_from(SHAPES)
+    lists = strategies.lists(dims, min_size=2, max_size=40).filter(lambda shapes: any(0 not in each for each in shapes))
+    ranks = strategies.sampled_from((-1, 0, 1))
+    try_together(check, strategies.tuples(lists, strategies.booleans(), ranks), max_examples=15)
+    agree(all(went), "not by the fast path")
+
+
+def test_lists_that_share_memory_are_left_to_python(agree):
+    """The ranges in any order, some of them below or above all that come before them."""
+    memory = torch.zeros(64)
+    for _ in range(2):
+        mpi.allreduce_many([memory[:2].clone(), memory[2:4].clone()])
+
+    def check(ranges):
+        tensors = [memory[begin : begin + length] for begin, length in ranges]
+        taken = sorted((begin, begin + length) for begin, length in ranges if length)
+        overlaps = any(end > begin for (_, end), (begin, _) in itertools.pairwise(taken))
+        went = fast_path.allreduce_many(tensors, None, "sum", None, None) is not None
+        assert went == (bool(taken) and not overlaps)
+
+    ranges = strategies.tuples(strategies.integers(0, 55), strategies.integers(0, 8))
+    try_together(check, strategies.lists(ranges, min_size=2, max_size=12), max_examples=150)
+
+
+def test_lists_that_python_must_reduce(agree):
+    tensors = [torch.ones(3), torch.ones(4)]
+    for _ in range(2):
+        mpi.allreduce_many(tensors)
+    for given in (
+        [torch.ones(3)],
+        [],
+        [torch.ones(3), torch.ones(4, dtype=torch.float64)],
+        [torch.ones(3), torch.ones(8)[::2]],
+        [torch.ones(3), torch.nn.Parameter(torch.ones(3))],
+        [torch.ones(3), torch._neg_view(torch.ones(3))],
+        [torch.ones(3), 2.0],
+        tuple(tensors),
+        [torch.ones(1) for _ in range(513)],
+    ):
+        agree(fast_path.allreduce_many(given, None, "sum", None, None) is None, f"{len(given)} by the fast path")
+    agree(fast_path.allreduce_many(tensors, None, "sum", None, "shm") is None, "another backend")
+    many = mpi.allreduce_many([torch.ones(1) for _ in range(513)])
+    agree(all(tensor.item() == mpi.size() for tensor in many), "a long list")
+
+
+def test_lists_that_differ_are_refused(agree):
+    for _ in range(2):
+        mpi.allreduce_many([torch.ones(3), torch.ones(50_000)])
+    if mpi.size() > 1:
+        lengths = (3, 50_000) if mpi.rank() else (50_000, 3)
+        with pytest.raises(errors.MismatchError, match="allreduce_many"):
+            mpi.allreduce_many([torch.ones(length) for length in lengths])
+    tensors = mpi.allreduce_many([torch.ones(3), torch.ones(50_000)])
+    agree(all(bool((tensor == mpi.size()).all()) for tensor in tensors), "after it")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_with_gaps_are_packed(agree, dtype):
+    rank, root, went = mpi.rank(), mpi.size() - 1, []
+    for _ in range(2):
+        mpi.allreduce(values((3,), dtype, rank))
+        mpi.broadcast(values((3,), dtype, rank), root)
+        mpi.reduce(values((3,), dtype, rank), root)
+
+    def with_gaps(example, of_rank):
+        lengths, steps, order = example
+        whole = values(tuple(length * step for length, step in zip(lengths, steps, strict=True)), dtype, of_rank)
+        return whole[tuple(slice(0, None, step) for step in steps)].permute(order)
+
+    def check(example):
+        inputs = [with_gaps(example, r) for r in range(mpi.size())]
+        total = contract.reduced([each.contiguous() for each in inputs], "sum")
+        summed, sent, reduced = (with_gaps(example, rank) for _ in range(3))
+        version = summed._version
+        went.append(entered("allreduce", summed, None, "sum"))
+        went.append(entered("broadcast", sent, None, root))
+        went.append(entered("reduce", reduced, None, fast_path.joint_key("sum", root)))
+        assert summed._version == version + 1
+        assert contract.same_bits(summed.contiguous(), total)
+        assert contract.same_bits(sent.contiguous(), inputs[root].contiguous())
+        assert contract.same_bits(reduced.contiguous(), total if rank == root else inputs[rank].contiguous())
+
+    num_dims = strategies.shared(strategies.integers(1, 4))
+    example = num_dims.flatmap(
+        lambda dims: strategies.tuples(
+            strategies.lists(strategies.integers(1, 7), min_size=dims, max_size=dims),
+            strategies.lists(strategies.integers(1, 3), min_size=dims, max_size=dims),
+            strategies.permutations(range(dims)),
+        )
+    )
+    try_together(check, example, max_examples=40)
+    agree(all(went), "not by the fast path")
+
+
+def test_tensors_with_gaps_that_python_must_check(agree):
+    for _ in range(2):
+        mpi.allreduce(torch.ones(3))
+    for tensor in (torch.ones(1).expand(4), torch.ones(1 << 16)[::2], torch.ones(0, 4)[:, ::2]):
+        agree(not entered("allreduce", tensor, None, "sum"), f"{tuple(tensor.shape)} by the fast path")
+    agree.raises(errors.ArgumentError, lambda: mpi.allreduce(torch.ones(1).expand(4)), "expanded")
+    around = torch.zeros(8)
+    mpi.allreduce(around[::2].fill_(1.0))
+    agree.equal(around, torch.tensor([mpi.size(), 0.0] * 4), "what is between the elements")
+    if mpi.size() > 1:
+        with pytest.raises(errors.MismatchError):
+            mpi.allreduce(torch.ones(8 + 2 * mpi.rank())[::2])
+        strided = torch.ones(8)[::2]
+        agree.equal(mpi.allreduce(strided), torch.full((4,), float(mpi.size())), "after it")
 
 
 def test_the_fast_path_needs_known_hashes(monkeypatch):

@@ -78,6 +78,7 @@ def test_calls_that_read_are_not(agree, mapped, backend):
         for root in range(mpi.size()):
             given = mapped if mpi.rank() == root else torch.zeros(mapped.shape)
             agree.equal(mpi.broadcast(given, root, backend=name), ones, f"broadcast of rank {root}")
+            agree.equal(mpi.broadcast(given[::2], root, backend=name), ones[::2], "every second")
         given = torch.zeros(mapped.shape) if is_root else mapped
         result = mpi.reduce(given, backend=name)
         agree.equal(result, (mpi.size() - 1.0) * ones if is_root else ones, "reduce")

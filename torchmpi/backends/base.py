@@ -43,6 +43,8 @@ class Operation:
     cached_call: Callable[[int, int | None], CachedCall | None] | None = None
     """``cached_call(root, most_bytes)``: the call with a root for the fast path, for tensors of at most `most_bytes`
     (None: of any size); None if the fast path cannot run it."""
+    cached_list: Callable[[int, int | None], CachedCall | None] | None = None
+    """The same of the call that `run_list` runs."""
 
 
 class Backend(Protocol):

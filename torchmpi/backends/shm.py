@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -131,8 +132,12 @@ class SharedMemoryBackend(Backend):
             return Operation(run)
         code = call_code(collective, op, 0 if dtype is None or spec.only_root_passes else dtypes.info(dtype).code)
         on_lists = calls.operations_on_lists().get(collective)
-        run_list = None if on_lists is None else _or_abort(on_lists, calls.shared)
-        return Operation(run, run_list, cached_call=CallsOfFastPath(calls, collective, code, run).cached_call)
+        operation = Operation(run, cached_call=CallsOfFastPath(calls, collective, code, run).cached_call)
+        if on_lists is None:
+            return operation
+        run_list = _or_abort(on_lists, calls.shared)
+        cached_list = CallsOfFastPath(calls, collective, call_log.as_many(code), run_list).cached_call
+        return replace(operation, run_list=run_list, cached_list=cached_list)
 
     def comparison(self, group: Group) -> Callable[[], None]:
         """Return a function that compares the current call of a group, which another backend runs, between all ranks.

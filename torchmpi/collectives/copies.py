@@ -99,16 +99,17 @@ def copying(spec: CollectiveSpec, work: Run, group: Group) -> Run:
     """Run on a plain copy of a tensor that is not plain, or of which the result goes to `out`."""
 
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
-        receives = spec.receives(group.rank == root)
+        is_root = group.rank == root
+        is_written = spec.changes(is_root) if out is None else spec.receives(is_root)
         target = tensor if out is None else out
         begin = call_parts.begin()
         copy = buffers.plain(tensor, to_host=False)
-        if out is not None and receives and copy.data_ptr() == tensor.data_ptr():
+        if out is not None and is_written and copy.data_ptr() == tensor.data_ptr():
             copy = copy.clone()
         if begin and copy.data_ptr() != tensor.data_ptr():
             call_parts.end("staging", begin)
         work(copy, None, root)
-        if not receives:
+        if not is_written:
             return tensor
         if copy.data_ptr() != target.data_ptr() or not buffers.is_direct(target):
             begin = call_parts.begin()

@@ -251,16 +251,36 @@ def cache_barrier(group: Group, comm: Comm) -> None:
         _cache("barrier", (None, None, comm), group, 0, comm, BARRIER)
 
 
-def _cache(which: str, name: fast_path.Name, group: Group, root: int, comm: Comm, key: PlanKey) -> None:
+def cache_list(group: Group, key: PlanKey, comm: Comm, settle_by: Callable[[Plan, Any], Any]) -> None:
+    """Cache the allreduce of a list for the fast path.
+
+    `settle_by(plan, settle)` returns what continues it with the list, given what continues it with a `TensorTable`.
+    """
+    if comm is None or type(comm) in _LASTING:
+        _cache("allreduce_many", (key.op, key.dtype, comm), group, 0, comm, key, settle_by)
+
+
+def _cache(
+    which: str,
+    name: fast_path.Name,
+    group: Group,
+    root: int,
+    comm: Comm,
+    key: PlanKey,
+    settle_by: Callable[[Plan, Any], Any] | None = None,
+) -> None:
     plan: Plan | None = group.plans.get(key)
     if plan is not None and plan.cached_call is not None:
-        fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key))
+        fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key, settle_by))
 
 
-def _cached_call(group: Group, plan: Plan, root: int, comm: Comm, key: PlanKey) -> fast_path.CachedCall | None:
+def _cached_call(
+    group: Group, plan: Plan, root: int, comm: Comm, key: PlanKey, settle_by: Callable[[Plan, Any], Any] | None
+) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
-    if not is_meant or group.call_queue.closed or plan.cached_call is None:
+    chosen = plan if settle_by is None else plan.many
+    if not is_meant or group.call_queue.closed or chosen is None or chosen.cached_call is None:
         return None
-    cached_call: fast_path.CachedCall | None = plan.cached_call(root, None)
-    return cached_call
+    cached: fast_path.CachedCall | None = chosen.cached_call(root, None)
+    return cached if cached is None or settle_by is None else cached._replace(settle=settle_by(plan, cached.settle))

@@ -67,7 +67,7 @@ def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_u
         received: _T = pickle.loads(first[_LENGTH.size : _LENGTH.size + length])
     else:
         rest = torch.frombuffer(bytearray(data or length), dtype=torch.uint8)
-        received = pickle.loads(broadcast(rest, root, comm=comm).numpy())
+        received = pickle.loads(broadcast(rest, root, comm=comm).numpy().data)
     memory.give_back()
     return received
 

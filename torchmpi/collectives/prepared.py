@@ -77,6 +77,8 @@ def _prepare(running: Runtime, communicator: Communicator, key: PlanKey) -> Plan
             plan.many.backends = names
         if mode == "sync" and not (dtype is not None and dtype.is_complex):  # a cached call reads no conjugate bit
             plan.cached_call = operation.cached_call
+            if plan.many is not None:
+                plan.many.cached_call = operation.cached_list
     return plan
 
 

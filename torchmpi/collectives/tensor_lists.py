@@ -18,11 +18,13 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm
-from ..communicators.plan import CHECKSUM_MODULUS, PLAIN_ON, Plan, PlanKey
+from ..communicators.plan import PLAIN, PLAIN_ON, Plan, PlanKey
 from ..config import BackendName, Operation
 from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
+from ..shared_memory import fast_path
+from ..shared_memory.memory_layout import CHECKSUM_MODULUS
 from ..tensors import bucket_plan, buffers, writable
 from . import dispatch, reductions
 
@@ -71,6 +73,13 @@ class TensorList:
         self._is_direct = True
         self._known_addresses: NDArray[np.int64] | None = None
 
+    def add(self, tensor: _Tensor, *, is_direct: bool) -> None:
+        """Add a tensor; `is_direct`: it can be reduced where it is."""
+        self.tensors.append(tensor)
+        self._shapes.append(tensor.shape)
+        self._rows.append((0, tensor.data_ptr(), tensor.nbytes))
+        self._is_direct = self._is_direct and is_direct
+
     def begin(self) -> None:
         """Determine the memory to reduce."""
         tensors = self.work = self.tensors
@@ -105,6 +114,11 @@ class TensorList:
     def _work_on(self, work: list[_Tensor]) -> None:
         self.work, self._known_addresses = work, None
         self._rows = [(0, each.data_ptr(), each.nbytes) for each in work]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has several tensors, and the fast path can run their call."""
+        return self._is_direct and len(self.tensors) > 1 and self.tensors[0].is_cpu
 
     @property
     def nbytes(self) -> int:
@@ -146,18 +160,13 @@ def tensor_lists(
         if not is_direct:
             buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
             is_direct = buffers.is_direct(tensor)
-        address = tensor.data_ptr()
         dtype, device = tensor.dtype, tensor.device
         members = lists.get((dtype, device))
         if members is None:
             key = PlanKey("allreduce", op, dtype, PLAIN_ON[device.type], backend, mode)
             plan: Plan | None = comm.intra.plans.get(key)
             members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key) if plan is None else plan)
-        members.tensors.append(tensor)
-        members._shapes.append(tensor.shape)
-        members._rows.append((0, address, tensor.nbytes))
-        if not is_direct:
-            members._is_direct = False
+        members.add(tensor, is_direct=is_direct)
     return list(lists.values())
 
 
@@ -166,14 +175,45 @@ def enqueues(tensor: _Tensor, comm: Communicator) -> bool:
     return dispatch.plan_of(comm, "allreduce", tensor, op="sum").enqueues
 
 
-def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator) -> None:
-    """Reduce lists with plans that need no packing, in place."""
+def reduce_fast(tensors: Sequence[_Tensor], comm: Communicator, op: str) -> bool:
+    """Reduce a list in place by the fast path; return whether that was possible."""
+    return fast_path.allreduce_many(list(tensors), None, op, comm, None) is not None
+
+
+def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator, op: str) -> None:
+    """Reduce lists with plans that need no packing, in place, and let the fast path run the next ones."""
     group = comm.intra
+    _cache(lists, group, op, comm)
     for members in lists:
-        assert members.plan.many is not None
+        _run_unpacked(members, group)
+
+
+def _run_unpacked(members: TensorList, group: Group) -> None:
+    assert members.plan.many is not None
+    members.begin()
+    group.call_queue.run(group.perform, members.plan.many, members, None, 0)
+    members.write_back()
+
+
+def _cache(lists: Sequence[TensorList], group: Group, op: str, comm: Comm) -> None:
+    """Let the fast path run the next call with a list of this dtype."""
+    if len(lists) == 1 and lists[0].is_plain:
+        dtype = lists[0].tensors[0].dtype
+        dispatch.cache_list(group, PlanKey("allreduce", op, dtype, PLAIN), comm, _settling)
+
+
+def _settling(plan: Plan, settle: Callable[..., Any]) -> Callable[[int, list[_Tensor], None], list[_Tensor]]:
+    """Return what continues a call of the fast path with a list, given what continues it with a :class:`TensorList`."""
+
+    def settle_list(status: int, tensors: list[_Tensor], out: None) -> list[_Tensor]:
+        members = TensorList(plan)
+        for tensor in tensors:
+            members.add(tensor, is_direct=True)
         members.begin()
-        group.call_queue.run(group.perform, members.plan.many, members, None, 0)
-        members.write_back()
+        settle(status, members, None)
+        return tensors
+
+    return settle_list
 
 
 @refuses_keywords
@@ -209,6 +249,8 @@ def allreduce_many(
     if _unknown:
         raise unknown_keyword(allreduce_many, _unknown)
     tensors = _listed(allreduce_many, tensors)
+    if fast_path.allreduce_many(tensors, None, op, comm, backend) is not None:
+        return tensors
     if started := _start(tensors, op, comm, backend, asynchronous=False):
         JoinedHandle(started, tensors, "allreduce_many").wait()
     return tensors
@@ -275,6 +317,8 @@ def _start(
                 f"{where}: allreduce_many: two tensors share memory, which could be reduced twice. Pass views "
                 "that do not overlap, or copies."
             )
+    if not asynchronous and backend is None:
+        _cache(lists, group, op, comm)
     started: list[Handle[Any]] = []
     for members in lists:
         if len(members.tensors) == 1 or members.plan.many is None:
@@ -282,7 +326,7 @@ def _start(
         elif asynchronous:
             started.append(_submit_unpacked(members, group))
         else:
-            reduce_unpacked([members], communicator)
+            _run_unpacked(members, group)
     return started
 
 

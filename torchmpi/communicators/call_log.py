@@ -130,6 +130,11 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     return f"{collective}({', '.join(parts)})"
 
 
+@lru_cache(maxsize=256)
+def _slots_of(rank: int, neighbors: tuple[int, ...]) -> Sequence[tuple[int, Sequence[int]]]:
+    return tuple((entry(rank, i), tuple(entry(other, i) for other in neighbors)) for i in range(RING_LENGTH))
+
+
 class CallNumber(tuple[int, ...]):
     """Takes the place of a shape in a step of a larger call: a number that stands for that call."""
 
@@ -193,9 +198,7 @@ class CallLog:
         """The counter of the time of the current call: COUNTED_KNOWN_NS if its waits for other ranks are measured."""
         self._fields = log_board.fields if log_board is not None else None
         self._neighbors = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
-        self._slots = [
-            (entry(rank, i), tuple(entry(other, i) for other in self._neighbors)) for i in range(RING_LENGTH)
-        ]
+        self._slots = _slots_of(rank, tuple(self._neighbors))
         """The positions of each entry of the ring: of this rank, and of its neighbors."""
         neighbors = [log_board.block_address(other) for other in self._neighbors] if log_board is not None else []
         self._blocks = None if log_board is None else (log_board.block_address(rank), *neighbors, 0, 0)[:3]
@@ -402,10 +405,13 @@ class CallLog:
 
     def counters(self) -> list[tuple[str, list[int]]]:
         """Return the counters of each collective that has been called (fields of memory_layout)."""
-        numbers = self.log_fields[LogFields.counters :].tolist()
-        each = (numbers[at : at + CounterFields.FIELDS] for at in range(0, len(numbers), CounterFields.FIELDS))
-        found = zip(CODES, each, strict=False)
-        return [(name, counts) for name, counts in found if counts[CounterFields.calls] or counts[CounterFields.stalls]]
+        fields, length = self.log_fields, CounterFields.FIELDS
+        starts = range(LogFields.counters, LogFields.counters + length * len(CODES), length)
+        return [
+            (name, fields[at : at + length].tolist())
+            for name, at in zip(CODES, starts, strict=True)
+            if fields[at + CounterFields.calls] or fields[at + CounterFields.stalls]
+        ]
 
     def compare(self) -> None:
         """Compare the call with the neighbors that had not arrived when it began."""

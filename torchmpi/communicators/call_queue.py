@@ -29,8 +29,10 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from ..errors import CommunicatorError
-from ..shared_memory.memory_layout import LockFields
+from ..shared_memory.memory_layout import MOST_COPIED_BYTES, LockFields
 from ..tensors import modes, streams
 from ..timeline import events
 from .conditions import sleep_until
@@ -61,6 +63,13 @@ class RunLock:
         """Excludes other Python threads; acquire it through `acquire`, or check the fields as `CallQueue.run` does."""
         self.fields = array("q", bytes(8 * LockFields.FIELDS))
         self.address, _ = self.fields.buffer_info()
+        self._packed: np.ndarray[Any, Any] | None = None
+
+    def packed_address(self) -> int:
+        """Return the address of memory for the tensor of a call that runs, if the fast path packs it."""
+        if self._packed is None:
+            self._packed = np.empty(MOST_COPIED_BYTES, np.uint8)
+        return int(self._packed.ctypes.data)
 
     def acquire(self, blocking: bool = True) -> bool:
         """Acquire the lock; return whether it was acquired."""

@@ -7,6 +7,7 @@ from typing import Literal, NoReturn
 
 from ..errors import CommunicatorError
 from . import splits
+from .conditions import sum_of_all
 from .group import Group
 
 NO_LEVEL = -1
@@ -98,7 +99,8 @@ class Communicator:
         known: Communicator | None = group.communicator
         if known is not None:
             return known
-        split = splits.plan_split([0] * group.size, cartesian=True)
+        is_on_one_host = len(group.hosts) == 1
+        split = group.placement if is_on_one_host else splits.plan_split([0] * group.size, cartesian=True)
         return cls(NO_LEVEL, group.name, group, None, split=split, parent=None, can_be_freed=can_be_freed)
 
     @property
@@ -170,8 +172,8 @@ class Communicator:
         for call_queue in list(group.peer_queues.values()):  # a message that waits in a queue is not in the balance
             call_queue.drain()
         group.finish_messages()
-        balances = group.call_action("free", lambda: group.comm.allgather(group.messages.value))
-        group.free(together=sum(balances) == 0)
+        balance = group.call_action("free", lambda: sum_of_all(group.comm, group.messages.value))
+        group.free(together=balance == 0)
 
     def __enter__(self) -> Communicator:
         return self

@@ -33,13 +33,24 @@ def each_on_all(comm: Any, *conditions: object) -> list[bool]:
     return [bool(answer) for answer in answers]
 
 
-def gather_unless_equal(comm: Any, value: Any) -> list[Any]:
-    """Return the values of all ranks, whose texts are gathered only if they are not all the same. Collective."""
+def sum_of_all(comm: Any, number: int) -> int:
+    """Return the sum of the numbers of all ranks. Collective."""
     if not hasattr(comm, "Allreduce"):
-        return list(comm.allgather(value))
+        return sum(comm.allgather(number))
     from mpi4py import MPI
 
+    total = np.array([number], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, total, MPI.SUM)
+    return int(total[0])
+
+
+def gather_unless_equal(comm: Any, value: Any) -> list[Any]:
+    """Return the values of all ranks, whose texts are gathered only if they are not all the same. Collective."""
     digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
+    if not hasattr(comm, "Allreduce"):
+        return [value] * comm.size if len(set(comm.allgather(digest))) == 1 else list(comm.allgather(value))
+    from mpi4py import MPI
+
     ends = np.array([digest, -digest], np.int64)
     comm.Allreduce(MPI.IN_PLACE, ends, MPI.MIN)
     return [value] * comm.size if ends[0] == -ends[1] else list(comm.allgather(value))

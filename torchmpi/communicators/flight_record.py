@@ -84,6 +84,7 @@ class Ring:
         self.memory, self.fields = memory, memory.cast("q")
         self.address = int(np.frombuffer(memory, np.uint8, 1).ctypes.data) + _PAGE_BYTES
         """The address of the first entry."""
+        self._last = RECORD_LENGTH
 
     @classmethod
     def private(cls) -> Ring:
@@ -125,13 +126,14 @@ class Ring:
         """Return all entries, oldest first; times are in nanoseconds only if Python wrote them."""
         return _calls_in(self.fields.tolist(), abs)
 
-    def free(self) -> None:
-        """Mark the ring as that of a freed group."""
-        self.fields[_STATE] = _FREED
+    def free(self, last: int) -> None:
+        """Mark the ring as that of a freed group, with the number of its last call."""
+        self.fields[_STATE], self._last = _FREED, last
 
     def clear(self) -> None:
         """Remove all entries."""
-        self.memory[:] = bytes(_RING_BYTES)
+        end = STARTS[self._last + 1] if self._last + 1 < RECORD_LENGTH else _RING_BYTES
+        self.memory[:end] = bytes(end)
 
     def release(self) -> None:
         """Give up the memory; no call may follow."""
@@ -290,10 +292,10 @@ class FlightRecord:
         self._fields[_NUM_RINGS] = len(self._rings)
         return ring
 
-    def free(self, ring: Ring) -> None:
-        """Keep the ring of a freed group, to be read, or to be used again."""
+    def free(self, ring: Ring, last: int = RECORD_LENGTH) -> None:
+        """Keep the ring of a freed group, to be read, or to be used again; `last`: the number of its last call."""
         with self._lock:
-            ring.free()
+            ring.free(last)
             if ring in self._rings:
                 self._freed.append(ring)
 

@@ -368,8 +368,9 @@ class Group:
 
     def forget_plans(self) -> None:
         """Discard all plans, because a value that they depend on has changed."""
-        self.plans.clear()
-        fast_path.invalidate()  # last: calls are cached for existing plans
+        if self.plans or self.peer_queues:  # else the fast path has no call or message of the group either
+            self.plans.clear()
+            fast_path.invalidate()  # last: calls are cached for existing plans
 
     def drain(self) -> None:
         """Wait until all queued calls, and the messages of `send` and `recv`, have ended."""
@@ -402,7 +403,8 @@ class Group:
         self.call_log.close()
         self.context.call_counts.free(self.call_log)
         if self.context.flight_record is not None:
-            for ring in (self.call_log.ring, *self.channels.close()):
+            self.context.flight_record.free(self.call_log.ring, self.call_log.seq)
+            for ring in self.channels.close():
                 self.context.flight_record.free(ring)
         if self.status_board is not None:
             self.status_board.close()

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import ArgumentError, MismatchError
 from .communicator import Communicator, NullCommunicator
-from .conditions import on_all
+from .conditions import gather_unless_equal
 from .group import Group
 
 
@@ -54,8 +54,9 @@ def _request(ranks: Iterable[int], name: str | None) -> _Request:
 
 def _make(parent: Group, request: _Request) -> tuple[list[_Request], Communicator | NullCommunicator | None]:
     # Only requests that differ are gathered: a long list for each rank would take much memory in a large job.
-    is_common = on_all(parent.comm, parent.comm.bcast(request) == request)
-    requests = [] if is_common else parent.comm.allgather(request)
+    requests = gather_unless_equal(parent.comm, request)
+    if requests.count(request) == len(requests):
+        requests = []
     ranks, name = request.ranks, request.name
     if ranks is None or requests or _problem(ranks, parent.size):
         return requests, None

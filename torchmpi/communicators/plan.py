@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..collective_specs import SPECS
+from ..shared_memory.memory_layout import CHECKSUM_MODULUS
 from ..tensors import dtypes
 from ..timeline import events
 from .algorithms import algorithm_name
@@ -18,8 +19,6 @@ Shape = tuple[int, ...]
 Backends = events.Backends
 Run = Callable[[Any, Any, int], Any]
 """``run(tensor, out, root) -> result``"""
-CHECKSUM_MODULUS = 1_000_000
-"""Of the checksum of the shapes of a list of tensors."""
 
 Place = Literal["plain", "cpu", "plain cuda", "cuda"]
 """Where the tensors of a call are: in plain memory, which a backend can use as it is, or in other memory."""

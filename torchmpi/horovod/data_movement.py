@@ -16,9 +16,9 @@ from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle, JoinedHandle
 from ..errors import MismatchError
 from .exceptions import HorovodInternalError, internal_errors
-from .operation_table import start_operation, synchronize
+from .operation_table import run_operation, start_operation
 from .process_sets import ProcessSet, global_process_set, member_of, world
-from .scaling import Average, Sum, finished, native_op, scaled_copy
+from .scaling import Average, Sum, finished, native_op, scaled_copy, values_of
 
 
 def check_rows(collective: str, tensors: Iterable[Tensor]) -> None:
@@ -35,7 +35,18 @@ def _results(handles: Sequence[Handle[Any]]) -> tuple[Any, ...]:
     return tuple(handle.wait() for handle in handles)
 
 
-def _gather(
+def gather(collective: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    """Run the gathers of several tensors in this thread."""
+    comm = member_of(process_set)
+    check_rows(collective, tensors)
+
+    def run() -> list[Tensor]:
+        return [collectives.allgather(values_of(tensor), comm=comm) for tensor in tensors]
+
+    return run_operation(collective, name, process_set, tensors, run)
+
+
+def _start_gather(
     collective: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, pick: Callable[[Any], Any]
 ) -> int:
     comm = member_of(process_set)
@@ -65,7 +76,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     Example:
         everything = hvd.synchronize(hvd.allgather_async(tensor))
     """
-    return _gather("allgather", [tensor], name, process_set, lambda results: results[0])
+    return _start_gather("allgather", [tensor], name, process_set, lambda results: results[0])
 
 
 @checks_types
@@ -88,20 +99,27 @@ def grouped_allgather_async(
     Example:
         rows, labels = hvd.synchronize(hvd.grouped_allgather_async([rows, labels]))
     """
-    return _gather("grouped_allgather", tensors, name, process_set, tuple)
+    return _start_gather("grouped_allgather", tensors, name, process_set, tuple)
 
 
-def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool) -> int:
-    comm = member_of(process_set)
-    root = process_set.position(root_rank, "broadcast")
-    result = tensor if in_place else scaled_copy(tensor, 1)
+def broadcast_into(target: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+    """Run a broadcast in place in this thread, and return the tensor."""
+    comm, root = member_of(process_set), process_set.position(root_rank, "broadcast")
+    run_operation(
+        "broadcast", name, process_set, [target], lambda: collectives.broadcast(values_of(target), root, comm=comm)
+    )
+    return target
+
+
+def _start_broadcast(target: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
+    comm, root = member_of(process_set), process_set.position(root_rank, "broadcast")
     return start_operation(
         "broadcast",
         name,
         process_set,
-        [tensor],
-        lambda: collectives.broadcast_async(result.detach(), root, comm=comm),
-        lambda _: result,
+        [target],
+        lambda: collectives.broadcast_async(values_of(target), root, comm=comm),
+        lambda _: target,
     )
 
 
@@ -126,7 +144,7 @@ def broadcast_async(
     Example:
         handle = hvd.broadcast_async(tensor, root_rank=0)
     """
-    return _broadcast(tensor, root_rank, name, process_set, in_place=False)
+    return _start_broadcast(scaled_copy(tensor, 1), root_rank, name, process_set)
 
 
 @checks_types
@@ -150,7 +168,7 @@ def broadcast_async_(
     Example:
         hvd.synchronize(hvd.broadcast_async_(parameter.data, root_rank=0))
     """
-    return _broadcast(tensor, root_rank, name, process_set, in_place=True)
+    return _start_broadcast(tensor, root_rank, name, process_set)
 
 
 @checks_types
@@ -175,8 +193,7 @@ def broadcast_(
     Example:
         hvd.broadcast_(parameter.data, root_rank=0)
     """
-    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return result
+    return broadcast_into(tensor, root_rank, name, process_set)
 
 
 def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]:
@@ -233,7 +250,34 @@ def alltoall_async(
     return start_operation("alltoall", name, process_set, [tensor], start, finish)
 
 
-def _scatter(
+def _check_scatter(collective: str, tensors: Sequence[Tensor], op: int, process_set: ProcessSet) -> Communicator:
+    comm = member_of(process_set)
+    if op not in (Average, Sum):
+        raise HorovodInternalError(f"{collective}: op must be hvd.Average or hvd.Sum.")
+    check_rows(collective, tensors)
+    return comm
+
+
+def scatter(
+    collective: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+) -> list[Tensor]:
+    """Run the scattered reductions of several tensors in this thread."""
+    comm, (before, after) = _check_scatter(collective, tensors, op, process_set), factors
+
+    def run() -> list[Tensor]:
+        work = [_scaled(tensor, before) for tensor in tensors]
+        parts = [collectives.reduce_scatter(each, op=native_op(op, each), comm=comm) for each in work]
+        return [finished(part, op, comm.size, after) for part in parts]
+
+    return run_operation(collective, name, process_set, tensors, run)
+
+
+def _start_scatter(
     collective: str,
     tensors: Sequence[Tensor],
     name: str | None,
@@ -242,14 +286,10 @@ def _scatter(
     process_set: ProcessSet,
     pick: Callable[[Any], Any],
 ) -> int:
-    comm = member_of(process_set)
-    if op not in (Average, Sum):
-        raise HorovodInternalError(f"{collective}: op must be hvd.Average or hvd.Sum.")
-    check_rows(collective, tensors)
-    before, after = factors
+    comm, (before, after) = _check_scatter(collective, tensors, op, process_set), factors
 
     def start() -> Handle[Any]:
-        work = [tensor.detach() if before == 1 else scaled_copy(tensor, before) for tensor in tensors]
+        work = [_scaled(tensor, before) for tensor in tensors]
         started = [collectives.reduce_scatter_async(each, op=native_op(op, each), comm=comm) for each in work]
         return _each(started, collective)
 
@@ -257,6 +297,10 @@ def _scatter(
         return pick([finished(each, op, comm.size, after) for each in _results(handles)])
 
     return start_operation(collective, name, process_set, list(tensors), start, finish)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    return values_of(tensor) if factor == 1 else scaled_copy(tensor, factor)
 
 
 @checks_types
@@ -289,7 +333,7 @@ def reducescatter_async(
         mine = hvd.synchronize(hvd.reducescatter_async(tensor, op=hvd.Sum))
     """
     factors = (prescale_factor, postscale_factor)
-    return _scatter("reducescatter", [tensor], name, op, factors, process_set, lambda results: results[0])
+    return _start_scatter("reducescatter", [tensor], name, op, factors, process_set, lambda results: results[0])
 
 
 @checks_types
@@ -322,7 +366,7 @@ def grouped_reducescatter_async(
         mine = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Sum))
     """
     factors = (prescale_factor, postscale_factor)
-    return _scatter("grouped_reducescatter", tensors, name, op, factors, process_set, tuple)
+    return _start_scatter("grouped_reducescatter", tensors, name, op, factors, process_set, tuple)
 
 
 @checks_types

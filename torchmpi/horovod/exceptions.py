@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from ..errors import GradientError, NotStartedError, TorchMPIError
 
 
@@ -32,14 +29,15 @@ class HorovodVersionMismatchError(ImportError):
     """The library differs from the one that another process has. Never raised here."""
 
 
-@contextmanager
-def internal_errors() -> Iterator[None]:
+class internal_errors:
     """Raise errors of a call as :class:`HorovodInternalError`; those about arguments are ValueErrors and unchanged."""
-    try:
-        yield
-    except (ValueError, HorovodInternalError):
-        raise
-    except NotStartedError:
-        raise HorovodInternalError("torchmpi has been stopped or never started. Call hvd.init() first.") from None
-    except TorchMPIError as error:
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, TorchMPIError) or isinstance(error, (ValueError, HorovodInternalError)):
+            return
+        if isinstance(error, NotStartedError):
+            raise HorovodInternalError("torchmpi has been stopped or never started. Call hvd.init() first.") from None
         raise HorovodInternalError(str(error)) from error

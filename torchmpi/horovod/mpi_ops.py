@@ -18,9 +18,9 @@ from ..tensors import sparse
 from . import adasum
 from .data_movement import allgather_async
 from .exceptions import HorovodInternalError
-from .operation_table import start_operation, synchronize
+from .operation_table import run_operation, start_operation, synchronize
 from .process_sets import ProcessSet, global_process_set, member_of
-from .scaling import NAMES, Adasum, Average, Sum, finished, native_op, scale, scaled_copy
+from .scaling import NAMES, Adasum, Average, Sum, finished, native_op, scale, scaled_copy, values_of
 
 
 def chosen_op(op: int | None, average: bool | None) -> int:
@@ -38,52 +38,82 @@ def _check_op(op: int) -> None:
         raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max and Product.")
 
 
-def _reduce(
-    collective: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    *,
-    in_place: bool,
-    pick: Callable[[list[Tensor]], Any],
-) -> int:
-    _check_op(op)
-    comm = member_of(process_set)
-    if op == Adasum and process_set is not global_process_set:
-        raise NotImplementedError("op=Adasum reduces over all ranks, not over a process set.")
-    before, after = factors
-    given = list(tensors)
-    results = given
+class Reduction:
+    """A reduction of tensors, to be started or run."""
 
-    def start() -> Handle[Any]:
-        nonlocal results
-        if in_place:
-            work = [scale(tensor.detach(), before) for tensor in given]
-        else:
-            results = work = [scaled_copy(tensor, before) for tensor in given]
-        return _start_reduction(work, op, comm)
+    def __init__(
+        self,
+        collective: str,
+        tensors: Sequence[Tensor],
+        op: int,
+        factors: tuple[float, float],
+        process_set: ProcessSet,
+        *,
+        in_place: bool,
+    ) -> None:
+        _check_op(op)
+        self._comm = member_of(process_set)
+        if op == Adasum and process_set is not global_process_set:
+            raise NotImplementedError("op=Adasum reduces over all ranks, not over a process set.")
+        self._collective, self._process_set, self._op, self._in_place = collective, process_set, op, in_place
+        self._before, self._after = factors
+        self._given = self._results = list(tensors)
 
-    def finish(_: Any) -> Any:
-        for tensor in results:
-            finished(tensor.detach(), op, comm.size, after)
-        return pick(results)
+    def start(self, name: str | None, pick: Callable[[list[Tensor]], Any]) -> int:
+        """Start it under a name; `synchronize` returns ``pick(results)``."""
 
-    return start_operation(collective, name, process_set, given, start, finish)
+        def start() -> Handle[Any]:
+            return _start_reduction(self._work(), self._op, self._comm)
+
+        return start_operation(
+            self._collective, name, self._process_set, self._given, start, lambda _: pick(self._finished())
+        )
+
+    def run(self, name: str | None) -> list[Tensor]:
+        """Run it in this thread, and return the results."""
+
+        def run() -> list[Tensor]:
+            _run_reduction(self._work(), self._op, self._comm)
+            return self._finished()
+
+        return run_operation(self._collective, name, self._process_set, self._given, run)
+
+    def _work(self) -> list[Tensor]:
+        if self._in_place:
+            return [scale(values_of(tensor), self._before) for tensor in self._given]
+        self._results = [scaled_copy(tensor, self._before) for tensor in self._given]
+        return self._results
+
+    def _finished(self) -> list[Tensor]:
+        for tensor in self._results:
+            finished(values_of(tensor), self._op, self._comm.size, self._after)
+        return self._results
 
 
 def _start_reduction(work: list[Tensor], op: int, comm: Communicator) -> Handle[Any]:
     if op == Adasum:
-        handles = [adasum.start(tensor, comm) for tensor in work]
-        return JoinedHandle(handles, work, "grouped_allreduce")
+        return JoinedHandle([adasum.start(tensor, comm) for tensor in work], work, "grouped_allreduce")
     if len(work) == 1:
         return collectives.allreduce_async(work[0], op=native_op(op, work[0]), comm=comm)
+    started = [collectives.allreduce_many_async(some, op=each, comm=comm) for each, some in _by_op(work, op).items()]
+    return JoinedHandle(started, work, "grouped_allreduce")
+
+
+def _run_reduction(work: list[Tensor], op: int, comm: Communicator) -> None:
+    if op == Adasum:
+        _start_reduction(work, op, comm).wait()
+    elif len(work) == 1:
+        collectives.allreduce(work[0], op=native_op(op, work[0]), comm=comm)
+    else:
+        for each, some in _by_op(work, op).items():
+            collectives.allreduce_many(some, op=each, comm=comm)
+
+
+def _by_op(work: list[Tensor], op: int) -> dict[OperationName, list[Tensor]]:
     by_op: dict[OperationName, list[Tensor]] = {}
     for tensor in work:
         by_op.setdefault(native_op(op, tensor), []).append(tensor)
-    started = [collectives.allreduce_many_async(some, op=each, comm=comm) for each, some in by_op.items()]
-    return JoinedHandle(started, work, "grouped_allreduce")
+    return by_op
 
 
 def _first(results: list[Tensor]) -> Tensor:
@@ -122,7 +152,7 @@ def allreduce_async(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return _reduce("allreduce", [tensor], name, op, factors, process_set, in_place=False, pick=_first)
+    return Reduction("allreduce", [tensor], op, factors, process_set, in_place=False).start(name, _first)
 
 
 @checks_types
@@ -157,7 +187,7 @@ def allreduce_async_(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return _reduce("allreduce", [tensor], name, op, factors, process_set, in_place=True, pick=_first)
+    return Reduction("allreduce", [tensor], op, factors, process_set, in_place=True).start(name, _first)
 
 
 @checks_types
@@ -193,10 +223,7 @@ def allreduce_(
     """
     op = chosen_op(op, average)
     factors = (prescale_factor, postscale_factor)
-    result: Tensor = synchronize(
-        _reduce("allreduce", [tensor], name, op, factors, process_set, in_place=True, pick=_first)
-    )
-    return result
+    return Reduction("allreduce", [tensor], op, factors, process_set, in_place=True).run(name)[0]
 
 
 @checks_types
@@ -231,7 +258,7 @@ def grouped_allreduce_async(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return _reduce("grouped_allreduce", tensors, name, op, factors, process_set, in_place=False, pick=tuple)
+    return Reduction("grouped_allreduce", tensors, op, factors, process_set, in_place=False).start(name, tuple)
 
 
 @checks_types
@@ -266,7 +293,7 @@ def grouped_allreduce_async_(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return _reduce("grouped_allreduce", tensors, name, op, factors, process_set, in_place=True, pick=tuple)
+    return Reduction("grouped_allreduce", tensors, op, factors, process_set, in_place=True).start(name, tuple)
 
 
 @checks_types
@@ -302,9 +329,7 @@ def grouped_allreduce_(
     """
     op = chosen_op(op, average)
     factors = (prescale_factor, postscale_factor)
-    return list(
-        synchronize(_reduce("grouped_allreduce", tensors, name, op, factors, process_set, in_place=True, pick=tuple))
-    )
+    return Reduction("grouped_allreduce", tensors, op, factors, process_set, in_place=True).run(name)
 
 
 @checks_types

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from . import timeline
 from .exceptions import internal_errors
 from .process_sets import ProcessSet
 
+T = TypeVar("T")
 _SECONDS_IN_FLIGHT = 1e-3
 """The least time for which a name counts as in flight: a cycle of Horovod, so that repeated names are refused."""
 
@@ -48,21 +49,40 @@ def start_operation(
     collective: str,
     name: str | None,
     process_set: ProcessSet,
-    tensors: list[Tensor],
+    tensors: Sequence[Tensor],
     start: Callable[[], Handle[Any]],
     finish: Callable[[Any], Any],
 ) -> int:
     """Start an operation and return its number."""
     number = next(_numbers)
-    shown = f"{collective}.noname.{number}" if name is None else f"{collective}.{name}"
-    key = (process_set.process_set_id, shown)
+    key = _key(collective, name, process_set, number)
     _refuse_repeated(key)
     with internal_errors():
         handle = start()
-    timeline.record(shown, collective.removeprefix("grouped_"), handle, tensors)
+    if (end := timeline.begin_call(key[1], collective.removeprefix("grouped_"), tensors)) is not None:
+        handle.when_done(end)
     _started[number] = _Started(handle, finish, key, time.monotonic())
     _by_key[key] = number
     return number
+
+
+def run_operation(
+    collective: str, name: str | None, process_set: ProcessSet, tensors: Sequence[Tensor], run: Callable[[], T]
+) -> T:
+    """Run an operation in this thread, which is what `synchronize` does with one that has just been started."""
+    key = _key(collective, name, process_set, next(_numbers))
+    if name is not None:
+        _refuse_repeated(key)
+    end = timeline.begin_call(key[1], collective.removeprefix("grouped_"), tensors)
+    with internal_errors():
+        result = run()
+    if end is not None:
+        end()
+    return result
+
+
+def _key(collective: str, name: str | None, process_set: ProcessSet, number: int) -> tuple[int | None, str]:
+    return process_set.process_set_id, f"{collective}.noname.{number}" if name is None else f"{collective}.{name}"
 
 
 def _refuse_repeated(key: tuple[int | None, str]) -> None:

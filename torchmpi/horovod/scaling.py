@@ -23,6 +23,11 @@ Product = 5
 NAMES: dict[int, OperationName] = {Average: "avg", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory that is not part of a graph."""
+    return tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
+
+
 def scaled_copy(tensor: Tensor, factor: float) -> Tensor:
     """Return a contiguous copy, multiplied; integers in float64, truncated toward zero."""
     return scale(tensor.detach().clone(memory_format=torch.contiguous_format), factor)

@@ -16,7 +16,7 @@ from .compressors import Compression, Compressor
 from .exceptions import HorovodInternalError, internal_errors
 from .operation_table import synchronize
 from .process_sets import ProcessSet, global_process_set, member_of
-from .scaling import Average, Sum
+from .scaling import Average, Sum, scaled_copy
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -91,8 +91,7 @@ def _reduced(
     before, after = factors
 
     def run(values: Tensor) -> Tensor:
-        result: Tensor = synchronize(mpi_ops.allreduce_async(values, None, name, op, before, after, process_set))
-        return result
+        return mpi_ops.Reduction("allreduce", [values], op, (before, after), process_set, in_place=False).run(name)[0]
 
     if not _is_recorded(tensor):
         return run(tensor)
@@ -145,7 +144,8 @@ def grouped_allreduce(
     if any(_is_recorded(tensor) for tensor in compressed):
         results = [_reduced(tensor, None, op, factors, process_set) for tensor in compressed]
     else:
-        results = synchronize(mpi_ops.grouped_allreduce_async(compressed, None, name, op, *factors, process_set))
+        reduction = mpi_ops.Reduction("grouped_allreduce", compressed, op, factors, process_set, in_place=False)
+        results = reduction.run(name)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
 
 
@@ -169,8 +169,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         everything = hvd.allgather(torch.tensor([hvd.rank()]))
     """
     if not _is_recorded(tensor):
-        gathered: Tensor = synchronize(data_movement.allgather_async(tensor, name, process_set))
-        return gathered
+        return data_movement.gather("allgather", [tensor], name, process_set)[0]
     data_movement.check_rows("allgather", [tensor])
     comm = member_of(process_set)
     with internal_errors():
@@ -200,7 +199,7 @@ def grouped_allgather(
     """
     if any(_is_recorded(tensor) for tensor in tensors):
         return [allgather(tensor, None, process_set) for tensor in tensors]
-    return list(synchronize(data_movement.grouped_allgather_async(tensors, name, process_set)))
+    return data_movement.gather("grouped_allgather", tensors, name, process_set)
 
 
 @checks_types
@@ -226,8 +225,7 @@ def broadcast(
         seed = hvd.broadcast(torch.tensor(1234), root_rank=0)
     """
     if not _is_recorded(tensor):
-        copied: Tensor = synchronize(data_movement.broadcast_async(tensor, root_rank, name, process_set))
-        return copied
+        return data_movement.broadcast_into(scaled_copy(tensor, 1), root_rank, name, process_set)
     comm = member_of(process_set)
     root = process_set.position(root_rank, "broadcast")
     with internal_errors():
@@ -311,8 +309,7 @@ def _scattered(
     tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> Tensor:
     if not _is_recorded(tensor):
-        result: Tensor = synchronize(data_movement.reducescatter_async(tensor, name, op, process_set, *factors))
-        return result
+        return data_movement.scatter("reducescatter", [tensor], name, op, factors, process_set)[0]
     data_movement.check_rows("reducescatter", [tensor])
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter: op must be hvd.Average or hvd.Sum.")
@@ -362,5 +359,5 @@ def grouped_reducescatter(
     if any(_is_recorded(tensor) for tensor in compressed):
         results = [_scattered(tensor, None, op, factors, process_set) for tensor in compressed]
     else:
-        results = synchronize(data_movement.grouped_reducescatter_async(compressed, name, op, process_set, *factors))
+        results = data_movement.scatter("grouped_reducescatter", compressed, name, op, factors, process_set)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]

@@ -7,10 +7,10 @@ They are timelines of :mod:`torchmpi.timeline`, with a row for each name of an o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..communicators.handle import Handle
 from ..session import runtime
 from ..timeline import events
 from ..timeline.clocks import ClockSample
@@ -73,11 +73,11 @@ def stop_timeline() -> None:
         timeline.close()
 
 
-def record(key: str, collective: str, handle: Handle[Any], tensors: list[Any]) -> None:
-    """Record a call that has just been made, if there is a timeline, also one of torchmpi."""
+def begin_call(key: str, collective: str, tensors: Sequence[Any]) -> Callable[[], None] | None:
+    """Record a call that is made now, if there is a timeline, also one of torchmpi; return what records its end."""
     recorder = events.recorder
     if recorder is None:
-        return
+        return None
     name, begin, timeline = collective.upper(), events.now(), _current.get("timeline")
     if timeline is not None and timeline.mark_cycles:
         recorder.slice("CYCLE_START", "cycle", begin)
@@ -89,4 +89,4 @@ def record(key: str, collective: str, handle: Handle[Any], tensors: list[Any]) -
         if events.recorder is not None:
             events.recorder.slice(name, "horovod", begin, key, **description)
 
-    handle.when_done(end)
+    return end

@@ -22,7 +22,7 @@ from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import GradientError, MismatchError, ReplicaError
 from ..session import runtime
-from ..tensors import bucket_plan
+from ..tensors import bucket_plan, reused_memory
 from .buckets import aligned_offsets, allocate_flat, dense_view
 from .replica import Attachment, Replica, attach, attached
 
@@ -105,13 +105,16 @@ class GradientList:
         if changed:
             for index, parameter in enumerate(self.parameters):
                 self._codes[index] |= _CHANGED if id(parameter) in changed else 0
-        codes = torch.tensor([*self._codes, *self._frozen(replica), state], dtype=torch.uint8, device="cpu")
+        codes = reused_memory.take(torch.uint8, len(self._codes) + len(_NOTHING_FROZEN) + 1)
+        codes.array[:] = *self._codes, *self._frozen(replica), state
         try:
-            flags: list[int] = collectives.allreduce(codes, op="bor", comm=comm).tolist()
+            collectives.allreduce(codes.tensor, op="bor", comm=comm)
         except MismatchError as error:
             if difference := _difference_of_nets(error, replica, self.parameters):
                 raise ReplicaError(f"rank {comm.rank}: {difference}") from None
             raise
+        flags: list[int] = codes.array.tolist()
+        codes.give_back()
         state, frozen = flags.pop(), flags[len(self.parameters) :]
         del flags[len(self.parameters) :]
         if any(map(int.__and__, frozen, frozen[len(frozen) // 2 :])):

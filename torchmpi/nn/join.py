@@ -92,7 +92,8 @@ def _contribute_zeros(net: nn.Module, joint: JoinRound, state: JoinState) -> Non
     if backward is not None:
         backward.finish(flush=True, shadowed=joint)
     else:
-        reduce_gradients(Replica(net), state.reduction(joint), joint.bucket_bytes, state.comm)
+        with torch.no_grad():
+            reduce_gradients(Replica(net), state.reduction(joint), joint.bucket_bytes, state.comm)
     net.zero_grad(set_to_none=True)
 
 

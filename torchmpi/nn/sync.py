@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import collectives
 from ..argument_types import checks_types
-from ..collectives.tensor_lists import enqueues, reduce_unpacked, tensor_lists
+from ..collectives.tensor_lists import enqueues, reduce_fast, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError, rank_prefix
@@ -73,7 +73,12 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm
 
 def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
     """Copy the tensors of `root` to all ranks."""
-    _finish([collectives.broadcast_async(tensor, root, comm=comm).wait for tensor in _fused(replica)])
+    tensors = _fused(replica)
+    if _is_within_host(tensors, comm):
+        for tensor in tensors:
+            collectives.broadcast(tensor, root, comm=comm)
+        return
+    _finish([collectives.broadcast_async(tensor, root, comm=comm).wait for tensor in tensors])
 
 
 def _copy_or_average(replica: Replica, comm: Communicator) -> None:
@@ -83,6 +88,11 @@ def _copy_or_average(replica: Replica, comm: Communicator) -> None:
         return collectives.broadcast_async(tensor, 0, comm=comm).wait
 
     _finish([launch(tensor) for tensor in _fused(replica)])
+
+
+def _is_within_host(tensors: Sequence[Tensor], comm: Communicator) -> bool:
+    """Return whether the cores of the ranks do all the work of calls with these tensors, so that none runs beside."""
+    return comm.intra.status_board is not None and all(tensor.is_cpu for tensor in tensors)
 
 
 def _fused(replica: Replica) -> list[Tensor]:
@@ -180,7 +190,6 @@ def synchronize_gradients(
         synchronizations.count += 1
 
 
-@torch.no_grad()
 def reduce_gradients(
     replica: Replica,
     reduction: GradientReduction,
@@ -191,7 +200,7 @@ def reduce_gradients(
 ) -> None:
     """Reduce the gradients of a net over the ranks; raise if some rank has changed or used the `early` ones, by id.
 
-    `call` is the remedy in that message.
+    The caller records no gradients (``torch.no_grad``). `call` is the remedy in that message.
     """
     # 1. List the gradients of this rank.
     gradients = GradientList(replica.trainable)
@@ -233,14 +242,18 @@ def _reduce_within_host(
     blocks: Sequence[ViewBucket], rest: Sequence[Tensor], reduction: GradientReduction, comm: Communicator
 ) -> bool:
     """Reduce in place, one after the other, since the cores of the ranks do the work; False if tensors need packing."""
-    lists = tensor_lists(rest, comm, "avg" if reduction.divisor == reduction.size else "sum")
+    op = "avg" if reduction.divisor == reduction.size else "sum"
+    is_complete = reduction.divisor in (reduction.size, 1)
+    if is_complete and not blocks and reduce_fast(rest, comm, op):
+        return True
+    lists = tensor_lists(rest, comm, op)
     for members in lists:
         if members.plan.many is None:
             return False
     for block in blocks:
         reduction.run(block.pack(), comm)
-    if reduction.divisor in (reduction.size, 1):
-        reduce_unpacked(lists, comm)
+    if is_complete:
+        reduce_unpacked(lists, comm, op)
     else:
         reduction.run_many([tensor for members in lists for tensor in members.tensors], comm)
     return True

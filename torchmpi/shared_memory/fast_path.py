@@ -36,6 +36,7 @@ MADE = "_made"
 # After those, a gather on ranks that only send, and a scatter on ranks that only receive.
 _FAST_PATHS = (
     *COLLECTIVES,
+    "allreduce_many",
     *(name + INTO for name in ("allreduce", "broadcast")),
     *(name + MADE for name in ("allgather", "reduce_scatter", "alltoall", "gather")),
     "give",
@@ -75,6 +76,7 @@ def has_known_hashes() -> bool:
 
 _Entry = Callable[..., Any]
 allreduce: _Entry = _not_built
+allreduce_many: _Entry = _not_built
 allreduce_into: _Entry = _not_built
 reduce: _Entry = _not_built
 broadcast: _Entry = _not_built
@@ -115,6 +117,8 @@ class _RunLock(Protocol):
     fields: Any
     address: int
 
+    def packed_address(self) -> int: ...
+
 
 class CachedCall(NamedTuple):
     """A call that a fast path can run, as described by the backend."""
@@ -142,6 +146,8 @@ class _FastPath:
 
     def __init__(self, name: str, chosen: Any) -> None:
         self.name, self._code = name, name.removesuffix(MADE)
+        self._packs = name in SPECS and SPECS[name].kind == "collective" and SPECS[name].in_place
+        """Whether tensors with gaps between their elements are packed."""
         self.cached_calls: dict[Name, tuple[CachedCall, records.CachedCallRecord]] = {}
         self._retired: dict[int, tuple[CachedCall, records.CachedCallRecord]] = {}
         # Machine code uses the addresses of these objects, so they are never freed.
@@ -154,7 +160,7 @@ class _FastPath:
             "false": False,
             "increment_version": buffers.increment_version,
             "settle": self._settle,
-            "touch": _touch,
+            "touch": buffers.touch_all,
             "abort": self._abort,
         }
         addresses = {name: id(item) for name, item in self._objects.items()}
@@ -191,6 +197,7 @@ class _FastPath:
             first_dim=_FIRST_DIMS.get(self._code, 0) if cached_call.first_dim is None else cached_call.first_dim,
             given_rows=cached_call.rows[0],
             received_rows=cached_call.rows[1],
+            packed=cached_call.run_lock.packed_address() if self._packs else 0,
         )
         self.cached_calls[name] = cached_call, record
         self.record.first_call = record
@@ -200,8 +207,9 @@ class _FastPath:
         cached_call = self._cached_call_at(address)
         if self.name.endswith(INTO):  # the call works in place on a copy
             tensor, out = out, None
+        work = tensor.detach().contiguous() if self._packs else tensor
         try:
-            result = cached_call.settle(status, tensor, out)
+            result = cached_call.settle(status, work, out)
         finally:
             cached_call.run_lock.fields[memory_layout.LockFields.entered] = 0
         spec = SPECS.get(self.name)
@@ -215,20 +223,15 @@ class _FastPath:
             return result
         if out is not None and result is not out:
             buffers.copy_result(result, out)
-        _touch(tensor if out is None else out)
-        return tensor if out is None else out
+        elif self._packs and work.data_ptr() != tensor.data_ptr():
+            buffers.overwrite(tensor, work)
+        written = tensor if out is None else out
+        buffers.touch_all(written if isinstance(written, list) else [written])
+        return written
 
     def _abort(self, address: int) -> None:
         """Abort a call after a KeyboardInterrupt before the start of :meth:`_settle`."""
         self._cached_call_at(address).abort()
-
-
-def _touch(written: torch.Tensor | list[torch.Tensor]) -> None:
-    """Record the write to a tensor, or to those of a list, for autograd."""
-    if isinstance(written, list):
-        buffers.touch_all(written)
-    else:
-        buffers.touch(written)
 
 
 _fast_paths: dict[str, _FastPath] = {}

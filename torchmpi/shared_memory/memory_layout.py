@@ -100,6 +100,7 @@ BLOCK_FIELDS = BLOCK_BYTES // FIELD_BYTES
 # --- private memory of machine code and Python --------------------------------------------------------------------
 
 CALL_NUMBER_BITS = 60  # of the number of a call: Python's hash of a number of up to 60 bits is the number itself
+CHECKSUM_MODULUS = 1_000_000  # of the hash of the shapes of a list, which the ranks compare
 RECORD_IS_NUMBER = 1 << 32  # added to the number of dimensions if the shape is a number that stands for a larger call
 RECORD_LENGTH = 1024  # entries, a power of two
 MAX_COLLECTIVES = 32
@@ -191,6 +192,9 @@ class MessageRing(Record):
     tail = Atomic(at=_LINE_FIELDS)
     """and that the receiver has read. The memory of the messages follows."""
     data = Array(0, at=2 * _LINE_FIELDS)
+
+
+MOST_COPIED_BYTES = 64 << 10  # of a tensor that the fast path copies, or packs, while the GIL is held
 
 
 class LockFields(Record):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,11 @@ class Ticket(NamedTuple):
 class Segment:
     """Shared memory, mapped into this process.
 
+    Attributes:
+        memory: The memory.
+        address: Its address in this process.
+        ticket: With what other processes open it.
+
     >>> first = Segment.create("example", 8192)
     >>> second = Segment.open(first.ticket)
     >>> first.memory[5:8] = b"abc"
@@ -40,6 +46,7 @@ class Segment:
 
     def __init__(self, memory: mmap.mmap, file: int | None, path: str | None, ticket: Ticket) -> None:
         self.memory, self.ticket = memory, ticket
+        self.address = int(np.frombuffer(memory, np.uint8, 1).ctypes.data)
         self._file, self._path = file, path
 
     @classmethod
@@ -81,11 +88,6 @@ class Segment:
             return cls(mmap.mmap(file, ticket.num_bytes), None, None, ticket)
         finally:
             os.close(file)
-
-    @property
-    def address(self) -> int:
-        """The address of the segment in this process."""
-        return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
 
     @property
     def is_anonymous(self) -> bool:
@@ -138,8 +140,14 @@ def _make_file(prefix: str, num_bytes: int) -> tuple[int, str | None]:
     return file, path
 
 
+@cache
+def _has_descriptors() -> bool:
+    """Return whether processes see each other's descriptors."""
+    return os.path.exists("/proc/self/fd")
+
+
 def _anonymous_file(name: str) -> int | None:
-    if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
+    if not hasattr(os, "memfd_create") or not _has_descriptors():
         return None
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC)

@@ -6,8 +6,7 @@ import copyreg
 import io
 import pickle
 from collections import ChainMap
-from collections.abc import MutableMapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -41,7 +40,8 @@ def _load(saved: bytes) -> torch.Tensor:
     return tensor
 
 
+_REDUCERS: ChainMap[Any, Any] = ChainMap({torch.Tensor: _reduce, torch.nn.Parameter: _reduce}, copyreg.dispatch_table)
+
+
 class _Pickler(pickle.Pickler):
-    dispatch_table: ClassVar[MutableMapping[Any, Any]] = ChainMap(
-        {torch.Tensor: _reduce, torch.nn.Parameter: _reduce}, copyreg.dispatch_table
-    )
+    dispatch_table = _REDUCERS

@@ -7,13 +7,14 @@ processes load the machine code from files.
 layer, from the top                 modules
 =================================== ============================================================================
 kernels that Python calls           movement, reduce_kernels, host_calls, messages, message_pieces, gpu_calls,
-                                    fast_path_code
+                                    fast_path_code, list_calls
 loop, routes, measurements          chunk_loop, peer_memory, copying
 synchronization                     arrival
 shared memory by name               access
 records                             records, torchmpi.shared_memory.memory_layout, and
                                     torchmpi.shared_memory.typed_records, which says what a record is
 signatures, flight record           logged_calls
+tensors with gaps                   strided
 raw memory, atomics, system calls   intrinsics
 reductions as LLVM text             reduction, reduction_ir
 which kernels there are             kernel_sets
@@ -141,10 +142,15 @@ def _module(which: KernelSet, number: int, announce: Callable[[str], object]) ->
         compilation.plain(_PREFIX + name, compilation.kernels[name], keeps_gil=name in which.brief) for name in names
     ]
     if which.fast_paths:
-        from .fast_path_code import entry_wrapper
+        from .fast_path_code import entry, entry_wrapper
+        from .list_calls import list_entry
 
-        specs = {name: spec for name, spec in which.fast_paths.items() if spec.kernel in names}
-        wrappers += [entry_wrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in specs.items()]
+        entries = {
+            name: list_entry() if spec.is_of_list else entry(spec)
+            for name, spec in which.fast_paths.items()
+            if spec.kernel in names
+        }
+        wrappers += [entry_wrapper(f"{_PREFIX}enter_{name}", function) for name, function in entries.items()]
     return compilation.link(_PREFIX, wrappers)
 
 

@@ -38,7 +38,7 @@ from ..compiler.cpython import (
     take_gil,
     tuple_of_one,
 )
-from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, LockFields
+from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, MOST_COPIED_BYTES, LockFields
 from ..typed_records import Array, Record, Word, Words
 from .access import group_of, part_at
 from .host_calls import is_carried
@@ -57,11 +57,11 @@ from .records import (
     ScatterArguments,
     TensorMessage,
 )
+from .strided import move_strided, strided_numel
 
 _HOST = 1  # device type CPU, device number 0 in the upper half
 _LOW_BITS = (1 << 32) - 1
 _MAX_BITS = 60  # greater numbers are not equal to their hash
-_MOST_COPIED_BYTES = 64 << 10  # while the GIL is held
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------
@@ -236,15 +236,54 @@ def begin_call(cached_call: CachedCallRecord, tensor: DLTensor, num_bytes, argum
 
 
 @inner
+def packed_numel(cached_call: CachedCallRecord, tensor: DLTensor):
+    """Return the number of elements of a host tensor of the cached dtype that is packed for the call, or NOT_FAST."""
+    if cached_call.packed == 0 or tensor.device != _HOST or dtype_of(tensor) != cached_call.dlpack_dtype:
+        return NOT_FAST
+    if num_dims(tensor) > MAX_LOG_DIMS or tensor.data == 0:
+        return NOT_FAST
+    most = MOST_COPIED_BYTES // cached_call.call.item_bytes
+    return strided_numel(tensor.shape, tensor.strides, num_dims(tensor), most)
+
+
+@inner
+def move_packed(cached_call: CachedCallRecord, tensor: DLTensor, unpacks):
+    """Copy a tensor into the memory for packed ones, or back."""
+    packed, item_bytes = cached_call.packed, cached_call.call.item_bytes
+    return move_strided(tensor.shape, tensor.strides, num_dims(tensor), data(tensor), packed, item_bytes, unpacks)
+
+
+@inner
+def is_changed(call: KernelCall):
+    """Return whether a call in place changes the tensor of this rank: not the source of a broadcast, for example."""
+    root, reduces = call.root, call.reducer != 0
+    return root < 0 or (group_of(call).rank == root) == reduces
+
+
+@inner
+def unpack(cached_call: CachedCallRecord, tensor: DLTensor, arguments: Arguments):
+    """Copy the result of a call back to the tensor, if that was packed."""
+    if arguments.rest[0] == cached_call.packed and is_changed(cached_call.call):
+        move_packed(cached_call, tensor, True)
+    return 0
+
+
+@inner
 def enter_in_place(cached_call: CachedCallRecord, tensor: DLTensor, unit, arguments: Arguments):
-    """Enter a kernel that takes an address and a length, of `unit` for each element."""
-    numel, call = plain_numel(cached_call, tensor), cached_call.call
+    """Enter a kernel that takes an address and a length, of `unit` for each element; pack a tensor with gaps."""
+    numel, address, call = plain_numel(cached_call, tensor), data(tensor), cached_call.call
+    packs = numel < 0
+    if packs:
+        numel, address = packed_numel(cached_call, tensor), cached_call.packed
     num_bytes = numel * call.item_bytes
     if numel < 0 or not is_carried(call, num_bytes, 0):
         return NOT_FAST
-    arguments.rest[0] = data(tensor)
+    arguments.rest[0] = address
     arguments.rest[1] = numel * unit
-    return begin_call(cached_call, tensor, num_bytes, arguments)
+    status = begin_call(cached_call, tensor, num_bytes, arguments)
+    if packs and status == 0:
+        move_packed(cached_call, tensor, False)
+    return status
 
 
 @kernel
@@ -263,7 +302,7 @@ def enter_into(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor
     """Enter a kernel that works in place on a copy of the source in the target, which has the same shape."""
     numel, dims = plain_numel(cached_call, source), num_dims(source)
     num_bytes = numel * cached_call.call.item_bytes
-    if numel < 0 or num_bytes > _MOST_COPIED_BYTES or num_dims(target) != dims:
+    if numel < 0 or num_bytes > MOST_COPIED_BYTES or num_dims(target) != dims:
         return NOT_FAST
     for index in range(dims):
         if dim(target, index) != dim(source, index):
@@ -530,14 +569,16 @@ def is_communicator_chosen(path: FastPath):
 @inner
 def count_write(path: FastPath, written):
     """Record the write to a tensor, or to those of a list, for autograd; return whether that was possible."""
-    alone = new_reference(written) if is_list(path, written) else tuple_of_one(1, written)
-    counted = call_with_one(path.increment_version, alone)
-    decref(alone)
+    of_list = is_list(path, written)
+    tensors = written if of_list else tuple_of_one(1, written)
+    counted = call_with_one(path.increment_version, tensors)
     if counted == 0:
         clear_error()
-        counted = call_with_one(path.touch, written)
-        if counted == 0:
-            return False
+        counted = call_with_one(path.touch, tensors)
+    if not of_list:
+        decref(tensors)
+    if counted == 0:
+        return False
     decref(counted)
     return True
 
@@ -719,17 +760,19 @@ def entry(spec: FastPathKernel) -> Function:
         take_gil(thread)
         if takes_list or takes_out_list:
             use_no_parts(cached_call.call)
+        if status == 0 and cached_call.packed != 0:
+            unpack(cached_call, source, arguments)
         result = out if takes_out else tensor if takes_tensor else path.false
         return finish(path, status, tensor, out, result, writes, cached_call, arguments.seq)
 
     return Function(fast_call)
 
 
-def entry_wrapper(name: str, spec: FastPathKernel) -> Wrapper:
+def entry_wrapper(name: str, function: Function) -> Wrapper:
     """Return ``name(tensor, out, key, comm, backend)``; its ``self`` is the address of its record (FastPath)."""
     wrapper = Wrapper(name, 5)
     words = [wrapper.builder.ptrtoint(wrapper.argument(index), WORD) for index in range(5)]
     path = wrapper.number(wrapper.function.args[0])
-    result = wrapper.call(entry(spec), [path, *words])
+    result = wrapper.call(function, [path, *words])
     wrapper.builder.ret(wrapper.builder.inttoptr(result, BYTES))
     return wrapper

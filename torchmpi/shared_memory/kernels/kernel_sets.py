@@ -27,6 +27,8 @@ class FastPathKernel(NamedTuple):
     takes_list: bool = False
     takes_out_list: bool = False
     """Whether the parts of the ranks may be tensors of a list, of a bound call."""
+    is_of_list: bool = False
+    """Whether it is a call on a list of tensors (see :mod:`.list_calls`)."""
 
 
 class KernelSet(NamedTuple):
@@ -60,6 +62,7 @@ COLLECTIVES = KernelSet(
         "reduce_kernels",
         "logged_calls",
         "fast_path_code",
+        "list_calls",
         "messages",
         "ring_messages",
         "host_calls",
@@ -107,11 +110,14 @@ COLLECTIVES = KernelSet(
         "allreduce": FastPathKernel("any_allreduce", "enter_allreduce"),
         "reduce": FastPathKernel("any_allreduce", "enter_allreduce"),
         "allreduce_into": FastPathKernel("any_allreduce", "enter_allreduce_into", takes_out=True),
+        "allreduce_many": FastPathKernel("allreduce_list", "", is_of_list=True),
         "broadcast": FastPathKernel("any_broadcast", "enter_broadcast"),
         "broadcast_into": FastPathKernel("any_broadcast", "enter_broadcast_into", takes_out=True),
         "allgather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True, takes_out_list=True),
         "reduce_scatter": FastPathKernel("any_reduce_scatter", "enter_reduce_scatter", takes_out=True, takes_list=True),
-        "alltoall": FastPathKernel("any_alltoall", "enter_alltoall", takes_out=True, takes_list=True, takes_out_list=True),
+        "alltoall": FastPathKernel(
+            "any_alltoall", "enter_alltoall", takes_out=True, takes_list=True, takes_out_list=True
+        ),
         "gather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True, takes_out_list=True),
         "give": FastPathKernel("any_allgather", "enter_give", writes=False),
         "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True, takes_list=True),

@@ -586,6 +586,8 @@ class CachedCallRecord(Record):
     given_rows = Word()
     received_rows = Word()
     """As how many rows the tensors are taken, whatever their shapes; 0: with their shapes, FLAT: as one dimension."""
+    packed = Word()
+    """Of a call in place the address of memory for a short tensor with gaps between its elements; 0 for none."""
 
 
 class FastPath(Record):
@@ -606,7 +608,7 @@ class FastPath(Record):
     settle = Word()
     """Of the Python function that continues when a kernel returns a status: (status, tensor, out, cached call)."""
     touch = Word()
-    """Of the Python function that records a write where `increment_version` cannot."""
+    """Of the Python function that records the writes to a sequence of tensors where `increment_version` cannot."""
     abort = Word()
     """Of the Python function that aborts a call if `settle` did not start: (cached call)."""
 
