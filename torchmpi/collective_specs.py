@@ -166,6 +166,7 @@ _COMPARED = (
     _Row("sendreceive", "neighbor", kind="message", mpi_name="Sendrecv_replace"),
     _Row("send", "none", kind="message"),
     _Row("recv", "none", kind="message"),
+    _action("confirm"),
 )
 """The calls that ranks compare, or that the fast path counts, in the order of their codes."""
 _OTHERS = (

@@ -128,7 +128,7 @@ class Config:
 
     on_lost_rank: _OnLostRank = setting("end", shared=True)
     """Effect of a killed rank on the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
-    and the program may continue with ``recover()`` (ranks without an MPI launcher only)."""
+    and the program may continue with ``recover()`` (Open MPI 5, and ranks without MPI)."""
     timeline: str = setting("", shared=True)
     """Folder in which each rank records a timeline from start() to stop() (docs/timeline.md); empty: none."""
     flight_record: str = ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 
 import pytest
-from conftest import ROOT, Result, job_environment
+from conftest import ROOT, Result, is_open_mpi, job_environment, launcher
 
 pytestmark = pytest.mark.any_mpi
 TRAINING = (ROOT / "tests" / "jobs" / "recovery_program.py").read_text()
@@ -30,14 +31,20 @@ mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False))
 """
 
 
-@pytest.fixture
-def survive(tmp_path, warm_python):
-    """``survive(n, "code", *arguments) -> Result``, on ranks that `torchmpi run --without-mpi` starts."""
+WAYS = {"without MPI": ["--without-mpi"], "Open MPI": ["--on-lost-rank", "continue", "--option=--bind-to none"]}
+"""The ways to start ranks that survive the loss of one, with the options of `torchmpi run`."""
+
+
+@pytest.fixture(params=WAYS)
+def survive(request, tmp_path, warm_python):
+    """``survive(n, "code", *arguments) -> Result``, on ranks that `torchmpi run` starts in each way."""
+    if request.param == "Open MPI" and not is_open_mpi(launcher()):
+        pytest.skip("only Open MPI has this")
 
     def run(n: int, code: str, *arguments: object, start: str = START) -> Result:
         script = tmp_path / "job.py"
         script.write_text(start + textwrap.dedent(code))
-        own = ["-m", "torchmpi", "run", "-n", str(n), "--without-mpi", "--timeout", "120"]
+        own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], "--timeout", "120"]
         begin = time.monotonic()
         done = subprocess.run(
             [*warm_python, *own, *warm_python, script, *map(str, arguments)],
@@ -271,10 +278,36 @@ def test_what_cannot_continue_is_refused(survive):
     assert result.returncode == 0, result.output
 
 
-def test_mpi_is_refused(job):
-    result = job(2, "import torchmpi as mpi\nmpi.start(config=mpi.Config(on_lost_rank='raise'))")
+REFUSED = "import torchmpi as mpi\nmpi.start(config=mpi.Config(on_lost_rank='raise'))"
+
+
+def test_mpi_is_refused_without_fault_tolerance(job):
+    result = job(2, REFUSED)
     assert result.returncode != 0 and "ends the job when a rank is killed" in result.stderr, result.output
-    assert "torchmpi run --without-mpi" in result.stderr, result.output
+    ways = ["--without-mpi", "--restarts"] if not is_open_mpi(launcher()) else ["--on-lost-rank continue", "--with-ft"]
+    assert all(way in result.stderr for way in ways), result.output
+
+
+def test_open_mpi_that_was_initialized_before_is_refused(job):
+    if not is_open_mpi(launcher()):
+        pytest.skip("others are refused anyway")
+    result = job(1, f"from mpi4py import MPI\n{REFUSED}", env={"OMPI_MCA_mpi_ft_enable": "1"})  # as --with-ft sets
+    assert result.returncode != 0, result.output
+    assert "initialized before mpi.start(), which must choose the collectives of Open MPI" in result.stderr
+
+
+def test_run_refuses_other_libraries(alone):
+    if is_open_mpi(launcher()):
+        pytest.skip("Open MPI can continue")
+    result = alone("-m", "torchmpi", "run", "-n", 2, "--on-lost-rank", "continue", "true")
+    assert result.returncode == 1, result.output
+    assert "cannot continue without a lost rank" in result.stderr, result.output
+    assert "--without-mpi" in result.stderr and "--restarts" in result.stderr, result.output
+
+
+def test_it_is_no_success_if_all_ranks_are_killed(survive):
+    result = survive(2, "mpi.barrier()\ndie()")
+    assert result.returncode == 128 + signal.SIGKILL, result.output
 
 
 def test_a_rank_that_fails_before_start_ends_the_others(alone):

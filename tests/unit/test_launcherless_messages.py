@@ -29,7 +29,7 @@ from torchmpi.launch.launcherless import mesh
 from torchmpi.launch.launcherless.endpoint import Endpoint
 from torchmpi.launch.launcherless.requests import ANY, UNDEFINED, CommunicationError, Datatype, Status
 from torchmpi.launch.launcherless.stand_in import Intracomm
-from torchmpi.launch.launcherless.survivors import Survivors
+from torchmpi.launch.survivors import Survivors
 
 LIMIT_SECONDS = 30
 BIG = 20_000_000

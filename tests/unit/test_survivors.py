@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 
 from torchmpi.errors import RankLostError, StallError
-from torchmpi.launch.launcherless.survivors import Survivors
+from torchmpi.launch.survivors import Survivors
 
 
 class Wires:
@@ -157,3 +157,48 @@ def test_a_rank_that_does_not_come_is_named():
     ranks.note(2, "rank 2 is gone")
     with pytest.raises(StallError, match=r"rank 1 still runs, but has not called recover\(\) within 0.05 s.*rank 2 is"):
         ranks.agree(lambda: None, 0.05)
+
+
+def met(rank: Survivors, seconds: float = 20) -> None:
+    rank.meet(lambda: None, seconds, time.monotonic() + seconds)
+
+
+def view_of(rank: int, lost: int, *, ready: bool = True) -> bytes:
+    other = Survivors(rank, ["host"] * 4)
+    other.note(lost, "killed")
+    other._is_ready = ready
+    return other.own_view()
+
+
+def test_ranks_that_meet_may_know_of_different_losses():
+    rank = Survivors(0, ["host"] * 4)
+    rank.note(2, "killed")
+    rank.hear(1, view_of(1, lost=2))
+    rank.hear(2, view_of(2, lost=3))  # no view of a lost rank counts
+    rank.note(3, "killed")
+    met(rank)
+    rank.settle((0, 1))
+    assert rank.members == (0, 1) and rank.is_agreed
+
+
+def test_a_view_of_an_earlier_loss_and_a_rank_that_is_not_ready_do_not_count():
+    rank = Survivors(0, ["host"] * 4)
+    rank.note(3, "killed")
+    for other in (1, 2):
+        rank.hear(other, view_of(other, lost=3))
+    met(rank)
+    rank.settle((0, 1, 2))
+    rank.note(2, "killed")
+    with pytest.raises(StallError, match="rank 1 still runs"):
+        met(rank, 0.1)
+    rank.hear(1, view_of(1, lost=2, ready=False))
+    with pytest.raises(StallError, match="rank 1 still runs"):
+        met(rank, 0.1)
+    rank.hear(1, view_of(1, lost=2))
+    met(rank)
+
+
+def test_a_rank_that_others_miss_is_lost_when_that_is_settled():
+    rank = Survivors(0, ["host"] * 3)
+    rank.settle((0, 2))
+    assert rank.members == (0, 2) and rank.last_reason == "rank 1 is gone"

@@ -162,6 +162,9 @@ def _add_run(commands: Any) -> None:
            help="continue on the hosts that still answer, with at least N ranks (default: all ranks)")
     option("--without-mpi", action="store_true",
            help="start the ranks of this host without MPI: if one is killed, the others may continue")
+    option("--on-lost-rank", choices=["end", "continue"],
+           help="what the others do when a rank is killed: end too, or raise RankLostError, after which they may "
+                "recover (Open MPI 5, and --without-mpi)")
     option("--as", dest="stands_for", choices=["mpi", "gloo"],
            help="run the program unchanged: its backend of this name is torchmpi")
     option("--timeout", type=bench_options.seconds, metavar="SECONDS",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ArgumentError, LaunchError, MissingMPIError
-from ..launch import launcher, mpi_library, network
+from ..launch import fault_tolerance, launcher, mpi_library, network
 from ..launch.launcherless.environment import first_host
 from . import hosts, rank_start
 from .facts import Program
@@ -41,6 +41,10 @@ class Job:
         """All hosts with the largest number of ranks on each; empty: this host."""
         self._program = _matching_program()
         self._is_open_mpi = self._program.library.startswith("Open MPI")
+        self.continues: bool = options.on_lost_rank == "continue"
+        """Whether the other ranks of Open MPI continue when one is lost."""
+        if self.continues and (problem := fault_tolerance.why_not_built(mpi_library.load())):
+            raise LaunchError(f"--on-lost-rank continue: {problem}. {fault_tolerance.HOW_ELSEWHERE}.")
 
     def agent(self, host: str) -> list[str]:
         """Return the command that runs a command on a host."""
@@ -55,7 +59,7 @@ class Job:
         """Return the command that starts the job on the hosts that are not lost, with additional variables."""
         options, num_ranks = self._options, self.ranks_without(lost)
         placed = hosts.place([host for host in self.hosts if host.name not in lost], num_ranks) if self.hosts else []
-        variables = _interface_variables(options.interface) | dict(variables or {})
+        variables = _interface_variables(options.interface) | self._variables_of_losses() | dict(variables or {})
         launch = self._open_mpi(placed, num_ranks, variables) if self._is_open_mpi else self._hydra(placed, num_ranks)
         words = [word for text in options.option for word in shlex.split(text)]
         log_dir = [] if options.log_dir is None else ["--log-dir", os.path.abspath(options.log_dir)]
@@ -66,14 +70,21 @@ class Job:
         prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
         return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *program_of(options), *options.arguments]
 
+    def _variables_of_losses(self) -> dict[str, str]:
+        if self._options.on_lost_rank is None:
+            return {}
+        of_mpi = fault_tolerance.variables(os.environ) if self.continues else {}
+        return of_mpi | on_lost_rank(self._options)
+
     def _open_mpi(self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]) -> list[str]:
         interface, rsh = self._options.interface, self._options.rsh
-        as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        always = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        always += ["--with-ft", "ulfm"] if self.continues else []
         if not placed:
             path, *more = launch_command(self._program, num_ranks)[:-2]
-            return [path, *as_root, *more]
+            return [path, *always, *more]
         # Not --oversubscribe, with which Open MPI starts all ranks on the first host.
-        command = [self._program.path, *as_root, "--host", ",".join(f"{name}:{count}" for name, count in placed)]
+        command = [self._program.path, *always, "--host", ",".join(f"{name}:{count}" for name, count in placed)]
         if rsh is not None:
             command += ["--prtemca", "plm_ssh_agent", rsh]
         if interface is not None:
@@ -130,6 +141,13 @@ def _master(placed: Sequence[tuple[str, int]]) -> str:
     address = network.loopback()
     with network.listen(address, 1) as free:
         return f"{address}:{free.getsockname()[1]}"
+
+
+def on_lost_rank(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of ranks for the option ``--on-lost-rank``."""
+    if options.on_lost_rank is None:
+        return {}
+    return {"TORCHMPI_ON_LOST_RANK": "raise" if options.on_lost_rank == "continue" else "end"}
 
 
 def program_of(options: argparse.Namespace) -> list[str]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 
 from ..errors import LaunchError
 from ..launch import launcher
 from . import separate_ranks
-from .job import Job, program_of
+from .job import Job, on_lost_rank, program_of
 from .rank_start import execute
 from .supervision import Limits, Supervisor
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start a job. Without restarts and time limit this process is replaced by mpirun.
+    """Start a job. Without options for failures this process is replaced by mpirun.
 
     ``options.refuse(message)`` prints the usage and ends the process.
     """
@@ -26,6 +27,7 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--min-ranks is for restarts: add --restarts N")
     launcher.open_standard_streams()  # MPICH's mpirun does not start without
     if options.without_mpi:
+        os.environ.update(on_lost_rank(options))
         return separate_ranks.run(options, [*program_of(options), *options.arguments])
     job = Job(options)
     command = job.command()
@@ -33,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(command), flush=True)
     if options.dry_run:
         return 0
-    if options.restarts or options.timeout is not None:
+    if options.restarts or options.timeout is not None or job.continues:
         limits = Limits(options.restarts, options.min_ranks or job.num_ranks, options.timeout)
         return Supervisor(job, limits).run()
     execute(command)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,14 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ..launch import network
+from ..launch import fault_tolerance, network
 from ..log import logger
 from .job import Job
 
 RESTARTS = "TORCHMPI_RESTARTS"
 """Variable with the number of restarts before this start of the job; not set at the first start."""
 TIME_LIMIT_STATUS = 124
+_ALL_KILLED_STATUS = 128 + signal.SIGKILL
 _ANSWER_SECONDS = 10.0
 _RETURN_SECONDS = 60.0
 _TERMINATION_SECONDS = 10.0
@@ -104,7 +106,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end and return its exit status."""
-        with GroupSignals() as self._signals:
+        folder = tempfile.TemporaryDirectory(prefix="torchmpi-run-")
+        with GroupSignals() as self._signals, folder as name:
+            self._running_file = Path(name, "running")
             handle_signals(self._pass_on)
             return self._run()
 
@@ -144,6 +148,9 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _run_once(self, lost: Sequence[str], variables: Mapping[str, str]) -> int:
+        self._running_file.unlink(missing_ok=True)
+        if self._job.continues and not self._job.hosts:  # other hosts cannot remove the file
+            variables = {fault_tolerance.RUNNING_VARIABLE: str(self._running_file)} | dict(variables)
         self._process = subprocess.Popen(self._job.command(lost, variables), preexec_fn=_end_with_parent)
         if self._received is not None:  # it came before there was a process
             self._process.send_signal(self._received)
@@ -153,6 +160,9 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             self._terminate()
             return TIME_LIMIT_STATUS
+        if status == 0 and self._running_file.exists():
+            logger.error("torchmpi run: all ranks have been killed.")
+            return _ALL_KILLED_STATUS
         return status if status >= 0 else 128 - status
 
     def _is_over(self) -> bool:

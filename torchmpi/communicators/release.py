@@ -71,6 +71,15 @@ def register(comm: Any, world_ranks: tuple[int, ...], also: bool | None = None) 
     return (world_ranks, number), is_true
 
 
+def forget() -> None:
+    """Forget all groups, without freeing communicators: ranks have been lost, and the others get new numbers.
+
+    Freeing them could wait for the lost ranks, and what the remaining ones have kept may differ.
+    """
+    _created.clear()
+    _retired.clear()
+
+
 def retire(key: Key, messages: MessageCounter, *comms: Any) -> None:
     """Free the communicators of a group, as soon as all of its ranks have retired them."""
     if getattr(comms[0], "has_unique_context", False):

@@ -150,6 +150,6 @@ def _is_started_by_mpi(size: int) -> bool:
     found = launcher.detect()
     if size == 1 and not dist.is_torchelastic_launched():
         return found.has_mpi_interface or mpi_library.can_be_loaded()
-    if not found.has_mpi_interface and not mpi_library.has_stand_in():
+    if not found.has_mpi_interface and not mpi_library.notices_ended_ranks():
         return False
     return found.num_ranks in (size, None)

@@ -135,6 +135,14 @@ class AllRanks:
         """The loss of a rank; '' for none."""
         return runtime.current().context.loss
 
+    def confirm(self) -> None:
+        """Return if all ranks are here and none is lost, so that all results of this rank are right; raise otherwise.
+
+        An MPI library may have returned from a call without an error although a rank had been lost.
+        """
+        running = runtime.current()
+        running.world.call_action("confirm", running.MPI.confirm)
+
     def recover(self, timeout: float) -> None:
         """Continue with the remaining ranks; ``begin()`` comes next."""
         recovery.recover(timeout)

@@ -90,8 +90,7 @@ class Recovery:
             return
         # A call on a device that was aborted, because a rank is lost, has left undefined values in the parameters.
         streams.settle(next(run.state.network.parameters()))
-        if loss := self._coordinator.loss:
-            raise RankLostError(f"{loss}, before a copy of the state.")
+        self._coordinator.confirm()
         self._copies.take(run)
 
     def return_to_copy(self, run: TrainingRun, error: TorchMPIError) -> Saved:

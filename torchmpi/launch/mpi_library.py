@@ -18,13 +18,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from ..errors import LaunchError, MissingMPIError
-from . import affinity, launcher
+from . import affinity, fault_tolerance, launcher
+from .abilities import Abilities
+from .fault_tolerance import FaultTolerantMPI
 from .stacks import noting_handler_of_library
 
 FORWARDING_SECONDS = 0.1
@@ -42,6 +44,8 @@ HOW_TO_INSTALL = (
 _LAUNCHER_PROCESSES = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted", "hydra_", "slurmstepd")
 
 _stand_in: Any = None
+_fault_tolerant: FaultTolerantMPI | None = None
+_plain = Abilities()
 _is_initializing = False
 
 
@@ -51,15 +55,21 @@ def adopt(stand_in: Any) -> None:
     _stand_in = stand_in
 
 
-def has_stand_in() -> bool:
-    """Return whether an object has been adopted in place of ``mpi4py.MPI``."""
-    return _stand_in is not None
+def abilities(MPI: Any) -> Abilities:
+    """Return what ``mpi4py.MPI``, or the object in its place, can do."""
+    return MPI if isinstance(MPI, Abilities) else _plain
+
+
+def notices_ended_ranks() -> bool:
+    """Return whether calls already fail when a rank ends, so that nobody need look for it."""
+    return abilities(_stand_in or _fault_tolerant).notices_ended_ranks
 
 
 def load() -> Any:
-    """Return the ``mpi4py.MPI`` module, or the adopted object, without initializing MPI."""
-    if _stand_in is not None:
-        return _stand_in
+    """Return the ``mpi4py.MPI`` module, or the object in its place, without initializing MPI."""
+    global _fault_tolerant
+    if (in_place := _stand_in or _fault_tolerant) is not None:
+        return in_place
     try:
         import mpi4py
 
@@ -74,7 +84,9 @@ def load() -> Any:
             f"mpi4py {mpi4py.__version__} is too old: before 4.0, it counts the elements of a message with 32 bits. "
             "Install a newer one: pip install 'mpi4py>=4.0'."
         )
-    return MPI
+    if fault_tolerance.is_switched_on(os.environ) and not fault_tolerance.why_not_here(MPI):
+        _fault_tolerant = FaultTolerantMPI(MPI)
+    return _fault_tolerant or MPI
 
 
 def can_be_loaded() -> bool:
@@ -104,10 +116,10 @@ def initialize() -> Any:
         adopt(environment.connect(found))
     MPI = load()
     if MPI.Is_finalized():
-        if MPI is _stand_in:
+        if not abilities(MPI).calls_library:
             raise LaunchError("The connections adopted in place of MPI are closed. Connect and adopt again.")
         raise LaunchError("MPI has been finalized in this process and cannot be started again.")
-    if MPI is _stand_in:
+    if not abilities(MPI).calls_library:
         return MPI
     if not MPI.Is_initialized():
         launcher.set_home()
@@ -122,6 +134,7 @@ def initialize() -> Any:
             # Without this, Open MPI 5.0.11 crashes: both ranks are process 1, and take their own file for the other's.
             os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
             os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
+        os.environ.update(abilities(MPI).prepare(os.environ))
         _initialize_without_gil(MPI)
         _record_exceptions()
         # Not in stop(): MPI cannot be initialized twice, and a program may start and stop torchmpi many times.
@@ -251,6 +264,7 @@ def _finalize(MPI: Any, pid: int) -> None:
         remove_own_segments()
         MPI.COMM_WORLD.Abort(1)
     if MPI.Is_initialized() and not MPI.Is_finalized():
+        abilities(MPI).before_finalize()
         MPI.Finalize()
         remove_own_segments()  # Open MPI 5.0 leaves 16 MB behind in a process that was started without mpirun
 
@@ -339,7 +353,7 @@ def _yield_if_crowded(MPI: Any) -> None:
 def _check_size(MPI: Any) -> None:
     """Raise for a world of one rank in a job of several: the launcher belongs to another library."""
     found = launcher.detect()
-    if found.least_num_ranks > 1 and MPI.COMM_WORLD.size == 1:
+    if found.least_num_ranks > 1 and MPI.COMM_WORLD.size == 1 and not notices_ended_ranks():
         raise LaunchError(_wrong_launcher(found, short_version(MPI), "for which each of them is alone"))
 
 
@@ -365,39 +379,16 @@ def short_version(MPI: Any) -> str:
     return f"{name} {'.'.join(map(str, version))}"
 
 
-def why_no_collectives(MPI: Any) -> str:
-    """Return why MPI has no collectives on tensors; '' if it has."""
-    return "no MPI launcher has started these processes" if MPI is _stand_in else ""
-
-
-def watch_ranks(MPI: Any, end_job: Callable[[str, int], None]) -> Callable[[], None]:
-    """End the job when another rank dies, and return a function that stops the watch.
-
-    An MPI launcher does this automatically; the function is for ranks without a launcher.
-    """
-    if MPI is _stand_in:
-        return MPI.watch_ranks(end_job)  # type: ignore[no-any-return]
-    return lambda: None
-
-
 def why_no_recovery(MPI: Any) -> str:
     """Return why this job cannot continue without a lost rank; '' if it can."""
-    if MPI is _stand_in:
-        return ""
-    return (
-        f"on_lost_rank='raise': {short_version(MPI)} ends the job when a rank is killed. Start the ranks without MPI, "
-        "by `torchmpi run --without-mpi`, or restart the job from a checkpoint: `torchmpi run --restarts N`."
-    )
+    able = abilities(MPI)
+    problem = able.why_no_recovery() if able.can_continue else fault_tolerance.why_switched_off(MPI)
+    return problem and f"on_lost_rank='raise': {short_version(MPI)} ends the job when a rank is killed: {problem}."
 
 
-def loss() -> str:
-    """Return why all calls fail, if a rank has been lost that the job can continue without; '' otherwise."""
-    return "" if _stand_in is None else _stand_in.loss
-
-
-def is_ending(MPI: Any) -> bool:
-    """Return whether another rank has ended the job and this process is about to end; an MPI library does not tell."""
-    return MPI is _stand_in and MPI.is_ending
+def loss_behind_error() -> str:
+    """Return why all calls fail, after one has failed, if the job can continue without a lost rank; '' otherwise."""
+    return abilities(_stand_in or _fault_tolerant).loss_behind_error()
 
 
 def thread_level(MPI: Any) -> str:
@@ -409,7 +400,7 @@ def thread_level(MPI: Any) -> str:
 
 def is_cuda_aware() -> bool:
     """Return whether the MPI library takes device pointers. The adopted object does not."""
-    return _stand_in is None and _is_library_cuda_aware()
+    return abilities(_stand_in).calls_library and _is_library_cuda_aware()
 
 
 @functools.cache

@@ -70,8 +70,8 @@ class StartWatch:
 
     def __enter__(self) -> None:
         has_ranks = self._num_ranks > 1 and self._launcher.rank is not None
-        is_connected = mpi_library.has_stand_in()  # the connections show which ranks end
-        if has_ranks and not (is_connected or mpi_library.is_apart_from_launcher()):  # /proc would not show the others
+        is_watched = mpi_library.notices_ended_ranks()
+        if has_ranks and not (is_watched or mpi_library.is_apart_from_launcher()):  # /proc would not show the others
             self._thread = threading.Thread(target=self._watch, name=_THREAD_NAME, daemon=True)
             self._thread.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from ..communicators import release
 from ..errors import ArgumentError, RankLostError
 from ..log import logger
 from . import runtime
@@ -69,6 +70,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
     while True:
         former = tuple(former[rank] for rank in old.MPI.recover(timeout))
         runtime.abandon()
+        release.forget()
         try:
             runtime.start(**old.arguments)
         except RankLostError as error:  # another one, meanwhile

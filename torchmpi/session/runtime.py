@@ -81,7 +81,7 @@ class Runtime:
         try:
             self._acquire(config, with_cuda, cartesian, ipc_groups)
         except Exception as error:
-            if reason := mpi_library.loss():  # recover() tries again
+            if reason := mpi_library.loss_behind_error():  # recover() tries again
                 self.resources.close()
                 raise RankLostError(f"{reason}, during start().") from error
             raise
@@ -113,7 +113,7 @@ class Runtime:
         in_groups = affinity.in_several_autogroups(probe.process for probe in processes.values())
         self.context.sleeps_before_mpi = self.context.is_crowded and in_groups
         self._start_watchdog(hosts)
-        if self.num_hosts > 1 and self.threads_allowed and not mpi_library.why_no_collectives(self.MPI):
+        if self.num_hosts > 1 and self.threads_allowed and not mpi_library.abilities(self.MPI).problem_of_collectives:
             self.resources.callback(mpi_progress.start(self.MPI))
         clock_samples.provide_timeline(self.world, self._described())
         self.resources.callback(timeline.set_job, None)
@@ -227,7 +227,7 @@ class Runtime:
             self._log_info,
             bind_step=lambda *step: self.selector.bind(*step),
             is_cuda_aware=mpi_library.is_cuda_aware(),
-            problem_of_mpi=mpi_library.why_no_collectives(self.MPI),
+            problem_of_mpi=mpi_library.abilities(self.MPI).problem_of_collectives,
         )
         backends, shared = make_backends(job), job.backend(SharedMemoryBackend)
         if shared.reads_directly:
@@ -302,7 +302,7 @@ class Runtime:
         if self.losses is not None:
             self.resources.callback(self.MPI.continue_without_lost_ranks(self.losses.note))
         elif self.config.abort_on_exception:
-            self.resources.callback(mpi_library.watch_ranks(self.MPI, self.failures.end_job))
+            self.resources.callback(mpi_library.abilities(self.MPI).watch_ranks(self.failures.end_job))
 
     def _bind(self, masks: list[frozenset[int]], index: int) -> str:
         """Bind this rank to its own cores unless it is bound, set the number of torch threads; describe the result.

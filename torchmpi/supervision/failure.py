@@ -174,7 +174,7 @@ class FailureHandling:
             return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
-        if mpi_library.is_ending(self.world.context.MPI):
+        if mpi_library.abilities(self.world.context.MPI).is_ending:
             time.sleep(_OUTPUT_SECONDS)  # the process ends meanwhile
         is_elsewhere = _reason_is_elsewhere(error)
         is_consequence = is_elsewhere or isinstance(error, MismatchError | StallError | KeyboardInterrupt)

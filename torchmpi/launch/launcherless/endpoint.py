@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from ...log import log_fatal
 from ...timeline import observer
 from .. import launcher
+from ..survivors import Survivors
 from .link import Arrival, Link, means_later
 from .requests import ANY, CommunicationError, Receive, Request
-from .survivors import Survivors
 
 _HEAD = struct.Struct("<QQiI")
 """Context, length and tag of a message, and the kind of frame. An abort has the rank that aborts, the length of the

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from ... import _version
 from ...tensors import schedule
+from ..abilities import Continuing
+from ..survivors import Survivors
 from .endpoint import Endpoint
 from .link import Arrival
 from .requests import ANY, UNDEFINED, CommunicationError, Datatype, Receive, Request, Status
-from .survivors import Survivors
 
 COMM_TYPE_SHARED = 1
 _MESSAGES, _COLLECTIVES, _CREATION, _NUM_CONTEXTS = range(4)
@@ -234,9 +235,11 @@ class Intracomm:
         return self._endpoint.num_communicators * self._endpoint.size + self._endpoint.rank
 
 
-class StandIn:
+class StandIn(Continuing):
     """Take the place of the module ``mpi4py.MPI`` for ranks that are connected."""
 
+    calls_library = False
+    problem_of_collectives = "no MPI launcher has started these processes"
     ANY_SOURCE = ANY_TAG = ANY
     UNDEFINED = UNDEFINED
     COMM_TYPE_SHARED = COMM_TYPE_SHARED
@@ -266,7 +269,7 @@ class StandIn:
         return bool(self._endpoint.problem)
 
     @property
-    def is_ending(self) -> bool:
+    def is_ending(self) -> bool:  # type: ignore[override]
         """Return whether another rank has ended the job, so that this process is about to end."""
         return self._endpoint.is_ended
 
@@ -296,44 +299,32 @@ class StandIn:
         self._endpoint.on_loss = note
         return stop
 
-    def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
-        """Let all calls fail when a rank is lost, and call `on_loss`; return a function that ends the latter.
-
-        Later losses fail all calls too. :meth:`recover` continues with the remaining ranks.
-        """
-        endpoint = self._endpoint
-        if endpoint.survivors is None:
-            endpoint.survivors = Survivors(endpoint.rank, self._networks)
-        survivors = endpoint.survivors
-        survivors.on_loss = on_loss
-        if endpoint.revoked or endpoint.problem:  # meanwhile
-            on_loss(endpoint.revoked or endpoint.problem)
-
-        def stop() -> None:
-            survivors.on_loss = lambda reason: None
-
-        return stop
-
     @property
     def loss(self) -> str:
         """Why all calls fail, if a rank has been lost and the ranks have not agreed since; '' otherwise."""
         return self._endpoint.revoked
 
-    def recover(self, timeout_seconds: float) -> tuple[int, ...]:
-        """Make ``COMM_WORLD`` the communicator of the remaining ranks. Collective over these.
+    @property
+    def problem(self) -> str:  # type: ignore[override]
+        """Why calls fail for ever; '' otherwise."""
+        return self._endpoint.problem
 
-        Returns:
-            The former ranks in ``COMM_WORLD`` of its present ranks.
+    def begin(self) -> Survivors:
+        """Begin to let all calls fail when a rank is lost, instead of ending the job."""
+        if self._endpoint.survivors is None:
+            self._endpoint.survivors = Survivors(self._endpoint.rank, self._networks)
+        self.survivors = self._endpoint.survivors
+        return self.survivors
 
-        Raises:
-            RankLostError: The other ranks continue without this one, or the remaining ones are too few to be sure that
-                the others have not gone on too.
-            StallError: A remaining rank has not called this in time.
-        """
-        before = self.COMM_WORLD.Get_group().world_ranks
+    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
+        """Make `COMM_WORLD` that of the remaining ranks, and return these; `loss` is '' then. Collective over them."""
         members = self._endpoint.agree(timeout_seconds)
         self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
-        return tuple(before.index(rank) for rank in members)
+        return members
+
+    def confirm(self) -> None:
+        """Return if all ranks are here and none is lost, and raise an error otherwise. Collective."""
+        self.COMM_WORLD.Barrier()
 
     def close(self) -> None:
         """Close the connections. A second call has no effect."""

@@ -1,10 +1,12 @@
 """Agreement of the remaining ranks after a loss: which ranks are left.
 
-Every rank has a connection to every other one, so each remaining rank learns of a lost rank by itself, or from the
-ranks that have lost their connection to it. A rank in :meth:`Survivors.agree` sends its set of lost ranks to all, and
-again when the set has grown. It is done when it has received the same set from each rank that is not in it. Sets only
-grow, so all ranks that are done with one set agree; a rank that is lost afterwards makes the next call fail, and the
-ranks that are left meet here again. This module sends nothing itself, so that it can be tested without processes.
+Without MPI, every rank has a connection to every other one, so each remaining rank learns of a lost rank by itself, or
+from the ranks that have lost their connection to it. A rank in :meth:`Survivors.agree` sends its set of lost ranks to
+all, and again when the set has grown. It is done when it has received the same set from each rank that is not in it.
+Sets only grow, so all ranks that are done with one set agree; a rank that is lost afterwards makes the next call fail,
+and the ranks that are left meet here again. With MPI, ranks only wait here for each other (:meth:`Survivors.meet`), as
+its own agreement has no time limit and no names. This module sends nothing itself, so that it can be tested without
+processes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ...errors import RankLostError, StallError
+from ..errors import RankLostError, StallError
 
 
 class Survivors:
@@ -48,6 +50,11 @@ class Survivors:
     def is_agreed(self) -> bool:
         """Whether no rank has been lost since the ranks have agreed."""
         return not self._lost.keys() & set(self.members)
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """The ranks that have agreed last, without those that have been lost since."""
+        return tuple(rank for rank in self.members if rank not in self._lost)
 
     def note(self, rank: int, reason: str) -> bool:
         """Note that a rank is lost; return whether that is new."""
@@ -91,31 +98,59 @@ class Survivors:
             RankLostError: The others continue without this rank, or the remaining ranks are too few.
             StallError: Some have not come in time.
         """
-        limit, told = time.monotonic() + timeout_seconds, None
         with self._changed:
-            self._is_ready = True
-            try:
-                while True:
-                    if self.exclusion:
-                        raise RankLostError(f"rank {self.rank} cannot go on: {self.exclusion}.")
-                    lost = frozenset(self._lost)
-                    members = tuple(rank for rank in self.members if rank not in lost)
-                    self._check_number(members)
-                    if lost != told:
-                        told = lost
-                        self._without_lock(tell)
-                        continue
-                    late = [rank for rank in members if rank != self.rank and self._views.get(rank) != lost]
-                    if not late:
-                        self.members = members
-                        return members
-                    if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
-                        raise StallError(
-                            f"rank {self.rank}: {self._numbers(late)} still runs, but has not called recover() within "
-                            f"{timeout_seconds:g} s. The loss: {self.last_reason}."
-                        )
-            finally:
-                self._is_ready = False
+            limit = time.monotonic() + timeout_seconds
+            self.members = self._wait_for_others(tell, timeout_seconds, limit, lambda view, lost: view == lost)
+            return self.members
+
+    def meet(self, tell: Callable[[], object], timeout_seconds: float, limit: float) -> None:
+        """Return when all remaining ranks are here; they may know of different losses, so that others must agree.
+
+        For the arguments and errors see :meth:`agree`; `limit` is when the timeout ends.
+        """
+        members = frozenset(self.members)
+        with self._changed:  # in an earlier view, of a loss that is over, no present member is lost
+            self._wait_for_others(tell, timeout_seconds, limit, lambda view, lost: bool(view & members))
+
+    def settle(self, members: Sequence[int]) -> None:
+        """Take over who is left, on which others have agreed."""
+        with self._changed:
+            for rank in {*self.members} - {*members}:
+                self._lost.setdefault(rank, f"{self._numbers([rank])} is gone")
+            self.members = tuple(members)
+
+    def _wait_for_others(
+        self,
+        tell: Callable[[], object],
+        timeout_seconds: float,
+        limit: float,
+        is_ready: Callable[[frozenset[int], frozenset[int]], bool],
+    ) -> tuple[int, ...]:
+        """Return the remaining ranks when all of their views, compared with the lost ranks, are `is_ready`."""
+        told = None
+        self._is_ready = True
+        try:
+            while True:
+                if self.exclusion:
+                    raise RankLostError(f"rank {self.rank} cannot go on: {self.exclusion}.")
+                lost = frozenset(self._lost)
+                members = self.remaining
+                self._check_number(members)
+                if lost != told:
+                    told = lost
+                    self._without_lock(tell)
+                    continue
+                views = {rank: self._views.get(rank) for rank in members if rank != self.rank}
+                late = [rank for rank, view in views.items() if view is None or not is_ready(view, lost)]
+                if not late:
+                    return members
+                if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
+                    raise StallError(
+                        f"rank {self.rank}: {self._numbers(late)} still runs, but has not called recover() within "
+                        f"{timeout_seconds:g} s. The loss: {self.last_reason}."
+                    )
+        finally:
+            self._is_ready = False
 
     def _without_lock(self, tell: Callable[[], object]) -> None:
         """Send the message: the thread that delivers those of others may hold a lock that this needs, and wait here."""

@@ -1,0 +1,114 @@
+"""What torchmpi asks of a message library, beyond the names that it has in common with the module ``mpi4py.MPI``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .survivors import Survivors
+
+
+class Abilities:
+    """The answers of a plain MPI library; each object that takes the place of ``mpi4py.MPI`` has its own."""
+
+    problem_of_collectives = ""
+    """Why there are no collectives on tensors; '' if there are."""
+    calls_library = True
+    """Whether there is a library, which may take device pointers, and whose world is that of the launcher."""
+    notices_ended_ranks = False
+    """Whether calls fail when a rank ends, so that nobody need look for ranks that end in ``start()``."""
+    can_continue = False
+    """Whether the remaining ranks can continue; see :class:`Continuing`."""
+    is_ending = False
+    """Whether another rank has ended the job, so that this process is about to end; an MPI library does not tell."""
+
+    def watch_ranks(self, end_job: Callable[[str, int], None]) -> Callable[[], None]:
+        """End the job when another rank is lost; return a function that ends the watch. MPI launchers do it."""
+        return lambda: None
+
+    def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables to set before MPI is initialized, given those that are set."""
+        return {}
+
+    def before_finalize(self) -> None:
+        """Do what must come before MPI_Finalize. Collective."""
+
+    def why_no_recovery(self) -> str:
+        """Return why the job cannot continue without a lost rank, although it `can_continue`; '' if it can."""
+        return ""
+
+    def loss_behind_error(self) -> str:
+        """Return why all calls fail, after one has failed; '' if no rank is lost."""
+        return ""
+
+
+class Continuing(Abilities):
+    """A library with which the remaining ranks continue: the states of a job that may lose ranks.
+
+    ============ ============================================ ==============================================
+    state        calls                                        left when
+    ============ ============================================ ==============================================
+    running      work                                         a rank is lost: `loss` has the reason
+    failing      fail, all of them on all ranks               a rank calls :meth:`recover`
+    agreeing     none: the rank waits in :meth:`recover`      all remaining ranks are here and know who is left
+    ============ ============================================ ==============================================
+
+    The numbers of `survivors` are the first ranks; `COMM_WORLD` has those that have agreed last.
+    """
+
+    COMM_WORLD: Any
+    survivors: Survivors | None = None
+    notices_ended_ranks = can_continue = True
+    problem = ""
+    """Why calls fail for ever; '' otherwise."""
+
+    @property
+    def loss(self) -> str:
+        """Why all calls fail, if a rank has been lost and the ranks have not agreed since; '' otherwise."""
+        raise NotImplementedError
+
+    def begin(self) -> Survivors:
+        """Begin to let all calls fail when a rank is lost, instead of ending the job. Collective, the first time."""
+        raise NotImplementedError
+
+    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
+        """Make `COMM_WORLD` that of the remaining ranks, and return these; `loss` is '' then. Collective over them."""
+        raise NotImplementedError
+
+    def confirm(self) -> None:
+        """Return if all ranks are here and none is lost, and raise an error of the library otherwise. Collective."""
+        raise NotImplementedError
+
+    def loss_behind_error(self) -> str:
+        """Return `loss`."""
+        return self.loss
+
+    def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
+        """Let all calls fail when a rank is lost, and call `on_loss`; return a function that ends the latter.
+
+        Later losses fail all calls too. :meth:`recover` continues with the remaining ranks.
+        """
+        survivors = self.begin()
+        survivors.on_loss = on_loss
+        if reason := self.loss or self.problem:  # meanwhile
+            on_loss(reason)
+
+        def stop() -> None:
+            survivors.on_loss = lambda reason: None
+
+        return stop
+
+    def recover(self, timeout_seconds: float) -> tuple[int, ...]:
+        """Make ``COMM_WORLD`` the communicator of the remaining ranks. Collective over these.
+
+        Returns:
+            The former ranks in ``COMM_WORLD`` of its present ranks.
+
+        Raises:
+            RankLostError: The other ranks continue without this one, or the remaining ones are too few to be sure that
+                the others have not gone on too.
+            StallError: A remaining rank has not called this in time.
+        """
+        assert self.survivors is not None
+        before = self.survivors.members
+        return tuple(before.index(rank) for rank in self.agree(timeout_seconds))

@@ -1,0 +1,412 @@
+"""An MPI library whose remaining ranks continue after a loss: Open MPI 5 with its fault tolerance (ULFM) switched on.
+
+``mpirun --with-ft ulfm`` leaves the other ranks alone when one has ended. What they do then, step by step, and which
+facts about Open MPI 5.0.11 are behind it: docs/design/recovery.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import StallError
+from . import launcher
+from .abilities import Continuing
+from .survivors import Survivors
+
+_IDLE_SECONDS, _FAILING_SECONDS = 0.03, 0.002
+"""Between two looks for lost ranks, as long as there is none, and until the remaining ranks have agreed."""
+_REASON_SECONDS = 0.5
+_SETTLING_SECONDS = 0.05
+"""The age at which a communicator may be revoked: Open MPI crashed when another rank was still making it."""
+_GRACE_SECONDS = 1.0
+_VIEWS_TAG = 1
+_SWITCH = "OMPI_MCA_mpi_ft_enable"
+_COLLECTIVES = "OMPI_MCA_coll"
+_DETECTOR = "OMPI_MCA_mpi_ft_detector"
+_NO_FENCE = "OMPI_MCA_async_mpi_finalize"
+_UNSAFE, _AGREEMENT = ("han", "adapt"), "ftagree"
+RUNNING_VARIABLE = "TORCHMPI_RUNNING_FILE"
+"""Names a file that ranks make in ``start()`` and remove in ``stop()``: mpirun returns 0 also if all were killed."""
+HOW_ELSEWHERE = (
+    "Start the ranks without MPI, by `torchmpi run --without-mpi`, or restart the job from a checkpoint: `torchmpi run "
+    "--restarts N`"
+)
+T = TypeVar("T")
+
+
+def is_switched_on(environment: Mapping[str, str]) -> bool:
+    """Return whether ``mpirun --with-ft ulfm`` has started this process.
+
+    >>> is_switched_on({"OMPI_MCA_mpi_ft_enable": "1"}), is_switched_on({"OMPI_MCA_mpi_ft_enable": "false"})
+    (True, False)
+    """
+    return environment.get(_SWITCH, "").lower() in ("1", "true", "t", "yes", "enabled")
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that Open MPI needs at its start, given those that are set.
+
+    The collectives of `han` and `adapt` return wrong data after a loss, without an error. Open MPI's own detector takes
+    a rank that computes for a second for dead; that of its launcher is enough. The launcher's wait for all ranks at the
+    end does not end in one of eight jobs that have lost one; :meth:`FaultTolerantMPI.before_finalize` takes its place.
+
+    >>> variables({})["OMPI_MCA_coll"], variables({"OMPI_MCA_coll": "^cuda,han"})["OMPI_MCA_coll"]
+    ('^han,adapt', '^cuda,han,adapt')
+    >>> variables({"OMPI_MCA_coll": "han,tuned,basic"})["OMPI_MCA_coll"]
+    'tuned,basic,ftagree'
+    """
+    given = environment.get(_COLLECTIVES, "")
+    names = list(filter(None, given.lstrip("^").split(",")))
+    if given and not given.startswith("^"):
+        kept = [name for name in names if name not in _UNSAFE]
+        chosen = ",".join(dict.fromkeys([*kept, _AGREEMENT]))
+    else:
+        chosen = "^" + ",".join(dict.fromkeys([*names, *_UNSAFE]))
+    return {_COLLECTIVES: chosen, _DETECTOR: "0", _NO_FENCE: "1"}
+
+
+def why_not(name: str, version: tuple[int, ...]) -> str:
+    """Return why a library, of a name and a version as of ``MPI.get_vendor()``, has no fault tolerance; '' if it may.
+
+    >>> why_not("MPICH", (5, 0, 2)), why_not("Open MPI", (4, 1, 6)), why_not("Open MPI", (5, 0, 11))
+    ('MPICH cannot continue without a lost rank', 'Open MPI can do so from version 5.0 on', '')
+    """
+    if name != "Open MPI":
+        return f"{name} cannot continue without a lost rank"
+    return "" if version >= (5,) else "Open MPI can do so from version 5.0 on"
+
+
+def why_not_built(MPI: Any) -> str:
+    """Return why the loaded library has no fault tolerance; '' if it has."""
+    if problem := why_not(*MPI.get_vendor()):
+        return problem
+    return "" if hasattr(ctypes.CDLL(MPI.__file__), "MPIX_Comm_revoke") else "it was built without ULFM"
+
+
+def why_switched_off(MPI: Any) -> str:
+    """Return why the job has no fault tolerance, and what to do instead."""
+    if problem := why_not_here(MPI):
+        return f"{problem}. {HOW_ELSEWHERE}"
+    return "fault tolerance is off. Start with `torchmpi run --on-lost-rank continue`, or `mpirun --with-ft ulfm`"
+
+
+def why_not_here(MPI: Any) -> str:
+    """Return why the loaded library has no fault tolerance, or was started without it; '' if it can be used."""
+    if problem := why_not_built(MPI):
+        return problem
+    if launcher.detect().name != launcher.OPEN_MPI:
+        return "only its own mpirun tells the ranks which of them have ended"
+    return ""
+
+
+class _Communicators:
+    """The communicators whose calls a loss must end, with the time when they were made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[int, tuple[Any, float]] = {}
+
+    def add(self, comm: Any) -> Any:
+        """Add a communicator, and return it."""
+        with self._lock:
+            self._made[id(comm)] = comm, time.monotonic()
+        return comm
+
+    def discard(self, comm: Any) -> None:
+        """Forget one that is about to be freed."""
+        with self._lock:
+            self._made.pop(id(comm), None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._made.clear()
+
+    def revoke(self, error: type[Exception], least_age: float = 0.0) -> None:
+        """End the calls on communicators of this age, on all ranks."""
+        now = time.monotonic()
+        with self._lock:
+            for comm, made in self._made.values():
+                with contextlib.suppress(error):
+                    if now - made >= least_age and not comm.Is_revoked():
+                        comm.Revoke()
+
+
+def _tracked(MPI: Any, known: _Communicators) -> Callable[[Any], Any]:
+    """Return a class of communicators that are `known`, as are those that are made of them."""
+
+    class Tracked(MPI.Intracomm):  # type: ignore[misc]
+        """A communicator whose calls a loss ends."""
+
+        def Dup(self, *arguments: Any) -> Any:
+            """Return another communicator of the same ranks. Collective."""
+            return known.add(Tracked(super().Dup(*arguments)))
+
+        def Split(self, *arguments: Any) -> Any:
+            """Return a communicator of some of the ranks. Collective."""
+            return self._made(super().Split(*arguments))
+
+        def Split_type(self, *arguments: Any) -> Any:
+            """Return a communicator of ranks that share something. Collective."""
+            return self._made(super().Split_type(*arguments))
+
+        def Create_group(self, *arguments: Any) -> Any:
+            """Return a communicator of the ranks of a group. Collective over these."""
+            return self._made(super().Create_group(*arguments))
+
+        def Free(self) -> None:
+            """Free the communicator."""
+            known.discard(self)
+            super().Free()
+
+        def _made(self, comm: Any) -> Any:
+            return known.add(Tracked(comm)) if comm != MPI.COMM_NULL else comm
+
+    return Tracked
+
+
+class FaultTolerantMPI(Continuing):
+    """Takes the place of the module ``mpi4py.MPI``; its `COMM_WORLD` changes when a rank has been lost.
+
+    The other names are those of the module.
+    """
+
+    def __init__(self, MPI: Any) -> None:
+        self.__dict__.update({name: value for name, value in vars(MPI).items() if not name.startswith("_")})
+        self._library = MPI
+        self._known = _Communicators()
+        self._tracked = _tracked(MPI, self._known)
+        self._is_prepared = False
+        self._lock = threading.RLock()
+        """Held by the thread that looks for lost ranks."""
+        self._reason = ""
+        self._has_refused = False
+        """Whether this rank has taken part in an agreement that a rank is lost, since the last recovery."""
+        self._sent: list[Any] = []
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    # --- start and end
+
+    def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables to set before MPI is initialized."""
+        self._is_prepared = True
+        return variables(environment)
+
+    def why_no_recovery(self) -> str:
+        """Return why the job cannot continue without a lost rank; '' if it can."""
+        if self._library.Query_thread() != self._library.THREAD_MULTIPLE:
+            return "it was initialized without MPI_THREAD_MULTIPLE, and a thread must look for lost ranks"
+        if not self._is_prepared:
+            return (
+                "it was initialized before mpi.start(), which must choose the collectives of Open MPI. Import "
+                "mpi4py.MPI after mpi.start()"
+            )
+        return ""
+
+    @property
+    def notices_ended_ranks(self) -> bool:  # type: ignore[override]
+        """Whether a thread looks for ranks that end, and communicators may be smaller than the launcher says."""
+        return self.survivors is not None
+
+    def begin(self) -> Survivors:
+        """Begin to let all calls fail when a rank is lost, instead of ending the job. Collective, the first time."""
+        if self.survivors is None:
+            world = self._library.COMM_WORLD
+            self._first = world.Dup()  # of all ranks, never revoked: messages between the remaining ones arrive
+            self._hosts = self._first.allgather(socket.gethostname())
+            self._everyone = self._first.Get_group()
+            self.survivors = Survivors(self._first.rank, self._hosts)
+            self.COMM_WORLD = self._known.add(self._tracked(world))
+            self._thread = threading.Thread(target=self._run, name="torchmpi lost ranks", daemon=True)
+            self._thread.start()
+        return self.survivors
+
+    def before_finalize(self) -> None:
+        """End the thread, and wait for all ranks, which MPI_Finalize does not do then. Collective."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()  # a call of MPI after MPI_Finalize would end the process
+        with contextlib.suppress(self._library.Exception):  # a rank is lost, or has been since the last agreement
+            self.COMM_WORLD.Agree(1)
+
+    def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
+        """Let all calls fail when a rank is lost; see the base class."""
+        stop, running = super().continue_without_lost_ranks(on_loss), os.environ.get(RUNNING_VARIABLE)
+        if running is None:
+            return stop
+        Path(running).touch()
+
+        def end() -> None:
+            Path(running).unlink(missing_ok=True)
+            stop()
+
+        return end
+
+    # --- running: look for lost ranks
+
+    @property
+    def loss(self) -> str:
+        """Why all calls fail, if a rank has been lost and the ranks have not agreed since; '' otherwise."""
+        return self._reason
+
+    def loss_behind_error(self) -> str:
+        """Return why all calls fail, after one has failed; '' if no rank is lost. The launcher may still be silent."""
+        limit = time.monotonic() + _REASON_SECONDS
+        while self.survivors is not None and not self._reason and time.monotonic() < limit:
+            self._look()
+            time.sleep(_FAILING_SECONDS)
+        return self._reason
+
+    def _run(self) -> None:
+        period = _IDLE_SECONDS
+        while not self._closed.wait(period):
+            with contextlib.suppress(self._library.Exception):
+                self._look()
+            period = _FAILING_SECONDS if self._reason else _IDLE_SECONDS
+
+    def _look(self) -> None:
+        """Note lost ranks, and end the calls of this and of all other ranks if there are any."""
+        assert self.survivors is not None
+        with self._lock:
+            self._library.COMM_SELF.Iprobe(0)  # progress, without which Get_failed() learns nothing
+            for rank in self._failed():
+                self.survivors.note(rank, f"{self._named(rank)} is gone: its process has ended")
+            if self._reason or self.COMM_WORLD.Is_revoked():
+                self._hear()
+            if not (self._reason or self.survivors.is_agreed):
+                self._reason = self.survivors.last_reason
+                self.survivors.on_loss(self._reason)
+            if self._reason:
+                self._known.revoke(self._library.Exception, _SETTLING_SECONDS)
+
+    def _failed(self) -> list[int]:
+        group = self._first.Get_failed()
+        ranks: list[int] = list(group.Translate_ranks(None, self._everyone)) if group.size else []
+        group.Free()
+        return ranks
+
+    def _named(self, rank: int) -> str:
+        """Return a rank as the program numbers it at present."""
+        assert self.survivors is not None
+        members = self.survivors.members
+        return f"rank {members.index(rank) if rank in members else '(left)'} on host {self._hosts[rank]}"
+
+    # --- failing and agreeing
+
+    def confirm(self) -> None:
+        """Return if all ranks are here and none is lost, and raise an error of MPI otherwise. Collective.
+
+        All ranks get the same answer. Those whose calls have failed take part in :meth:`agree`.
+        """
+        if not self._has_agreed(is_well=True):
+            raise self._library.Exception(self._library.ERR_PROC_FAILED)
+
+    def _has_agreed(self, *, is_well: bool) -> bool:
+        """Return whether all ranks are well; the same on all of them."""
+        try:
+            are_well = bool(self.COMM_WORLD.Agree(int(is_well and not self._reason)))
+        except self._library.Exception:  # a rank is lost: all get this error
+            are_well = False
+        self._has_refused = not are_well
+        return are_well
+
+    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
+        """Make `COMM_WORLD` that of the remaining ranks, and return these; `loss` is '' then. Collective over them."""
+        assert self.survivors is not None
+        limit = time.monotonic() + timeout_seconds
+        if not self._has_refused:  # others may be in confirm(), and wait for this rank
+            with contextlib.suppress(StallError):  # the next step knows who is late
+                self._within(limit, partial(self._has_agreed, is_well=False))
+        self.survivors.meet(self._tell, timeout_seconds, max(limit, time.monotonic() + _GRACE_SECONDS))
+        self._known.revoke(self._library.Exception)  # no rank makes communicators now
+        whole = self._within(max(limit, time.monotonic() + _GRACE_SECONDS), self._shrunk)
+        members = tuple(whole.Get_group().Translate_ranks(None, self._everyone))
+        with self._lock:
+            self.survivors.settle(members)
+            # Not freed: with a lost rank that may hang, and ranks hold different numbers of them.
+            self._known.clear()
+            self.COMM_WORLD = self._known.add(self._tracked(whole))
+            # A rank that was lost after the agreement ends the calls of the new world.
+            self._reason = "" if self.survivors.is_agreed else self.survivors.last_reason
+            self._has_refused = False
+        return members
+
+    def _shrunk(self) -> Any:
+        """Return a communicator of the remaining ranks, of which they have agreed that it works."""
+        while True:
+            whole = self._first.Shrink()
+            whole.Set_errhandler(self._library.ERRORS_RETURN)
+            if self._works(whole):
+                return whole
+
+    def _works(self, whole: Any) -> bool:
+        """Return whether a new communicator works; the same on all of its ranks.
+
+        The first exchange on one has returned garbage. Before the first agreement none may revoke what others still
+        make.
+        """
+        MPI, is_right = self._library, False
+        try:
+            whole.Agree(1)
+        except MPI.Exception:
+            return False
+        try:
+            expected = list(whole.Get_group().Translate_ranks(None, self._everyone))
+            is_right = whole.allgather(self._first.rank) == expected
+        except Exception:  # also of unpickling
+            with contextlib.suppress(MPI.Exception):
+                whole.Revoke()
+        try:
+            return bool(whole.Agree(int(is_right)))
+        except MPI.Exception:
+            return False
+
+    def _within(self, limit: float, call: Callable[[], T]) -> T:
+        """Return the result of a call that has no time limit of its own, or raise StallError."""
+        results: list[T] = []
+        thread = threading.Thread(target=lambda: results.append(call()), name="torchmpi agreement", daemon=True)
+        thread.start()
+        thread.join(max(limit - time.monotonic(), 0.0))
+        if not results:
+            raise StallError(f"rank {self.COMM_WORLD.rank}: the remaining ranks do not agree: one of them hangs.")
+        return results[0]
+
+    # --- messages between ranks in agree()
+
+    def _others(self) -> Iterator[int]:
+        assert self.survivors is not None
+        return (rank for rank in self.survivors.remaining if rank != self._first.rank)
+
+    def _tell(self) -> None:
+        """Send the view of this rank to all others."""
+        assert self.survivors is not None
+        view = self.survivors.own_view()
+        for peer in self._others():
+            with contextlib.suppress(self._library.Exception):  # lost meanwhile
+                self._sent.append(self._first.Isend([view, self._library.BYTE], peer, _VIEWS_TAG))
+
+    def _hear(self) -> None:
+        """Take over the views of the others."""
+        assert self.survivors is not None
+        status = self._library.Status()
+        for peer in self._others():
+            with contextlib.suppress(self._library.Exception):
+                while self._first.Iprobe(peer, _VIEWS_TAG, status):
+                    view = bytearray(status.Get_count(self._library.BYTE))
+                    self._first.Recv([view, self._library.BYTE], peer, _VIEWS_TAG)
+                    self.survivors.hear(peer, bytes(view))
+        with contextlib.suppress(self._library.Exception):
+            self._sent = [request for request in self._sent if not request.Test()]
