@@ -170,7 +170,7 @@ def _comparison(each: runtime.Runtime, group: Group) -> CallComparison:
             exchange.comm.note("reduction", HEADER_BYTES)
             return agree(number, *moved)
 
-        exchange.agree = noted  # type: ignore[method-assign]
+        exchange.agree = noted  # type: ignore[method-assign, assignment]
     return comparison
 
 

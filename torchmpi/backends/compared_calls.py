@@ -49,8 +49,9 @@ def with_comparison(
     `by_host`: a reduction adds within the hosts first, where several ranks share one.
     """
     comparison = group.comparison
-    is_carried = collective in _CARRIED and isinstance(comparison, CallComparison)
-    if not is_carried or (SPECS[collective].reduces and comparison.in_steps != by_host):
+    if collective not in _CARRIED or not isinstance(comparison, CallComparison):
+        return Operation(longer)
+    if SPECS[collective].reduces and comparison.in_steps != by_host:
         return Operation(longer)
     call = ComparedCall(group, comparison, collective, dtype, op, longer)
     return Operation(call.run, compares=True, cached_call=call.cached_call)
@@ -164,10 +165,10 @@ class ComparedCall:
         """Return the call for the fast path; None if the fast path cannot run it."""
         if not (self.has_kernel and can_call_from_kernels(self.group)):
             return None
-        intra = self.comparison.intra
-        found = [intra and self._cached_step(intra, step) for step in self.steps(root)]
+        intra, planned = self.comparison.intra, self.steps(root)
+        found = [self._cached_step(intra, step) for step in planned if intra is not None]
         steps = [step for step in found if step is not None]
-        if len(steps) < len(found):  # the ranks of the host share no memory
+        if len(steps) < len(planned):  # the ranks of the host share no memory
             return None
         limit = self.most_bytes if most_bytes is None else min(most_bytes, self.most_bytes)
         return _KernelCall(self, root, limit, steps).cached_call()
