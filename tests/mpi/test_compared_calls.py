@@ -116,6 +116,13 @@ def cached(collective: str, given: list[torch.Tensor], op: str | None, root: int
         run(collective, given[RANK].clone(), op, root, **options)
 
 
+def default_backend(collective: str, hosts: str) -> str:
+    """The backend of a call without ``backend=``; with it, Python makes the call."""
+    if len(set(hosts)) == SIZE:
+        return "p2p" if SPECS[collective].reduces else "mpi"
+    return "mpi" if collective in ("gather", "alltoall") else "hierarchical"
+
+
 def lengths(collective: str, item_bytes: int, hosts: str) -> Iterator[tuple[int, bool]]:
     """Numbers of elements, and whether the messages of a comparison carry such a call."""
     comparison, spec = runtime.current().world.comparison, SPECS[collective]
@@ -180,7 +187,7 @@ def test_ranks_of_both_paths_meet(agree, placement, collective):
                 found = fast(collective, tensor, result, op, root)
                 agree(found is not None, "not by the fast path")
             else:
-                found = run(collective, tensor, op, root, mode="_async")
+                found = run(collective, tensor, op, root, backend=default_backend(collective, placement))
             if result is not None:
                 agree.bits(found, result, f"{numel}, rank {odd} through Python")
 
@@ -277,7 +284,8 @@ def test_both_paths_leave_the_same_records(agree, placement):
             if is_fast:
                 agree(fast(collective, given[RANK].clone(), result, op, SIZE - 1) is not None, "not by the fast path")
             else:
-                run(collective, given[RANK].clone(), op, SIZE - 1, mode="_async")
+                backend = default_backend(collective, placement)
+                run(collective, given[RANK].clone(), op, SIZE - 1, backend=backend)
             added = [group.call_log.seq - seq for group, seq in zip(groups, before, strict=True)]
             steps = groups[-1].call_log.recent(2) if len(groups) > 1 else []
             seen.append((added, [(each.code, type(each.shape)) for each in steps], world.call_log.recent(1)[0][1:]))
