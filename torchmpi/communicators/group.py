@@ -21,7 +21,7 @@ from ..errors import MismatchError, RankLostError, StallError, TorchMPIError, Tr
 from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, segment_bytes
-from ..shared_memory.segments import Segment
+from ..shared_memory.segments import Segment, Ticket
 from ..timeline import events
 from . import splits
 from .call_counts import CallCounts
@@ -35,7 +35,7 @@ from .mismatches import mismatch_error, mismatch_message
 from .observed_calls import ObservedCall, ShownTask, describe
 from .plan import Plan
 from .release import Key, MessageCounter, register, retire
-from .status_board import StatusBoard
+from .status_board import StatusBoard, UnusedMemory
 
 T = TypeVar("T")
 _HEADER_DIMS = 12
@@ -406,7 +406,9 @@ class Group:
             self.context.flight_record.free(self.call_log.ring, self.call_log.seq)
             for ring in self.channels.close():
                 self.context.flight_record.free(ring)
-        if self.status_board is not None:
+        if self.status_board is not None and together:
+            self.context.unused_memory.keep(self.world_ranks, self.status_board)
+        elif self.status_board is not None:
             self.status_board.close()
         if together:
             self.side_comm.Free()
@@ -459,6 +461,8 @@ class GroupContext:
         """Whether the loss of a rank raises an error instead of ending the job."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
+        self.unused_memory = UnusedMemory()
+        """Of freed ones."""
         self.num_made: Counter[tuple[tuple[int, ...], str]] = Counter()
         """The number of groups made, freed ones too, by ranks and name: the same on all ranks of these groups."""
         self.failed: list[Handle[Any]] = []
@@ -529,11 +533,18 @@ def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
     if len(group.hosts) > 1 or not context.slot_bytes:
         return register(comm, ranks)[0], None
     num_bytes = segment_bytes(group.size, slot_bytes(group.size, context.slot_bytes))
-    own, segment = _offered(comm, "group", num_bytes)
+    take = partial(context.unused_memory.take, ranks, num_bytes)
+    own, segment, was_used = _offered(comm, "group", num_bytes, take() if comm.rank == 0 else None, take)
     key, is_shared = register(comm, ranks, segment is not None)
     segment = _settled(own, segment, is_shared)
+    if was_used and segment is None:  # a rank frees the last group at this moment, in another thread
+        segment = share(comm, "group", num_bytes)
     if segment is not None:
-        return key, StatusBoard(segment, group.size)
+        board = StatusBoard(segment, group.size)
+        if was_used:
+            board.clear(group.rank)
+            on_all(comm, True)  # no rank begins before all have cleared their parts
+        return key, board
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
     context.problems.add(f"the system provides none ({reason})")
     return key, None
@@ -541,15 +552,36 @@ def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
 
 def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
     """Return zeroed memory that all ranks of a communicator have mapped; None if one of them cannot. Collective."""
-    own, segment = _offered(comm, name, num_bytes)
+    own, segment, _ = _offered(comm, name, num_bytes)
     return _settled(own, segment, on_all(comm, segment is not None))
 
 
-def _offered(comm: Any, name: str, num_bytes: int) -> tuple[Segment | None, Segment | None]:
-    """Make a segment on rank 0 and open it on all ranks; return it on rank 0, and if it is open here. Collective."""
-    own = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
-    ticket = broadcast_short(comm, None if own is None else own.ticket)
-    return own, own if comm.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
+def _offered(
+    comm: Any,
+    name: str,
+    num_bytes: int,
+    kept: Segment | None = None,
+    take: Callable[[Ticket], Segment | None] = lambda ticket: None,
+) -> tuple[Segment | None, Segment | None, bool]:
+    """Make a segment on rank 0 and open it on all ranks. Collective.
+
+    Args:
+        comm: The ranks.
+        name: The name of the segment.
+        num_bytes: Its length.
+        kept: On rank 0 a segment of a former group, instead of a new one.
+        take: Returns the same segment on another rank, if that has kept it.
+
+    Returns:
+        The segment on rank 0; the segment if it is open here; whether it is one of a former group.
+    """
+    own = kept
+    if own is None and comm.rank == 0:
+        own = _try(partial(Segment.create, name, num_bytes))
+    ticket, was_used = broadcast_short(comm, (None if own is None else own.ticket, kept is not None))
+    if comm.rank == 0 or ticket is None:
+        return own, own, was_used
+    return None, take(ticket) if was_used else _try(partial(Segment.open, ticket)), was_used
 
 
 def _settled(own: Segment | None, segment: Segment | None, is_shared: bool) -> Segment | None:
