@@ -229,7 +229,8 @@ class FaultTolerantMPI(Continuing):
             self._hosts = self._first.allgather(socket.gethostname())
             self._everyone = self._first.Get_group()
             self.survivors = Survivors(self._first.rank, self._hosts)
-            self.COMM_WORLD = self._known.add(self._tracked(world))
+            # Of Open MPI's own world only Shrink() makes communicators: see _shrunk().
+            self.COMM_WORLD = self._known.add(self._tracked(world.Dup()))
             self._thread = threading.Thread(target=self._run, name="torchmpi lost ranks", daemon=True)
             self._thread.start()
         return self.survivors
@@ -345,9 +346,13 @@ class FaultTolerantMPI(Continuing):
         return members
 
     def _shrunk(self) -> Any:
-        """Return a communicator of the remaining ranks, of which they have agreed that it works."""
+        """Return a communicator of the remaining ranks, of which they have agreed that it works.
+
+        A communicator that was being made when the rank was lost still holds its turn for a number, before all
+        that are made of later ones. No other one has been made of the first communicator.
+        """
         while True:
-            whole = self._first.Shrink()
+            whole = self._library.COMM_WORLD.Shrink()
             whole.Set_errhandler(self._library.ERRORS_RETURN)
             if self._works(whole):
                 return whole

@@ -1,0 +1,119 @@
+"""A program that loses ranks and continues: ``loss_program.py MOMENT FAULT VICTIMS FOLDER``, started by losses.py.
+
+VICTIMS are first ranks: ``1,2`` one after the other, ``1+2`` at the same time. Every result is compared; a wrong one
+is printed as WRONG. A remaining rank prints at its end the losses, and the seconds from the last fault to the first
+right result after it.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import torchmpi as mpi
+from torchmpi.engine.all_ranks import AllRanks
+
+CALLS, FIRST_CALL, NEXT_CALL = 30, 10, 20
+moment, fault, folder = sys.argv[1], sys.argv[2], Path(sys.argv[4])
+own = int(os.environ["RANK"])
+if "+" in sys.argv[3]:
+    victims = [{int(text) for text in sys.argv[3].split("+")}]
+else:
+    victims = [{int(text)} for text in sys.argv[3].split(",")]
+short, long, empty = torch.arange(16.0), torch.arange(float(1 << 20)), torch.empty(16)
+
+
+def fail():
+    (folder / "fault").write_text(repr(time.monotonic()))
+    if fault == "raise":
+        raise MemoryError("no memory for the batch")
+    if fault == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), getattr(signal, fault))
+
+
+def fail_soon(least=0.0, most=0.03):
+    """Fail in the middle of what follows; only signals can do that."""
+    if fault in ("raise", "exit"):
+        fail()
+    threading.Timer(random.uniform(least, most), fail).start()
+
+
+def reduced(tensor, call, **options):
+    """Allreduce known values, and compare the result."""
+    result = mpi.allreduce(tensor + call + mpi.rank(), **options)
+    expected = mpi.size() * (tensor + call) + sum(range(mpi.size()))
+    if not torch.equal(result, expected):
+        print(f"WRONG first rank {own}, call {call}: {result} instead of {expected}", flush=True)
+
+
+def exchange(call):
+    last, following = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+    sending = mpi.send_async(short + mpi.rank() + call, following)
+    received = mpi.recv(empty.clone(), last)
+    sending.wait()
+    if not torch.equal(received, short + last + call):
+        print(f"WRONG first rank {own}, call {call}: received {received}", flush=True)
+
+
+def in_group(call):
+    with mpi.group(range(mpi.size())) as everyone:
+        reduced(short, call, comm=everyone)
+
+
+REPEATED = {
+    "short allreduce": lambda call: reduced(short, call),
+    "long allreduce": lambda call: reduced(long, call),
+    "short allreduce of MPI": lambda call: reduced(short, call, backend="mpi"),
+    "long allreduce of MPI": lambda call: reduced(long, call, backend="mpi"),
+    "barrier": lambda call: mpi.barrier(),
+    "send and receive": exchange,
+    "new groups": in_group,
+    "copies": lambda call: AllRanks().confirm(),
+}
+
+
+def lose(is_victim, call):
+    """Lose ranks; does not return."""
+    if moment in REPEATED:
+        if is_victim:
+            fail_soon()
+        while True:
+            REPEATED[moment](call)
+    if is_victim:
+        time.sleep(0.1)  # the others wait, or compute
+        fail()
+    begin = time.monotonic()
+    while moment == "computing" and time.monotonic() < begin + 0.3:
+        torch.rand(100, 100) @ torch.rand(100, 100)
+    while True:
+        reduced(short, call)
+
+
+mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False))
+call, num_losses, seconds, is_agreed = 0, 0, 0.0, True
+while call < CALLS:
+    try:
+        if not is_agreed:
+            call = int(mpi.allreduce(call, op="max"))
+            is_agreed, seconds = True, time.monotonic() - float((folder / "fault").read_text())
+        if num_losses == 0 and call == FIRST_CALL:
+            lose(own in victims[0], call)
+        if num_losses == 1 and call == NEXT_CALL and len(victims) > 1 and moment != "recovery":
+            lose(own in victims[1], call)
+        reduced(short, call)
+        reduced(long, call)
+        exchange(call)
+        call += 1
+    except mpi.RankLostError:
+        if moment == "recovery" and own in victims[1]:
+            fail_soon(most=0.5)
+        mpi.recover()
+        num_losses, is_agreed = num_losses + 1, False
+print(f"continued: first rank {own} of now {mpi.size()}, {num_losses} losses, {seconds:.3f} s", flush=True)
+mpi.stop()
