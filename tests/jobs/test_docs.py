@@ -22,6 +22,7 @@ import torch
 import torchmpi as mpi
 import torchmpi.nn
 import torchmpi.parameterserver
+from torchmpi import config
 from torchmpi.config import PREFIX
 from torchmpi.errors import TorchMPIError
 from torchmpi.tensors import dtypes
@@ -294,6 +295,14 @@ def test_settings_table_agrees_with_config():
     for name, variable, _, meaning in rows:
         assert variable == PREFIX + name.upper()
         assert meaning, f"{name} has no meaning"
+
+
+def test_table_of_other_variables_is_complete():
+    """All but those that tests and `torchmpi run` set for themselves."""
+    _, *rows = rows_of_table(ROOT / "docs" / "runtime.md", "variable")
+    internal = {"TORCHMPI_TEST_", "TORCHMPI_RUN_PID"}
+    assert {name for name, _ in rows} == set(config._NOT_FIELDS) - internal
+    assert all(effect for _, effect in rows)
 
 
 def test_operations_table_agrees_with_dtypes():
