@@ -23,6 +23,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmark-scripts.md",
     "examples/README.md": "examples.md",
+    **{f"results/{path.name}": f"results/{path.name}" for path in sorted((ROOT / "results").glob("*.md"))},
 }
 """Files of the checkout that are pages of the site, and their names there."""
 LINKED = {**OUTSIDE, "README.md": "index.md"}

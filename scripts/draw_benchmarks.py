@@ -24,7 +24,7 @@ LABELS = {"synchronize_gradients": "torchmpi.nn", "ddp": "ddp on gloo"}
 
 def training_steps() -> dict[str, dict[str, float]]:
     """Return milliseconds by network and contestant."""
-    page = (ROOT / "docs" / "benchmark-tables.md").read_text()
+    page = (ROOT / "results" / "benchmark-tables.md").read_text()
     steps = {}
     for name, table in re.findall(r"^(\w+): training step, 2 ranks\n\n.*\n((?:  .+\n)+)", page, re.MULTILINE):
         rows = re.findall(r"^  (\S.*?) +([0-9.]+) +\d+%", table, re.MULTILINE)

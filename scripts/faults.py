@@ -2,7 +2,7 @@
 """Make one rank of three fail in many ways, and write a table of how each job ended.
 
     python scripts/faults.py [--launchers openmpi,mpich,torchrun,gloo] [--only REGEX] [--missing] [--not-good]
-        [--output docs/reliability.md]
+        [--output results/reliability.md]
 
 An environment of scripts/test_cpu.sh is needed for each MPI (.venv/openmpi, .venv/mpich). Results are kept in
 build/faults.json, so that a part can be run again (--only), an interrupted run can be continued (--missing), and the

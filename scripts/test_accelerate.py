@@ -5,7 +5,7 @@
 
 These tests start two processes by `debug_launcher`, which forks the process of pytest and names no launcher of MPI;
 with TORCHMPI_AS_GLOO=1 their process groups are of torchmpi. Prints a table and the reasons of skips; --write puts them
-into docs/frameworks.md. Ends with status 1 if a test fails with torchmpi and not with gloo.
+into results/frameworks.md. Ends with status 1 if a test fails with torchmpi and not with gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import place_table
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PAGE = CHECKOUT / "docs" / "frameworks.md"
+PAGE = CHECKOUT / "results" / "frameworks.md"
 FILES = ("test_cpu.py", "test_grad_sync.py", "test_scheduler.py", "test_metrics.py")
 """Those of the folder tests that call debug_launcher."""
 BACKENDS: Mapping[str, Mapping[str, str]] = {"gloo": {}, "torchmpi": {"TORCHMPI_AS_GLOO": "1"}}
@@ -90,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder with the sources of Accelerate")
     parser.add_argument("--file", default="", metavar="WORD", help="files with this word in their name")
-    parser.add_argument("--write", action="store_true", help="write the lines into docs/frameworks.md")
+    parser.add_argument("--write", action="store_true", help="write the lines into results/frameworks.md")
     options = parser.parse_args()
     failed = False
     for name in FILES:

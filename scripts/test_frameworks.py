@@ -8,8 +8,8 @@ The programs are in tests/jobs/frameworks and examples/llm; they name gloo, or n
 or logits with those of one process themselves. Each runs with the mpirun of the environment, with torchrun and, if its
 library has one, with the launcher of the library, all with TORCHMPI_AS_GLOO=1 or TORCHMPI_AS_MPI=1; and with torchrun
 alone, which is gloo. The launchers alternate, and each time is divided by that of gloo in the same round; a cell has
-the median of the rounds. --write replaces these lines in docs/frameworks.md, in alphabetical order; launchers that do
-not run keep their cells. Needs the extra "frameworks".
+the median of the rounds. --write replaces these lines in results/frameworks.md, in alphabetical order; launchers that
+do not run keep their cells. Needs the extra "frameworks".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 import place_table
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PAGE = CHECKOUT / "docs" / "frameworks.md"
+PAGE = CHECKOUT / "results" / "frameworks.md"
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "pytorch-ignite", "deepspeed")
 MPIRUN, TORCHRUN, ACCELERATE, GLOO = "mpirun", "torchrun", "accelerate", "gloo"
 LAUNCHERS = (MPIRUN, TORCHRUN, ACCELERATE, GLOO)
@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs with each launcher (default: %(default)s)")
     parser.add_argument("--transformers", type=Path, metavar="CHECKOUT", help="run tests of the Trainer of a checkout")
     parser.add_argument("--generation", action="store_true", help="measure tokens per second instead")
-    parser.add_argument("--write", action="store_true", help="write the lines into docs/frameworks.md")
+    parser.add_argument("--write", action="store_true", help="write the lines into results/frameworks.md")
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:

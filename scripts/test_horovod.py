@@ -1,7 +1,7 @@
 """Run Horovod's own tests for torch, unmodified, on torchmpi.horovod: one job for each test.
 
     git clone --depth 1 https://github.com/horovod/horovod /tmp/horovod
-    python scripts/test_horovod.py /tmp/horovod [-n 2,4] [-k WORD] [--write docs/horovod-tests.md]
+    python scripts/test_horovod.py /tmp/horovod [-n 2,4] [-k WORD] [--write results/horovod-tests.md]
 
 The tests find torchmpi.horovod by the names of Horovod's modules (torchmpi/horovod/aliases.py). Prints a line for each
 test, and a table; ends with status 1 if a test failed that is not listed in EXPECTED.
@@ -161,9 +161,9 @@ def as_table(results: list[Result], software: str) -> str:
     lines = [
         "# Results of the test suite of Horovod",
         "",
-        "Written by `python scripts/test_horovod.py CHECKOUT --write docs/horovod-tests.md`, which runs the tests of a "
-        "checkout of",
-        "Horovod, unmodified, on [`torchmpi.horovod`](horovod.md), one job for each test.",
+        "Written by `python scripts/test_horovod.py CHECKOUT --write results/horovod-tests.md`, which runs the "
+        "tests of a checkout of",
+        "Horovod, unmodified, on [`torchmpi.horovod`](../docs/horovod.md), one job for each test.",
         software,
         "",
         "| file | ranks | passed | failed | skipped |",

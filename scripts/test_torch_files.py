@@ -1,7 +1,7 @@
 """Run PyTorch's own distributed tests, unmodified, with torchmpi in the place of gloo, and with gloo itself.
 
     git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch /tmp/pytorch
-    python scripts/test_torch_files.py /tmp/pytorch [--file WORD] [-k WORD] [--write docs/torch-tests.md]
+    python scripts/test_torch_files.py /tmp/pytorch [--file WORD] [-k WORD] [--write results/torch-tests.md]
 
 The tests start their own processes: forks of one that has imported torch, which saves hours and is the only change
 here. With TORCHMPI_AS_GLOO=1 torch creates groups of torchmpi where a test names gloo; a test that constructs

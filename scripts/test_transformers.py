@@ -7,7 +7,7 @@
 The sources contain these tests as classes that the test of each model inherits, but neither the tests of models nor the
 module that starts ranks. tests/jobs/frameworks/transformers_suite has two small models, and a module that starts ranks
 by torch.multiprocessing and asks for gloo; with TORCHMPI_AS_GLOO=1 their process groups are of torchmpi. Prints a table
-and the reasons of skips; --write puts them into docs/frameworks.md. Ends with status 1 if a test fails with torchmpi
+and the reasons of skips; --write puts them into results/frameworks.md. Ends with status 1 if a test fails with torchmpi
 and not with gloo.
 """
 
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder with the sources of Transformers")
     parser.add_argument("--only", default="", metavar="WORD", help="groups of tests with this word in their title")
-    parser.add_argument("--write", action="store_true", help="write the lines into docs/frameworks.md")
+    parser.add_argument("--write", action="store_true", help="write the lines into results/frameworks.md")
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as folder:

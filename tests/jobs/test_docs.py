@@ -22,13 +22,20 @@ import torch
 import torchmpi as mpi
 import torchmpi.nn
 import torchmpi.parameterserver
+from torchmpi import config
 from torchmpi.config import PREFIX
 from torchmpi.errors import TorchMPIError
 from torchmpi.tensors import dtypes
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [
+    *DOCS,
+    *sorted((ROOT / "results").glob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+]
 # Blocks marked `python` are run. Other names, such as `py`, are not allowed for snippets.
 LANGUAGES = {"python", "console", "text", "sh", "lua", "diff", "toml"}
 
@@ -294,6 +301,14 @@ def test_settings_table_agrees_with_config():
     for name, variable, _, meaning in rows:
         assert variable == PREFIX + name.upper()
         assert meaning, f"{name} has no meaning"
+
+
+def test_table_of_other_variables_is_complete():
+    """All but those that tests and `torchmpi run` set for themselves."""
+    _, *rows = rows_of_table(ROOT / "docs" / "runtime.md", "variable")
+    internal = {"TORCHMPI_TEST_", "TORCHMPI_RUN_PID"}
+    assert {name for name, _ in rows} == set(config._NOT_FIELDS) - internal
+    assert all(effect for _, effect in rows)
 
 
 def test_operations_table_agrees_with_dtypes():
