@@ -546,6 +546,8 @@ class CachedCallRecord(Record):
     given_rows = Word()
     received_rows = Word()
     """As how many rows the tensors are taken, whatever their shapes; 0: with their shapes, FLAT: as one dimension."""
+    bound = Word()
+    """Address of the object that begins an asynchronous call like this one; 0 if none does."""
 
 
 class FastPath(Record):
@@ -568,6 +570,8 @@ class FastPath(Record):
     """Of the Python function that records a write where `increment_version` cannot."""
     abort = Word()
     """Of the Python function that aborts a call if `settle` did not start: (cached call)."""
+    same_shapes = Word()
+    """Whether a result in another tensor has the shape of the source."""
 
 
 class DLTensor(Record):
