@@ -588,6 +588,8 @@ class CachedCallRecord(Record):
     """As how many rows the tensors are taken, whatever their shapes; 0: with their shapes, FLAT: as one dimension."""
     packed = Word()
     """Of a call in place the address of memory for a short tensor with gaps between its elements; 0 for none."""
+    bound = Word()
+    """Address of the object that begins an asynchronous call like this one; 0 if none does."""
 
 
 class FastPath(Record):
@@ -611,6 +613,8 @@ class FastPath(Record):
     """Of the Python function that records the writes to a sequence of tensors where `increment_version` cannot."""
     abort = Word()
     """Of the Python function that aborts a call if `settle` did not start: (cached call)."""
+    same_shapes = Word()
+    """Whether a result in another tensor has the shape of the source."""
 
 
 class DLTensor(Record):
