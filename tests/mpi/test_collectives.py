@@ -266,6 +266,7 @@ def test_numbers_are_returned_as_numbers(agree):
         (mpi.gather(float(rank)), [float(r) for r in range(size)] if rank == 0 else None),
         (mpi.reduce(1), size if rank == 0 else 1),
         (mpi.allreduce_async(rank).wait(), sum(range(size))),
+        (mpi.allreduce(0.5, backend="mpi"), 0.5 * size),
     ]
     for actual, expected in checks:
         agree.equal(actual, expected)
