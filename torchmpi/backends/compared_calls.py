@@ -235,7 +235,7 @@ class _Call:
 
     def before(self, settle: Settle | None = None) -> None:
         """Bring what the host sends to its first rank."""
-        step, is_first = self.steps[0].collective if self.steps else "", self.exchange is not None
+        step, is_first = SPECS[self.steps[0].collective] if self.steps else None, self.exchange is not None
         if self.spec.reduces:
             values = self.flat.view(self.plan.dtype)
             # A copy at the first rank of a host, which is not to change the tensor of a call that differs.
@@ -243,10 +243,12 @@ class _Call:
             is_copied = partial_results is not None and (partial_results.is_rounded or is_first)
             self.work = self.plan.memory.take(0, values.numel()).copy_(values) if is_copied else values
             self._run_step(0, settle, self.work)
-        elif step == "gather":
+        elif step is not None and step.gathers:
             num_bytes = self.num_bytes * len(self.plan.hosts[self.plan.own_host])
             self._run_step(0, settle, self.flat, self._own(num_bytes) if is_first else None)
-        elif step == "broadcast":  # from the root to the other ranks of its host, which keep their tensors
+        elif (
+            step is not None and step.tensors
+        ):  # a broadcast from the root to the other ranks of its host, which keep their tensors
             self._run_step(0, settle, self.flat if self.is_root else self._own(self.num_bytes))
         else:
             if is_first and (self.is_root or self.spec.flow != "root to all"):
@@ -337,7 +339,7 @@ class _Call:
 
     def after(self, settle: Settle | None = None) -> None:
         """Pass on to the ranks of the host what is theirs."""
-        is_passed = not self.steps or self.steps[1].collective == "broadcast"
+        is_passed = not self.steps or SPECS[self.steps[1].collective].tensors
         passed = self._passed() if is_passed else None
         self._run_step(1, settle, passed)
         if self.spec.divides:
@@ -379,7 +381,7 @@ class _KernelCall:
             reduces=spec.reduces,
             divides=spec.divides,
             gathers=spec.gathers,
-            copies=is_first and (is_root or spec.flow != "root to all") and names[:1] != ["gather"],
+            copies=is_first and (is_root or spec.flow != "root to all") and not (names and SPECS[names[0]].gathers),
             receives=spec.receives(is_root),
             is_root=is_root and spec.is_rooted,
             is_home=own_host == plan.host_of[root],
