@@ -19,11 +19,15 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
     dist.init_process_group("torchmpi")
 else:
     mpi.start()
-tensor = torch.ones(100_000)
+tensor, short, rows = torch.ones(100_000), torch.ones(256), torch.ones(mpi.size(), 256)
 groups = [mpi.group([1, 2]), mpi.group([2, 1])] if fault == "deadlock" else []
 number = 0
 while True:
     mpi.allreduce(tensor, op="avg")
+    # In the messages of the comparison, from the second time on by the fast path.
+    mpi.allgather(short, rows.view(-1))
+    mpi.reduce_scatter(rows, out=short.view(1, 256))
+    mpi.broadcast(short)
     number += 1
     if number == 5:
         partial = folder / f"partial.{mpi.rank()}"

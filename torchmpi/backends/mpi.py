@@ -279,6 +279,15 @@ class OrderedReduction:
         return buffers.as_bytes(self.MPI, tensor), counts, offsets, self.MPI.BYTE
 
 
+def are_equal(rows: Sequence[int]) -> bool:
+    """Return whether all ranks have as many rows, so that MPI's simpler collectives can move them.
+
+    >>> are_equal([3, 3]), are_equal([3, 4])
+    (True, False)
+    """
+    return len(set(rows)) == 1
+
+
 class MPIMovement:
     """Collectives that move bytes and compute nothing."""
 
@@ -304,8 +313,7 @@ class MPIMovement:
         destination = destination_for(source, sum(rows), destination)
         counts, offsets = counts_and_offsets([count * row_bytes for count in rows])
         if sum(counts) <= self.message_bytes:
-            target = (buffers.as_bytes(self.MPI, destination), counts, offsets, self.MPI.BYTE)
-            self.comm.Allgatherv((buffers.as_bytes(self.MPI, source), self.MPI.BYTE), target)
+            self.comm.Allgatherv(self._memory(source), self._memory(destination, counts, offsets))
             return destination
         for rank, part in enumerate(destination.split_with_sizes(rows)):
             if rank == self.rank:
@@ -321,11 +329,9 @@ class MPIMovement:
             destination = destination_for(source, sum(rows), destination)
         counts, offsets = counts_and_offsets([count * row_bytes for count in rows])
         if sum(counts) <= self.message_bytes:
-            target = None
-            if self.rank == root:
-                assert destination is not None
-                target = (buffers.as_bytes(self.MPI, destination), counts, offsets, self.MPI.BYTE)
-            self.comm.Gatherv((buffers.as_bytes(self.MPI, source), self.MPI.BYTE), target, root)
+            parts = () if are_equal(rows) else (counts, offsets)
+            target = self._memory(destination, *parts) if self.rank == root and destination is not None else None
+            (self.comm.Gatherv if parts else self.comm.Gather)(self._memory(source), target, root)
         elif self.rank != root:
             self._send(source, root)
         else:
@@ -372,11 +378,11 @@ class MPIMovement:
         # The most that any rank sends or receives: rank 0 receives no fewer rows than the others.
         most_rows = max(*all_rows, sum(partition.part_of(count, self.size, 0)[1] for count in all_rows))
         if most_rows * row_bytes <= self.message_bytes:
-            outgoing, incoming = (counts_and_offsets([n * row_bytes for n in counts]) for counts in (sent, received))
-            self.comm.Alltoallv(
-                (buffers.as_bytes(self.MPI, source), *outgoing, self.MPI.BYTE),
-                (buffers.as_bytes(self.MPI, destination), *incoming, self.MPI.BYTE),
-            )
+            if are_equal(all_rows) and num_rows % self.size == 0:
+                self.comm.Alltoall(self._memory(source), self._memory(destination))
+            else:
+                outgoing, incoming = (counts_and_offsets([n * row_bytes for n in rows]) for rows in (sent, received))
+                self.comm.Alltoallv(self._memory(source, *outgoing), self._memory(destination, *incoming))
             return destination
         self._exchange(
             source.reshape(num_rows, row_numel).split_with_sizes(sent),
@@ -410,6 +416,10 @@ class MPIMovement:
 
     def _rows(self, source: torch.Tensor) -> tuple[list[int], int]:
         return row_counts(self.group, source), rows_of(source)[1] * source.element_size()
+
+    def _memory(self, tensor: torch.Tensor, *parts: list[int]) -> tuple[Any, ...]:
+        """Return the memory of a tensor as mpi4py takes it; `parts`: counts and offsets, if they are not equal."""
+        return buffers.as_bytes(self.MPI, tensor), *parts, self.MPI.BYTE
 
     def _messages(self, tensor: torch.Tensor) -> list[Any]:
         return messages(self.MPI, tensor, self.message_bytes)
