@@ -78,8 +78,7 @@ def call(
             has_run, result = _run_fast(spec, tensor, root, op, comm)
             if has_run:
                 return result if finish is None else finish(result)
-    group, plan, given, root, of_number = checked = check_call(collective, tensor, out, root, op, comm, backend)
-    finish = finish or of_number
+    group, plan, given, root, _ = checked = check_call(collective, tensor, out, root, op, comm, backend)
     may_be_cached = plan.cached_call is not None or given is None  # the plan of a call with None has no dtype
     if may_be_cached and backend is None and (comm is None or type(comm) in _LASTING):
         cache_call(group, spec, (given, out, root), op, comm)

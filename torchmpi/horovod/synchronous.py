@@ -91,7 +91,9 @@ def _reduced(
     before, after = factors
 
     def run(values: Tensor) -> Tensor:
-        return mpi_ops.Reduction("allreduce", [values], op, (before, after), process_set, in_place=False).run(name)[0]
+        return mpi_ops.NamedReduction("allreduce", [values], op, (before, after), process_set, in_place=False).run(
+            name
+        )[0]
 
     if not _is_recorded(tensor):
         return run(tensor)
@@ -144,7 +146,7 @@ def grouped_allreduce(
     if any(_is_recorded(tensor) for tensor in compressed):
         results = [_reduced(tensor, None, op, factors, process_set) for tensor in compressed]
     else:
-        reduction = mpi_ops.Reduction("grouped_allreduce", compressed, op, factors, process_set, in_place=False)
+        reduction = mpi_ops.NamedReduction("grouped_allreduce", compressed, op, factors, process_set, in_place=False)
         results = reduction.run(name)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
 
