@@ -33,8 +33,8 @@ _UNCHECKED = (
 """Parameters that functions check themselves."""
 _ALIASES = {"nn": "mpinn", "parameterserver": "ps", "horovod": "hvd"}
 """The names of packages in the documentation."""
-_SCALARS = (bool, int, float, str, type(None))
-"""Of these an annotation accepts all values or none."""
+_DECIDED_BY_TYPE = (bool, int, float, str, type(None), torch.nn.Module)
+"""Of each type of these an annotation accepts all values or none."""
 _MOST_LISTED = 4
 """Values that a message lists; of more, only the type."""
 _SEEN_METHODS = ("__call__", "__getitem__", "__iter__", "__len__")
@@ -82,7 +82,7 @@ def checks_types(function: _Function) -> _Function:
             if (kind := kinds_of(function).get(name)) is not None:
                 if not kind.accepts(value):
                     raise ArgumentError(_message(_shown(function, arguments), function, name, value, kind))
-                if kind.is_by_type or type(value) in _SCALARS:
+                if kind.is_by_type or isinstance(value, _DECIDED_BY_TYPE):
                     accepted.add((name, type(value)))
             elif name not in parameters and not takes_all:
                 shown = f"{rank_prefix()}{_shown(function, arguments)}"

@@ -257,6 +257,7 @@ def test_numbers_are_returned_as_numbers(agree):
     checks = [
         (mpi.allreduce(rank), sum(range(size))),
         (mpi.allreduce(0.5), 0.5 * size),
+        (mpi.allgather(rank, backend="mpi"), list(range(size))),
         (mpi.allreduce(rank, op="avg"), sum(range(size)) / size),
         (mpi.allreduce(rank == 0), 1),
         (mpi.allreduce(rank == 0, op="lor"), True),

@@ -71,15 +71,14 @@ def call(
     if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
         op = other_names.operation(op)
     spec, finish = SPECS[collective], None
-    if out is None and backend is None and spec.is_everywhere:
+    if out is None and spec.is_everywhere:
         if type(tensor) is not _Tensor:
             tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
-        if finish is not None or not spec.in_place:
+        if backend is None and (finish is not None or not spec.in_place):
             has_run, result = _run_fast(spec, tensor, root, op, comm)
             if has_run:
                 return result if finish is None else finish(result)
-    group, plan, given, root, of_number = checked = check_call(collective, tensor, out, root, op, comm, backend)
-    finish = finish or of_number
+    group, plan, given, root, _ = checked = check_call(collective, tensor, out, root, op, comm, backend)
     may_be_cached = plan.cached_call is not None or given is None  # the plan of a call with None has no dtype
     if may_be_cached and backend is None and (comm is None or type(comm) in _LASTING):
         cache_call(group, spec, (given, out, root), op, comm)
@@ -261,11 +260,12 @@ def _run_fast(spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm
     """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
     group = runtime.communicator(comm).intra
     found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm) if type(tensor) is _Tensor else None
-    if found is None or not (fast_path.knows(*found) and tensor.is_cpu):
+    run = None if found is None else fast_path.function_for(*found)
+    if found is None or run is None or not tensor.is_cpu:
         return False, None
     which, (key, *_) = found
     made = _memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None
-    result = fast_path.entry(which)(tensor, made, key, comm, None)
+    result = run(tensor, made, key, comm, None)
     return result is not None, result if spec.in_place or made is not None else None
 
 

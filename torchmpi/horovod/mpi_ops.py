@@ -38,8 +38,8 @@ def _check_op(op: int) -> None:
         raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max and Product.")
 
 
-class TensorReduction:
-    """A reduction of tensors, to be started or run."""
+class NamedReduction:
+    """A reduction of tensors, to be started or run under a name."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ def allreduce_async(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return TensorReduction("allreduce", [tensor], op, factors, process_set, in_place=False).start(name, _first)
+    return NamedReduction("allreduce", [tensor], op, factors, process_set, in_place=False).start(name, _first)
 
 
 @checks_types
@@ -187,7 +187,7 @@ def allreduce_async_(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return TensorReduction("allreduce", [tensor], op, factors, process_set, in_place=True).start(name, _first)
+    return NamedReduction("allreduce", [tensor], op, factors, process_set, in_place=True).start(name, _first)
 
 
 @checks_types
@@ -223,7 +223,7 @@ def allreduce_(
     """
     op = chosen_op(op, average)
     factors = (prescale_factor, postscale_factor)
-    return TensorReduction("allreduce", [tensor], op, factors, process_set, in_place=True).run(name)[0]
+    return NamedReduction("allreduce", [tensor], op, factors, process_set, in_place=True).run(name)[0]
 
 
 @checks_types
@@ -258,7 +258,7 @@ def grouped_allreduce_async(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return TensorReduction("grouped_allreduce", tensors, op, factors, process_set, in_place=False).start(name, tuple)
+    return NamedReduction("grouped_allreduce", tensors, op, factors, process_set, in_place=False).start(name, tuple)
 
 
 @checks_types
@@ -293,7 +293,7 @@ def grouped_allreduce_async_(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return TensorReduction("grouped_allreduce", tensors, op, factors, process_set, in_place=True).start(name, tuple)
+    return NamedReduction("grouped_allreduce", tensors, op, factors, process_set, in_place=True).start(name, tuple)
 
 
 @checks_types
@@ -329,7 +329,7 @@ def grouped_allreduce_(
     """
     op = chosen_op(op, average)
     factors = (prescale_factor, postscale_factor)
-    return TensorReduction("grouped_allreduce", tensors, op, factors, process_set, in_place=True).run(name)
+    return NamedReduction("grouped_allreduce", tensors, op, factors, process_set, in_place=True).run(name)
 
 
 @checks_types

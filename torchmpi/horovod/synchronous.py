@@ -88,17 +88,14 @@ def allreduce(
 def _reduced(
     tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> Tensor:
-    before, after = factors
-
     def run(values: Tensor) -> Tensor:
-        return mpi_ops.TensorReduction("allreduce", [values], op, (before, after), process_set, in_place=False).run(
-            name
-        )[0]
+        return mpi_ops.NamedReduction("allreduce", [values], op, factors, process_set, in_place=False).run(name)[0]
 
     if not _is_recorded(tensor):
         return run(tensor)
     if op not in (Average, Sum):
         return functional.linear_map(tensor, run, run)  # not linear: Horovod reduces the gradient like the tensor
+    before, after = factors
     with internal_errors():
         total = functional.allreduce(
             _times(tensor, before), op="avg" if op == Average else "sum", comm=member_of(process_set)
@@ -146,7 +143,7 @@ def grouped_allreduce(
     if any(_is_recorded(tensor) for tensor in compressed):
         results = [_reduced(tensor, None, op, factors, process_set) for tensor in compressed]
     else:
-        reduction = mpi_ops.TensorReduction("grouped_allreduce", compressed, op, factors, process_set, in_place=False)
+        reduction = mpi_ops.NamedReduction("grouped_allreduce", compressed, op, factors, process_set, in_place=False)
         results = reduction.run(name)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
 

@@ -106,7 +106,7 @@ class GradientList:
             for index, parameter in enumerate(self.parameters):
                 self._codes[index] |= _CHANGED if id(parameter) in changed else 0
         codes = reused_memory.take(torch.uint8, len(self._codes) + len(_NOTHING_FROZEN) + 1)
-        codes.array[:] = *self._codes, *self._frozen(replica), state
+        codes.array.data[:] = bytes((*self._codes, *self._frozen(replica), state))
         try:
             collectives.allreduce(codes.tensor, op="bor", comm=comm)
         except MismatchError as error:

@@ -298,9 +298,10 @@ def entry(which: str) -> _Entry:
     return _fast_paths[which].function if which in _fast_paths else _not_built
 
 
-def knows(which: str, name: Name) -> bool:
-    """Return whether a fast path has a cached call of this identity."""
-    return which in _fast_paths and name in _fast_paths[which].cached_calls
+def function_for(which: str, name: Name) -> _Entry | None:
+    """Return a fast path that has a cached call of this identity; None if it has none."""
+    fast_path = _fast_paths.get(which)
+    return fast_path.function if fast_path is not None and name in fast_path.cached_calls else None
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:
