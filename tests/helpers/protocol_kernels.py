@@ -414,7 +414,7 @@ class Calls:
         self.shared = SharedGroup.__new__(SharedGroup)
         self.shared._rank, self.shared._call_log, self.shared.status_board = rank.rank, self.log, board
         self.shared.record = _DECLARATIONS["records"]["GroupRecord"](GROUP_ADDRESS)
-        nothing: Any = SimpleNamespace(note_failed_call=lambda: None, in_background=False, where="model")
+        nothing: Any = SimpleNamespace(note_failed_call=lambda: None, where="model")
         self.shared.heap = nothing
         self.calls = SharedCalls.__new__(SharedCalls)
         self.calls.group = self.calls.call_queue = nothing

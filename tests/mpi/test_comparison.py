@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.functions_entered import python_calls
 from mpi4py import MPI
 
 import torchmpi as mpi
@@ -279,6 +280,17 @@ def test_steps_are_recorded_in_a_timeline(agree, placement, cached, tmp_path):
     agree.equal(names.count("world on one host"), 8 if has_steps else 0)
     algorithms = {each.details["algorithm"] for each in own.calls if each.details["communicator"] == "world"}
     agree.equal(algorithms, {"messages of the comparison"})
+
+
+def test_asynchronous_calls_are_those_of_the_fast_path(agree, placement, cached):
+    """The thread that waits runs them without Python code, with several under way too."""
+    for number in (1, 1, 1, 1, 4):  # the helper is not needed any more in the last turns
+        tensors = [ones(SHORT) for _ in range(number)]
+        handles = [mpi.allreduce_async(tensor) for tensor in tensors]
+        functions = [code.co_name for handle in handles for code in python_calls(handle.wait)[0]]
+        for tensor in tensors:
+            agree.bits(tensor, torch.full((SHORT,), SIZE * (SIZE + 1) / 2), f"{number} under way")
+    agree("perform" not in functions, str(functions))
 
 
 def test_shared_tensors_by_the_fast_path(agree, placement, cached):

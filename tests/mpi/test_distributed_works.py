@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 import weakref
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import torch_rig
+from helpers.functions_entered import python_calls
 from helpers.joint import try_together
 from helpers.torch_rig import CALLS, Setting, wrong
 from hypothesis import strategies
@@ -96,22 +95,6 @@ def has_machine_code() -> bool:
     is_built = fast_path.allreduce is not fast_path._not_built and runtime.current().config.fast_path
     group = dist.group.WORLD._group
     return is_built and group.shared is not None and not group.is_strict
-
-
-def python_calls(call) -> tuple[list, object]:
-    """Return the functions of this package that a call enters in the caller's thread, and what it returns."""
-    package, functions = str(Path(runtime.__file__).parents[1]), []
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            functions.append(frame.f_code)
-
-    sys.setprofile(note)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
-    return functions, result
 
 
 def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):

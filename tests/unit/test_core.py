@@ -259,6 +259,41 @@ def test_calls_for_which_the_program_waits_at_once_need_no_other_thread():
     call_queue.close()
 
 
+def test_the_helper_leaves_the_calls_to_a_thread_that_waits():
+    """It has begun the first one, and nobody has waited for the calls before."""
+    call_queue, begun, release = CallQueue("test"), threading.Event(), threading.Event()
+
+    def first():
+        begun.set()
+        release.wait(20)
+        return threading.get_ident()
+
+    def end_it():
+        while not call_queue._waiting:
+            time.sleep(0.001)
+        release.set()
+
+    handles = [call_queue.submit(first, "call", in_any_thread=True)]
+    assert begun.wait(20)
+    handles += [call_queue.submit(threading.get_ident, "call", in_any_thread=True) for _ in range(3)]
+    thread = threading.Thread(target=end_it)
+    thread.start()
+    handles[2].wait()
+    thread.join()
+    threads = [handle.wait() for handle in handles]
+    assert threads[0] != threading.get_ident() and threads[1:3] == [threading.get_ident()] * 2
+    call_queue.close()
+
+
+def test_a_call_of_a_thread_that_waits_elsewhere_is_run_by_the_helper():
+    """The first thread waits for a call in a mode of torch, in which it runs none."""
+    call_queue = CallQueue("test")
+    with torch.inference_mode():
+        for _ in range(5):
+            assert call_queue.submit(threading.get_ident, "call", in_any_thread=True).wait() != threading.get_ident()
+    call_queue.close()
+
+
 class ChangingCalls(deque):
     """Calls of which another thread takes or adds one while this thread begins to look at them."""
 
@@ -528,6 +563,22 @@ def test_a_joined_handle_ends_with_the_last_of_its_calls():
         joined.wait()
     assert joined.unseen_error is None and isinstance(joined.error, KeyError)
     assert JoinedHandle([Handle.completed(1)], "one", "a call").wait() == "one"
+
+
+@pytest.mark.parametrize("watch", ("wait", "a limit", "done", "when_done"))
+def test_the_calls_of_a_joined_handle_end_however_it_is_watched(watch):
+    call_queue, ended = CallQueue("test"), threading.Event()
+    for _ in range(10):  # the helper is not woken by the next ones
+        call_queue.submit(lambda: None, "call", in_any_thread=True).wait()
+    parts = [call_queue.submit(threading.get_ident, "call", in_any_thread=True) for _ in range(2)]
+    joined = JoinedHandle(parts, "both", "two calls")
+    if watch == "when_done":
+        joined.when_done(ended.set)
+        assert ended.wait(20)
+    while watch == "done" and not joined.done():
+        time.sleep(0.0001)
+    assert joined.wait(20 if watch == "a limit" else None) == "both"
+    call_queue.close()
 
 
 # --- call log and status board

@@ -190,6 +190,7 @@ class SharedGroup(GroupResource):
         polls_less = is_crowded or len(set(group.context.hosts)) > 1
         self._eager = (_CROWDED_SPINS if polls_less else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
+        group.call_queue.be_patient = self.be_patient
         self._rank, self._call_log = group.rank, group.call_log
 
     def abort(self) -> None:
@@ -306,23 +307,11 @@ class SharedCalls:
         seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ self.mark
         self.call_log.time_field = CounterFields.known_ns
-        if self.call_queue.in_background:
-            status = self._in_kernel(kernel, record, seq, signature, *arguments)
-        else:
-            status = self.kernels[kernel](record, seq, signature, *arguments)
+        status = self.kernels[kernel](record, seq, signature, *arguments)
         while status and status & records.STATUS_KINDS != records.UNEVEN:
             self.settle(status)
-            status = self._in_kernel(kernel, record, seq, signature, *arguments)
+            status = self.kernels[kernel](record, seq, signature, *arguments)
         return status
-
-    def _in_kernel(self, kernel: str, *arguments: int) -> int:
-        if not self.call_queue.in_background:
-            return self.kernels[kernel](*arguments)
-        self.shared.be_patient(polite=True)
-        try:
-            return self.kernels[kernel](*arguments)
-        finally:
-            self.shared.be_patient(polite=False)
 
     def settle(self, status: int) -> None:
         """Handle the status of a kernel: return if the kernel can be run again, or raise."""
@@ -371,7 +360,7 @@ class SharedCalls:
     def exchange(self, *, is_stream: bool, longest: int, has_sent: bool = False) -> None:
         """Run the transfers, whose lengths may differ; `longest` is the longest length of any rank."""
         arguments = self.transfers.ctypes.data, int(is_stream), longest, int(has_sent)
-        status = self._in_kernel("exchange", self.record(), *arguments)
+        status = self.kernels["exchange"](self.record(), *arguments)
         if status:
             self.settle(status)
 
@@ -519,7 +508,7 @@ class SharedMovement(SharedCalls):
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, partition.part_of(shape[0], self.size, self.rank)[1], destination)
-        status = self._in_kernel("take", record, self.seq, shape[0], row_bytes, address, destination.data_ptr())
+        status = self.kernels["take"](record, self.seq, shape[0], row_bytes, address, destination.data_ptr())
         if status:
             self.settle(status)
         return destination

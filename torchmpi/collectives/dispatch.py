@@ -19,7 +19,9 @@ from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
+from ..shared_memory.kernels.kernel_sets import COLLECTIVES as KERNELS
 from ..tensors import bucket_plan, partition
+from ..timeline import events
 from . import call_arguments
 from .call_arguments import check_root
 from .prepared import plan_for
@@ -29,6 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 _Tensor = torch.Tensor
+FAST_PATHS = KERNELS.fast_paths
 BARRIER = PlanKey("barrier", None, None, PLAIN)
 
 
@@ -96,20 +99,62 @@ def submit(
     backend: str | None = None,
 ) -> Handle[Any]:
     """Run a collective in the background."""
-    checked = check_call(collective, tensor, out, root, other_names.operation(op), comm, backend, "async")
-    group, plan, given, root, finish = checked
+    find = fast_path.finders.get((collective, tensor is not None, out is not None))
+    if find is not None and type(root) is int and (op is None or type(op) is str):
+        key = root if op is None else fast_path.joint_key(op, root) if SPECS[collective].is_rooted else op
+        bound: BoundPlan | None = find(tensor, out, key, comm, backend)
+        if bound is not None:
+            return bound.begin(tensor, out)
+    op = other_names.operation(op)
+    group, plan, given, root, finish = checked = check_call(collective, tensor, out, root, op, comm, backend, "async")
+    spec = SPECS[collective]
+    if backend is None and (comm is None or type(comm) in _LASTING):
+        cache_call(group, spec, (given, out, root), op, comm)
+    found = _fast_call(spec, root == group.rank, given, out, root, op, comm)
+    bound = _bind(group, plan, None if found is None else found[0], root, out if given is None else given)
+    return bound.begin(given, out, finish, checked.subject(out))
 
-    def task() -> Any:
-        result = group.perform(plan, given, out, root)
-        return result if finish is None else finish(result)
 
-    return group.call_queue.submit(
-        task,
-        f"{group.where}: {collective}",
-        checked.subject(out),
-        call=partial(group.described_call, plan, given, out, root),
-        in_any_thread=not plan.is_on_device,
-    )
+class BoundPlan:
+    """A plan with a root, which begins asynchronous calls; cached calls of the fast path refer to it."""
+
+    def __init__(self, group: Group, plan: Plan, root: int, code: BoundCode | None) -> None:
+        self.group, self.plan, self.root, self.code = group, plan, root, code
+        self._description = f"{group.where}: {plan.collective}"
+
+    def begin(
+        self, given: Any, out: _Tensor | None, finish: Callable[[Any], Any] | None = None, subject: Any = None
+    ) -> Handle[Any]:
+        """Begin a call with checked tensors; `finish` converts its result, `subject` is as for the call queue."""
+        call = _BegunCall(self, given, out, finish)
+        return self.group.call_queue.submit(call, self._description, subject, in_any_thread=not self.plan.is_on_device)
+
+
+class _BegunCall(events.DescribedTask):
+    """An asynchronous collective, as the task of a call queue."""
+
+    __slots__ = ("_bound", "_finish", "_given", "_out")
+
+    def __init__(self, bound: BoundPlan, given: Any, out: _Tensor | None, finish: Callable[[Any], Any] | None) -> None:
+        self._bound, self._given, self._out, self._finish = bound, given, out, finish
+
+    def __call__(self) -> Any:
+        bound, result = self._bound, None
+        code = bound.code
+        if code is not None:
+            result = code.run(self._given, self._out)
+            if result is None:
+                runtime.current()  # raises in a forked child
+                code.cache()
+            elif not code.has_result:
+                return None
+        if result is None:
+            result = bound.group.perform(bound.plan, self._given, self._out, bound.root)
+        return result if self._finish is None else self._finish(result)
+
+    def described_call(self) -> events.ShownCall:
+        """Return what the profiler shows."""
+        return self._bound.group.described_call(self._bound.plan, self._given, self._out, self._bound.root)
 
 
 def check_call(
@@ -236,13 +281,65 @@ def cache_call(group: Group, spec: CollectiveSpec, arguments: tuple[Any, Any, in
     if found is None:
         return
     which, name = found
-    key = PlanKey(spec.name, op, name[1], PLAIN)
-    if which == "receive" and key not in group.plans:
-        try:
-            plan_for(runtime.communicator(comm), key)
-        except DtypeError:  # raised when the call has ended on all ranks
-            return
-    _cache(which, name, group, root, comm, key)
+    if which == "receive" and _plan_of_receiver(group, spec.name, name[1]) is None:
+        return
+    _cache(which, name, group, root, comm, PlanKey(spec.name, op, name[1], PLAIN))
+
+
+def _plan_of_receiver(group: Group, collective: str, dtype: torch.dtype | None) -> Plan | None:
+    """Return the plan of a scatter for the dtype that this rank expects; None for one that cannot be sent."""
+    try:
+        return plan_for(runtime.communicator(group), PlanKey(collective, None, dtype, PLAIN))
+    except DtypeError:  # raised when the call has ended on all ranks
+        return None
+
+
+class BoundCode:
+    """The machine code that runs the calls of a plan, made by any thread whose turn it is in the call queue.
+
+    Attributes:
+        has_result: Whether what :meth:`run` returns is the result of the call.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        which: str,
+        dtype: torch.dtype | None,
+        find: Callable[[], fast_path.CachedCall | None],
+    ) -> None:
+        self._group, self._which, self._dtype, self._find = group, which, dtype, find
+        self._entry, collective = fast_path.entry(which), which.removesuffix(fast_path.MADE)
+        self.has_result = FAST_PATHS[collective].writes
+        self._makes = SPECS[collective] if collective != which else None
+
+    def run(self, given: Any, out: Any) -> Any:
+        """Run a call; return None if Python must run it."""
+        if self._makes is not None:
+            out = _memory_for_result(self._makes, self._group, given)
+        return self._entry(given, out, self, self._group, None)
+
+    def cache(self) -> None:
+        """Let machine code run the next call, if it can; Python is about to run this one."""
+        fast_path.cache_call(self._which, (self, self._dtype, self._group), self._cached_call)
+
+    def _cached_call(self) -> fast_path.CachedCall | None:
+        return None if self._group.call_queue.closed else self._find()
+
+
+def _bind(group: Group, plan: Plan, which: str | None, root: int, tensor: _Tensor | None) -> BoundPlan:
+    """Return a plan bound to a root, and to the fast path of this name if machine code can run its calls."""
+    dtype = None if tensor is None else tensor.dtype
+    known, key = plan.bound, (which, root, dtype)
+    if key not in known:
+        code = None
+        if which is not None and dtype is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS:
+            plan = (_plan_of_receiver(group, plan.collective, dtype) if which == "receive" else None) or plan
+            if plan.cached_call is not None and plan.cached_call(root, None) is not None:
+                code = BoundCode(group, which, dtype, partial(plan.cached_call, root, None))
+        known[key] = BoundPlan(group, plan, root, code)
+    bound: BoundPlan = known[key]
+    return bound
 
 
 def cache_barrier(group: Group, comm: Comm) -> None:
@@ -271,11 +368,17 @@ def _cache(
 ) -> None:
     plan: Plan | None = group.plans.get(key)
     if plan is not None and plan.cached_call is not None:
-        fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key, settle_by))
+        fast_path.cache_call(which, name, partial(_cached_call, group, plan, which, root, comm, key, settle_by))
 
 
 def _cached_call(
-    group: Group, plan: Plan, root: int, comm: Comm, key: PlanKey, settle_by: Callable[[Plan, Any], Any] | None
+    group: Group,
+    plan: Plan,
+    which: str,
+    root: int,
+    comm: Comm,
+    key: PlanKey,
+    settle_by: Callable[[Plan, Any], Any] | None,
 ) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
@@ -283,4 +386,10 @@ def _cached_call(
     if not is_meant or group.call_queue.closed or chosen is None or chosen.cached_call is None:
         return None
     cached: fast_path.CachedCall | None = chosen.cached_call(root, None)
-    return cached if cached is None or settle_by is None else cached._replace(settle=settle_by(plan, cached.settle))
+    if cached is not None and settle_by is not None:
+        return cached._replace(settle=settle_by(plan, cached.settle))
+    if cached is None or not SPECS[key.collective].has_async:
+        return cached
+    if plan_for(runtime.communicator(group), key._replace(mode="async")) is not plan:
+        return cached
+    return cached._replace(bound=_bind(group, plan, which, root, torch.empty(0, dtype=key.dtype)))

@@ -377,7 +377,7 @@ def alltoall_async(
         return submit("alltoall", tensor, out, comm=comm, backend=backend)
     group = runtime.communicator(comm).intra
     task = rows_task(group, tensor, check_splits(group, tensor, splits, out, backend), partial(_rows_in, out))
-    return group.call_queue.submit(task, f"{group.where}: alltoall", tensor)
+    return group.call_queue.submit(task, f"{group.where}: alltoall", tensor, in_any_thread=True)
 
 
 @refuses_keywords

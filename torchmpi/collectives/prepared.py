@@ -51,8 +51,13 @@ def _prepare(running: Runtime, communicator: Communicator, key: PlanKey) -> Plan
     if dtype is None and key.device_type == "cpu" != chosen_by:
         key = key._replace(place=chosen_by)
     choices = selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=str(mode))
+    is_in_steps = wanted != HIERARCHICAL and is_composed(running.communicators, communicator, collective)
+    blocking = selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted)
+    is_on_host = key.device_type == "cpu"  # memory for staging has a stream
+    if mode == "async" and is_on_host and not is_in_steps and choices == blocking:
+        return plan_for(communicator, key._replace(mode="sync"))
     bound: list[tuple[int | None, Operation, Backend]]
-    if wanted != HIERARCHICAL and is_composed(running.communicators, communicator, collective):
+    if is_in_steps:
         runner = StepRunner(op, partial(_step, running, wanted, str(mode)), variant=(wanted, mode))
         composed = span_collective(running.communicators, collective, dtype, op, runner, cartesian=running.cartesian)
         # Each step selects its backend; the last one determines which tensors are staged.

@@ -343,7 +343,7 @@ def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
         return held
 
     shown = group.shown(task, group.described_call, plan, members, None, 0)
-    return group.call_queue.submit(shown, f"{group.where}: allreduce_many")
+    return group.call_queue.submit(shown, f"{group.where}: allreduce_many", in_any_thread=True)
 
 
 def _start_packed(

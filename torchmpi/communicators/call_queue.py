@@ -6,8 +6,11 @@ nothing is queued, which costs one lock. An asynchronous call is taken by whoeve
 it, which costs no switch of threads, or the helper thread of the queue, which sleeps while there is nothing to do.
 
 The helper is woken for each call as long as it has run some of the last ones, because the program computes meanwhile.
-If the program has waited for them at once, the helper only looks every millisecond; without that, a call for which
-nobody waits would block the other ranks.
+If threads have run the last ones for which they waited, the helper only looks every millisecond, and takes a call that
+it has seen the last time too; without that, a call for which nobody waits would block the other ranks. While a thread
+waits, the helper leaves the calls to it.
+
+A call that is like an earlier one runs in machine code, whoever runs it (:mod:`torchmpi.shared_memory.fast_path`).
 
 A call made by a call of the same queue (from a callback at its end) runs immediately, before everything queued, on all
 ranks alike.
@@ -27,7 +30,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +47,14 @@ _MOST_LOOKS = 100
 """After as many looks without a call, the helper sleeps until it is woken."""
 _SURE = 3
 """After as many calls that threads have run for which they waited, the helper is not woken for the next one."""
+
+
+def _described(task: Task, call: Callable[[], events.ShownCall] | None) -> Callable[[], events.ShownCall] | None:
+    return task.described_call if call is None and isinstance(task, events.DescribedTask) else call
+
+
+def _nothing_polls(*, polite: bool) -> None:
+    """Stand for the calls of a group without shared memory."""
 
 
 class RunLock:
@@ -117,15 +128,6 @@ class FastCall(Protocol):
         """Release the resources of the call."""
 
 
-class _Entry(NamedTuple):
-    """A call that has been made and has not begun."""
-
-    task: Task
-    handle: Handle[Any]
-    origin: events.PlainOrigin | None
-    in_any_thread: bool
-
-
 class CallQueue:
     """The calls of a communicator in their order, and the lock held while one of them runs.
 
@@ -139,8 +141,6 @@ class CallQueue:
         self.name = name
         self.run_lock = RunLock()
         """Held while a call runs."""
-        self.queued_lock = RunLock()
-        """The lock for the fast path in a thread that holds `run_lock`, because it runs a queued call."""
         self.closed = False
         self._doing: str | None = None
         self.fast_calls: dict[Hashable, FastCall] = {}
@@ -151,14 +151,16 @@ class CallQueue:
         self._counting = threading.Lock()
         self.origin: events.PlainOrigin | None = None
         """Where the queued call that is running was made, if calls are recorded."""
-        self.in_background = False
-        """Whether the helper runs a call, so that the program computes beside it."""
-        self._entries: deque[_Entry] = deque()
+        self.be_patient: Callable[..., object] = _nothing_polls
+        """``be_patient(polite=True)`` lets the calls of the helper poll little, as the program computes beside them."""
+        self._entries: deque[Handle[Any]] = deque()
+        """The calls that have not begun."""
+        self._running: Handle[Any] | None = None
+        self._waiting: list[None] = []
+        """An item for each thread that waits and may run calls."""
         self._helper: threading.Thread | None = None
-        self._runner = 0
-        """The thread that runs a queued call."""
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_rung = self._looks = self._is_ending = False
+        self._is_rung = self._is_called = self._looks = self._is_ending = False
         self._num_run_by_waiters = 0
         """Since the helper has run a call."""
 
@@ -176,7 +178,8 @@ class CallQueue:
     @property
     def pending(self) -> int:
         """The number of submitted calls that have not ended."""
-        return self.run_lock.fields[LockFields.pending]
+        fields = self.run_lock.fields
+        return fields[LockFields.pending] - fields[LockFields.ended]
 
     def run(
         self,
@@ -193,7 +196,7 @@ class CallQueue:
         # RunLock.acquire(False) inlined: two method calls less on the path of every synchronous call.
         lock = self.run_lock
         fields = lock.fields
-        if fields[LockFields.pending] == 0 and lock.mutex.acquire(False):
+        if fields[LockFields.pending] == fields[LockFields.ended] and lock.mutex.acquire(False):
             try:
                 fields[LockFields.held] = 1
                 if not fields[LockFields.entered]:
@@ -231,20 +234,22 @@ class CallQueue:
                 calling thread has queued on its current stream, and the handle is a
                 :class:`~torchmpi.communicators.handle.DeviceHandle`.
             call: Describes the call for torch.profiler.
-            in_any_thread: Whether a thread that waits for a call may run the task, as if it had made the call then.
+            in_any_thread: Whether a thread that waits for a call may run the task, as if it had made the call then;
+                not for a `subject` on a device, whose tasks the helper runs.
         """
-        if call is None and isinstance(task, events.DescribedTask):
-            call = task.described_call
         mark = None if subject is None else streams.fence(subject)
         if mark is not None:
-            task = partial(streams.queue, mark, mark.stream.device, task, task)
-            return DeviceHandle(self.submit(task, description, call=call), description)
+            on_stream = partial(streams.queue, mark, mark.stream.device, task, task)
+            return DeviceHandle(self.submit(on_stream, description, call=_described(task, call)), description)
         handle: Handle[Any] = Handle(description)
-        if not self._threaded or (self._runner and self.runs_here()):
+        handle.task = task
+        fields = self.run_lock.fields
+        if not self._threaded or (fields[LockFields.runner] and self.runs_here()):
             if self.closed:
                 raise self._closed_error(description)
             # Queued by a call of this queue, the task would wait for its own end.
-            self._finish(_Entry(task, handle, self.origin, in_any_thread))
+            handle.origin = self.origin
+            self._finish(handle)
             return handle
         with self._counting:
             if self.closed:
@@ -255,37 +260,60 @@ class CallQueue:
                 self._helper = helper
             recorder = events.recorder
             if events.show_task is not None and not events.has_event():
-                task = events.show_task(description, None if call is None else call(), task)
-            origin = None if recorder is None else recorder.origin(events.now())
-            in_any_thread = in_any_thread and recorder is None  # calls are in the rows of the threads that run them
-            handle.queue = self
-            self.run_lock.fields[LockFields.pending] += 1
-            self._entries.append(_Entry(task, handle, origin, in_any_thread))
-            is_seen = in_any_thread and self._looks and self._num_run_by_waiters >= _SURE
-            if not (is_seen or self._is_rung):  # ring() without a call
+                shown = _described(task, call)
+                handle.task = events.show_task(description, None if shown is None else shown(), task)
+            if recorder is not None:  # calls are in the rows of the threads that run them
+                handle.origin, in_any_thread = recorder.origin(events.now()), False
+            handle.queue, handle.in_any_thread = self, in_any_thread
+            fields[LockFields.pending] += 1
+            self._entries.append(handle)
+            is_left_to_waiters = in_any_thread and self._num_run_by_waiters >= _SURE
+            if not is_left_to_waiters:  # ring() without a call
+                self._is_called = True
+            if not (self._is_rung or (is_left_to_waiters and self._looks)):
                 self._is_rung = True
                 self._bell.put(None)
         return handle
 
     def ring(self) -> None:
-        """Wake the helper, if it has not been woken."""
+        """Call the helper, which takes the calls that no thread waits for."""
+        self._is_called = True
         if not self._is_rung:
             self._is_rung = True
             self._bell.put(None)
 
     def run_until(self, handle: Handle[Any]) -> None:
-        """Run the calls at the head in this thread until one has ended, if this thread may; else wake the helper."""
-        while not handle.has_ended:
-            may_run = self._is_head_for_any_thread() and not self.runs_here() and not modes.are_active()
-            if not may_run or not self.run_lock.acquire(False):
-                self.ring()
-                return
+        """Run the calls at the head in this thread until one has ended, if this thread may; else call the helper.
+
+        If another thread runs one of them, this one waits for the end of that call, and goes on.
+        """
+        if not (self.runs_here() or modes.are_active()):
+            waiting = self._waiting
+            waiting.append(None)
             try:
-                if self._is_head_for_any_thread():  # else another thread was here meanwhile
+                self._run_while_waiting(handle)
+            finally:
+                waiting.pop()
+        if not handle.has_ended or (self._entries and self._num_run_by_waiters < _SURE):
+            self.ring()
+
+    def _run_while_waiting(self, handle: Handle[Any]) -> None:
+        mutex, fields = self.run_lock.mutex, self.run_lock.fields
+        while not handle.has_ended:
+            if mutex.acquire(False):  # RunLock.acquire(False) inlined, as in run()
+                try:
+                    fields[LockFields.held] = 1
+                    if fields[LockFields.entered] or not self._is_head_for_any_thread():
+                        return
                     self._num_run_by_waiters += 1
                     self._run(self._entries.popleft())
-            finally:
-                self.run_lock.release()
+                finally:
+                    fields[LockFields.held] = 0
+                    mutex.release()
+            elif (running := self._running) is None or running.has_ended:
+                return  # a synchronous call, or callbacks at the end of a queued one
+            else:
+                running.await_end()
 
     def _is_head_for_any_thread(self) -> bool:
         try:
@@ -295,7 +323,8 @@ class CallQueue:
 
     def runs_here(self) -> bool:
         """Return whether the calling thread runs a queued call."""
-        return self._runner == threading.get_ident()
+        runner = self.run_lock.fields[LockFields.runner]
+        return runner != 0 and runner == threading.get_ident()
 
     def _closed_error(self, description: str) -> CommunicatorError:
         return CommunicatorError(f"{description}: its communicator has been closed.")
@@ -322,47 +351,57 @@ class CallQueue:
             self.run_lock.acquire()  # never released: a thread that has just found the queue idle must not start a call
 
     def _help(self) -> None:
-        num_looks = 0
+        num_looks, seen = 0, None
         while True:
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=_LOOK_SECONDS if self._looks else None)
                 num_looks = 0
             self._is_rung = False
-            while self._entries:
-                self.run_lock.acquire()
-                try:
-                    if self._entries:
-                        self._num_run_by_waiters, self.in_background = 0, True
-                        self._run(self._entries.popleft())
-                        self.in_background = False
-                finally:
-                    self.run_lock.release()
+            if self._is_called or (seen is not None and self._entries and self._entries[0] is seen):
+                self._is_called = False
+                self._run_all()
             num_looks += 1
             with self._counting:
-                if self._entries:
-                    continue
-                if self._is_ending:
+                seen = self._entries[0] if self._entries else None
+                if seen is None and self._is_ending:
                     return
-                self._looks = self._num_run_by_waiters >= _SURE and num_looks < _MOST_LOOKS
+                is_sure = self._num_run_by_waiters >= _SURE
+                self._looks = seen is not None or (is_sure and num_looks < _MOST_LOOKS)
 
-    def _run(self, entry: _Entry) -> None:
+    def _run_all(self) -> None:
+        """Run the calls that no thread waits for, until nothing is queued."""
+        while self._is_left_to_helper():
+            with self.run_lock:
+                if self._is_left_to_helper():
+                    self._num_run_by_waiters = 0
+                    self.be_patient(polite=True)
+                    try:
+                        self._run(self._entries.popleft())
+                    finally:
+                        self.be_patient(polite=False)
+
+    def _is_left_to_helper(self) -> bool:
+        return bool(self._entries) and not (self._waiting and self._is_head_for_any_thread())
+
+    def _run(self, handle: Handle[Any]) -> None:
         """Run a call that has been taken; the caller holds the run lock."""
-        self._runner = threading.get_ident()
+        fields = self.run_lock.fields
+        self._running, fields[LockFields.runner] = handle, threading.get_ident()
         try:
-            self._finish(entry)
+            self._finish(handle)
         except BaseException as error:  # of a callback, such as SystemExit; unless the hook ends the job, go on
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not self._helper:
                 raise
             # As of the helper, whoever runs the call: a callback does not choose the thread.
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._helper)))
         finally:
-            self._runner = 0
-            with self._counting:
-                self.run_lock.fields[LockFields.pending] -= 1
+            self._running, fields[LockFields.runner] = None, 0
+            fields[LockFields.ended] += 1
 
-    def _finish(self, entry: _Entry) -> None:
-        task, handle, origin, _ = entry
-        before, self.origin = self.origin, origin
+    def _finish(self, handle: Handle[Any]) -> None:
+        task, handle.task = handle.task, None
+        assert task is not None
+        before, self.origin = self.origin, handle.origin
         if self.failed:  # an error that has been raised would keep the tensors of its call
             self.failed = [other for other in self.failed if other.unseen_error is not None]
         try:

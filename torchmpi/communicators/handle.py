@@ -20,7 +20,7 @@ class CallOrder(Protocol):
     """An order of calls, of which a waiting thread may run some."""
 
     def run_until(self, handle: Handle[Any]) -> None:
-        """Run calls in this thread until that of the handle has ended, if this thread may; else wake the helper."""
+        """Run calls in this thread until that of the handle has ended, if this thread may; else call the helper."""
 
     def ring(self) -> None:
         """Wake the helper."""
@@ -47,18 +47,27 @@ class Handle(Generic[T_co]):
         "_result",
         "_seen",
         "awaited",
+        "in_any_thread",
+        "origin",
         "queue",
+        "task",
     )
 
     def __init__(self, description: str = "asynchronous call") -> None:
         # A locked lock is the cheapest event: released at the end of the call, and by each waiter for the next one.
-        self._finished = threading.Lock()
-        self._finished.acquire()
+        self._finished = finished = threading.Lock()
+        finished.acquire()
         self._description = description
         self.awaited: Callable[[], str] | None = None
         """Returns the ranks for which the call waits, for the message of a timeout; '' if unknown."""
         self.queue: CallOrder | None = None
         """The order of calls in which this one is, until it has ended."""
+        self.task: Callable[[], Any] | None = None
+        """What the order of calls runs; None from the begin of the call, which holds the tensors."""
+        self.origin: events.PlainOrigin | None = None
+        """Where the call was made, if calls are recorded."""
+        self.in_any_thread = False
+        """Whether a thread that waits may run the call."""
         self._result = cast(T_co, None)
         self._error: BaseException | None = None
         self._is_done = False
@@ -94,12 +103,23 @@ class Handle(Generic[T_co]):
         Raises:
             StallError: The call has not ended after `timeout` seconds.
         """
-        recorder = None if self._is_done else events.recorder
-        begin = 0 if recorder is None else events.now()
-        if timeout is None:
-            self.run_here()
-        elif (order := self.queue) is not None:  # a thread that runs the call itself cannot return before its end
-            order.ring()
+        if not self._is_done:
+            recorder = events.recorder
+            begin = 0 if recorder is None else events.now()
+            if timeout is None:
+                self.run_here()
+            else:  # a thread that runs the call itself cannot return before its end
+                self.call_helper()
+            if not self._is_done:
+                self._await(timeout)
+            if recorder is not None:
+                recorder.slice(events.WAIT, events.WAIT, begin, call=self._description)
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _await(self, timeout: float | None) -> None:
         if not self._finished.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX)):
             ranks = self.awaited() if self.awaited is not None else ""
             reason = f": it waits for {ranks}" if ranks else ""
@@ -107,12 +127,6 @@ class Handle(Generic[T_co]):
                 f"{self._description} has not ended after {timeout:g} s{reason}. It continues; call wait() again."
             )
         self._finished.release()
-        if recorder is not None:
-            recorder.slice(events.WAIT, events.WAIT, begin, call=self._description)
-        self._seen = True
-        if self._error is not None:
-            raise self._error
-        return self._result
 
     def done(self) -> bool:
         """Return whether the call has ended, also with an error.
@@ -120,14 +134,22 @@ class Handle(Generic[T_co]):
         Returns:
             True if ``wait()`` would not wait.
         """
+        self.call_helper()
+        return self._is_done
+
+    def call_helper(self) -> None:
+        """Have the helper run the call, and those before it, unless a thread that waits does."""
         if (order := self.queue) is not None:
             order.ring()
-        return self._is_done
 
     def run_here(self) -> None:
         """Run the call, and those before it, in this thread if it may; else wake the helper."""
         if (order := self.queue) is not None:
             order.run_until(self)
+
+    def await_end(self) -> None:
+        """Wait until the call has ended; unlike :meth:`wait`, this runs no call and raises no error."""
+        self._await(None)
 
     @property
     def has_ended(self) -> bool:
@@ -149,11 +171,14 @@ class Handle(Generic[T_co]):
         >>> Handle.completed(3).when_done(lambda: print("over"))
         over
         """
+        self.attach(callback)
+        self.call_helper()
+
+    def attach(self, callback: Callable[[], object]) -> None:
+        """Do as :meth:`when_done`, but leave the call to those who wait, or to the helper in its time."""
         self._callbacks.append(callback)
         if self._is_done:
             self._call_back()
-        elif (order := self.queue) is not None:
-            order.ring()
 
     # For the code that runs the call.
 
@@ -247,6 +272,8 @@ class DeviceHandle(Handle[T_co]):
 
         self._queued.when_done(call)
 
+    attach = when_done
+
     @property
     def unseen_error(self) -> BaseException | None:
         """The error, if the call failed and ``wait()`` has not raised it."""
@@ -277,7 +304,7 @@ class JoinedHandle(Handle[T_co]):
         self._handles, self._result = handles, result
         self._num_ended = itertools.count(1)  # next() is atomic: handles may end in several threads
         for handle in handles:
-            handle.when_done(self._one_has_ended)
+            handle.attach(self._one_has_ended)
         if not handles:
             self._end()
 
@@ -297,6 +324,16 @@ class JoinedHandle(Handle[T_co]):
         for handle in self._handles:
             handle.wait()  # the current stream of this thread follows
         return self._result
+
+    def run_here(self) -> None:
+        """Run the calls in this thread if it may; else wake their helpers."""
+        for handle in self._handles:
+            handle.run_here()
+
+    def call_helper(self) -> None:
+        """Have the helpers run the calls."""
+        for handle in self._handles:
+            handle.call_helper()
 
     def done(self) -> bool:
         """Return whether all calls have ended, on the device too."""

@@ -79,12 +79,13 @@ class Plan:
         is_on_device: Whether the tensors are on a device, so that the caller's stream matters.
         enqueues: Whether the call enqueues its work on the device of its tensors and returns.
         cached_call: ``cached_call(root, None)`` returns the call for the fast path, or None; None if it cannot run it.
+        bound: What begins asynchronous calls, by fast path, root and dtype.
         many: The allreduce of a :class:`~torchmpi.collectives.tensor_lists.TensorList`, if the backend reduces tensors
             at separate addresses.
     """
 
     __slots__ = (
-        "backends", "cached_call", "code", "collective", "enqueues", "is_on_device", "many", "run", "shape_of",
+        "backends", "bound", "cached_call", "code", "collective", "enqueues", "is_on_device", "many", "run", "shape_of",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +95,7 @@ class Plan:
         self.backends: Backends = ()
         self.is_on_device = self.enqueues = False
         self.cached_call: Callable[[int, int | None], Any] | None = None
+        self.bound: dict[Hashable, Any] = {}
         self.many: Plan | None = None
 
     def for_many(self, shapes: tuple[Shape, ...]) -> Plan:

@@ -15,7 +15,6 @@ import torch
 
 from ..collective_specs import SPECS
 from ..collectives import dispatch, exchange
-from ..communicators.call_queue import RunLock
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle
 from ..communicators.plan import PLAIN, Plan, PlanKey
@@ -70,7 +69,7 @@ class BoundCall:
     """A call on plain host tensors of one dtype, with one operation and root.
 
     Attributes:
-        fast: The fast path: ``fast(given, received, call, communicator, None)`` is None if Python must run the call.
+        code: Its machine code.
         num_rows: See :meth:`Form.num_rows`.
         changes: Whether it overwrites the tensor that this rank passes.
     """
@@ -93,12 +92,10 @@ class BoundCall:
         self.changes = spec.changes(root == group.rank)
         self._announces = spec.only_root_passes
         is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
-        self._fast_path = form.fast_path_of_others if is_other else form.fast_path
-        self._queued = object()
-        """Identifies the cached call of threads that run a queued call, as the object itself that of others."""
-        self.fast = fast_path.entry(self._fast_path)
+        which = form.fast_path_of_others if is_other else form.fast_path
+        self.code = dispatch.BoundCode(group, which, dtype, self._cached_call)
         keeps_own_row = spec.gathers and not (spec.divides or spec.is_rooted)
-        self._takes_own_row = keeps_own_row and self._cached_call(group.call_queue.run_lock) is not None
+        self._takes_own_row = keeps_own_row and self._cached_call() is not None
 
     def can_use(self, given: Rows, received: Rows) -> bool:
         """Return whether a call can use the memory of its tensors: they share none, or the row of this rank.
@@ -114,9 +111,9 @@ class BoundCall:
 
     def run(self, given: Rows | None, received: Rows | None) -> None:
         """Run the call in this thread."""
-        if self.fast(given, received, self, self._communicator, None) is None:
+        if self.code.run(given, received) is None:
             runtime.current()  # raises in a forked child
-            self._cache(self, self._group.call_queue.run_lock)
+            self.code.cache()
             self._group.call_queue.run(self._perform, given, received, describe=self._describe)
 
     def submit(self, given: Rows | None, received: Rows | None, *, in_any_thread: bool) -> Handle[Any]:
@@ -131,17 +128,9 @@ class BoundCall:
 
     def _run_queued(self, given: Rows | None, received: Rows | None) -> Any:
         """Run the call in a thread that holds the run lock."""
-        group, key = self._group, self._queued
-        shared = group.shared if group.call_queue.in_background else None
-        if shared is not None:
-            shared.be_patient(polite=True)
-        try:
-            result = self.fast(given, received, key, self._communicator, None)
-        finally:
-            if shared is not None:
-                shared.be_patient(polite=False)
+        result = self.code.run(given, received)
         if result is None:
-            self._cache(key, group.call_queue.queued_lock)
+            self.code.cache()
             result = self._perform(given, received)
         return result
 
@@ -172,14 +161,9 @@ class BoundCall:
         assert isinstance(received, torch.Tensor)
         return self._plan.announcing(received.dtype, received.numel())
 
-    def _cache(self, key: object, run_lock: RunLock) -> None:
-        """Let the fast path run the next call; `key` and run lock depend on the thread that makes it."""
-        name = key, self._dtype, self._communicator
-        fast_path.cache_call(self._fast_path, name, partial(self._cached_call, run_lock))
-
-    def _cached_call(self, run_lock: RunLock) -> fast_path.CachedCall | None:
-        plan, group = self._plan, self._group
-        if plan.cached_call is None or group.call_queue.closed or group.shared is None:
+    def _cached_call(self) -> fast_path.CachedCall | None:
+        plan = self._plan
+        if plan.cached_call is None or self._group.shared is None:
             return None
         cached: fast_path.CachedCall | None = plan.cached_call(self._root, None)
         if cached is None:
@@ -190,7 +174,7 @@ class BoundCall:
                 code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
             )
         settle = partial(self._settle, cached.settle)
-        return cached._replace(rows=self.num_rows, run_lock=run_lock, settle=settle)
+        return cached._replace(rows=self.num_rows, settle=settle)
 
     def _settle(self, settle: Callable[..., Any], status: int, given: Rows, received: Rows | None) -> Any:
         """Continue after a kernel that returned a status, with copies in the place of lists."""

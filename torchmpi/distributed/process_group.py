@@ -99,7 +99,7 @@ class ProcessGroup(GroupExecution):
         reduction: Any = opts.reduceOp
         if not (is_asynchronous(opts) or others):  # the most frequent call, without further function calls
             call: BoundCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
-            if call is not None and call.fast(tensor, None, call, self._communicator, None) is not None:
+            if call is not None and call.code.run(tensor, None) is not None:
                 return COMPLETED
         elif tensor.layout is torch.strided:
             is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES

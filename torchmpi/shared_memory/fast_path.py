@@ -95,6 +95,21 @@ send: _Entry = _not_built
 recv: _Entry = _not_built
 
 
+Form = tuple[str, bool, bool]
+"""A collective on one rank: its name, whether the rank passes a tensor, whether it receives in another one."""
+FORMS: dict[Form, str] = {
+    **{(name, True, not SPECS[name].in_place): name for name in COLLECTIVES},
+    **{(name.removesuffix(INTO), True, True): name for name in _FAST_PATHS if name.endswith(INTO)},
+    **{(name.removesuffix(MADE), True, False): name for name in _FAST_PATHS if name.endswith(MADE)},
+    ("gather", True, False): "give",
+    ("scatter", False, True): "receive",
+}
+"""The fast path of each form; `give` and `receive` are those of the ranks that are not the root."""
+finders: dict[Form, _Entry] = {}
+"""By form, functions with the arguments of its fast path, which return what begins an asynchronous call. None: Python
+must check the call."""
+
+
 Name = tuple[Hashable, torch.dtype | None, Any]
 """Identity of a call: operation, root, or both; dtype, None for a barrier; communicator, None for the default one."""
 
@@ -139,6 +154,8 @@ class CachedCall(NamedTuple):
     """The first dimension that is part of the signature, if not that of the fast path."""
     rows: tuple[int, int] = (0, 0)
     """As how many rows the tensors are taken: see `given_rows` in :class:`~.kernels.records.CachedCallRecord`."""
+    bound: object = None
+    """What begins an asynchronous call like this one; None if none does."""
 
 
 class _FastPath:
@@ -164,8 +181,11 @@ class _FastPath:
             "abort": self._abort,
         }
         addresses = {name: id(item) for name, item in self._objects.items()}
-        self.record = records.FastPath.new().write(**addresses, describe=dlpack.describer())
+        self.record = records.FastPath.new().write(
+            **addresses, describe=dlpack.describer(), same_shapes=name.endswith(INTO)
+        )
         self.function = kernels.fast_path(self._code, int(self.record))
+        self.find = kernels.finder(name, int(self.record))
 
     def invalidate(self) -> None:
         """Drop all cached calls; do not free the records, which another thread may use."""
@@ -197,6 +217,7 @@ class _FastPath:
             first_dim=_FIRST_DIMS.get(self._code, 0) if cached_call.first_dim is None else cached_call.first_dim,
             given_rows=cached_call.rows[0],
             received_rows=cached_call.rows[1],
+            bound=0 if cached_call.bound is None else id(cached_call.bound),
             packed=cached_call.run_lock.packed_address() if self._packs else 0,
         )
         self.cached_calls[name] = cached_call, record
@@ -259,6 +280,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
         _fast_paths[name] = _FastPath(name, chosen)
         if name in globals():
             globals()[name] = _fast_paths[name].function
+    finders.update({form: _fast_paths[name].find for form, name in FORMS.items()})
     tracing.call_around_traces(_pass_through_python)
 
 

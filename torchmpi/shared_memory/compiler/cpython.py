@@ -55,6 +55,8 @@ context_value = _c_function("PyContextVar_Get", 3, _INT)
 """Get the value of a context variable: variable, default, address for the reference; -1 if an exception is set."""
 release_gil = _c_function("PyEval_SaveThread", 0)
 take_gil = _c_function("PyEval_RestoreThread", 1, _VOID)
+this_thread = _c_function("PyThread_get_thread_ident", 0)
+"""Return what `threading.get_ident` does."""
 clear_error = _c_function("PyErr_Clear", 0, _VOID)
 error_is_set = _c_function("PyErr_Occurred", 0)
 """Return the type of the exception that is set, or 0."""

@@ -151,6 +151,8 @@ def _module(which: KernelSet, number: int, announce: Callable[[str], object]) ->
             if spec.kernel in names
         }
         wrappers += [entry_wrapper(f"{_PREFIX}enter_{name}", function) for name, function in entries.items()]
+        if number == 0:
+            wrappers.append(entry_wrapper(f"{_PREFIX}find_bound", compilation.kernels["find_bound"]))
     return compilation.link(_PREFIX, wrappers)
 
 
@@ -169,10 +171,18 @@ _definitions: dict[str, _Definition] = {}
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
     """Return the fast path of a collective; `fields`: the address of its record (records.FastPath)."""
+    return _with_record(f"enter_{which}", f"enter_{which}", fields)
+
+
+def finder(which: str, fields: int) -> Callable[..., Any]:
+    """Return the function that finds what begins an asynchronous call like one that its fast path makes."""
+    return _with_record(f"find_{which}", "find_bound", fields)
+
+
+def _with_record(name: str, code: str, fields: int) -> Callable[..., Any]:
     from ..compiler import native_code
 
-    name = f"enter_{which}"
-    return function_at(name, native_code.compiler().find(_PREFIX + name), fields)
+    return function_at(name, native_code.compiler().find(_PREFIX + code), fields)
 
 
 def function_at(name: str, address: int, owner: int | None = None) -> Callable[..., int]:

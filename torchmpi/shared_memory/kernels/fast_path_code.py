@@ -5,8 +5,9 @@ same dtype, key and communicator, and one of the `enter_*` functions
 
 1. checks the tensors: contiguous, on the host, of the cached dtype, and with an `out` made for the result;
 2. writes the arguments of the kernel that follow the call record (from `rest` on);
-3. takes the run lock if the call queue is idle, enters the call into the call log, and computes its signature
-   (`begin_call`). Nothing before this step has an effect, so NOT_FAST can be returned up to here.
+3. takes the run lock if the call queue is idle or this thread runs one of its calls, enters the call into the call
+   log, and computes its signature (`begin_call`). Nothing before this step has an effect, so NOT_FAST can be returned
+   up to here.
 
 The GIL is held throughout and orders the fast path with Python threads, so no atomic access is needed.
 """
@@ -36,6 +37,7 @@ from ..compiler.cpython import (
     release_gil,
     restore_error,
     take_gil,
+    this_thread,
     tuple_of_one,
 )
 from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, MOST_COPIED_BYTES, LockFields
@@ -186,6 +188,18 @@ def has_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, 
 
 
 @inner
+def have_one_shape(source: DLTensor, target: DLTensor):
+    """Return whether two tensors have the same shape."""
+    dims = num_dims(source)
+    if num_dims(target) != dims:
+        return False
+    for index in range(dims):
+        if dim(target, index) != dim(source, index):
+            return False
+    return True
+
+
+@inner
 def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_rows, arguments: Arguments):
     """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
     return has_rows(cached_call, source, target, num_rows) and are_apart(cached_call, source, target, arguments)
@@ -208,21 +222,24 @@ def find_cached_call(first: CachedCallRecord, tensor: DLTensor, key, comm) -> Ca
 
 @inner
 def is_free(run_lock: LockFields):
-    """Return whether the call queue of a run lock is idle."""
-    return run_lock.held == 0 and load(run_lock.entered) == 0 and run_lock.pending == 0
+    """Return whether this thread may run a call now: the call queue is idle, or the thread runs one of its calls."""
+    if load(run_lock.entered) != 0:
+        return False
+    if run_lock.runner != 0:
+        return run_lock.runner == this_thread()
+    return run_lock.held == 0 and run_lock.pending == run_lock.ended
 
 
 @inner
 def begin_call(cached_call: CachedCallRecord, tensor: DLTensor, num_bytes, arguments: Arguments):
-    """Take the run lock and enter the call into the call log; NOT_FAST if the call queue is not idle.
+    """Take the run lock and enter the call into the call log; NOT_FAST if this thread may not run a call now.
 
     `num_bytes`: the size of the tensor that this rank passes.
     """
-    run_lock = cached_call.run_lock
-    if not is_free(run_lock):
+    run_lock, call_log, first = cached_call.run_lock, cached_call.call_log, cached_call.first_dim
+    if not is_free(run_lock) or call_log.active != 0:  # made by a signal handler within a call
         return NOT_FAST
     store(run_lock.entered, 1)
-    call_log, first = cached_call.call_log, cached_call.first_dim
     seq, length, total = call_log.sequence + 1, max(num_dims(tensor) - first, 0), FIRST_HASH
     record = open_entry(call_log, seq)
     for index in range(length):
@@ -300,13 +317,10 @@ def enter_broadcast(cached_call: CachedCallRecord, tensor: DLTensor, _: DLTensor
 @inner
 def enter_into(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, unit, arguments: Arguments):
     """Enter a kernel that works in place on a copy of the source in the target, which has the same shape."""
-    numel, dims = plain_numel(cached_call, source), num_dims(source)
+    numel = plain_numel(cached_call, source)
     num_bytes = numel * cached_call.call.item_bytes
-    if numel < 0 or num_bytes > MOST_COPIED_BYTES or num_dims(target) != dims:
+    if numel < 0 or num_bytes > MOST_COPIED_BYTES or not have_one_shape(source, target):
         return NOT_FAST
-    for index in range(dims):
-        if dim(target, index) != dim(source, index):
-            return NOT_FAST
     if plain_numel(cached_call, target) < 0 or not is_apart(cached_call, source, target):
         return NOT_FAST
     status = enter_in_place(cached_call, target, unit, arguments)
@@ -766,6 +780,27 @@ def entry(spec: FastPathKernel) -> Function:
         return finish(path, status, tensor, out, result, writes, cached_call, arguments.seq)
 
     return Function(fast_call)
+
+
+@kernel
+def find_bound(path: FastPath, tensor, out, key, comm, backend):
+    """Return what begins an asynchronous call; None if Python must check its arguments, 0 if it has raised."""
+    first, last = DLTensor(_described()), DLTensor(_described())
+    has_tensor, has_out, no_lists = tensor != path.none, out != path.none, Words(0)
+    takes = (_TENSOR if has_tensor else 0) | (_OUT if has_out else 0)
+    if not describe(path, tensor, out, backend, takes, first, last, no_lists, no_lists):
+        return leave_to_python(path)
+    cached_call = find_cached_call(path.first_call, first if has_tensor else last, key, comm)
+    if not cached_call or cached_call.bound == 0:
+        return new_reference(path.none)
+    if (has_tensor and plain_numel(cached_call, first) < 0) or (has_out and plain_numel(cached_call, last) < 0):
+        return new_reference(path.none)
+    if has_tensor and has_out:
+        if path.same_shapes and not have_one_shape(first, last):
+            return new_reference(path.none)
+        if not is_apart(cached_call, first, last):
+            return new_reference(path.none)
+    return new_reference(cached_call.bound)
 
 
 def entry_wrapper(name: str, function: Function) -> Wrapper:
