@@ -111,6 +111,9 @@ class Transport(Protocol):
     def cancel(self, message: PostedMessage) -> bool:
         """Withdraw a message; return False if it has begun."""
 
+    def begin_deferred(self) -> None:
+        """Begin the receives that have been made and not begun."""
+
 
 Then = Callable[[Any], "Stage | Received | None"]
 
@@ -167,6 +170,9 @@ class MpiTransport:
             queue.run_lock.fields[LockFields.pending] += 1
             self._open.setdefault(queue, deque()).append(opened)
         self.test(message)
+
+    def begin_deferred(self) -> None:
+        """Do nothing: every receive begins at once."""
 
     def proceed(self, message: PostedMessage, turn: int) -> bool:
         """Continue a message for a while; return whether its thread has waited long."""

@@ -174,7 +174,12 @@ class RingTransport(GroupResource):
             if self.lock.fields[LockFields.pending]:
                 return False
             self.deferred.append(receive)
+            self.count_deferred()
             return True
+
+    def count_deferred(self) -> None:
+        """Tell machine code of the deferred receives; the caller holds `deferring`."""
+        self.lock.fields[LockFields.deferred] = len(self.deferred)
 
     def begin_deferred(self) -> None:
         """Post all deferred receives, in their order."""
@@ -185,6 +190,7 @@ class RingTransport(GroupResource):
             try:
                 while self.deferred:
                     self.deferred.popleft().begin()
+                    self.count_deferred()
             finally:
                 self._is_beginning = False
 

@@ -110,11 +110,9 @@ def submit(
     spec = SPECS[collective]
     if backend is None and (comm is None or type(comm) in _LASTING):
         cache_call(group, spec, (given, out, root), op, comm)
-    found = _fast_call(spec, group.rank == root, given, out, root, op, comm)
-    which = None if found is None else found[0]
-    return _bind(group, plan, which, root, out if given is None else given).begin(
-        given, out, finish, checked.subject(out)
-    )
+    found = _fast_call(spec, root == group.rank, given, out, root, op, comm)
+    bound = _bind(group, plan, None if found is None else found[0], root, out if given is None else given)
+    return bound.begin(given, out, finish, checked.subject(out))
 
 
 class BoundPlan:
@@ -284,14 +282,12 @@ def cache_call(group: Group, spec: CollectiveSpec, arguments: tuple[Any, Any, in
     if found is None:
         return
     which, name = found
-    dtype = name[1]
-    assert dtype is not None
-    if which == "receive" and _plan_of_receiver(group, spec.name, dtype) is None:
+    if which == "receive" and _plan_of_receiver(group, spec.name, name[1]) is None:
         return
-    _cache(which, name, group, root, comm, PlanKey(spec.name, op, dtype, PLAIN))
+    _cache(which, name, group, root, comm, PlanKey(spec.name, op, name[1], PLAIN))
 
 
-def _plan_of_receiver(group: Group, collective: str, dtype: torch.dtype) -> Plan | None:
+def _plan_of_receiver(group: Group, collective: str, dtype: torch.dtype | None) -> Plan | None:
     """Return the plan of a scatter for the dtype that this rank expects; None for one that cannot be sent."""
     try:
         return plan_for(runtime.communicator(group), PlanKey(collective, None, dtype, PLAIN))
@@ -314,11 +310,14 @@ class BoundCode:
         find: Callable[[], fast_path.CachedCall | None],
     ) -> None:
         self._group, self._which, self._dtype, self._find = group, which, dtype, find
-        self._entry = fast_path.entry(which)
-        self.has_result = FAST_PATHS[which].writes
+        self._entry, collective = fast_path.entry(which), which.removesuffix(fast_path.MADE)
+        self.has_result = FAST_PATHS[collective].writes
+        self._makes = SPECS[collective] if collective != which else None
 
-    def run(self, given: _Tensor | list[_Tensor] | None, out: _Tensor | list[_Tensor] | None) -> Any:
-        """Run a call on tensors, or lists of them if it takes them; return None if Python must run it."""
+    def run(self, given: Any, out: Any) -> Any:
+        """Run a call; return None if Python must run it."""
+        if self._makes is not None:
+            out = _memory_for_result(self._makes, self._group, given)
         return self._entry(given, out, self, self._group, None)
 
     def cache(self) -> None:
@@ -335,7 +334,7 @@ def _bind(group: Group, plan: Plan, which: str | None, root: int, tensor: _Tenso
     known, key = plan.bound, (which, root, dtype)
     if key not in known:
         code = None
-        if which is not None and which in FAST_PATHS and dtype is not None:
+        if which is not None and dtype is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS:
             plan = (_plan_of_receiver(group, plan.collective, dtype) if which == "receive" else None) or plan
             if plan.cached_call is not None and plan.cached_call(root, None) is not None:
                 code = BoundCode(group, which, dtype, partial(plan.cached_call, root, None))
@@ -388,11 +387,9 @@ def _cached_call(
     if not is_meant or group.call_queue.closed or chosen is None or chosen.cached_call is None:
         return None
     cached: fast_path.CachedCall | None = chosen.cached_call(root, None)
-    if cached is None:
-        return None
-    if settle_by is not None:
+    if cached is not None and settle_by is not None:
         return cached._replace(settle=settle_by(plan, cached.settle))
-    if not SPECS[key.collective].has_async or which not in fast_path.FORMS.values():
+    if cached is None or not SPECS[key.collective].has_async:
         return cached
     if plan_for(runtime.communicator(group), key._replace(mode="async")) is not plan:
         return cached

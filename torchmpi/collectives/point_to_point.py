@@ -18,6 +18,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm, used
+from ..communicators.message_record import NO_TAG
 from ..errors import ArgumentError
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
@@ -27,7 +28,7 @@ from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
 from .message_handle import MessageHandle
 from .prepared import checked_dtype
-from .short_messages import cache_message
+from .short_messages import DeferredHandle, DeferredReceive, cache_message
 
 __all__ = ["recv", "recv_async", "send", "send_async", "sendreceive", "sendreceive_async"]
 
@@ -80,10 +81,16 @@ def send_async(tensor: Value, dst: int, *, comm: Comm = None, **_unknown: NoRetu
         handle = mpi.send_async(torch.ones(3), 1)
         handle.wait()
     """
+    if type(dst) is int and not _unknown:
+        sent = fast_path.send(tensor, None, _background_key(dst), comm, None)
+        if sent is not None:
+            return Handle.completed(tensor) if sent is tensor else sent
     if _unknown:
         raise unknown_keyword(send_async, _unknown)
     call = _Call("send", tensor, comm)
-    return call.message(call.peer(dst), is_receive=False)
+    peer = call.peer(dst)
+    call.cache(_background_key(peer), dst=dst, is_background=True)
+    return call.message(peer, is_receive=False)
 
 
 @refuses_keywords
@@ -138,7 +145,7 @@ def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoRetu
     if _unknown:
         raise unknown_keyword(recv_async, _unknown)
     call = _Call("recv", tensor, comm)
-    return call.message(call.peer(src), is_receive=True)
+    return call.deferred(call.peer(src))
 
 
 @refuses_keywords
@@ -202,6 +209,11 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
     return call.exchange(call.peer(src), call.peer(dst), is_background=True)
 
 
+def _background_key(peer: int) -> tuple[str | int, int]:
+    """Return the identity of an asynchronous message for the fast path."""
+    return fast_path.joint_key(peer, NO_TAG)
+
+
 class _Exchange(JoinedHandle[Any]):
     """The handle of a `sendreceive`, of which the first part is the receive."""
 
@@ -247,6 +259,15 @@ class _Call:
             result=self._number if self.is_number else None,
         ).start()  # fmt: skip
 
+    def deferred(self, src: int) -> Handle[Any]:
+        """Begin a receive, at the latest when its handle is used."""
+        communicator, key = runtime.communicator(self.group), _background_key(src)
+        if self.is_number or not (buffers.is_plain(self.tensor) and fast_path.takes_calls()):
+            return self.message(src, is_receive=True)
+        name = key, self.tensor.dtype, communicator
+        cache_message(self.name, self.group, self.tensor, name, src, -1, is_background=True)
+        return DeferredHandle(DeferredReceive(communicator, self.tensor, src, NO_TAG, key).start())
+
     def exchange(self, src: int, dst: int, *, is_background: bool) -> Handle[Any]:
         """Begin to send a copy of the tensor, and to receive into the tensor."""
         copy = self.tensor.detach().clone()
@@ -265,7 +286,7 @@ class _Call:
         finally:
             events.end_event(event)
 
-    def cache(self, key: Any, *, src: int = -1, dst: int = -1) -> None:
+    def cache(self, key: Any, *, src: int = -1, dst: int = -1, is_background: bool = False) -> None:
         """Let the fast path make calls like this one, if it can."""
         comm, group = self.comm, self.group
         is_meant = type(comm) in (Communicator, Group) or (
@@ -273,7 +294,8 @@ class _Call:
         )
         is_plain = self.tensor.device.type == "cpu" and not self.tensor.dtype.is_complex and not self.is_number
         if is_meant and is_plain and type(src) is int and type(dst) is int:
-            cache_message(self.name, group, self.tensor, (key, self.tensor.dtype, comm), src, dst)
+            name = key, self.tensor.dtype, comm
+            cache_message(self.name, group, self.tensor, name, src, dst, is_background=is_background)
 
     def _described(self) -> events.ShownCall:
         return self.group.described((self.name, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,15 @@ _YIELD_NANOSECONDS = 300_000
 
 
 def cache_message(
-    name: str, group: Group, tensor: torch.Tensor, key: fast_path.Name, src: int, dst: int, tag: int = NO_TAG
+    name: str,
+    group: Group,
+    tensor: torch.Tensor,
+    key: fast_path.Name,
+    src: int,
+    dst: int,
+    tag: int = NO_TAG,
+    *,
+    is_background: bool = False,
 ) -> None:
     """Let the fast path make calls like this one, if it can.
 
@@ -51,11 +59,13 @@ def cache_message(
         key: The identity of the call.
         src: The rank to receive from, -1 for none.
         dst: The rank to send to, likewise.
-        tag: The tag. The fast path of a message with a tag returns a message that has not ended.
+        tag: The tag.
+        is_background: Whether the program goes on: the fast path returns a message that has not ended.
     """
     if isinstance(transport_of(group), RingTransport):
-        make = partial(_RingMessage, name, group, src, dst, tensor.dtype, tag)
-        fast_path.cache_call(name, key, partial(_cached, make, group, src, dst, (tensor.dtype, tag)))
+        make = partial(_RingMessage, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
+        kind = tensor.dtype, tag, is_background
+        fast_path.cache_call(name, key, partial(_cached, make, group, src, dst, kind))
     elif name == "sendreceive" and tensor.nbytes <= PACKED_BYTES and can_call_from_kernels(group):
         make_exchange = partial(_MpiExchange, name, group, src, dst, tensor.dtype)
         fast_path.cache_call("sendreceive_by_mpi", key, partial(_cached, make_exchange, group, src, dst, tensor.dtype))
@@ -88,7 +98,7 @@ class _FastMessage:
     def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype) -> None:
         self.name, self.group, self.src, self.dst, self.dtype = name, group, src, dst, dtype
         self.call_log, self._counts = CallLog(group.name, group.rank, group.size), group.context.call_counts
-        self._counts.add_exchanges(group.name, self.call_log)
+        self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
         self._known: tuple[object, str] = None, ""
         self._whom = f"from rank {src}" if src >= 0 else f"to rank {dst}"
 
@@ -132,22 +142,25 @@ class _FastMessage:
 class _RingMessage(_FastMessage):
     """A message through a ring of shared memory.
 
-    One with a tag is that of a program which goes on: what is sent is what the ring has room for.
+    In the background, what is sent is what the ring has room for.
     """
 
-    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int) -> None:
+    def __init__(
+        self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int, *, is_background: bool
+    ) -> None:
         super().__init__(name, group, src, dst, dtype)
         transport = transport_of(group)
         assert isinstance(transport, RingTransport)
         self._transport, self._frames, self._tag = transport, Frames(), tag
         self._frames.write(tag, 0, dtypes.info(dtype).code)
-        waits = tag == NO_TAG or src >= 0
+        self._is_background, waits = is_background, not is_background or src >= 0
         self._record = records.MessageCall.new().write(
             out=transport.ring(group.rank, dst) if dst >= 0 else 0,
             into=transport.ring(src, group.rank) if src >= 0 else 0,
             capacity=transport.capacity,
             polls=transport.polls if waits else 0,
             patience=_YIELD_NANOSECONDS if waits else 0,
+            is_background=is_background,
             has_tag=tag != NO_TAG,
             item_bytes=dtype.itemsize,
             lock=transport.lock.address,
@@ -162,13 +175,12 @@ class _RingMessage(_FastMessage):
     def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
         """Raise the error of a message that did not fit; wait for one that the other rank delays, or return it."""
         super().abort()
-        has_tag = self._tag != NO_TAG
         if status == records.MISMATCH:
             received = self._frames.received(self.src)
-            raise mismatch(self.group, self.name, tensor, received, compares_shape=not has_tag)
-        messages = self._adopted(tensor, is_background=has_tag)
+            raise mismatch(self.group, self.name, tensor, received, compares_shape=self._tag == NO_TAG)
+        messages = self._adopted(tensor, is_background=self._is_background)
         self._transport.begin_deferred()  # the others could wait for this rank to receive them
-        if has_tag:
+        if self._is_background:
             return messages[0]
         for message in messages:
             message.wait()
@@ -216,7 +228,7 @@ class _RingMessage(_FastMessage):
 
 
 class DeferredReceive:
-    """A receive with a tag, of a program that has gone on: it begins when the program waits for it.
+    """A receive of a program that has gone on: it begins when the program waits for it.
 
     Then the fast path makes it, if it is the first one of its group and nothing else has been posted meanwhile.
     Otherwise it is a :class:`MessageHandle`: as soon as another message is posted that could overtake it, or one of the
@@ -271,12 +283,15 @@ class DeferredReceive:
             except BaseException as error:
                 self._error = error
                 raise
-            if received is None:
-                deferred.appendleft(self)
-            elif received is self.tensor:
-                self._has_arrived = True
             else:
-                self._message = received
+                if received is None:
+                    deferred.appendleft(self)
+                elif received is self.tensor:
+                    self._has_arrived = True
+                else:
+                    self._message = received
+            finally:
+                transport.count_deferred()
         return self._has_arrived
 
     def handle(self) -> Handle[Any]:
@@ -302,6 +317,54 @@ class DeferredReceive:
         """Begin."""
         self.handle()
         return True
+
+
+class DeferredHandle(Handle[Any]):
+    """The handle of a deferred receive."""
+
+    __slots__ = ("_receive",)
+
+    def __init__(self, receive: DeferredReceive) -> None:
+        super().__init__()
+        self._receive = receive
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Receive, and return the tensor; as of any handle, raise the error, or StallError after `timeout`."""
+        if timeout is None and self._receive.receive():
+            return self._receive.tensor
+        return self._receive.handle().wait(timeout)
+
+    def done(self) -> bool:
+        """Return whether the message has ended; it begins now, if it has not."""
+        return self._receive.handle().done()
+
+    def run_here(self) -> None:
+        """Wait until the message has ended, without raising its error."""
+        self._receive.handle().run_here()
+
+    def attach(self, callback: Callable[[], object]) -> None:
+        """Call `callback` at the end of the message, which begins now, if it has not."""
+        self._receive.handle().attach(callback)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the message has ended."""
+        return self._receive.handle().has_ended
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """The error, if the message failed and ``wait()`` has not raised it."""
+        return self._receive.handle().unseen_error
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error, if the message has failed; it counts as seen then."""
+        return self._receive.handle().error
+
+    @property
+    def failed(self) -> bool:
+        """Whether the message has ended with an error."""
+        return self._receive.handle().failed
 
 
 class _MpiExchange(_FastMessage):

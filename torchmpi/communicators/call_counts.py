@@ -36,7 +36,9 @@ class MessageCount(NamedTuple):
     waited: int
     stalls: int
     ticks: int = 0
-    """The time of the messages of the fast path, in which the waits are known; the other times do not include it."""
+    """The time of the messages of the fast path; the other times do not include it."""
+    known_ticks: int = 0
+    """The part of these ticks in which the waits are known: that of receives."""
 
 
 Key = tuple[str, bool, str]
@@ -60,7 +62,7 @@ class CallCounts:
         self._groups: dict[CallLog, tuple[str, bool]] = {}
         self._freed: dict[Key, CallCount] = {}
         self._messages: dict[MessageKey, MessageCount] = {}
-        self._exchanges: dict[CallLog, str] = {}
+        self._exchanges: dict[CallLog, tuple[str, bool]] = {}
 
     def add(self, name: str, is_step: bool, call_log: CallLog) -> None:
         """Count the calls of a group."""
@@ -82,8 +84,9 @@ class CallCounts:
         >>> counts = CallCounts()
         >>> counts.add_message("world", "recv", 4, 100, 90), counts.add_message("world", "recv", 8, 50)
         (None, None)
-        >>> counts.read_messages()
-        {('world', 'recv'): MessageCount(calls=2, bytes=12, time=150, known=100, waited=90, stalls=0, ticks=0)}
+        >>> counts.read_messages()  # doctest: +NORMALIZE_WHITESPACE
+        {('world', 'recv'): MessageCount(calls=2, bytes=12, time=150, known=100, waited=90, stalls=0, ticks=0,
+        known_ticks=0)}
         """
         known = 0 if waited is None else nanoseconds
         self._add(name, kind, MessageCount(1, num_bytes, nanoseconds, known, waited or 0, 0))
@@ -99,24 +102,24 @@ class CallCounts:
                 key = OTHERS, kind
             self._messages[key] = _sum_of_messages(self._messages.get(key), added)
 
-    def add_exchanges(self, name: str, call_log: CallLog) -> None:
-        """Count the messages that the fast path exchanges."""
+    def add_exchanges(self, name: str, call_log: CallLog, *, receives: bool) -> None:
+        """Count the messages that the fast path makes; `receives`: whether it knows how long they wait."""
         with self._lock:
-            self._exchanges[call_log] = name
+            self._exchanges[call_log] = name, receives
 
     def free_exchanges(self, call_log: CallLog) -> None:
         """Keep the counts of these messages, but not their call log."""
         with self._lock:
-            name = self._exchanges.pop(call_log)
-        for kind, count in _counts_of_exchanges(call_log):
+            name, receives = self._exchanges.pop(call_log)
+        for kind, count in _counts_of_exchanges(call_log, receives=receives):
             self._add(name, kind, count)
 
     def read_messages(self) -> dict[MessageKey, MessageCount]:
         """Return the counts of messages that have ended."""
         with self._lock:
             found = dict(self._messages)
-            for call_log, name in self._exchanges.items():
-                for kind, count in _counts_of_exchanges(call_log):
+            for call_log, (name, receives) in self._exchanges.items():
+                for kind, count in _counts_of_exchanges(call_log, receives=receives):
                     found[name, kind] = _sum_of_messages(found.get((name, kind)), count)
             return found
 
@@ -130,10 +133,15 @@ def _counts_of(name: str, is_step: bool, call_log: CallLog) -> list[tuple[Key, C
     return [((name, is_step, collective), CallCount(*numbers)) for collective, numbers in call_log.counters()]
 
 
-def _counts_of_exchanges(call_log: CallLog) -> list[tuple[str, MessageCount]]:
+def _counts_of_exchanges(call_log: CallLog, *, receives: bool) -> list[tuple[str, MessageCount]]:
     counts = ((kind, CallCount(*numbers)) for kind, numbers in call_log.counters())
     return [
-        (kind, MessageCount(each.calls, each.bytes, 0, 0, each.waited_nanoseconds, each.stalls, each.ticks))
+        (
+            kind,
+            MessageCount(
+                each.calls, each.bytes, 0, 0, each.waited_nanoseconds, each.stalls, each.ticks, each.ticks * receives
+            ),
+        )
         for kind, each in counts
     ]
 

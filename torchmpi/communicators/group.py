@@ -380,6 +380,8 @@ class Group:
 
     def finish_messages(self) -> None:
         """Wait until the messages of `send` and `recv` have ended."""
+        if self.transport is not None:
+            self.transport.begin_deferred()
         for message in list(self.open_messages):
             message.run_here()
 

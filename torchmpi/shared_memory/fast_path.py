@@ -103,6 +103,7 @@ Form = tuple[str, bool, bool]
 FORMS: dict[Form, str] = {
     **{(name, True, not SPECS[name].in_place): name for name in COLLECTIVES},
     **{(name.removesuffix(INTO), True, True): name for name in _FAST_PATHS if name.endswith(INTO)},
+    **{(name.removesuffix(MADE), True, False): name for name in _FAST_PATHS if name.endswith(MADE)},
     ("gather", True, False): "give",
     ("scatter", False, True): "receive",
 }
@@ -187,7 +188,7 @@ class _FastPath:
             **addresses, describe=dlpack.describer(), same_shapes=name.endswith(INTO)
         )
         self.function = kernels.fast_path(self._code, int(self.record))
-        self.find = kernels.finder(self._code, int(self.record)) if name in FORMS.values() else _not_built
+        self.find = kernels.finder(name, int(self.record))
 
     def invalidate(self) -> None:
         """Drop all cached calls; do not free the records, which another thread may use."""
@@ -219,6 +220,7 @@ class _FastPath:
             first_dim=_FIRST_DIMS.get(self._code, 0) if cached_call.first_dim is None else cached_call.first_dim,
             given_rows=cached_call.rows[0],
             received_rows=cached_call.rows[1],
+            bound=0 if cached_call.bound is None else id(cached_call.bound),
             packed=cached_call.run_lock.packed_address() if self._packs else 0,
             bound=0 if cached_call.bound is None else id(cached_call.bound),
         )

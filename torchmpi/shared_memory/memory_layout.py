@@ -210,6 +210,8 @@ class LockFields(Record):
     """How many of them have ended."""
     runner = Word()
     """The thread that runs a queued call, as `threading.get_ident` numbers it; 0 for none."""
+    deferred = Word()
+    """How many receives begin later, of the messages of a group: no other receive may overtake them."""
 
 
 # Of numbers in signatures: an odd factor, with which the calls that they count change the lower half too.

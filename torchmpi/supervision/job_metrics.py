@@ -28,9 +28,9 @@ def of(context: GroupContext, rank: int, host: str) -> Metrics:
         found[is_step].setdefault(name, {})[collective] = numbers
     messages: dict[str, dict[str, dict[str, float]]] = {}
     for (name, kind), sent in sorted(context.call_counts.read_messages().items()):
-        by_fast_path = sent.ticks * seconds_per_tick
-        times = sent.time / 1e9 + by_fast_path, sent.known / 1e9 + by_fast_path, sent.waited / 1e9
-        numbers = _numbers(sent.calls, sent.bytes, *times, sent.stalls)
+        seconds = sent.time / 1e9 + sent.ticks * seconds_per_tick
+        known = sent.known / 1e9 + sent.known_ticks * seconds_per_tick
+        numbers = _numbers(sent.calls, sent.bytes, seconds, known, sent.waited / 1e9, sent.stalls)
         messages.setdefault(name, {})[kind] = numbers
     in_flight: dict[str, int] = {}
     for group in list(context.groups):

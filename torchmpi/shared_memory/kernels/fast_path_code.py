@@ -830,9 +830,9 @@ def entry(spec: FastPathKernel) -> Function:
 def find_bound(path: FastPath, tensor, out, key, comm, backend):
     """Return what begins an asynchronous call; None if Python must check its arguments, 0 if it has raised."""
     first, last = DLTensor(_described()), DLTensor(_described())
-    has_tensor, has_out = tensor != path.none, out != path.none
-    takes, parts = _TENSOR * has_tensor | _OUT * has_out, Words(_parts())
-    if not describe(path, tensor, out, backend, takes, first, last, parts, parts):
+    has_tensor, has_out, no_lists = tensor != path.none, out != path.none, Words(0)
+    takes = (_TENSOR if has_tensor else 0) | (_OUT if has_out else 0)
+    if not describe(path, tensor, out, backend, takes, first, last, no_lists, no_lists):
         return leave_to_python(path)
     cached_call = find_cached_call(path.first_call, first if has_tensor else last, key, comm)
     if not cached_call or cached_call.bound == 0:

@@ -321,6 +321,8 @@ class MessageCall(Record):
     polls = Word()
     patience = Word()
     """How many nanoseconds to wait for the other rank, after the polls."""
+    is_background = Word()
+    """Whether the program goes on: a receive is then the first one of those that are deferred."""
     has_tag = Word()
     """Whether the lengths of sent and received message are compared alone."""
     sending = Embedded(MessageRequest)
@@ -586,6 +588,8 @@ class CachedCallRecord(Record):
     given_rows = Word()
     received_rows = Word()
     """As how many rows the tensors are taken, whatever their shapes; 0: with their shapes, FLAT: as one dimension."""
+    bound = Word()
+    """Address of the object that begins an asynchronous call like this one; 0 if none does."""
     packed = Word()
     """Of a call in place the address of memory for a short tensor with gaps between its elements; 0 for none."""
     bound = Word()

@@ -261,6 +261,8 @@ def enter_message(cached_call: CachedCallRecord, tensor: DLTensor, _: DLTensor, 
     num_bytes = numel * call.item_bytes
     if numel < 0 or not is_free(lock):
         return NOT_FAST
+    if lock.deferred != 0 and call.into and call.is_background == 0:
+        return NOT_FAST
     status = begin_call(cached_call, tensor, num_bytes, arguments)
     if status != 0:
         return status
