@@ -121,9 +121,9 @@ class BoundCall:
 
     def run_fast(self, given: Rows, received: Rows) -> bool:
         """Run the call in this thread if machine code can do it; return whether it has."""
-        if self.fast(given, received, self, self._communicator, None) is not None:
+        if self.code.run(given, received) is not None:
             return True
-        self._cache(self, self._group.call_queue.run_lock)
+        self.code.cache()
         return False
 
     def submit(self, given: Rows | None, received: Rows | None, *, in_any_thread: bool) -> Handle[Any]:

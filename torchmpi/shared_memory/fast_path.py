@@ -220,7 +220,6 @@ class _FastPath:
             first_dim=_FIRST_DIMS.get(self._code, 0) if cached_call.first_dim is None else cached_call.first_dim,
             given_rows=cached_call.rows[0],
             received_rows=cached_call.rows[1],
-            bound=0 if cached_call.bound is None else id(cached_call.bound),
             packed=cached_call.run_lock.packed_address() if self._packs else 0,
             bound=0 if cached_call.bound is None else id(cached_call.bound),
         )

@@ -588,8 +588,6 @@ class CachedCallRecord(Record):
     given_rows = Word()
     received_rows = Word()
     """As how many rows the tensors are taken, whatever their shapes; 0: with their shapes, FLAT: as one dimension."""
-    bound = Word()
-    """Address of the object that begins an asynchronous call like this one; 0 if none does."""
     packed = Word()
     """Of a call in place the address of memory for a short tensor with gaps between its elements; 0 for none."""
     bound = Word()
