@@ -786,6 +786,26 @@ def test_tensors_with_gaps_that_python_must_check(agree):
         agree.equal(mpi.allreduce(strided), torch.full((4,), float(mpi.size())), "after it")
 
 
+def test_a_freed_group_leaves_the_calls_of_others(agree):
+    def known(comm):
+        names = [("allreduce", ("sum", torch.float32, comm)), ("barrier", (None, None, comm))]
+        return [fast_path.function_for(*name) is not None for name in names]
+
+    groups = [mpi.group(range(mpi.size())) for _ in range(3)]
+    for comm in (groups[0], None, *groups[1:]):
+        for dtype in (torch.float32, torch.float64):
+            mpi.allreduce(torch.ones(3, dtype=dtype), comm=comm)
+        mpi.barrier(comm)
+    agree(all(map(all, map(known, (None, *groups)))), "not by the fast path")
+    for number in (1, 0, 2):
+        groups[number].free()
+        agree(not any(known(groups[number])) and all(known(None)), f"after freeing {number}")
+        for comm in (None, *(group for group in groups if not group.intra.call_queue.closed)):
+            tensor = torch.ones(3)
+            agree(fast_path.allreduce(tensor, None, "sum", comm, None) is tensor, f"lost after freeing {number}")
+            agree.equal(tensor, torch.full((3,), float(mpi.size())))
+
+
 def test_the_fast_path_needs_known_hashes(monkeypatch):
     assert fast_path.has_known_hashes()
     monkeypatch.setitem(fast_path._TUPLE_HASHES, (5,), 0)

@@ -368,9 +368,8 @@ class Group:
 
     def forget_plans(self) -> None:
         """Discard all plans, because a value that they depend on has changed."""
-        if self.plans or self.peer_queues:  # else the fast path has no call or message of the group either
-            self.plans.clear()
-            fast_path.invalidate()  # last: calls are cached for existing plans
+        self.plans.clear()
+        fast_path.invalidate()  # last: calls are cached for existing plans
 
     def drain(self) -> None:
         """Wait until all queued calls, and the messages of `send` and `recv`, have ended."""
@@ -397,7 +396,11 @@ class Group:
             self.context.failed += [handle for handle in call_queue.failed if handle.unseen_error is not None]
         for attachment in reversed(self.attachments):
             attachment.close()
-        self.forget_plans()
+        if together:  # other groups keep their calls, of which none has been made by this one as the default
+            self.plans.clear()
+            fast_path.forget(self, self.communicator)
+        else:
+            self.forget_plans()
         for part in (self.inter_host, self.intra_host):
             if part is not None:
                 part.free(together=together)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -193,11 +193,27 @@ class _FastPath:
     def invalidate(self) -> None:
         """Drop all cached calls; do not free the records, which another thread may use."""
         self.record.write(first_call=0)
-        known = dict(self._retired)
-        known.update((int(record), (call, record)) for call, record in self.cached_calls.values())
+        self._retire(list(self.cached_calls))
+
+    def forget(self, comms: Sequence[object]) -> None:
+        """Drop the cached calls with these values of ``comm=``."""
+        dropped = [name for name in self.cached_calls if name[2] is not None and name[2] in comms]
+        if not dropped:
+            return
+        # Each of these writes leaves a chain of all calls that are kept, for machine code that looks through it.
+        following: int | records.CachedCallRecord = 0
+        for name, (_, record) in self.cached_calls.items():  # the last one is the first of the chain
+            if name not in dropped:
+                record.write(following=following)
+                following = record
+        self.record.write(first_call=following)
+        self._retire(dropped)
+
+    def _retire(self, names: list[Name]) -> None:
+        items = [self.cached_calls.pop(name) for name in names]
+        known = self._retired | {int(record): (call, record) for call, record in items}
         entered = memory_layout.LockFields.entered
         self._retired = {address: item for address, item in known.items() if item[0].run_lock.fields[entered]}
-        self.cached_calls.clear()
 
     def _cached_call_at(self, address: int) -> CachedCall:
         for cached_call, record in list(self.cached_calls.values()):
@@ -343,6 +359,13 @@ def invalidate() -> None:
     with _changing:
         for fast_path in _fast_paths.values():
             fast_path.invalidate()
+
+
+def forget(*comms: object) -> None:
+    """Drop the cached calls with these values of ``comm=``, which stand for a group that all of its ranks free."""
+    with _changing:
+        for fast_path in _fast_paths.values():
+            fast_path.forget(comms)
 
 
 def invalidate_in_child() -> None:
