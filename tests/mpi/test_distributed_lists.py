@@ -195,3 +195,54 @@ def test_refusals(agree):
         agree(refused(lambda: dist.all_gather([torch.ones(3).double() for _ in range(SIZE)], torch.ones(3))), "dtypes")
         agree(refused(lambda: dist.reduce_scatter(torch.ones(3), blank(3, SIZE + 1))), "too many parts")
         dist.all_gather(blank(3, SIZE), torch.ones(3))
+
+
+def exchanged(sizes: list[list[int]], turn: int, asynchronous: bool, in_lists: bool) -> Lists:
+    """Exchange parts with these numbers of elements, by sender and receiver."""
+    sent, received = sizes[RANK], [sizes[sender][RANK] for sender in range(SIZE)]
+    parts = [values(RANK, rank, numel, turn) for rank, numel in enumerate(sent)]
+    outputs = [torch.full((numel,), -1.0) for numel in received]
+    if in_lists:
+        work = dist.all_to_all(outputs, parts, async_op=asynchronous)
+    else:
+        whole = torch.cat(outputs)
+        work = dist.all_to_all_single(whole, torch.cat(parts), received, sent, async_op=asynchronous)
+    if work is not None:
+        work.wait()
+    if not in_lists:
+        assert whole._version > 0
+        outputs = list(whole.split(received))
+    return outputs, [values(sender, RANK, numel, turn) for sender, numel in enumerate(received)]
+
+
+@pytest.mark.parametrize("scale", (1, 700, 30_000))
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_parts_of_any_length(agree, asynchronous, scale):
+    """Some ranks have parts of one length, and no part, and make other calls than the others in the same turn."""
+    for turn in range(8):
+        sizes = [[scale * ((sender + 2 * receiver + turn) % 4) for receiver in range(SIZE)] for sender in range(SIZE)]
+        if turn % 2:  # only the last rank has parts of different lengths, that for itself is longer
+            sizes = [[2 * scale] * SIZE for _ in range(SIZE)]
+            sizes[-1][-1] = 5 * scale
+        outputs, expected = exchanged(sizes, turn, asynchronous and (RANK + turn) % 3 > 0, (RANK + turn) % 4 == 0)
+        for sender, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+            agree.equal(output, wanted, f"turn {turn} from {sender}")
+
+
+@pytest.mark.min_ranks(2)
+def test_parts_that_their_receiver_does_not_expect_raise_on_all_ranks(agree):
+    for turn in range(4):
+        sizes, error = [[1 + (sender + receiver) % 3 for receiver in range(SIZE)] for sender in range(SIZE)], ""
+        if turn == 2 and RANK == 1:
+            sizes[0][1] += 1
+        try:
+            outputs, expected = exchanged(sizes, turn, False, False)
+        except TorchMPIError as failed:
+            error = f"{type(failed).__name__}: {failed}"
+        if turn == 2:
+            is_named = "rank 0" in error and "rank 1" in error
+            agree("MismatchError" in error and (is_named or "has aborted it" in error), error or "no error")
+        else:
+            agree(not error, error)
+            for output, wanted in zip(outputs, expected, strict=True):
+                agree.equal(output, wanted, f"turn {turn}")

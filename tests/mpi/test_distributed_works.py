@@ -87,7 +87,7 @@ def test_a_work_completes_without_being_waited_for(agree):
 
 IN_MACHINE_CODE = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
-    "reduce_scatter_tensor", "all_to_all_even", "all_to_all_single", "barrier",
+    "reduce_scatter_tensor", "all_to_all_even", "all_to_all_single", "all_to_all_single_uneven", "barrier",
 )  # fmt: skip
 
 

@@ -134,11 +134,15 @@ def announced(group: Group, operation: Operation) -> Operation:
 
 
 def on_rows(exchange: Run, size: int) -> Run:
-    """Return an exchange of equal parts of two contiguous tensors, given one of lists of parts."""
+    """Return an exchange of lists of parts, or of equal parts of two contiguous tensors, given one of lists."""
 
-    def run(source: torch.Tensor, destination: torch.Tensor, root: int) -> None:
-        shape = size, source.numel() // size
-        exchange(source.view(shape).unbind(), destination.view(shape).unbind(), root)
+    def run(source: Any, destination: Any, root: int) -> Any:
+        if isinstance(source, list):
+            exchange(source, destination, root)
+        else:
+            shape = size, source.numel() // size
+            exchange(source.view(shape).unbind(), destination.view(shape).unbind(), root)
+        return destination
 
     return run
 

@@ -53,8 +53,6 @@ _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
 _MOST_PAYLOAD = Entry.FIELDS - Entry.payload
 _MAX_DIMS = _MOST_PAYLOAD - 2
-_SIZES = -1
-"""In the place of the number of rows of an alltoall: a rank exchanges parts, whose sizes follow."""
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -125,9 +123,16 @@ class SharedMemoryBackend(Backend):
         spec = SPECS[collective]
         calls = (SharedReduction if spec.reduces else SharedMovement)(group, self.kernels, dtype, op)
         run: Run = _or_abort(getattr(calls, collective), calls.shared)
-        if collective == "exchange_parts" and dtype is not None:
+        if isinstance(calls, SharedMovement) and collective == "exchange_parts" and dtype is not None:
             code, even = call_code("alltoall", None, dtypes.info(dtype).code), on_rows(run, group.size)
-            return Operation(run, cached_call=CallsOfFastPath(calls, "alltoall", code, even).cached_call)
+
+            def settled(source: Any, destination: Any, root: int) -> Any:
+                if isinstance(source, list):  # of which the ranks have compared the sizes
+                    return calls.exchange_announced(source, destination)
+                return even(source, destination, root)
+
+            settle = _or_abort(settled, calls.shared)
+            return Operation(run, cached_call=CallsOfFastPath(calls, "alltoall", code, settle).cached_call)
         if spec.tensors and (collective not in fast_path.COLLECTIVES or dtype is None):
             return Operation(run)
         code = call_code(collective, op, 0 if dtype is None or spec.only_root_passes else dtypes.info(dtype).code)
@@ -547,7 +552,12 @@ class SharedMovement(SharedCalls):
                 return
         else:
             sizes = *sent, *expected
-            self.synchronize(*((_SIZES, *sizes) if len(sizes) < _MOST_PAYLOAD else (_SIZES,)))
+            self.synchronize(*((records.PART_SIZES, *sizes) if len(sizes) < _MOST_PAYLOAD else (records.PART_SIZES,)))
+        self.exchange_announced(sources, destinations)
+
+    def exchange_announced(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+        """Exchange parts whose sizes the ranks have announced; raise on all of them if two sizes differ."""
+        sent, expected = [part.nbytes for part in sources], [part.nbytes for part in destinations]
         all_sizes = self._sizes_of_parts(sent, expected)
         longest = longest_part(all_sizes, self.group.where)
         self._send([part.data_ptr() for part in sources], sent)
@@ -567,7 +577,7 @@ class SharedMovement(SharedCalls):
         fields, seq = self.shared.status_board.fields, self.seq
         for rank in range(size):
             at = self.shared.payload(rank, seq)
-            if fields[at] == _SIZES:
+            if fields[at] == records.PART_SIZES:
                 all_sizes[rank].flat = fields[at + 1 : at + 1 + 2 * size]
             else:
                 all_sizes[rank] = fields[at] // size * self._item_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from .call_arguments import check_splits
 from .prepared import checked_dtype, plan_for
 
 __all__ = [
-    "ANY_PARTS", "are_plain", "check", "check_splits", "exchange", "exchange_plain", "rows_plan", "rows_task",
+    "ANY_PARTS", "are_plain", "check", "check_splits", "exchange", "rows_plan", "rows_task",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -34,24 +34,22 @@ def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequen
 
 
 def are_plain(source: torch.Tensor, destination: torch.Tensor) -> bool:
-    """Return whether parts of two tensors can be exchanged as they are: by :func:`exchange_plain`, without a check."""
+    """Return whether parts of two tensors can be exchanged as they are: by :func:`rows_plan`, without a check."""
     are_alike = source.dtype is destination.dtype and buffers.is_plain(source) and buffers.is_plain(destination)
     return are_alike and not buffers.overlap(source, destination)
 
 
-def exchange_plain(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
-    """Run :func:`exchange` on contiguous parts of host tensors that share no memory."""
-    group.perform(_plan(group, ANY_PARTS, sources[0].dtype, PLAIN), sources, destinations, 0)
-
-
 def rows_plan(group: Group, dtype: torch.dtype) -> Plan:
-    """Return the plan of an exchange of equal parts of two plain host tensors; other ranks may call `exchange`."""
+    """Return the plan of an exchange of two lists of parts, or of equal parts of two tensors, all of plain host memory.
+
+    Other ranks may call `exchange`.
+    """
     plan = copy.copy(_plan(group, ANY_PARTS, dtype, PLAIN))
     work = on_rows(plan.run, group.size)
 
-    def run(source: torch.Tensor, destination: torch.Tensor, root: int) -> None:
+    def run(source: Any, destination: Any, root: int) -> None:
         work(source, destination, root)
-        buffers.touch(destination)
+        buffers.touch_all(destination if isinstance(destination, list) else [destination])
 
     plan.run = run
     return plan

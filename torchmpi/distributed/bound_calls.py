@@ -59,6 +59,7 @@ FORMS = {
     "gather": Form("gather", "gather", "give"),
     "scatter": Form("scatter", "scatter", "receive"),
     "reduce_scatter": Form("reduce_scatter", "reduce_scatter"),
+    "all_to_all": Form("exchange_parts", "exchange"),
     "all_to_all_single": Form("exchange_parts", "alltoall"),
     "barrier": Form("barrier", "barrier"),
 }
@@ -71,6 +72,7 @@ class BoundCall:
     Attributes:
         code: Its machine code.
         num_rows: See :meth:`Form.num_rows`.
+        takes_parts: Whether the tensors of lists may differ in length.
         changes: Whether it overwrites the tensor that this rank passes.
     """
 
@@ -84,7 +86,8 @@ class BoundCall:
         self._communicator, self._group, self._dtype, self._root = communicator, group, dtype, root
         self._description = f"{group.where}: {name}"
         self.num_rows = form.num_rows(group.size)
-        if spec.divides and spec.gathers:
+        self.takes_parts = spec.divides and spec.gathers
+        if self.takes_parts:
             assert dtype is not None
             self._plan = exchange.rows_plan(group, dtype)
         else:
@@ -116,17 +119,24 @@ class BoundCall:
             self.code.cache()
             self._group.call_queue.run(self._perform, given, received, describe=self._describe)
 
+    def run_fast(self, given: Rows, received: Rows) -> bool:
+        """Run the call in this thread if machine code can do it; return whether it has."""
+        if self.code.run(given, received) is not None:
+            return True
+        self.code.cache()
+        return False
+
     def submit(self, given: Rows | None, received: Rows | None, *, in_any_thread: bool) -> Handle[Any]:
         """Run the call in the background."""
         runtime.current()  # raises in a forked child
         return self._group.call_queue.submit(
-            partial(self._run_queued, given, received),
+            partial(self.run_queued, given, received),
             self._description,
             call=partial(self._describe, given, received),
             in_any_thread=in_any_thread,
         )
 
-    def _run_queued(self, given: Rows | None, received: Rows | None) -> Any:
+    def run_queued(self, given: Rows | None, received: Rows | None) -> Any:
         """Run the call in a thread that holds the run lock."""
         result = self.code.run(given, received)
         if result is None:
@@ -141,6 +151,8 @@ class BoundCall:
 
     def _on_rows(self, perform: Callable[..., Any], given: Rows | None, received: Rows | None) -> Any:
         """Return ``perform(source, target, root)``, with the tensors of lists copied to rows and from there."""
+        if self.takes_parts and isinstance(given, list) and isinstance(received, list):
+            return perform(given, received, self._root)
         source = packed(given, self.num_rows[0]) if isinstance(given, list) else given
         target = empty_rows(received, self.num_rows[1]) if isinstance(received, list) else received
         result = perform(source, target, self._root)

@@ -99,6 +99,26 @@ class GroupExecution(GroupProperties):
         handle = call.submit(source, target, in_any_thread=not self._by_messages)
         return self._begun(handle, list(outputs or given), options, self._group.timeout_seconds)
 
+    def _exchange_of_parts(self, dtype: torch.dtype) -> BoundCall:
+        """Return the call that exchanges lists of parts of any length."""
+        key = "all_to_all", dtype
+        call: BoundCall | None = self._group.plans.get(key)
+        if call is None:
+            call = self._group.plans[key] = BoundCall(self._communicator, "all_to_all", None, dtype, 0)
+        return call
+
+    def _exchanged(
+        self, call: BoundCall, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
+    ) -> bool:
+        """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
+        if self._by_messages or is_asynchronous(options) or options.timeout > _NO_LIMIT:
+            return False
+        self._refuse_read_only(written, "all_to_all")
+        if not call.run_fast(given, received):
+            return False
+        buffers.touch_all(written)
+        return True
+
     def _on_copies(
         self, call: BoundCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> dist.Work | None:

@@ -410,12 +410,14 @@ class ProcessGroup(GroupExecution):
     ) -> dist.Work:
         """Send entry j of every rank's list to rank j."""
         outputs, inputs = list(outputs), list(inputs)
-        are_even = len(inputs) == len(outputs) == self._size and have_equal_lengths([*inputs, *outputs])
-        if are_even and not self._by_messages:  # which leave from where the parts are
+        is_even = len(inputs) == len(outputs) == self._size and have_equal_lengths([*inputs, *outputs])
+        if is_even and not self._by_messages:  # which leave from where the parts are
             work = self._on_plain("all_to_all_single", inputs, outputs, opts)
             if work is not None:
                 return work
         exchange.check(self._group, inputs, outputs, "all_to_all")
+        if not is_even and self._exchanged(self._exchange_of_parts(outputs[0].dtype), inputs, outputs, outputs, opts):
+            return COMPLETED
         task = partial(exchange.exchange, self._group, inputs, outputs)
         return self._launch(task, inputs, outputs, opts, "all_to_all")
 
@@ -429,22 +431,24 @@ class ProcessGroup(GroupExecution):
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
-        if not (output_split_sizes or input_split_sizes) and are_even(output, input, self._size):
+        if are_even(output, input, self._size, output_split_sizes, input_split_sizes):
             work = self._on_plain("all_to_all_single", [input], [output], opts)
             if work is not None:
                 return work
-        what = f"{self._where}: all_to_all_single"
+        what, own = f"{self._where}: all_to_all_single", self._group.rank
         sources = split(input, input_split_sizes, self.size(), f"{what}: the input")
         parts = split(output, output_split_sizes, self.size(), f"{what}: the output")
-        own = self._group.rank
+        run: Callable[..., object] = partial(exchange.exchange, self._group)
         if exchange.are_plain(input, output) and sources[own].numel() == parts[own].numel():
-            run: Callable[..., None] = exchange.exchange_plain
+            call = self._exchange_of_parts(output.dtype)
+            if self._exchanged(call, sources, parts, [output], opts):
+                return COMPLETED
+            run = call.run_queued
         else:
             exchange.check(self._group, sources, parts, "all_to_all_single")
-            run = exchange.exchange
 
         def task() -> None:
-            run(self._group, sources, parts)
+            run(sources, parts)
             buffers.touch(output)  # for autograd, the detached parts are not views of `output`
 
         return self._launch(task, [input], [output], opts, "all_to_all_single")

@@ -33,15 +33,27 @@ def check_sizes(whole: torch.Tensor, part: torch.Tensor, num_ranks: int, where: 
         )
 
 
-def are_even(output: torch.Tensor, input: torch.Tensor, num_ranks: int) -> bool:
-    """Return whether two tensors have parts of one length for all ranks, along dim 0.
+def are_even(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    num_ranks: int,
+    output_sizes: Sequence[int] = (),
+    input_sizes: Sequence[int] = (),
+) -> bool:
+    """Return whether two tensors have parts of one length for all ranks, along dim 0, of these sizes if any are given.
 
     >>> are_even(torch.ones(4, 2), torch.ones(2, 4), 2), are_even(torch.ones(3), torch.ones(3), 2)
+    (True, False)
+    >>> are_even(torch.ones(4), torch.ones(4), 2, [2, 2]), are_even(torch.ones(4), torch.ones(4), 2, [], [1, 3])
     (True, False)
     """
     if not (output.dim() and input.dim()) or output.numel() != input.numel() or output.dtype is not input.dtype:
         return False
-    return input.shape[0] % num_ranks == 0 == output.shape[0] % num_ranks
+    for tensor, sizes in ((output, output_sizes), (input, input_sizes)):
+        length, rest = divmod(tensor.shape[0], num_ranks)
+        if rest or (sizes and list(sizes) != [length] * num_ranks):
+            return False
+    return True
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int, what: str) -> list[torch.Tensor]:

@@ -33,12 +33,13 @@ INTO = "_into"
 """Added to the name of a collective that works in place, for a result in another tensor."""
 MADE = "_made"
 """Added to the name of other collectives, for a result in memory that was made for it: another may take its place."""
-# After those, a gather on ranks that only send, and a scatter on ranks that only receive.
+# After those: an alltoall of parts of any length; a gather on ranks that only send, a scatter where they only receive.
 _FAST_PATHS = (
     *COLLECTIVES,
     "allreduce_many",
     *(name + INTO for name in ("allreduce", "broadcast")),
     *(name + MADE for name in ("allgather", "reduce_scatter", "alltoall", "gather")),
+    "exchange",
     "give",
     "receive",
     "barrier",
@@ -49,6 +50,7 @@ _FAST_PATHS = (
 )
 # First dimension that must be equal on all ranks, if not 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
+_FIRST_DIMS["exchange"] = memory_layout.MAX_LOG_DIMS
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
 
 
@@ -84,6 +86,7 @@ broadcast_into: _Entry = _not_built
 allgather: _Entry = _not_built
 reduce_scatter: _Entry = _not_built
 alltoall: _Entry = _not_built
+exchange: _Entry = _not_built
 gather: _Entry = _not_built
 give: _Entry = _not_built
 scatter: _Entry = _not_built

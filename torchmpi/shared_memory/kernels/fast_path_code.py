@@ -40,9 +40,9 @@ from ..compiler.cpython import (
     this_thread,
     tuple_of_one,
 )
-from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, MOST_COPIED_BYTES, LockFields
+from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, MOST_COPIED_BYTES, PAYLOAD_BYTES, LockFields
 from ..typed_records import Array, Record, Word, Words
-from .access import group_of, part_at
+from .access import group_of, part_at, set_receive, set_send
 from .host_calls import is_carried
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
@@ -51,6 +51,7 @@ from .movement import rows_before
 from .records import (
     FLAT,
     NOT_FAST,
+    PART_SIZES,
     Arguments,
     CachedCallRecord,
     DLTensor,
@@ -64,6 +65,8 @@ from .strided import move_strided, strided_numel
 _HOST = 1  # device type CPU, device number 0 in the upper half
 _LOW_BITS = (1 << 32) - 1
 _MAX_BITS = 60  # greater numbers are not equal to their hash
+_MOST_PARTS = 64
+"""Longer lists are copied in Python."""
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------
@@ -140,6 +143,12 @@ def row_numel(tensor: DLTensor):
 
 
 @inner
+def part_numel(parts: Words, rank):
+    """Return the number of elements of the part of a rank, which is a tensor of a list."""
+    return parts[_MOST_PARTS + rank]
+
+
+@inner
 def overlaps(address, num_bytes, other, other_bytes):
     """Return whether two ranges of memory share bytes."""
     return address < other + other_bytes and other < address + num_bytes
@@ -161,16 +170,16 @@ def are_apart(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor,
     if not given and not received:
         return is_apart(cached_call, source, target)
     size, item_bytes = group_of(cached_call.call).size, cached_call.call.item_bytes
-    num_given, num_received = size if given else 1, size if received else 1
-    given_bytes = plain_numel(cached_call, source) * item_bytes // num_given
-    received_bytes = plain_numel(cached_call, target) * item_bytes // num_received
-    for index in range(num_received):
+    for index in range(size if received else 1):
         part = part_at(received, index, data(target))
-        for other in range(num_given):
-            if overlaps(part, received_bytes, part_at(given, other, data(source)), given_bytes):
+        numel = part_numel(received, index) if received else plain_numel(cached_call, target)
+        for other in range(size if given else 1):
+            passed = part_at(given, other, data(source))
+            passed_numel = part_numel(given, other) if given else plain_numel(cached_call, source)
+            if overlaps(part, numel * item_bytes, passed, passed_numel * item_bytes):
                 return False
         for other in range(index):
-            if overlaps(part, received_bytes, part_at(received, other, data(target)), received_bytes):
+            if overlaps(part, numel * item_bytes, received[other], part_numel(received, other) * item_bytes):
                 return False
     return True
 
@@ -363,14 +372,13 @@ def use_no_parts(call: KernelCall):
 
 
 @inner
-def have_part_of_each_rank(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
-    """Return whether lists have a tensor for each rank, and the call takes its tensors as rows; not one over hosts."""
-    if cached_call.call.hosts:
-        return not arguments.given_parts and not arguments.received_parts
-    size = group_of(cached_call.call).size
-    if arguments.given_parts and (dim(source, 0) != size or cached_call.given_rows == 0):
+def stands_for_rows(path: FastPath, item, cached_call: CachedCallRecord, described: DLTensor, num_rows, any_length):
+    """Return whether an object is no list, or one with a part of each rank for a call of one host that takes rows."""
+    if not is_list(path, item):
+        return True
+    if cached_call.call.hosts or num_rows == 0:
         return False
-    return not arguments.received_parts or (dim(target, 0) == size and cached_call.received_rows != 0)
+    return (any_length or num_dims(described) == 2) and list_size(item) == group_of(cached_call.call).size
 
 
 @inner
@@ -401,6 +409,34 @@ def enter_allgather(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     if (arguments.received_parts or data(source) != own) and not are_apart(cached_call, source, target, arguments):
         return NOT_FAST
     return enter_gathering(cached_call, source, numel, data(target), arguments)
+
+
+@kernel
+def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
+    """Enter an exchange of parts of any length, and write their sizes and transfers."""
+    call = cached_call.call
+    group, item_bytes = group_of(call), call.item_bytes
+    rank, size, given, received = group.rank, group.size, arguments.given_parts, arguments.received_parts
+    num_fields = 1 + 2 * size
+    if not given or not received or num_fields * FIELD_BYTES > PAYLOAD_BYTES:
+        return NOT_FAST
+    if dtype_of(target) != cached_call.dlpack_dtype or part_numel(given, rank) != part_numel(received, rank):
+        return NOT_FAST
+    if not are_apart(cached_call, source, target, arguments):
+        return NOT_FAST
+    status = begin_call(cached_call, source, plain_numel(cached_call, source) * item_bytes, arguments)
+    if status != 0:
+        return status
+    message, transfers = Words(call.message), call.transfers
+    message[0] = PART_SIZES
+    for other in range(size):
+        message[1 + other] = part_numel(given, other) * item_bytes
+        message[1 + size + other] = part_numel(received, other) * item_bytes
+        set_send(transfers, other, given[other], message[1 + other])
+        set_receive(transfers, other, received[other], message[1 + size + other])
+    arguments.rest[0] = message + 0
+    arguments.rest[1] = num_fields * FIELD_BYTES
+    return 0
 
 
 @kernel
@@ -522,8 +558,6 @@ class Error(Record):
 _MOST_ARGUMENTS = 8
 _SHAPE_FIELDS = 3
 """Two lengths, and two strides of which the first is the second length."""
-_MOST_PARTS = 64
-"""Longer lists are copied in Python."""
 _described, _dims, _written, _error, _word, _parts = (
     on_stack(num_fields)
     for num_fields in (
@@ -532,7 +566,7 @@ _described, _dims, _written, _error, _word, _parts = (
         Arguments.FIELDS + _MOST_ARGUMENTS,
         Error.FIELDS,
         1,
-        _SHAPE_FIELDS + _MOST_PARTS,
+        _SHAPE_FIELDS + 2 * _MOST_PARTS,
     )
 )
 _TENSOR, _OUT, _LIST, _OUT_LIST = 1, 2, 4, 8  # what a fast path takes
@@ -665,20 +699,28 @@ def is_list_of_plain(path: FastPath, items):
 
 @inner
 def describe_list(path: FastPath, items, whole: DLTensor, room: Words):
-    """Describe a list of contiguous host tensors, alike in dtype and length, as rows, and store the addresses."""
-    numel, dtype, length, parts = 0, 0, list_size(items), Words(room + _SHAPE_FIELDS * FIELD_BYTES)
+    """Describe a list of contiguous host tensors of one dtype, and store their addresses and lengths.
+
+    They are described as rows, or as one dimension if they differ in length.
+    """
+    total, dtype, length, parts = 0, 0, list_size(items), Words(room + _SHAPE_FIELDS * FIELD_BYTES)
+    are_rows = True
     for index in range(length):
         if describe_with(path.describe, list_item(items, index), whole) != 0:
             return False
         if index == 0:
             dtype = dtype_of(whole)
-            numel = numel_of(whole, dtype)
-        if numel < 0 or numel_of(whole, dtype) != numel:
+        numel = numel_of(whole, dtype)
+        if numel < 0:
             return False
-        parts[index] = data(whole)
-    room[0], room[1], room[2] = length, numel, 1
-    whole.data, whole.byte_offset, whole.num_dims_and_dtype = parts[0], 0, dtype << 32 | 2
-    whole.shape, whole.strides = room, Words(room + FIELD_BYTES)
+        parts[index], parts[_MOST_PARTS + index] = data(whole), numel
+        are_rows = are_rows and numel == part_numel(parts, 0)
+        total += numel
+    room[0], room[1], room[2] = length, part_numel(parts, 0) if are_rows else total, 1
+    whole.data = parts[0] if are_rows else room + 0
+    whole.byte_offset, whole.num_dims_and_dtype = 0, dtype << 32 | (2 if are_rows else 1)
+    whole.shape = Words(room + (0 if are_rows else FIELD_BYTES))
+    whole.strides = Words(whole.shape + FIELD_BYTES)
     return True
 
 
@@ -742,7 +784,7 @@ def entry(spec: FastPathKernel) -> Function:
     enter, run = kernels[spec.enter], _runner(kernels[spec.kernel])
     arguments_of = enter.records["arguments"].record
     takes_tensor, takes_out, writes = spec.takes_tensor, spec.takes_out, spec.writes
-    takes_list, takes_out_list = spec.takes_list, spec.takes_out_list
+    takes_list, takes_out_list, any_length = spec.takes_list, spec.takes_out_list, spec.any_length
     takes = _TENSOR * takes_tensor | _OUT * takes_out | _LIST * takes_list | _OUT_LIST * takes_out_list
 
     def fast_call(path: FastPath, tensor, out, key, comm, backend):
@@ -759,7 +801,9 @@ def entry(spec: FastPathKernel) -> Function:
         if takes_list or takes_out_list:
             arguments.given_parts = parts_in(path, tensor, takes_list, given_parts)
             arguments.received_parts = parts_in(path, out, takes_out_list, received_parts)
-            if not have_part_of_each_rank(cached_call, first, last, arguments):
+            if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, any_length):
+                return new_reference(path.none)
+            if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, any_length):
                 return new_reference(path.none)
         else:
             arguments.given_parts = arguments.received_parts = Words(0)

@@ -29,6 +29,8 @@ class FastPathKernel(NamedTuple):
     """Whether the parts of the ranks may be tensors of a list, of a bound call."""
     is_of_list: bool = False
     """Whether it is a call on a list of tensors (see :mod:`.list_calls`)."""
+    any_length: bool = False
+    """Whether these tensors may differ in length."""
 
 
 class KernelSet(NamedTuple):
@@ -91,6 +93,7 @@ COLLECTIVES = KernelSet(
         (
             "allreduce_list",
             "exchange",
+            "exchange_parts",
             "offer",
             "take",
             "scatter",
@@ -117,6 +120,15 @@ COLLECTIVES = KernelSet(
         "reduce_scatter": FastPathKernel("any_reduce_scatter", "enter_reduce_scatter", takes_out=True, takes_list=True),
         "alltoall": FastPathKernel(
             "any_alltoall", "enter_alltoall", takes_out=True, takes_list=True, takes_out_list=True
+        ),
+        "exchange": FastPathKernel(
+            "exchange_parts",
+            "enter_exchange",
+            takes_out=True,
+            writes=False,
+            takes_list=True,
+            takes_out_list=True,
+            any_length=True,
         ),
         "gather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True, takes_out_list=True),
         "give": FastPathKernel("any_allgather", "enter_give", writes=False),

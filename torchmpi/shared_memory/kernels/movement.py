@@ -52,6 +52,7 @@ from .chunk_loop import (
     deliver,
     divide_parts,
     divide_stream,
+    exchange,
     put,
     put_first_chunk,
     put_next,
@@ -76,7 +77,7 @@ from .peer_memory import (
     shared_tensor_of,
     show_memory,
 )
-from .records import UNEVEN, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
+from .records import PART_SIZES, UNEVEN, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
 from .reduce_kernels import combine, part_begin, set_operand
 
 _SHORT_BROADCAST_BYTES = 128 << 10  # shorter broadcasts bypass the caches, which was never slower
@@ -543,6 +544,43 @@ def alltoall(call: KernelCall, seq, signature, source, num_rows, row_bytes, targ
     else:
         status = alltoall_long(call, seq, signature, source, num_rows, row_bytes, target)
     return leave(group, seq, status)
+
+
+@inner
+def sent_bytes(call: KernelCall, seq, sender, receiver):
+    """Return how many bytes a rank has announced to send to another one, in an exchange of parts of any length."""
+    group = group_of(call)
+    payload = payload_of(group, sender, seq)
+    return payload[1 + receiver] if payload[0] == PART_SIZES else payload[0] // group.size * call.item_bytes
+
+
+@inner
+def expected_bytes(call: KernelCall, seq, sender, receiver):
+    """Return how many bytes a rank has announced to expect from another one."""
+    group = group_of(call)
+    payload = payload_of(group, receiver, seq)
+    if payload[0] == PART_SIZES:
+        return payload[1 + group.size + sender]
+    return payload[0] // group.size * call.item_bytes
+
+
+@kernel
+def exchange_parts(call: KernelCall, seq, signature, message, num_bytes):
+    """Exchange parts of any length, which are in the transfers; the message of each rank has the lengths of its parts.
+
+    Returns UNEVEN if a rank expects another length than is sent.
+    """
+    status = barrier(call, seq, signature, message, num_bytes)
+    if status != 0:
+        return status
+    size, longest = group_of(call).size, 0
+    for sender in range(size):
+        for receiver in range(size):
+            length = sent_bytes(call, seq, sender, receiver)
+            if length != expected_bytes(call, seq, sender, receiver):
+                return UNEVEN
+            longest = max(longest, length)
+    return exchange(call, call.transfers, 0, longest, 0)
 
 
 @kernel

@@ -653,6 +653,9 @@ class ScatterArguments(Arguments):
 
 # --- Status: what a kernel returns, 0 for success; the low bits contain the rank concerned -----------------
 
+PART_SIZES = -1
+"""In the place of the number of rows of an alltoall: a rank exchanges parts, whose sizes follow."""
+
 MISMATCH = 1 << 20
 """That rank has made a different call."""
 ABORTED = 2 << 20
