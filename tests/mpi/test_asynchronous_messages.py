@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from helpers.functions_entered import python_calls
+from helpers.neighbors import neighbors
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -18,10 +19,6 @@ from torchmpi.shared_memory import fast_path
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 
 LONG = 400_000  # elements: more than a ring has room for
-
-
-def neighbors() -> tuple[int, int]:
-    return (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
 
 
 def values(sender: int, number: int, length: int = 8) -> torch.Tensor:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from helpers.neighbors import neighbors
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -18,10 +19,6 @@ from torchmpi.shared_memory import fast_path
 pytestmark = pytest.mark.usefixtures("world")
 
 SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (1024,))
-
-
-def neighbors() -> tuple[int, int]:
-    return (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
 
 
 @pytest.fixture(autouse=True)
