@@ -3,8 +3,9 @@
 
     python scripts/losses.py [--ways openmpi,without-mpi] [--only REGEX] [--runs 20] [--output losses.md]
 
-The ways are those of docs/recovery.md; the Python of this script decides which MPI it is. Each cell of the table has the
-number of runs that did as documented, of all runs, and the median of the seconds from the fault to the first right result.
+The ways are those of docs/recovery.md; the Python of this script decides which MPI it is. Each cell of the table has
+the number of runs that did as documented, of all runs, and the median of the seconds from the fault to the first right
+result.
 The exit status is 1 if a result was wrong, a job hung, or another one did not do as documented.
 """
 

@@ -40,7 +40,7 @@ _Hierarchical = Literal["auto", "on", "off"]
 _OnLostRank = Literal["end", "raise"]
 
 # Variables with the same prefix that are not settings of a run.
-SET_BY_RUN = ("TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE")
+SET_BY_RUN = ("TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE", "TORCHMPI_SPARES")
 """Variables that ``torchmpi run`` sets for its ranks."""
 _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",

@@ -278,6 +278,70 @@ def test_what_cannot_continue_is_refused(survive):
     assert result.returncode == 0, result.output
 
 
+SPARE = """
+torch.manual_seed(7)
+batches = [(each, each[:, :3].argmax(1)) for each in torch.randn(36, 6, 8)]
+network = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3))
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+engine = AllReduceSGDEngine(progress=False)
+engine.recover(every=4)
+
+@engine.on("on_update")
+def fail(state):
+    if (str(FIRST), state.t) in zip(sys.argv[1].split(","), (9, 21)):
+        die()
+
+state = engine.train(
+    network=network, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, max_epochs=3,
+    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), iterator=lambda: batches[mpi.rank() :: mpi.size()],
+)
+values = [*network.parameters(), *(each["momentum_buffer"] for each in optimizer.state_dict()["state"].values())]
+total = sum(each.detach().double().sum() for each in values).item()
+print(f"rank {mpi.rank()} of {mpi.size()}: {state.t} {total.hex()} {optimizer.param_groups[0]['lr']}", flush=True)
+mpi.stop()
+"""
+
+
+@pytest.fixture
+def replace(tmp_path, warm_python):
+    """``replace(n, spares, "code", *arguments) -> Result``, on ranks of Open MPI, of which lost ones are replaced."""
+    if not is_open_mpi(launcher()):
+        pytest.skip("only Open MPI has this")
+
+    def run(n: int, spares: int, code: str, *arguments: object) -> Result:
+        (tmp_path / "job.py").write_text(START + textwrap.dedent(code))
+        own = ["-m", "torchmpi", "run", "-n", str(n), "--spares", str(spares), *WAYS["Open MPI"], "--timeout", "120"]
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*warm_python, *own, *warm_python, tmp_path / "job.py", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env=job_environment({}),
+            stdin=subprocess.DEVNULL,
+        )
+        return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+    return run
+
+
+def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbed_run(replace):
+    undisturbed = replace(2, 1, SPARE, "none")
+    expected = sorted(undisturbed.stdout.splitlines())
+    assert undisturbed.returncode == 0 and len(expected) == 2, undisturbed.output
+    for victims, num_spares in (("1", 1), ("0", 1), ("0,2", 2)):  # 2 is the spare rank that has replaced rank 0
+        result = replace(2, num_spares, SPARE, victims)
+        assert result.returncode == 0, result.output
+        assert sorted(result.stdout.splitlines()) == expected, result.output
+        assert result.stderr.count("a spare rank is now rank") == num_spares, result.output
+
+
+def test_without_a_spare_rank_left_the_number_of_ranks_decreases(replace):
+    result = replace(2, 1, SPARE, "0,2")
+    assert result.returncode == 0, result.output
+    assert re.match(r"rank 0 of 1: \d+ ", result.stdout), result.output
+    assert "continuing on 2 of 2 ranks" in result.stderr and "continuing on 1 of 2 ranks" in result.stderr
+
+
 REFUSED = "import torchmpi as mpi\nmpi.start(config=mpi.Config(on_lost_rank='raise'))"
 
 

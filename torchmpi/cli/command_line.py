@@ -165,6 +165,8 @@ def _add_run(commands: Any) -> None:
     option("--on-lost-rank", choices=["end", "continue"],
            help="what the others do when a rank is killed: end too, or raise RankLostError, after which they may "
                 "recover (Open MPI 5, and --without-mpi)")
+    option("--spares", type=bench_options.count, default=0, metavar="K",
+           help="also start K ranks that wait, and take the places of killed ranks; with --on-lost-rank continue")
     option("--as", dest="stands_for", choices=["mpi", "gloo"],
            help="run the program unchanged: its backend of this name is torchmpi")
     option("--timeout", type=bench_options.seconds, metavar="SECONDS",

@@ -36,7 +36,7 @@ class Job:
         launcher.set_home()
         self._options = options
         placed = hosts.place(known, options.ranks) if known else []
-        self.num_ranks: int = sum(count for _, count in placed) or options.ranks
+        self.num_ranks: int = (sum(count for _, count in placed) or options.ranks) + options.spares
         self.hosts = [hosts.Host(name, slots or dict(placed).get(name, 0)) for name, slots in known]
         """All hosts with the largest number of ranks on each; empty: this host."""
         self._program = _matching_program()
@@ -74,7 +74,8 @@ class Job:
         if self._options.on_lost_rank is None:
             return {}
         of_mpi = fault_tolerance.variables(os.environ) if self.continues else {}
-        return of_mpi | on_lost_rank(self._options)
+        spares = {fault_tolerance.SPARES_VARIABLE: str(self._options.spares)} if self._options.spares else {}
+        return of_mpi | spares | on_lost_rank(self._options)
 
     def _open_mpi(self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]) -> list[str]:
         interface, rsh = self._options.interface, self._options.rsh

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import collectives
 from .. import nn as mpinn
 from ..errors import ArgumentError, DeviceError
+from ..launch import mpi_library
 from ..nn.replica import attached
 from ..nn.sync import ASYNC_BACKWARD
 from ..session import api, recovery, runtime
@@ -48,9 +49,9 @@ class AllRanks:
         """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
         return int(collectives.allreduce(int(number)))
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's object on all ranks."""
-        return collectives.broadcast_object(value)
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return the object of one rank on all ranks."""
+        return collectives.broadcast_object(value, root)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order."""
@@ -142,6 +143,15 @@ class AllRanks:
         """
         running = runtime.current()
         running.world.call_action("confirm", running.MPI.confirm)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this rank was a spare, has just taken the place of a lost rank, and has no state."""
+        return mpi_library.abilities(runtime.current().MPI).is_newcomer
+
+    def note_state(self) -> None:
+        """Note that this rank has got the state of the others."""
+        mpi_library.abilities(runtime.current().MPI).is_newcomer = False
 
     def recover(self, timeout: float) -> None:
         """Continue with the remaining ranks; ``begin()`` comes next."""

@@ -28,8 +28,8 @@ class Coordinator(Protocol):
     def count(self, number: int) -> int:
         """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's object on all ranks."""
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return the object of one rank on all ranks."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order."""
@@ -78,7 +78,7 @@ class SingleProcess:
         """Return `number`."""
         return int(number)
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return `value`."""
         return value
 

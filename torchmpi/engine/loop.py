@@ -83,7 +83,10 @@ class TrainingLoop:
     def train(self, saved: Saved | None) -> None:
         """Train from the beginning, or from a checkpoint, to the end."""
         run, state = self.run, self.run.state
-        self.coordinator.begin(state)
+        if self.recovery is not None and self.recovery.joins:
+            saved = self.recovery.join(run)
+        else:
+            self.coordinator.begin(state)
         if not state.network.training:  # otherwise some modules may be in evaluation mode on purpose
             state.network.train()
         if saved is not None:

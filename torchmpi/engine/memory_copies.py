@@ -35,11 +35,26 @@ class MemoryCopies:
         self._copies[self._num_taken] = _copied(run.content())
         self._num_taken += 1
 
-    def last_common(self, run: TrainingRun, num_lost: int, coordinator: Coordinator) -> Saved:
-        """Return the last copy that all remaining ranks have, for their present parts of the data. Collective."""
-        if not self._copies:  # the rank was lost before the first copy, so nothing has changed yet
+    def last_common(
+        self, run: TrainingRun, num_lost: int, coordinator: Coordinator, *, is_newcomer: bool = False
+    ) -> Saved:
+        """Return the last copy that all remaining ranks have, for their present parts of the data. Collective.
+
+        A newcomer, which was a spare rank, gets it from the first of the others.
+        """
+        if not (self._copies or is_newcomer):  # the rank was lost before the first copy, so nothing has changed yet
             self.take(run)
-        number = min(coordinator.gather(max(self._copies)))
+        numbers = coordinator.gather(None if is_newcomer else max(self._copies))
+        number = min(each for each in numbers if each is not None)
+        if None in numbers:
+            root = next(rank for rank, each in enumerate(numbers) if each is not None)
+            given = (self._copies[number], num_lost) if coordinator.rank == root else None
+            received, num_lost = coordinator.broadcast(given, root)
+            if is_newcomer:
+                fresh = run.content().own["rng"]  # with those of another rank, both would have the same dropout
+                self._copies = {number: Content(received.common, received.own | {"rng": fresh}, received.trees)}
+                if "begin" in received.own:
+                    self._copies[number].own["begin"] = fresh
         content = _copied(self._copies[number])
         self._copies, self._num_taken = {number: self._copies[number]}, number + 1
         own = content.own
@@ -93,20 +108,34 @@ class Recovery:
         self._coordinator.confirm()
         self._copies.take(run)
 
+    @property
+    def joins(self) -> bool:
+        """Whether this rank was a spare, and has not got the state of the others yet."""
+        return self._coordinator.is_newcomer
+
     def return_to_copy(self, run: TrainingRun, error: TorchMPIError) -> Saved:
         """Return the copy from which the remaining ranks continue; raise an error that is not the loss of a rank."""
         if not self._coordinator.loss:
             raise error
         num_before = self._coordinator.size
+        self._coordinator.recover(self._timeout)
+        return self._common_copy(run, num_before)
+
+    def join(self, run: TrainingRun) -> Saved:
+        """Return the copy from which the others continue, and this rank with them."""
+        return self._common_copy(run, self._coordinator.size)
+
+    def _common_copy(self, run: TrainingRun, num_before: int) -> Saved:
+        coordinator = self._coordinator
         while True:
-            self._coordinator.recover(self._timeout)
             try:
                 run.divide_anew()
-                num_lost = num_before - self._coordinator.size
-                saved = self._copies.last_common(run, num_lost, self._coordinator)
-                if self._coordinator.rank == 0:
+                num_lost = num_before - coordinator.size
+                saved = self._copies.last_common(run, num_lost, coordinator, is_newcomer=self.joins)
+                if coordinator.rank == 0:
                     logger.info(f"continuing from epoch {saved.common['epoch'] + 1}, after update {saved.common['t']}")
-                self._coordinator.begin(run.state)
+                coordinator.begin(run.state)
+                coordinator.note_state()
                 return saved
             except RankLostError:  # another one
-                continue
+                coordinator.recover(self._timeout)

@@ -322,16 +322,18 @@ class SGDEngine:
             raise ArgumentError(
                 "train(): metrics= and stop_early= need validate=, the batches to measure after each epoch"
             )
-        refuse_differences(
-            self._coordinator,
-            **vars(options),
-            lr=lr,
-            max_epochs=max_epochs,
-            scaler=None if scaler is None else scaler.state_dict(),
-            scheduler=None if scheduler is None else scheduler_step,
-            validate=validation is not None,
-            stop_early=stop_early,
-        )
+        joins = self._recovery is not None and self._recovery.joins
+        if not joins:  # the others are in the middle of their call
+            refuse_differences(
+                self._coordinator,
+                **vars(options),
+                lr=lr,
+                max_epochs=max_epochs,
+                scaler=None if scaler is None else scaler.state_dict(),
+                scheduler=None if scheduler is None else scheduler_step,
+                validate=validation is not None,
+                stop_early=stop_early,
+            )
         if self._recovery is not None:
             self._recovery.check(optimizer, [iterator] if validate is None else [iterator, validate])
         state = State(network, criterion, make(iterator), optimizer, max_epochs=max_epochs)
@@ -341,7 +343,7 @@ class SGDEngine:
             assert lr is not None
             optimizer = state.optimizer = torch.optim.SGD(trained_parameters(network, criterion), lr=lr)
         schedule = Schedule(scheduler, scheduler_step, optimizer, is_validated=validation is not None)
-        saved = self._read_checkpoint(resume)
+        saved = None if joins else self._read_checkpoint(resume)
         run = TrainingRun(state, iterator, forward.device, schedule, scaler, validation, self._kept, self._coordinator)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
         points = self._points(run, bar)

@@ -26,9 +26,18 @@ class Abilities:
         """End the job when another rank is lost; return a function that ends the watch. MPI launchers do it."""
         return lambda: None
 
+    is_newcomer = False
+    """Whether this rank was a spare, and has not got the state of the others yet."""
+
     def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables to set before MPI is initialized, given those that are set."""
         return {}
+
+    def take_place(self) -> None:
+        """Return when this rank has its number in `COMM_WORLD`; a spare rank waits until it takes that of a lost one.
+
+        Collective over all ranks that were started.
+        """
 
     def before_finalize(self) -> None:
         """Do what must come before MPI_Finalize. Collective."""
@@ -53,7 +62,7 @@ class Continuing(Abilities):
     agreeing     none: the rank waits in :meth:`recover`      all remaining ranks are here and know who is left
     ============ ============================================ ==============================================
 
-    The numbers of `survivors` are the first ranks; `COMM_WORLD` has those that have agreed last.
+    The numbers of `survivors` are the first ranks; `COMM_WORLD` has those that have agreed last, without spare ranks.
     """
 
     COMM_WORLD: Any
@@ -61,6 +70,12 @@ class Continuing(Abilities):
     notices_ended_ranks = can_continue = True
     problem = ""
     """Why calls fail for ever; '' otherwise."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The first rank of each rank of `COMM_WORLD`."""
+        assert self.survivors is not None
+        return self.survivors.members
 
     @property
     def loss(self) -> str:
@@ -71,8 +86,8 @@ class Continuing(Abilities):
         """Begin to let all calls fail when a rank is lost, instead of ending the job. Collective, the first time."""
         raise NotImplementedError
 
-    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
-        """Make `COMM_WORLD` that of the remaining ranks, and return these; `loss` is '' then. Collective over them."""
+    def agree(self, timeout_seconds: float) -> None:
+        """Make `COMM_WORLD` that of the remaining ranks; `loss` is '' then. Collective over them."""
         raise NotImplementedError
 
     def confirm(self) -> None:
@@ -102,13 +117,13 @@ class Continuing(Abilities):
         """Make ``COMM_WORLD`` the communicator of the remaining ranks. Collective over these.
 
         Returns:
-            The former ranks in ``COMM_WORLD`` of its present ranks.
+            The former ranks in ``COMM_WORLD`` of its present ranks; -1 for one that was a spare.
 
         Raises:
             RankLostError: The other ranks continue without this one, or the remaining ones are too few to be sure that
                 the others have not gone on too.
             StallError: A remaining rank has not called this in time.
         """
-        assert self.survivors is not None
-        before = self.survivors.members
-        return tuple(before.index(rank) for rank in self.agree(timeout_seconds))
+        before = self.places
+        self.agree(timeout_seconds)
+        return tuple(before.index(rank) if rank in before else -1 for rank in self.places)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import StallError
+from ..errors import RankLostError, StallError
 from . import launcher
 from .abilities import Continuing
 from .survivors import Survivors
@@ -28,12 +29,18 @@ _REASON_SECONDS = 0.5
 _SETTLING_SECONDS = 0.05
 """The age at which a communicator may be revoked: Open MPI crashed when another rank was still making it."""
 _GRACE_SECONDS = 1.0
-_VIEWS_TAG = 1
+_SPARE_SECONDS = 600.0
+"""How long a spare rank waits for the others to call recover(), which has a limit of its own."""
+_NUM_QUESTIONS = 3
+_VIEWS_TAG, _RELEASE_TAG = 1, 2
 _SWITCH = "OMPI_MCA_mpi_ft_enable"
 _COLLECTIVES = "OMPI_MCA_coll"
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
 _NO_FENCE = "OMPI_MCA_async_mpi_finalize"
 _UNSAFE, _AGREEMENT = ("han", "adapt"), "ftagree"
+SPARES_VARIABLE = "TORCHMPI_SPARES"
+"""How many of the ranks that were started are spare; the last ones."""
+_OWN_NUMBER, _NUM_RANKS = "RANK", "WORLD_SIZE"
 RUNNING_VARIABLE = "TORCHMPI_RUNNING_FILE"
 """Names a file that ranks make in ``start()`` and remove in ``stop()``: mpirun returns 0 also if all were killed."""
 HOW_ELSEWHERE = (
@@ -108,6 +115,17 @@ def why_not_here(MPI: Any) -> str:
     return ""
 
 
+def _filled(places: tuple[int, ...], members: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first rank of each number: lost ones are replaced by spare ranks, and left out if there is none.
+
+    >>> _filled((0, 1, 2), (0, 2, 3, 4)), _filled((0, 3, 2), (2, 3))
+    ((0, 3, 2), (3, 2))
+    """
+    spare = iter(rank for rank in members if rank not in places)
+    filled = (rank if rank in members else next(spare, None) for rank in places)
+    return tuple(rank for rank in filled if rank is not None)
+
+
 class _Communicators:
     """The communicators whose calls a loss must end, with the time when they were made."""
 
@@ -163,6 +181,10 @@ def _tracked(MPI: Any, known: _Communicators) -> Callable[[Any], Any]:
             """Return a communicator of the ranks of a group. Collective over these."""
             return self._made(super().Create_group(*arguments))
 
+        def Abort(self, errorcode: int = 0) -> None:
+            """End all ranks, also spare ones. Does not return."""
+            MPI.COMM_WORLD.Abort(errorcode)
+
         def Free(self) -> None:
             """Free the communicator."""
             known.discard(self)
@@ -189,6 +211,7 @@ class FaultTolerantMPI(Continuing):
         self._lock = threading.RLock()
         """Held by the thread that looks for lost ranks."""
         self._reason = ""
+        self._places: tuple[int, ...] = ()
         self._has_refused = False
         """Whether this rank has taken part in an agreement that a rank is lost, since the last recovery."""
         self._sent: list[Any] = []
@@ -225,23 +248,70 @@ class FaultTolerantMPI(Continuing):
         """Begin to let all calls fail when a rank is lost, instead of ending the job. Collective, the first time."""
         if self.survivors is None:
             world = self._library.COMM_WORLD
+            spares = int(os.environ.get(SPARES_VARIABLE) or 0)
             self._first = world.Dup()  # of all ranks, never revoked: messages between the remaining ones arrive
             self._hosts = self._first.allgather(socket.gethostname())
             self._everyone = self._first.Get_group()
             self.survivors = Survivors(self._first.rank, self._hosts)
+            self._places = tuple(range(world.size - spares))
             # Of Open MPI's own world only Shrink() makes communicators: see _shrunk().
-            self.COMM_WORLD = self._known.add(self._tracked(world.Dup()))
+            self._enter(self._of_places(self._first, self._places))
             self._thread = threading.Thread(target=self._run, name="torchmpi lost ranks", daemon=True)
             self._thread.start()
         return self.survivors
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The first rank of each rank of `COMM_WORLD`."""
+        return self._places
+
+    def take_place(self) -> None:
+        """Return when this rank has its number in `COMM_WORLD`; a spare rank waits until it takes that of a lost one.
+
+        A spare that is not needed ends its process. Collective over all ranks that were started, the first time.
+        """
+        if not os.environ.get(SPARES_VARIABLE):
+            return
+        self.begin()
+        while self._first.rank not in self._places:
+            self.is_newcomer = True
+            if self._is_released():
+                sys.exit(0)
+            if self._reason:
+                self.agree(_SPARE_SECONDS)
+            else:
+                time.sleep(_IDLE_SECONDS)
+        for name, number in ((_OWN_NUMBER, self.COMM_WORLD.rank), (_NUM_RANKS, self.COMM_WORLD.size)):
+            if name in os.environ:
+                os.environ[name] = str(number)
+
+    def _is_released(self) -> bool:
+        with contextlib.suppress(self._library.Exception):
+            return any(self._first.Iprobe(rank, _RELEASE_TAG) for rank in self._places)
+        return False
+
+    def _enter(self, world: Any) -> None:
+        """Take a communicator as `COMM_WORLD`; COMM_NULL if this rank is spare."""
+        self.COMM_WORLD = self._known.add(self._tracked(world)) if world != self._library.COMM_NULL else world
+
+    def _of_places(self, whole: Any, places: tuple[int, ...]) -> Any:
+        """Return the communicator of the ranks that have a number. Collective over `whole`."""
+        own = self._first.rank
+        return whole.Split(*((0, places.index(own)) if own in places else (self._library.UNDEFINED, 0)))
 
     def before_finalize(self) -> None:
         """End the thread, and wait for all ranks, which MPI_Finalize does not do then. Collective."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()  # a call of MPI after MPI_Finalize would end the process
+        if self.COMM_WORLD == self._library.COMM_NULL:
+            return
         with contextlib.suppress(self._library.Exception):  # a rank is lost, or has been since the last agreement
             self.COMM_WORLD.Agree(1)
+        if self.survivors is not None and self.COMM_WORLD.rank == 0:
+            for rank in set(self.survivors.remaining) - set(self._places):
+                with contextlib.suppress(self._library.Exception):
+                    self._first.Send([b"", self._library.BYTE], rank, _RELEASE_TAG)
 
     def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
         """Let all calls fail when a rank is lost; see the base class."""
@@ -285,7 +355,7 @@ class FaultTolerantMPI(Continuing):
             self._library.COMM_SELF.Iprobe(0)  # progress, without which Get_failed() learns nothing
             for rank in self._failed():
                 self.survivors.note(rank, f"{self._named(rank)} is gone: its process has ended")
-            if self._reason or self.COMM_WORLD.Is_revoked():
+            if self._reason or (self.COMM_WORLD != self._library.COMM_NULL and self.COMM_WORLD.Is_revoked()):
                 self._hear()
             if not (self._reason or self.survivors.is_agreed):
                 self._reason = self.survivors.last_reason
@@ -302,8 +372,8 @@ class FaultTolerantMPI(Continuing):
     def _named(self, rank: int) -> str:
         """Return a rank as the program numbers it at present."""
         assert self.survivors is not None
-        members = self.survivors.members
-        return f"rank {members.index(rank) if rank in members else '(left)'} on host {self._hosts[rank]}"
+        number = f"rank {self._places.index(rank)}" if rank in self._places else f"spare rank {rank}"
+        return f"{number} on host {self._hosts[rank]}"
 
     # --- failing and agreeing
 
@@ -316,37 +386,44 @@ class FaultTolerantMPI(Continuing):
             raise self._library.Exception(self._library.ERR_PROC_FAILED)
 
     def _has_agreed(self, *, is_well: bool) -> bool:
-        """Return whether all ranks are well; the same on all of them."""
-        try:
-            are_well = bool(self.COMM_WORLD.Agree(int(is_well and not self._reason)))
-        except self._library.Exception:  # a rank is lost: all get this error
-            are_well = False
-        self._has_refused = not are_well
-        return are_well
+        """Return whether all ranks are well; the same on all of them.
 
-    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
-        """Make `COMM_WORLD` that of the remaining ranks, and return these; `loss` is '' then. Collective over them."""
+        Once all ranks got the answer that they were not, although none was lost: so all of them ask again.
+        """
+        self._has_refused = True
+        for _ in range(_NUM_QUESTIONS):
+            with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
+                if self.COMM_WORLD.Agree(int(is_well and not self._reason)):
+                    self._has_refused = False
+                    return True
+            time.sleep(_FAILING_SECONDS)
+        return False
+
+    def agree(self, timeout_seconds: float) -> None:
+        """Make `COMM_WORLD` that of the remaining ranks; `loss` is '' then. Collective over them, and spare ranks."""
         assert self.survivors is not None
         limit = time.monotonic() + timeout_seconds
-        if not self._has_refused:  # others may be in confirm(), and wait for this rank
+        is_spare = self.COMM_WORLD == self._library.COMM_NULL
+        if not (is_spare or self._has_refused):  # others may be in confirm(), and wait for this rank
             with contextlib.suppress(StallError):  # the next step knows who is late
                 self._within(limit, partial(self._has_agreed, is_well=False))
         self.survivors.meet(self._tell, timeout_seconds, max(limit, time.monotonic() + _GRACE_SECONDS))
         self._known.revoke(self._library.Exception)  # no rank makes communicators now
-        whole = self._within(max(limit, time.monotonic() + _GRACE_SECONDS), self._shrunk)
-        members = tuple(whole.Get_group().Translate_ranks(None, self._everyone))
+        members, places, world = self._within(max(limit, time.monotonic() + _GRACE_SECONDS), self._shrunk)
+        if not set(places) & set(self._places):
+            raise RankLostError(f"{self._reason}, and with it all ranks that have a state; spare ranks have none.")
         with self._lock:
             self.survivors.settle(members)
+            self._places = places
             # Not freed: with a lost rank that may hang, and ranks hold different numbers of them.
             self._known.clear()
-            self.COMM_WORLD = self._known.add(self._tracked(whole))
+            self._enter(world)
             # A rank that was lost after the agreement ends the calls of the new world.
             self._reason = "" if self.survivors.is_agreed else self.survivors.last_reason
             self._has_refused = False
-        return members
 
-    def _shrunk(self) -> Any:
-        """Return a communicator of the remaining ranks, of which they have agreed that it works.
+    def _shrunk(self) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+        """Return the remaining ranks, those with a number, and a communicator that they have agreed works.
 
         A communicator that was being made when the rank was lost still holds its turn for a number, before all
         that are made of later ones. No other one has been made of the first communicator.
@@ -354,30 +431,34 @@ class FaultTolerantMPI(Continuing):
         while True:
             whole = self._library.COMM_WORLD.Shrink()
             whole.Set_errhandler(self._library.ERRORS_RETURN)
-            if self._works(whole):
-                return whole
+            members = tuple(whole.Get_group().Translate_ranks(None, self._everyone))
+            places = _filled(self._places, members)
+            world = self._working(whole, members, places)
+            if world is not None:
+                return members, places, world
 
-    def _works(self, whole: Any) -> bool:
-        """Return whether a new communicator works; the same on all of its ranks.
+    def _working(self, whole: Any, members: tuple[int, ...], places: tuple[int, ...]) -> Any:
+        """Return the communicator of the ranks with a number, if it and `whole` work: None on all ranks otherwise.
 
-        The first exchange on one has returned garbage. Before the first agreement none may revoke what others still
-        make.
+        The first exchange on a new communicator has returned garbage. Before the first agreement none may revoke what
+        others still make.
         """
-        MPI, is_right = self._library, False
+        MPI, is_right, world = self._library, False, whole
         try:
             whole.Agree(1)
         except MPI.Exception:
-            return False
+            return None
         try:
-            expected = list(whole.Get_group().Translate_ranks(None, self._everyone))
-            is_right = whole.allgather(self._first.rank) == expected
+            is_right = tuple(whole.allgather(self._first.rank)) == members
+            if places != members:
+                world = self._of_places(whole, places)
         except Exception:  # also of unpickling
             with contextlib.suppress(MPI.Exception):
                 whole.Revoke()
         try:
-            return bool(whole.Agree(int(is_right)))
+            return world if whole.Agree(int(is_right)) else None
         except MPI.Exception:
-            return False
+            return None
 
     def _within(self, limit: float, call: Callable[[], T]) -> T:
         """Return the result of a call that has no time limit of its own, or raise StallError."""

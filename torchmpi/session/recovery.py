@@ -28,7 +28,8 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         timeout: How many seconds to wait for remaining ranks that do not come.
 
     Returns:
-        The former ranks of the remaining ones, in the order of their new ranks.
+        The former ranks of the present ones, in the order of their new ranks; -1 for a spare rank, which has taken
+        the place of a lost one.
 
     Raises:
         ArgumentError: No rank is lost, or a process group of ``torch.distributed`` has the backend ``torchmpi``.
@@ -68,7 +69,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         group.drain()  # queued calls fail; none may begin when messages are possible again
     former = tuple(range(old.world.size))
     while True:
-        former = tuple(former[rank] for rank in old.MPI.recover(timeout))
+        former = tuple(former[rank] if rank >= 0 else -1 for rank in old.MPI.recover(timeout))
         runtime.abandon()
         release.forget()
         try:
@@ -76,8 +77,10 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         except RankLostError as error:  # another one, meanwhile
             logger.warning(f"lost another rank while recovering: {error}")
             continue
-        if runtime.current().world.rank == 0:
+        if former[runtime.current().world.rank] == min(rank for rank in former if rank >= 0):
             lost = sorted({*range(old.world.size)} - {*former})
             several = f"; lost are ranks {', '.join(map(str, lost))}" if len(lost) > 1 else ""  # the reason is of one
-            logger.warning(f"continuing on {len(former)} of {old.world.size} ranks: {old.context.loss}{several}")
+            spares = f"; a spare rank is now rank {former.index(-1)}" if -1 in former else ""
+            numbers = f"{len(former)} of {old.world.size} ranks"
+            logger.warning(f"continuing on {numbers}: {old.context.loss}{several}{spares}")
         return former

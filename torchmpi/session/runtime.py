@@ -91,6 +91,8 @@ class Runtime:
         launcher.open_standard_streams()
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
             self.MPI = mpi_library.initialize()
+        mpi_library.abilities(self.MPI).take_place()
+        with StartWatch(config):
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
                 raise ConfigError(problem)

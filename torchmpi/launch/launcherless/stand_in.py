@@ -316,11 +316,9 @@ class StandIn(Continuing):
         self.survivors = self._endpoint.survivors
         return self.survivors
 
-    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
-        """Make `COMM_WORLD` that of the remaining ranks, and return these; `loss` is '' then. Collective over them."""
-        members = self._endpoint.agree(timeout_seconds)
-        self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
-        return members
+    def agree(self, timeout_seconds: float) -> None:
+        """Make `COMM_WORLD` that of the remaining ranks; `loss` is '' then. Collective over them."""
+        self.COMM_WORLD = Intracomm(self._endpoint, self._endpoint.agree(timeout_seconds), 0, self._hosts)
 
     def confirm(self) -> None:
         """Return if all ranks are here and none is lost, and raise an error otherwise. Collective."""
