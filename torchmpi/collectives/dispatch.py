@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import other_names
-from ..backends.mpi_messages import destination_for, rows_of
 from ..collective_specs import SPECS, CollectiveSpec
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
@@ -269,10 +268,10 @@ def _run_fast(spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm
 
 def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _Tensor:
     """Return memory for the rows of this rank, if all ranks pass as many."""
-    num_rows, _ = rows_of(tensor)
+    num_rows, *row = tensor.shape or (1,)  # a 0-dim tensor is one row
     if spec.divides:
         num_rows = partition.part_of(num_rows, group.size, group.rank)[1]
-    return destination_for(tensor, num_rows * group.size if spec.gathers else num_rows, None)
+    return tensor.new_empty((num_rows * group.size if spec.gathers else num_rows, *row))
 
 
 def cache_call(group: Group, spec: CollectiveSpec, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
