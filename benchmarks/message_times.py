@@ -35,9 +35,13 @@ def contestants(numel: int) -> dict[str, Callable[[], object]]:
     def fresh(send: Callable[[], object]) -> Callable[[], object]:
         return lambda: (x.fill_(1.0), send())
 
-    def batch() -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)]):
-            work.wait()
+    def wait(work: dist.Work | None) -> None:
+        assert work is not None
+        work.wait()
+
+    def batch(order: int) -> Callable[[], object]:
+        operations = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)][::order]
+        return lambda: [work.wait() for work in dist.batch_isend_irecv(operations)]
 
     return {
         "round trip: MPI": round_trip(lambda: world.Send(given, other), lambda: world.Recv(received, other)),
@@ -46,12 +50,17 @@ def contestants(numel: int) -> dict[str, Callable[[], object]]:
             lambda: mpi.send_async(x, other).wait(), lambda: mpi.recv_async(y, other).wait()
         ),
         "round trip: dist.send, dist.recv": round_trip(lambda: dist.send(x, other), lambda: dist.recv(y, other)),
+        "round trip: dist.isend, dist.irecv": round_trip(
+            lambda: wait(dist.isend(x, other)), lambda: wait(dist.irecv(y, other))
+        ),
+        "round trip: dist.recv from any": round_trip(lambda: dist.send(x, other), lambda: dist.recv(y)),
         "fresh: MPI": round_trip(fresh(lambda: world.Send(given, other)), lambda: world.Recv(received, other)),
         "fresh: send, recv": round_trip(fresh(lambda: mpi.send(x, other)), lambda: mpi.recv(y, other)),
         "exchange: MPI_Sendrecv": lambda: world.Sendrecv(given, other, 0, received, other, 0),
         "exchange: MPI_Sendrecv_replace": lambda: world.Sendrecv_replace(given, other, 0, other, 0),
         "exchange: sendreceive": lambda: mpi.sendreceive(x, other, other),
-        "exchange: batch_isend_irecv": batch,
+        "exchange: batch_isend_irecv": batch(1),
+        "exchange: the same, receive first": batch(-1),
     }
 
 

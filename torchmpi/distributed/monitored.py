@@ -11,7 +11,9 @@ from ..errors import StallError
 from ..session import runtime
 from .transfers import ANSWER_TAG, ARRIVED_TAG, check_open
 
-_POLL_SECONDS = 0.0005
+_NUM_POLLS = 200
+"""How often to look for a message before sleeping in between."""
+_LEAST_SLEEP, _MOST_SLEEP = 20e-6, 500e-6
 
 
 def barrier(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> None:
@@ -85,7 +87,9 @@ def _receive(group: Group, rank: int, tag: int, limit: float) -> tuple[int, int]
     """Receive the number of a barrier and whether it has failed; return None if no message arrives in time."""
     message = np.empty(2, np.int64)
     request = group.side_comm.Irecv((message, group.context.MPI.BYTE), rank, tag)
+    turn, sleep = 0, _LEAST_SLEEP
     while not request.Test():
+        turn += 1
         if time.monotonic() > limit:
             request.Cancel()
             status = group.context.MPI.Status()
@@ -93,6 +97,8 @@ def _receive(group: Group, rank: int, tag: int, limit: float) -> tuple[int, int]
             if status.Is_cancelled():
                 return None
             break  # it arrived before it could be cancelled
-        time.sleep(_POLL_SECONDS)
+        if turn > _NUM_POLLS:
+            time.sleep(sleep)
+            sleep = min(sleep * 1.25, _MOST_SLEEP)
     group.messages.add(-1)
     return int(message[0]), int(message[1])
