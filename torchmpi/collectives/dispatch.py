@@ -258,7 +258,7 @@ def _run_fast(spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm
     group = runtime.communicator(comm).intra
     found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm) if type(tensor) is _Tensor else None
     run = None if found is None else fast_path.function_for(*found)
-    if found is None or run is None or not tensor.is_cpu:
+    if found is None or run is None or not tensor.is_cpu or tensor.is_nested:  # which has no shape
         return False, None
     which, (key, *_) = found
     made = _memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None

@@ -142,7 +142,7 @@ class AllRanks:
         An MPI library may have returned from a call without an error although a rank had been lost.
         """
         running = runtime.current()
-        running.world.call_action("confirm", running.MPI.confirm)
+        running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
 
     @property
     def is_newcomer(self) -> bool:
