@@ -263,7 +263,7 @@ def expected_of_torch(name: str, rank: int, size: int) -> list[Sizes]:
         "scatter": [("scatter", 3 * size, 3)],
         "all_to_all": [("all_to_all", *(3 * sum((each[0] + 2 * each[1]) % 4 for each in pairs) for pairs in (
             [(rank, other) for other in ranks], [(other, rank) for other in ranks])))],
-        "all_to_all_single": [("all_to_all", 3 * size, 3 * size)],
+        **{key: [("all_to_all", 3 * size, 3 * size)] for key in ("all_to_all_single", "all_to_all_even")},
         "barrier": [("barrier", 0, 0)],
     }  # fmt: skip
     found["all_to_all_single_uneven"] = found["all_to_all"]

@@ -162,8 +162,7 @@ class BoundCall:
         return result
 
     def _describe(self, given: Rows | None, received: Rows | None) -> events.ShownCall:
-        source, target = (each[0] if isinstance(each, list) else each for each in (given, received))
-        return self._group.described_call(self._plan_for(received), source, target, self._root)
+        return self._group.described_call(self._plan_for(received), given, received, self._root)
 
     def _plan_for(self, received: Rows | None) -> Plan:
         """Return the plan; that of a scatter compares what all ranks receive, which native ones need not know."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import collectives
 from .. import nn as mpinn
-from ..errors import ArgumentError, DeviceError
+from ..errors import ArgumentError, DeviceError, RankLostError
 from ..launch import mpi_library
 from ..nn.replica import attached
 from ..nn.sync import ASYNC_BACKWARD
@@ -142,6 +142,8 @@ class AllRanks:
         An MPI library may have returned from a call without an error although a rank had been lost.
         """
         running = runtime.current()
+        if loss := running.context.loss:
+            raise RankLostError(f"{loss}, before a copy of the state.")
         running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
 
     @property

@@ -33,6 +33,9 @@ class Abilities:
         """Return the variables to set before MPI is initialized, given those that are set."""
         return {}
 
+    def confirm(self) -> None:
+        """Return: the loss of a rank ends the job."""
+
     def take_place(self) -> None:
         """Return when this rank has its number in `COMM_WORLD`; a spare rank waits until it takes that of a lost one.
 
