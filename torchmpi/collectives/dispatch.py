@@ -334,7 +334,9 @@ def _bind(group: Group, plan: Plan, which: str | None, root: int, tensor: _Tenso
     if key not in known:
         code = None
         if which is not None and dtype is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS:
-            plan = (_plan_of_receiver(group, plan.collective, dtype) if which == "receive" else None) or plan
+            receiver = _plan_of_receiver(group, plan.collective, dtype) if which == "receive" else None
+            if receiver is not None and receiver.backends == plan.backends:  # not if another one is given
+                plan = receiver
             if plan.cached_call is not None and plan.cached_call(root, None) is not None:
                 code = BoundCode(group, which, dtype, partial(plan.cached_call, root, None))
         known[key] = BoundPlan(group, plan, root, code)
