@@ -230,19 +230,18 @@ class ProcessGroup(GroupExecution):
         self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions
     ) -> dist.Work:
         """Reduce one tensor list of all ranks; each rank receives the entry of its number."""
-        output, parts = single(outputs), list(single(inputs))
-        op = op_name(opts.reduceOp, output.dtype)
-        if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
+        output, parts, own = single(outputs), list(single(inputs)), self._group.rank
+        if len(parts) != self._size or parts[own].numel() != output.numel():
             raise ArgumentError(
                 f"{self._where}: reduce_scatter: {len(parts)} input tensors, of which this rank's has "
-                f"{parts[self.rank()].numel() if len(parts) > self.rank() else 0} elements and the output "
-                f"{output.numel()}. Pass one for each of the {self.size()} ranks; the output needs the same length."
+                f"{parts[own].numel() if len(parts) > own else 0} elements and the output {output.numel()}. Pass one "
+                f"for each of the {self._size} ranks; the output needs the same length."
             )
         if have_equal_lengths(parts):
             return self._on_rows("reduce_scatter", parts, [output], opts, reduction=opts.reduceOp)
         self._check("reduce_scatter", parts, [output])
-        lengths = [part.numel() for part in parts]
-        begin = sum(lengths[: self.rank()])
+        op, lengths = op_name(opts.reduceOp, output.dtype), [part.numel() for part in parts]
+        begin = sum(lengths[:own])
 
         def task() -> None:
             work = scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
@@ -394,13 +393,13 @@ class ProcessGroup(GroupExecution):
         self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions
     ) -> dist.Work:
         """Send entry j of the root's list to rank j."""
-        output, is_root = single(outputs), self.rank() == opts.rootRank
+        output, is_root = single(outputs), self._group.rank == opts.rootRank
         parts = list(single(inputs)) if is_root else []
-        if is_root and (len(parts) != self.size() or not have_equal_lengths([*parts, output])):
+        if is_root and (len(parts) != self._size or not have_equal_lengths([*parts, output])):
             raise ArgumentError(
                 f"{self._where}: scatter: {len(parts)} input tensors of "
                 f"{[part.numel() for part in parts]} elements; the output has {output.numel()}. "
-                f"Pass one like the output for each of the {self.size()} ranks."
+                f"Pass one like the output for each of the {self._size} ranks."
             )
         return self._on_rows("scatter", parts, [output], opts, root=opts.rootRank)
 
@@ -436,8 +435,8 @@ class ProcessGroup(GroupExecution):
             if work is not None:
                 return work
         what, own = f"{self._where}: all_to_all_single", self._group.rank
-        sources = split(input, input_split_sizes, self.size(), f"{what}: the input")
-        parts = split(output, output_split_sizes, self.size(), f"{what}: the output")
+        sources = split(input, input_split_sizes, self._size, f"{what}: the input")
+        parts = split(output, output_split_sizes, self._size, f"{what}: the output")
         run: Callable[..., object] = partial(exchange.exchange, self._group)
         if exchange.are_plain(input, output) and sources[own].numel() == parts[own].numel():
             call = self._exchange_of_parts(output.dtype)

@@ -69,7 +69,7 @@ def split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int, what: str)
             f"{what} has {num_rows} rows, to be split as {sizes} over {num_ranks} ranks. Give one size for each rank, "
             "which add up to the rows, or none if they are even."
         )
-    return list(torch.split(tensor.detach(), sizes))
+    return list(tensor.detach().split_with_sizes(sizes))
 
 
 def in_memory(tensors: Sequence[torch.Tensor], num_rows: int) -> Rows | None:
