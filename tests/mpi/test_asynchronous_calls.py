@@ -46,22 +46,69 @@ def calls_of_this_rank() -> dict[str, Callable[[str], Any]]:
         "scatter": of("scatter", rows if is_root else None, size - 1, part),
         "reduce_scatter": of("reduce_scatter", rows, part),
         "alltoall": of("alltoall", rows, all_rows),
+        "allgather with a new result": of("allgather", mine),
+        "gather with a new result": of("gather", mine, size - 1),
+        "reduce_scatter with a new result": of("reduce_scatter", rows),
+        "number": of("allreduce", 1.5 + rank),
+        "list": lambda form: getattr(mpi, f"allreduce_many{form}")([mine.clone(), rows.clone()], op="max"),
     }
+
+
+def copied(result: Any) -> torch.Tensor | None:
+    """Return a result as one tensor that no later call changes."""
+    if isinstance(result, list):
+        return torch.cat(result)
+    return None if result is None else torch.as_tensor(result).clone()
 
 
 def test_asynchronous_calls_equal_blocking_ones(agree):
     """The first and the later ones, waited for at once, and with several under way."""
     calls = calls_of_this_rank()
-    expected = {name: None if (result := call("")) is None else result.clone() for name, call in calls.items()}
+    expected = {name: copied(call("")) for name, call in calls.items()}
     for turn in range(4):
         for name, call in calls.items():
-            agree.equal(call("_async").wait(), expected[name], f"{name}, turn {turn}")
+            agree.equal(copied(call("_async").wait()), expected[name], f"{name}, turn {turn}")
     handles = {name: call("_async") for name, call in calls.items()}
     agree(not [name for name in calls if name not in expected])
-    for name in ("allreduce", "broadcast", "reduce"):  # the others share memory for their results
-        agree.equal(handles[name].wait(), expected[name], f"{name} of several")
+    for name in ("allreduce", "broadcast", "reduce", "number", "list"):  # others share memory for their results
+        agree.equal(copied(handles[name].wait()), expected[name], f"{name} of several")
     for handle in handles.values():
         handle.wait()
+
+
+def test_a_scatter_into_memory_with_gaps(agree):
+    """Regression: the ranks that pass nothing took the plan of plain memory, and wrote to the gaps."""
+    rank, size = mpi.rank(), mpi.size()
+    rows, room = torch.arange(4.0 * size), torch.zeros(4, 2)
+    for turn in range(3):
+        for out in (torch.zeros(4), room[:, 0]):
+            part = mpi.scatter_async(rows if rank == 0 else None, 0, out).wait()
+            agree.equal(part.clone(), rows[4 * rank : 4 * rank + 4], f"turn {turn}")
+    agree.equal(room[:, 1], torch.zeros(4), "the gaps")
+
+
+def test_a_table_with_two_rules(agree):
+    """The asynchronous form has a plan of its own then, whatever blocking calls have cached."""
+    rank, size = mpi.rank(), mpi.size()
+    rows, part = torch.arange(2.0 * size), torch.zeros(2)
+    group = mpi.communicator(0).intra
+    for collective, call in {
+        "scatter": lambda form: getattr(mpi, f"scatter{form}")(rows if rank == 0 else None, 0, part),
+        "allreduce": lambda form: getattr(mpi, f"allreduce{form}")(part.fill_(1.0)),
+    }.items():
+        for _ in range(3):
+            call("")
+            call("_async").wait()
+        mpi.collective_selector.set(collective, "mpi", mode="async")
+        try:
+            for turn in range(3):
+                call("")
+                call("_async").wait()
+                expected = rows[2 * rank : 2 * rank + 2] if collective == "scatter" else torch.full((2,), float(size))
+                agree.equal(part, expected, f"{collective}, turn {turn}")
+        finally:
+            mpi.collective_selector.reset()
+    agree(group.call_log.current is None, "a call is open")
 
 
 def test_a_thread_that_waits_runs_calls_in_machine_code(agree):

@@ -19,7 +19,7 @@ from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.kernel_sets import COLLECTIVES as KERNELS
-from ..tensors import bucket_plan, partition
+from ..tensors import bucket_plan, buffers, partition
 from ..timeline import events
 from . import call_arguments
 from .call_arguments import check_root
@@ -34,6 +34,8 @@ FAST_PATHS = KERNELS.fast_paths
 BARRIER = PlanKey("barrier", None, None, PLAIN)
 
 
+OfList = Callable[[Group, Plan, fast_path.CachedCall], fast_path.CachedCall]
+"""Returns the cached call of a list, given that of a `TensorTable`."""
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
 
@@ -98,20 +100,49 @@ def submit(
     backend: str | None = None,
 ) -> Handle[Any]:
     """Run a collective in the background."""
-    find = fast_path.finders.get((collective, tensor is not None, out is not None))
-    if find is not None and type(root) is int and (op is None or type(op) is str):
-        key = root if op is None else fast_path.joint_key(op, root) if SPECS[collective].is_rooted else op
-        bound: BoundPlan | None = find(tensor, out, key, comm, backend)
-        if bound is not None:
-            return bound.begin(tensor, out)
-    op = other_names.operation(op)
-    group, plan, given, root, finish = checked = check_call(collective, tensor, out, root, op, comm, backend, "async")
-    spec = SPECS[collective]
+    begun = begin(collective, tensor, out, root, op, comm, backend)
+    if begun is not None:
+        return begun
+    op, spec, finish = other_names.operation(op), SPECS[collective], None
+    if out is None and spec.is_everywhere and type(tensor) is not _Tensor:
+        tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
+        begun = None if finish is None else begin(collective, tensor, out, root, op, comm, backend, finish)
+        if begun is not None:
+            return begun
+    checked = check_call(collective, tensor, out, root, op, comm, backend, "async")
+    group, plan, given, root, of_number = checked
     if backend is None and (comm is None or type(comm) in _LASTING):
         cache_call(group, spec, (given, out, root), op, comm)
     found = _fast_call(spec, root == group.rank, given, out, root, op, comm)
-    bound = _bind(group, plan, None if found is None else found[0], root, out if given is None else given)
-    return bound.begin(given, out, finish, checked.subject(out))
+    which, dtype = (None, None) if found is None else (found[0], found[1][1])
+    if which == "receive" and buffers.is_plain(out):
+        plan = _plan_of_receiver(group, PlanKey(collective, op, dtype, PLAIN, backend, "async")) or plan
+    bound = _bind(group, plan, which, root, dtype)
+    return bound.begin(given, out, finish or of_number, checked.subject(out))
+
+
+def begin(
+    collective: str,
+    tensor: Any,
+    out: _Tensor | None,
+    root: Any,
+    op: Any,
+    comm: Comm,
+    backend: str | None,
+    finish: Callable[[Any], Any] | None = None,
+) -> Handle[Any] | None:
+    """Begin an asynchronous call like an earlier one; return None if Python must check its arguments.
+
+    `finish` converts the result.
+    """
+    if type(root) is not int or not (op is None or type(op) is str):
+        return None
+    key = root if op is None else fast_path.joint_key(op, root) if SPECS[collective].is_rooted else op
+    for find in fast_path.finders.get((collective, tensor is not None, out is not None), ()):
+        bound: BoundPlan | None = find(tensor, out, key, comm, backend)
+        if bound is not None:
+            return bound.begin(tensor, out, finish)
+    return None
 
 
 class BoundPlan:
@@ -127,6 +158,10 @@ class BoundPlan:
         """Begin a call with checked tensors; `finish` converts its result, `subject` is as for the call queue."""
         call = _BegunCall(self, given, out, finish)
         return self.group.call_queue.submit(call, self._description, subject, in_any_thread=not self.plan.is_on_device)
+
+    def perform(self, given: Any, out: _Tensor | None) -> Any:
+        """Run a call in Python; the caller holds the run lock."""
+        return self.group.perform(self.plan, given, out, self.root)
 
 
 class _BegunCall(events.DescribedTask):
@@ -148,7 +183,7 @@ class _BegunCall(events.DescribedTask):
             elif not code.has_result:
                 return None
         if result is None:
-            result = bound.group.perform(bound.plan, self._given, self._out, bound.root)
+            result = bound.perform(self._given, self._out)
         return result if self._finish is None else self._finish(result)
 
     def described_call(self) -> events.ShownCall:
@@ -281,15 +316,16 @@ def cache_call(group: Group, spec: CollectiveSpec, arguments: tuple[Any, Any, in
     if found is None:
         return
     which, name = found
-    if which == "receive" and _plan_of_receiver(group, spec.name, name[1]) is None:
+    key = PlanKey(spec.name, op, name[1], PLAIN)
+    if which == "receive" and _plan_of_receiver(group, key) is None:
         return
-    _cache(which, name, group, root, comm, PlanKey(spec.name, op, name[1], PLAIN))
+    _cache(which, name, group, root, comm, key)
 
 
-def _plan_of_receiver(group: Group, collective: str, dtype: torch.dtype | None) -> Plan | None:
+def _plan_of_receiver(group: Group, key: PlanKey) -> Plan | None:
     """Return the plan of a scatter for the dtype that this rank expects; None for one that cannot be sent."""
     try:
-        return plan_for(runtime.communicator(group), PlanKey(collective, None, dtype, PLAIN))
+        return plan_for(runtime.communicator(group), key)
     except DtypeError:  # raised when the call has ended on all ranks
         return None
 
@@ -327,18 +363,14 @@ class BoundCode:
         return None if self._group.call_queue.closed else self._find()
 
 
-def _bind(group: Group, plan: Plan, which: str | None, root: int, tensor: _Tensor | None) -> BoundPlan:
+def _bind(group: Group, plan: Plan, which: str | None, root: int, dtype: torch.dtype | None) -> BoundPlan:
     """Return a plan bound to a root, and to the fast path of this name if machine code can run its calls."""
-    dtype = None if tensor is None else tensor.dtype
     known, key = plan.bound, (which, root, dtype)
     if key not in known:
-        code = None
-        if which is not None and dtype is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS:
-            receiver = _plan_of_receiver(group, plan.collective, dtype) if which == "receive" else None
-            if receiver is not None and receiver.backends == plan.backends:  # not if another one is given
-                plan = receiver
-            if plan.cached_call is not None and plan.cached_call(root, None) is not None:
-                code = BoundCode(group, which, dtype, partial(plan.cached_call, root, None))
+        code, find = None, None if plan.cached_call is None else partial(plan.cached_call, root, None)
+        has_code = which is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS
+        if which is not None and has_code and find is not None and find() is not None:
+            code = BoundCode(group, which, dtype, find)
         known[key] = BoundPlan(group, plan, root, code)
     bound: BoundPlan = known[key]
     return bound
@@ -350,13 +382,10 @@ def cache_barrier(group: Group, comm: Comm) -> None:
         _cache("barrier", (None, None, comm), group, 0, comm, BARRIER)
 
 
-def cache_list(group: Group, key: PlanKey, comm: Comm, settle_by: Callable[[Plan, Any], Any]) -> None:
-    """Cache the allreduce of a list for the fast path.
-
-    `settle_by(plan, settle)` returns what continues it with the list, given what continues it with a `TensorTable`.
-    """
+def cache_list(group: Group, key: PlanKey, comm: Comm, of_list: OfList) -> None:
+    """Cache the allreduce of a list for the fast path."""
     if comm is None or type(comm) in _LASTING:
-        _cache("allreduce_many", (key.op, key.dtype, comm), group, 0, comm, key, settle_by)
+        _cache("allreduce_many", (key.op, key.dtype, comm), group, 0, comm, key, of_list)
 
 
 def _cache(
@@ -366,11 +395,11 @@ def _cache(
     root: int,
     comm: Comm,
     key: PlanKey,
-    settle_by: Callable[[Plan, Any], Any] | None = None,
+    of_list: OfList | None = None,
 ) -> None:
     plan: Plan | None = group.plans.get(key)
     if plan is not None and plan.cached_call is not None:
-        fast_path.cache_call(which, name, partial(_cached_call, group, plan, which, root, comm, key, settle_by))
+        fast_path.cache_call(which, name, partial(_cached_call, group, plan, which, root, comm, key, of_list))
 
 
 def _cached_call(
@@ -380,18 +409,20 @@ def _cached_call(
     root: int,
     comm: Comm,
     key: PlanKey,
-    settle_by: Callable[[Plan, Any], Any] | None,
+    of_list: OfList | None,
 ) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
-    chosen = plan if settle_by is None else plan.many
+    chosen = plan if of_list is None else plan.many
     if not is_meant or group.call_queue.closed or chosen is None or chosen.cached_call is None:
         return None
     cached: fast_path.CachedCall | None = chosen.cached_call(root, None)
-    if cached is not None and settle_by is not None:
-        return cached._replace(settle=settle_by(plan, cached.settle))
-    if cached is None or not SPECS[key.collective].has_async:
-        return cached
-    if plan_for(runtime.communicator(group), key._replace(mode="async")) is not plan:
-        return cached
-    return cached._replace(bound=_bind(group, plan, which, root, torch.empty(0, dtype=key.dtype)))
+    if cached is None:
+        return None
+    if of_list is not None:
+        cached = of_list(group, plan, cached)
+    elif SPECS[key.collective].has_async:
+        cached = cached._replace(bound=_bind(group, plan, which, root, key.dtype))
+    has_async = cached.bound is not None
+    is_same = has_async and plan_for(runtime.communicator(group), key._replace(mode="async")) is plan
+    return cached if is_same else cached._replace(bound=None)

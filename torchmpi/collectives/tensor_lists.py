@@ -7,6 +7,7 @@ Tensors of one dtype and device form one :class:`TensorList`. If the backend red
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -199,21 +200,42 @@ def _cache(lists: Sequence[TensorList], group: Group, op: str, comm: Comm) -> No
     """Let the fast path run the next call with a list of this dtype."""
     if len(lists) == 1 and lists[0].is_plain:
         dtype = lists[0].tensors[0].dtype
-        dispatch.cache_list(group, PlanKey("allreduce", op, dtype, PLAIN), comm, _settling)
+        dispatch.cache_list(group, PlanKey("allreduce", op, dtype, PLAIN), comm, partial(_of_list, dtype))
 
 
-def _settling(plan: Plan, settle: Callable[..., Any]) -> Callable[[int, list[_Tensor], None], list[_Tensor]]:
-    """Return what continues a call of the fast path with a list, given what continues it with a :class:`TensorList`."""
+def _of_list(dtype: torch.dtype, group: Group, plan: Plan, of_table: fast_path.CachedCall) -> fast_path.CachedCall:
+    """Return the cached call of a list, given that of a table of its tensors."""
 
-    def settle_list(status: int, tensors: list[_Tensor], out: None) -> list[_Tensor]:
-        members = TensorList(plan)
-        for tensor in tensors:
-            members.add(tensor, is_direct=True)
-        members.begin()
-        settle(status, members, None)
+    def settle(status: int, tensors: Any, out: None) -> Any:
+        table: Any = _table_of(plan, tensors)
+        of_table.settle(status, table, None)
         return tensors
 
-    return settle_list
+    cached = of_table._replace(settle=settle)
+    if "list" not in plan.bound:
+        code = dispatch.BoundCode(group, "allreduce_many", dtype, lambda: cached)
+        plan.bound["list"] = _BoundLists(group, plan, 0, code)
+    return cached._replace(bound=plan.bound["list"])
+
+
+def _table_of(plan: Plan, tensors: list[_Tensor]) -> TensorList:
+    members = TensorList(plan)
+    for tensor in tensors:
+        members.add(tensor, is_direct=True)
+    members.begin()
+    return members
+
+
+class _BoundLists(dispatch.BoundPlan):
+    """What begins asynchronous calls with lists of plain tensors of one dtype."""
+
+    def perform(self, given: list[_Tensor], out: _Tensor | None) -> list[_Tensor]:
+        """Run a call in Python; the caller holds the run lock."""
+        members = _table_of(self.plan, given)
+        assert self.plan.many is not None
+        self.group.perform(self.plan.many, members, None, 0)
+        members.write_back()
+        return given
 
 
 @refuses_keywords
@@ -282,6 +304,9 @@ def allreduce_many_async(
     if _unknown:
         raise unknown_keyword(allreduce_many_async, _unknown)
     tensors = _listed(allreduce_many_async, tensors)
+    begun = dispatch.begin("allreduce_many", tensors, None, 0, op, comm, backend)
+    if begun is not None:
+        return begun
     started = _start(tensors, op, comm, backend, asynchronous=True)
     return JoinedHandle(started, tensors, f"{runtime.communicator(comm).intra.where}: allreduce_many")
 
@@ -317,7 +342,7 @@ def _start(
                 f"{where}: allreduce_many: two tensors share memory, which could be reduced twice. Pass views "
                 "that do not overlap, or copies."
             )
-    if not asynchronous and backend is None:
+    if backend is None:
         _cache(lists, group, op, comm)
     started: list[Handle[Any]] = []
     for members in lists:

@@ -100,16 +100,17 @@ recv: _Entry = _not_built
 
 Form = tuple[str, bool, bool]
 """A collective on one rank: its name, whether the rank passes a tensor, whether it receives in another one."""
-FORMS: dict[Form, str] = {
-    **{(name, True, not SPECS[name].in_place): name for name in COLLECTIVES},
-    **{(name.removesuffix(INTO), True, True): name for name in _FAST_PATHS if name.endswith(INTO)},
-    **{(name.removesuffix(MADE), True, False): name for name in _FAST_PATHS if name.endswith(MADE)},
-    ("gather", True, False): "give",
-    ("scatter", False, True): "receive",
+FORMS: dict[Form, tuple[str, ...]] = {
+    **{(name, True, not SPECS[name].in_place): (name,) for name in COLLECTIVES},
+    **{(name.removesuffix(INTO), True, True): (name,) for name in _FAST_PATHS if name.endswith(INTO)},
+    **{(name.removesuffix(MADE), True, False): (name,) for name in _FAST_PATHS if name.endswith(MADE)},
+    ("gather", True, False): ("give", "gather" + MADE),
+    ("scatter", False, True): ("receive",),
+    ("allreduce_many", True, False): ("allreduce_many",),
 }
-"""The fast path of each form; `give` and `receive` are those of the ranks that are not the root."""
-finders: dict[Form, _Entry] = {}
-"""By form, functions with the arguments of its fast path, which return what begins an asynchronous call. None: Python
+"""The fast paths of each form; `give` and `receive` are those of the ranks that are not the root."""
+finders: dict[Form, list[_Entry]] = {}
+"""By form, functions with the arguments of its fast paths, which return what begins an asynchronous call. None: Python
 must check the call."""
 
 
@@ -299,7 +300,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
         _fast_paths[name] = _FastPath(name, chosen)
         if name in globals():
             globals()[name] = _fast_paths[name].function
-    finders.update({form: _fast_paths[name].find for form, name in FORMS.items()})
+    finders.update({form: [_fast_paths[name].find for name in names] for form, names in FORMS.items()})
     tracing.call_around_traces(_pass_through_python)
 
 

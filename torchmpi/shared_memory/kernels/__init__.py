@@ -152,7 +152,8 @@ def _module(which: KernelSet, number: int, announce: Callable[[str], object]) ->
         }
         wrappers += [entry_wrapper(f"{_PREFIX}enter_{name}", function) for name, function in entries.items()]
         if number == 0:
-            wrappers.append(entry_wrapper(f"{_PREFIX}find_bound", compilation.kernels["find_bound"]))
+            finders = {"find_bound": compilation.kernels["find_bound"], "find_list": list_entry(finds=True)}
+            wrappers += [entry_wrapper(f"{_PREFIX}{name}", function) for name, function in finders.items()]
     return compilation.link(_PREFIX, wrappers)
 
 
@@ -176,7 +177,9 @@ def fast_path(which: str, fields: int) -> Callable[..., Any]:
 
 def finder(which: str, fields: int) -> Callable[..., Any]:
     """Return the function that finds what begins an asynchronous call like one that its fast path makes."""
-    return _with_record(f"find_{which}", "find_bound", fields)
+    spec = COLLECTIVES.fast_paths.get(which)
+    code = "find_list" if spec is not None and spec.is_of_list else "find_bound"
+    return _with_record(f"find_{which}", code, fields)
 
 
 def _with_record(name: str, code: str, fields: int) -> Callable[..., Any]:

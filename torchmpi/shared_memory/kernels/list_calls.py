@@ -114,8 +114,11 @@ def describe_list(
     return num_rows
 
 
-def list_entry() -> Function:
-    """Return the function of the fast path: the list, None if Python must run the call, 0 if it has raised."""
+def list_entry(*, finds: bool = False) -> Function:
+    """Return the function of the fast path: the list, None if Python must run the call, 0 if it has raised.
+
+    One that `finds` returns what begins such a call in the background, instead of the list, as `find_bound` does.
+    """
 
     def list_call(path: FastPath, tensors, out, key, comm, backend):
         if not path.first_call or backend != path.none or PyObject(tensors).kind != path.list_type:
@@ -135,6 +138,8 @@ def list_entry() -> Function:
         num_rows = describe_list(path, cached_call, tensors, count, tensor, rows, shape)
         if num_rows <= 0:
             return leave_to_python(path)
+        if finds:
+            return new_reference(cached_call.bound if cached_call.bound != 0 else path.none)
         last = rows[num_rows - 1]
         num_bytes = last.begin + last.num_bytes
         tensor.shape, tensor.num_dims_and_dtype = shape, _SIGNED_NUMBERS
