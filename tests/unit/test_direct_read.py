@@ -34,6 +34,7 @@ class Rank:
         self.fields[records.GroupRecord.processes] = self.processes.ctypes.data
         self.fields[records.GroupRecord.current_seq] = SEQUENCE
         self.address = self.fields.ctypes.data
+        self.call = records.KernelCall.new().write(group=self.address)
         self.paces = int(records.GroupRecord(self.address).allgather_paces)
 
     def is_for_it(self, num_bytes: int) -> float:
@@ -53,7 +54,7 @@ class Rank:
             self.rows[rank, start : start + 4] = SEQUENCE, 7, tensor.nbytes, tensor.ctypes.data
         self.rows[1, memory_layout.Block.reduced] = chunk + 1
         self.rows[1, memory_layout.Block.refused] = SEQUENCE if refuses else 0
-        arguments = self.address, SEQUENCE, mine.ctypes.data, 0, mine.nbytes, target.ctypes.data
+        arguments = int(self.call), SEQUENCE, mine.ctypes.data, 0, mine.nbytes, target.ctypes.data
         return kernel.read_all(*arguments), target[len(theirs) :]
 
 
