@@ -111,7 +111,7 @@ def test_the_records_of_all_hosts_are_dumped_from_one(start: Start, folder: Path
     assert sorted(path.name for path in records.iterdir()) == [f"rank{rank}.flight" for rank in range(4)], job.output()
     found = subprocess.run([*python, "analyze", str(records)], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert found.returncode == 0, found.stderr
-    assert "Not arrived: rank 3, which ended allreduce" in found.stdout, found.stdout
+    assert re.search(r"Not arrived: rank 3, which ended \w+\(float32", found.stdout), found.stdout
     assert job.processes().keys() == {"h0", "h1", "h2"}, "the job goes on"
 
 
@@ -122,7 +122,7 @@ def test_a_stopped_host_is_a_stall_and_goes_on(start: Start):
         if (rank, number) == (2, "STOP"):
             time.sleep(3 * LIMIT)
     assert job.processes().keys() == {"h0", "h1"}, job.output()
-    assert re.search(r"has waited \d+ s in allreduce\(float32 \[100000\], avg\)", job.messages(0)), job.output()
+    assert re.search(r"has waited \d+ s in \w+\(float32 \[", job.messages(0)), job.output()
     assert "rank 2 does not reply: it is stopped" in job.messages(0), job.output()
     assert "rank 3 cannot be asked, since rank 2 does not reply" in job.messages(0), job.output()
     assert "on one host" not in job.output() and "across hosts" not in job.output(), "steps are not reported"
