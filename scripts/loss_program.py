@@ -69,8 +69,6 @@ def in_group(call):
 REPEATED = {
     "short allreduce": lambda call: reduced(short, call),
     "long allreduce": lambda call: reduced(long, call),
-    "short allreduce of MPI": lambda call: reduced(short, call, backend="mpi"),
-    "long allreduce of MPI": lambda call: reduced(long, call, backend="mpi"),
     "barrier": lambda call: mpi.barrier(),
     "send and receive": exchange,
     "new groups": in_group,

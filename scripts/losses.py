@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "scripts" / "loss_program.py"
 WAYS = {"openmpi": ["--on-lost-rank", "continue", "--option=--bind-to none"], "without-mpi": ["--without-mpi"]}
 MOMENTS = (
-    "computing", "waiting in shared memory", "short allreduce", "long allreduce", "short allreduce of MPI",
-    "long allreduce of MPI", "barrier", "send and receive", "new groups", "copies", "recovery",
+    "computing", "waiting in shared memory", "short allreduce", "long allreduce", "barrier", "send and receive",
+    "new groups", "copies", "recovery",
 )  # fmt: skip
 SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("exit", "raise")
 VICTIMS = ("1", "0", "1,2", "0,1", "1+2")
@@ -64,8 +64,6 @@ def cells() -> Iterator[Cell]:
     """Return all cells that differ: of faults that end the job there is one for each moment."""
     for way in WAYS:
         for moment in MOMENTS:
-            if way == "without-mpi" and "MPI" in moment:
-                continue
             for fault in (*SIGNALS, *ENDS):
                 for victims in VICTIMS:
                     is_in_recovery = moment == "recovery"

@@ -249,6 +249,7 @@ def test_what_cannot_continue_is_refused(survive):
         import torchmpi.nn as mpinn
         import torchmpi.parameterserver as ps
         attempts = [
+            lambda: mpi.allreduce(torch.ones(3), backend="mpi"),
             lambda: mpi.recover(),
             lambda: ps.init(torch.ones(3)),
             lambda: engine.train(network=network, criterion=nn.MSELoss(), iterator=[], lr=0.1),
@@ -275,6 +276,7 @@ def test_what_cannot_continue_is_refused(survive):
         "closed communicators",
     ):
         assert text in result.stdout, result.output
+    assert re.search(r"have returned wrong data|no MPI launcher", result.stdout), result.output  # the backend mpi
     assert result.returncode == 0, result.output
 
 

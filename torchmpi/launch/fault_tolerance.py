@@ -202,6 +202,8 @@ class FaultTolerantMPI(Continuing):
     The other names are those of the module.
     """
 
+    problem_of_collectives = "after the loss of a rank, collectives of Open MPI have returned wrong data"
+
     def __init__(self, MPI: Any) -> None:
         self.__dict__.update({name: value for name, value in vars(MPI).items() if not name.startswith("_")})
         self._library = MPI

@@ -115,7 +115,7 @@ class Runtime:
         in_groups = affinity.in_several_autogroups(probe.process for probe in processes.values())
         self.context.sleeps_before_mpi = self.context.is_crowded and in_groups
         self._start_watchdog(hosts)
-        if self.num_hosts > 1 and self.threads_allowed and not mpi_library.abilities(self.MPI).problem_of_collectives:
+        if self.num_hosts > 1 and self.threads_allowed and mpi_library.abilities(self.MPI).calls_library:
             self.resources.callback(mpi_progress.start(self.MPI))
         clock_samples.provide_timeline(self.world, self._described())
         self.resources.callback(timeline.set_job, None)
