@@ -335,10 +335,10 @@ def _bind(group: Group, plan: Plan, which: str | None, root: int, tensor: _Tenso
         code = None
         if which is not None and dtype is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS:
             receiver = _plan_of_receiver(group, plan.collective, dtype) if which == "receive" else None
-            if receiver is not None and receiver.backends == plan.backends:  # not if another one is given
-                plan = receiver
-            if plan.cached_call is not None and plan.cached_call(root, None) is not None:
-                code = BoundCode(group, which, dtype, partial(plan.cached_call, root, None))
+            # Not if another backend is given. Memory that is not plain takes the plan that has been found for it.
+            fast = receiver if receiver is not None and receiver.backends == plan.backends else plan
+            if fast.cached_call is not None and fast.cached_call(root, None) is not None:
+                code = BoundCode(group, which, dtype, partial(fast.cached_call, root, None))
         known[key] = BoundPlan(group, plan, root, code)
     bound: BoundPlan = known[key]
     return bound
