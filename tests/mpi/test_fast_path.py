@@ -812,10 +812,11 @@ def test_the_fast_path_needs_known_hashes(monkeypatch):
     assert not fast_path.has_known_hashes()
 
 
-def test_an_asynchronous_scatter_by_a_given_backend(agree):
-    """Regression: ranks that receive used the default backend, and waited for the root for ever."""
+def test_an_asynchronous_scatter_by_a_given_backend_or_into_gaps(agree):
+    """Regression: ranks that receive used the default backend, and waited for the root; and wrote to wrong places."""
     rank, size = mpi.rank(), mpi.size()
-    rows, out = torch.arange(2.0 * size), torch.zeros(2)
-    for backend in (None, "mpi", None, "mpi"):
-        mpi.scatter_async(rows if rank == 0 else None, out=out.zero_(), backend=backend).wait()
-        agree.equal(out, rows[2 * rank : 2 * rank + 2], f"backend={backend}")
+    rows = torch.arange(2.0 * size)
+    for out in (torch.zeros(2), torch.zeros(4)[::2]):
+        for backend in (None, "mpi", None, "mpi"):
+            mpi.scatter_async(rows if rank == 0 else None, out=out.zero_(), backend=backend).wait()
+            agree.equal(out, rows[2 * rank : 2 * rank + 2], f"backend={backend}, stride {out.stride()}")
