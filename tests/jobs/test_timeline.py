@@ -32,7 +32,7 @@ else:
 choice, handles = random.Random(5), []
 with mpi.timeline.start(FOLDER):
     for _ in range({NUM_CALLS}):
-        kind, tensor = choice.randrange(6), torch.ones(choice.choice([1, 100, 20_000]))
+        kind, tensor = choice.randrange(6), torch.ones(choice.choice([1, 100, 60_000]))
         if kind == 0:
             mpi.allreduce(tensor)
         elif kind == 1:
