@@ -19,6 +19,7 @@ from torchmpi.backends.plan_cost import HEADER_BYTES, PlanCost, cost_of
 from torchmpi.communicators.group import Group
 from torchmpi.config import Config
 from torchmpi.launch import meeting, mpi_library, network
+from torchmpi.launch.abilities import Abilities
 from torchmpi.launch.meeting import Met
 from torchmpi.session import runtime
 from torchmpi.tensors import schedule
@@ -131,12 +132,13 @@ class StartComm(Comm):
             self.world.library_calls.append(LibraryCall(name, num_bytes, ranks))
 
 
-class _StartMPI(SimulatedMPI):
+class _StartMPI(Abilities, SimulatedMPI):
     """What `start()` uses of the module `mpi4py.MPI`; each simulated rank has its own `COMM_WORLD`."""
 
     COMM_TYPE_SHARED = 1
     THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
-    loss = ""
+    calls_library, notices_ended_ranks = False, True
+    problem_of_collectives = "no MPI launcher has started these processes"
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -207,8 +207,8 @@ if rank == 0:
     assert result.returncode == 0, result.output
     assert result.stdout.count("own handler") == 2, result.output
     text = (tmp_path / "log").read_text()
-    assert "after SIGUSR1: barrier(), call #1206 on communicator world, " in text, text
-    assert "last calls on communicator world: #1206: barrier(); #1205: barrier(); #1204: allgather(" in text
+    assert "after SIGUSR1: barrier(), call #1205 on communicator world, " in text, text
+    assert "last calls on communicator world: #1205: barrier(); #1204: barrier(); #1203: allgather(" in text
     assert f"flight record: {tmp_path / 'records' / 'rank1.flight'}\n" in text
     main_thread = text.partition("MainThread:\n")[2]
     assert 0 < main_thread.find("mpi.barrier()") < main_thread.find("torchmpi watchdog:\n")

@@ -36,7 +36,7 @@ def test_names_and_addresses_of_hosts_are_accepted() -> None:
 @pytest.mark.skipif(HAS_MPIRUN is None, reason="no mpirun")
 @pytest.mark.parametrize(("rsh", "agent"), [(None, "ssh -- node1"), ("rsh -4", "rsh -4 node1")])
 def test_ssh_gets_the_host_after_the_end_of_its_options(rsh: str | None, agent: str) -> None:
-    options = argparse.Namespace(hosts="node1", hostfile=None, ranks=None, rsh=rsh)
+    options = argparse.Namespace(hosts="node1", hostfile=None, ranks=None, rsh=rsh, spares=0, on_lost_rank=None)
     assert Job(options).agent("node1") == agent.split()
 
 

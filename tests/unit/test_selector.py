@@ -165,10 +165,12 @@ def test_staged_reductions_between_hosts_use_p2p_on_tcp():
     assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__) == ((None, "p2p"),)
     by_size = ((65536, "mpi"), (None, "p2p"))
     scattering = key._replace(collective="reduce_scatter")
-    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__) == by_size
-    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__, is_tcp=False) == ((None, "mpi"),)
+    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__, compared=False) == by_size
+    alone = selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__, is_tcp=False, compared=False)
+    assert alone == ((None, "mpi"),)
     short = ((65536, "p2p"), (None, "mpi"))
-    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, is_tcp=False) == short
+    for each in (key, scattering):
+        assert selection_table.default_rule(each, {"mpi", "p2p"}.__contains__, is_tcp=False) == short
     assert selection_table.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__) == ((None, "nccl"),)
     assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, aware=True) == ((None, "mpi"),)
 

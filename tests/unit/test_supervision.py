@@ -16,6 +16,8 @@ from torchmpi.cli.supervision import Limits, Supervisor
 class Shells:
     """A job whose launcher is a shell that runs one script after the other, with hosts of which some do not answer."""
 
+    continues = False
+
     def __init__(self, *scripts: str, hosts: Sequence[str] = (), silent: Sequence[str] = ()) -> None:
         self.hosts = [Host(name, 1) for name in hosts]
         self.starts: list[tuple[tuple[str, ...], str | None]] = []

@@ -141,7 +141,7 @@ class Group:
         self.timeout_seconds = 0.0
         self.attachments: list[GroupResource] = []
         self.communicator: Any = None
-        self._compared = self.even_seq = 0
+        self._compared, self.even_seq = 0, -1
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.intra_host, self.inter_host = _split_by_host(self)
         context.groups.append(self)
