@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, Result, is_open_mpi, job_environment, launcher
@@ -35,6 +36,19 @@ WAYS = {"without MPI": ["--without-mpi"], "Open MPI": ["--on-lost-rank", "contin
 """The ways to start ranks that survive the loss of one, with the options of `torchmpi run`."""
 
 
+def launched(python: list[str], own: list[str], script: Path, arguments: tuple[object, ...]) -> Result:
+    """Run a script by `torchmpi run` with the options of `own`, from a warm Python."""
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*python, *own, *python, script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=job_environment({}),
+        stdin=subprocess.DEVNULL,
+    )
+    return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+
 @pytest.fixture(params=WAYS)
 def survive(request, tmp_path, warm_python):
     """``survive(n, "code", *arguments) -> Result``, on ranks that `torchmpi run` starts in each way."""
@@ -45,15 +59,7 @@ def survive(request, tmp_path, warm_python):
         script = tmp_path / "job.py"
         script.write_text(start + textwrap.dedent(code))
         own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], "--timeout", "120"]
-        begin = time.monotonic()
-        done = subprocess.run(
-            [*warm_python, *own, *warm_python, script, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env=job_environment({}),
-            stdin=subprocess.DEVNULL,
-        )
-        return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+        return launched(warm_python, own, script, arguments)
 
     return run
 
@@ -313,15 +319,7 @@ def replace(tmp_path, warm_python):
     def run(n: int, spares: int, code: str, *arguments: object) -> Result:
         (tmp_path / "job.py").write_text(START + textwrap.dedent(code))
         own = ["-m", "torchmpi", "run", "-n", str(n), "--spares", str(spares), *WAYS["Open MPI"], "--timeout", "120"]
-        begin = time.monotonic()
-        done = subprocess.run(
-            [*warm_python, *own, *warm_python, tmp_path / "job.py", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env=job_environment({}),
-            stdin=subprocess.DEVNULL,
-        )
-        return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+        return launched(warm_python, own, tmp_path / "job.py", arguments)
 
     return run
 

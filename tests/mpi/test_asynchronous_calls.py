@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.functions_entered import python_calls
+from helpers.interrupts import fails_or_is_interrupted
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -288,30 +288,7 @@ def test_an_interrupt_of_a_wait_is_raised_and_the_queue_goes_on(agree):
     for _ in range(4):
         mpi.allreduce_async(torch.ones(4), comm=own).wait()
         mpi.allreduce_async(torch.ones(5), comm=own).wait()
-    main, is_over = threading.main_thread().ident, threading.Event()
-
-    def interrupt() -> None:
-        while own.intra.call_log.current is None and not is_over.wait(0.001):
-            pass
-        if not is_over.is_set():
-            signal.pthread_kill(main, signal.SIGINT)
-
-    interrupter = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        if mpi.rank() == 0:
-            time.sleep(0.3)
-        else:
-            interrupter.start()
-        handle = mpi.allreduce_async(torch.ones(5 if mpi.rank() == 0 else 4), comm=own)
-        with pytest.raises((errors.MismatchError, KeyboardInterrupt)):
-            handle.wait()
-        is_over.set()
-        if mpi.rank() != 0:
-            interrupter.join()
-    except KeyboardInterrupt:  # the signal arrived as the call ended
-        is_over.set()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    tensor = torch.ones(5 if mpi.rank() == 0 else 4)
+    fails_or_is_interrupted(own, lambda: mpi.allreduce_async(tensor, comm=own).wait())
     agree(not own.intra.call_queue.run_lock.locked(), "the run lock is held")
     agree.equal((own.intra.call_log.current, own.intra.call_queue.pending), (None, 0), "after the call")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import contract
+from helpers.interrupts import fails_or_is_interrupted
 from helpers.joint import try_together
 from helpers.shm_rig import start, stopped
 from hypothesis import strategies
@@ -506,31 +507,8 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
         mpi.allreduce(torch.ones(4), comm=own)
         mpi.allreduce(torch.ones(5), comm=own)
     # The signal arrives while the other ranks wait for rank 0, which then makes another call.
-    main, is_over = threading.main_thread().ident, threading.Event()
-
-    def interrupt() -> None:
-        while own.intra.call_log.current is None and not is_over.wait(0.001):
-            pass
-        if not is_over.is_set():
-            signal.pthread_kill(main, signal.SIGINT)
-
-    interrupter = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        if mpi.rank() == 0:
-            time.sleep(0.3)
-        else:
-            interrupter.start()
-        with pytest.raises((errors.MismatchError, KeyboardInterrupt)):
-            mpi.allreduce(torch.ones(5 if mpi.rank() == 0 else 4), comm=own)
-        is_over.set()
-        if mpi.rank() != 0:
-            interrupter.join()
-    except KeyboardInterrupt:  # the signal arrived as the call ended
-        is_over.set()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    agree(not own.intra.call_queue.run_lock.locked(), "the lane is locked")
+    fails_or_is_interrupted(own, lambda: mpi.allreduce(torch.ones(5 if mpi.rank() == 0 else 4), comm=own))
+    agree(not own.intra.call_queue.run_lock.locked(), "the run lock is held")
     agree.equal(own.intra.call_log.current, None, "after the call")
 
 
