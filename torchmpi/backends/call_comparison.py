@@ -16,7 +16,7 @@ from ..communicators.plan import Backends
 from ..errors import MismatchError
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
-from ..shared_memory.kernels.records import MISMATCH, STEP_ACROSS, STEP_AFTER, STEP_BEFORE
+from ..shared_memory.kernels.records import MISMATCH, STEP_AFTER, STEP_BEFORE, STEP_BETWEEN
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import schedule
 from .base import Backend, Operation, bind, refusal
@@ -118,7 +118,7 @@ class CallComparison:
         `before` and `after` get a function that ends the step which has failed.
         """
         failed = compiled.record.failed_step
-        if failed == STEP_ACROSS and status != MISMATCH:
+        if failed == STEP_BETWEEN and status != MISMATCH:
             raise self.group.context.MPI.Exception(status)
         if failed == STEP_BEFORE:
             return self.run(number, partial(before, partial(compiled.steps[0].settle, status)), between, after)
@@ -217,7 +217,7 @@ class CompiledSteps:
                 num_rounds=len(exchange.rounds),
             )
         for of_step, step, name in zip((self.record.before, self.record.after), steps, names, strict=False):
-            self.record.write(local_log=step.call_log.address)
+            self.record.write(intra_log=step.call_log.address)
             kind = records.STEPS.index(name)
             of_step.write(kind=kind, call=step.record, code=step.code, signed_code=step.signed_code)
 

@@ -38,7 +38,6 @@ _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
 _LONG = 1 << CALL_NUMBER_BITS - 1
 """Added to the number of rows of a long call, which no short one has as its length."""
-_CARRIED = ("barrier", "broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "alltoall")
 
 
 def with_comparison(
@@ -48,10 +47,11 @@ def with_comparison(
 
     `by_host`: a reduction adds within the hosts first, where several ranks share one.
     """
-    comparison = group.comparison
-    if collective not in _CARRIED or not isinstance(comparison, CallComparison):
+    comparison, spec = group.comparison, SPECS[collective]
+    # A rank without a tensor knows no length of what it receives.
+    if spec.kind != "collective" or spec.only_root_passes or not isinstance(comparison, CallComparison):
         return Operation(longer)
-    if SPECS[collective].reduces and comparison.in_steps != by_host:
+    if spec.reduces and comparison.in_steps != by_host:
         return Operation(longer)
     call = ComparedCall(group, comparison, collective, dtype, op, longer)
     return Operation(call.run, compares=True, cached_call=call.cached_call)

@@ -23,9 +23,9 @@ from .logged_calls import (
 from .movement import allgather, alltoall, barrier, broadcast, reduce_scatter, rows_before
 from .records import (
     MISMATCH,
-    STEP_ACROSS,
     STEP_AFTER,
     STEP_BEFORE,
+    STEP_BETWEEN,
     STEPS,
     ComparedNumber,
     Hosts,
@@ -282,7 +282,7 @@ def exchange(call: KernelCall, number, num_bytes, row_bytes, unit_bytes, passed,
 @inner
 def run_step(hosts: Hosts, step: StepRecord, number, failing, source, num_bytes, target):
     """Run a step within the host, and enter it into the call log of its ranks: return 0, or its status."""
-    local = hosts.local_log
+    local = hosts.intra_log
     if not local:
         return 0
     kind, call, seq, status = step.kind, step.call, local.sequence + 1, 0
@@ -346,7 +346,7 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
     if is_first:
         status = exchange(call, number, num_bytes, row_bytes, unit_bytes, passed, begin)
         if status != 0:
-            hosts.failed_step = STEP_ACROSS
+            hosts.failed_step = STEP_BETWEEN
             return status
     status = run_step(hosts, hosts.after, number, STEP_AFTER, passed, passed_bytes, 0)
     if status != 0:
@@ -369,7 +369,7 @@ def compare_over_hosts(hosts: Hosts, number):
     if status == 0 and hosts.sendrecv != 0:
         status = gather(hosts, number, 0)
         if status != 0:
-            hosts.failed_step = STEP_ACROSS
+            hosts.failed_step = STEP_BETWEEN
     return status if status != 0 else run_step(hosts, hosts.after, number, STEP_AFTER, 0, 0, 0)
 
 

@@ -359,7 +359,7 @@ class Hosts(Exchange):
     """The addresses of the blocks of all hosts."""
     result = Array(1)
     """Address of the result of a reduction."""
-    local_log = Pointer(LogFields)
+    intra_log = Pointer(LogFields)
     """The call log of the ranks of this host; 0 if there is only this rank."""
     before = Embedded(StepRecord)
     after = Embedded(StepRecord)
@@ -401,7 +401,7 @@ class Hosts(Exchange):
     passed_units = Word()
 
 
-STEP_BEFORE, STEP_ACROSS, STEP_AFTER = range(3)
+STEP_BEFORE, STEP_BETWEEN, STEP_AFTER = range(3)
 
 
 class KernelCall(Record):
