@@ -390,8 +390,9 @@ def test_tensorboard_gets_the_calls_of_each_update_on_rank_0_only(agree):
     if RANK == 0:
         for name in OF_CALLS:
             added = [after[name] - before[name] for before, after in pairwise(sums)]
-            for (_, value), expected in zip(writer.values[name], added, strict=True):
-                agree(abs(value - expected) <= 1e-5, f"{name}: {value}, {expected}")  # two readings of the clock
+            for (_, value), expected, total in zip(writer.values[name], added, sums[1:], strict=True):
+                # The rate of the processor's ticks is known better at each reading, which moves the whole sum.
+                agree(abs(value - expected) <= 1e-4 * total[name], f"{name}: {value}, {expected} of {total[name]}")
         agree(all(value >= 16 for _, value in writer.values["bytes/calls"]), f"{writer.values}")
         agree(all(value > 0 for _, value in writer.values["seconds/calls"]), f"{writer.values}")
         agree(SIZE == 1 or all(value > 0 for _, value in writer.values["seconds/waited"]), f"{writer.values}")
