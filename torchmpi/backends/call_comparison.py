@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from ..communicators import splits
 from ..communicators.call_log import CallNumber
-from ..communicators.group import Group
+from ..communicators.group import Group, GroupResource
 from ..communicators.plan import Backends
-from ..errors import MismatchError
+from ..errors import MismatchError, StallError
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
-from ..shared_memory.kernels.records import MISMATCH, STEP_AFTER, STEP_BEFORE, STEP_BETWEEN
+from ..shared_memory.kernels.records import MISMATCH, STEP_AFTER, STEP_BEFORE, STEP_BETWEEN, TIMEOUT
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import schedule
 from .base import Backend, Operation, bind, refusal
 from .hierarchical.steps import StepRunner
-from .mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
+from .mpi_messages import NONBLOCKING, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from .number_exchange import NumberExchange, most_carried, most_together
 
 Settle = Callable[[Any, Any], Any]
@@ -47,6 +47,7 @@ class CallComparison:
         most_carried: The size of the longest vectors that are sent between the hosts in the messages of a comparison,
             to be combined.
         scratch: Memory of this rank for such blocks.
+        wait: The wait of machine code for messages of other hosts.
     """
 
     def __init__(self, group: Group, shared: Backend, network: Backend) -> None:
@@ -70,6 +71,8 @@ class CallComparison:
         self.scratch = np.empty(max(self.most_carried, most_together(size)), np.uint8)
         self._number = CallNumber()
         self._waiting = self.runner(None)
+        self.wait = _Wait(group, self.intra)
+        group.attachments.append(self.wait)
 
     def runner(self, op: str | None) -> StepRunner:
         """Return a runner of steps within the host that belong to the current call."""
@@ -88,7 +91,7 @@ class CallComparison:
         """The comparison in machine code; None if that is not possible."""
         intra = self.intra
         step = None if intra is None else self._waiting.cached_call(intra, "barrier", None, 0)
-        if not can_call_from_kernels(self.group) or (intra is not None and step is None):
+        if not self.has_kernels or (intra is not None and step is None):
             return None
         try:
             compare = kernels.load()["compare_over_hosts"]
@@ -96,8 +99,14 @@ class CallComparison:
         except (ImportError, OSError, RuntimeError):  # no LLVM, or none for this processor
             return None
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether machine code can send the messages."""
+        return can_call_from_kernels(self.group) and not self.wait.unfinished
+
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""
+        self.wait.check()
         compiled = self._compiled
         if compiled is None:
             return self.run(number, self._wait, lambda exchange, number: exchange.agree(number), self._wait)
@@ -118,6 +127,8 @@ class CallComparison:
         `before` and `after` get a function that ends the step which has failed.
         """
         failed = compiled.record.failed_step
+        if failed == STEP_BETWEEN and status == TIMEOUT:
+            self.wait.give_up(self.exchange, compiled)
         if failed == STEP_BETWEEN and status != MISMATCH:
             raise self.group.context.MPI.Exception(status)
         if failed == STEP_BEFORE:
@@ -137,6 +148,7 @@ class CallComparison:
         `before` and `after` run a step within the host, if this rank has one. ``between(exchange, number)`` exchanges
         the number between the hosts, in which None differs from all others, and returns whether it is equal.
         """
+        self.wait.check()
         is_equal = self._step(number, before)
         if self.exchange is not None:
             is_equal = between(self.exchange, number if is_equal else None)
@@ -159,6 +171,52 @@ class CallComparison:
             settle(None, None)
         elif self.intra is not None:
             self._waiting.run(self.intra, "barrier", None)
+
+
+class _Wait(GroupResource):
+    """Ends calls whose machine code waits for messages of other hosts, or for ranks of this one.
+
+    A call through Python waits inside MPI, and cannot be ended.
+
+    Attributes:
+        record: Where the machine code says that it waits.
+        unfinished: The number of the call that has been ended, if any.
+    """
+
+    def __init__(self, group: Group, intra: Group | None) -> None:
+        self._group, self._intra = group, intra
+        self.record, self.unfinished = records.HostsWait.new(), 0
+
+    @property
+    def can_expire(self) -> bool:  # type: ignore[override]
+        """Whether the current call can be ended now."""
+        intra = self._intra
+        return self.record.polling != 0 or (intra is not None and intra.call_log.current is not None)
+
+    def expire(self, seq: int) -> None:
+        """End the call with this number with an error, if it still waits."""
+        self.record.write(expired=seq)
+        if self._intra is not None:
+            self._intra.end_call(report=self._group.call_log.report_when_late)
+
+    def give_up(self, *memory: object) -> NoReturn:
+        """Raise for a call that has been ended. MPI keeps its messages, which may arrive yet, and so their memory."""
+        self.unfinished = self._group.call_log.seq
+        _kept.append(memory)
+        self._group.forget_plans()
+        self._group.call_log.expired()
+
+    def check(self) -> None:
+        """Raise if an earlier call has been ended: its messages would be taken for those of the next one."""
+        if self.unfinished:
+            raise StallError(
+                f"{self._group.where}: call #{self.unfinished} of this group was ended before the messages of other "
+                "hosts had arrived, so the group cannot be used any more. Create a new one, or end the job."
+            )
+
+
+_kept: list[object] = []
+"""Memory of messages that MPI has not ended."""
 
 
 def _nothing() -> None:
@@ -191,6 +249,7 @@ class CompiledSteps:
             rounds: Which blocks the messages carry, if not those of all hosts.
         """
         self.steps, self._compare, exchange = steps, compare, comparison.exchange
+        self._call_log = comparison.group.call_log
         size = len(comparison.split.groups)
         self._status, self._operands = np.zeros(STATUS_BYTES, np.uint8), np.zeros(size, np.int64)
         scratch = int(comparison.scratch.ctypes.data)
@@ -205,7 +264,8 @@ class CompiledSteps:
             sent, received, received_bytes = exchange.memory
             self._rounds = np.array(rounds or exchange.rounds, np.int64)
             self.record.write(
-                **kernel_fields(comparison.group.context.MPI, exchange.comm, self._status, SENDRECV),
+                wait=comparison.wait.record,
+                **kernel_fields(comparison.group.context.MPI, exchange.comm, self._status, NONBLOCKING),
                 most_gathered=exchange.most_gathered,
                 relayed_blocks=exchange.blocks_address,
                 sent=sent,
@@ -225,7 +285,7 @@ class CompiledSteps:
         """Compare a number; return 0, or the status of the step that has failed."""
         assert self._compare is not None
         try:
-            return self._compare(int(self.record), number)
+            return self._compare(int(self.record), self._call_log.seq, number)
         except BaseException:
             self.abort()
             raise

@@ -29,7 +29,7 @@ from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation
 from .call_comparison import CallComparison, CompiledSteps, Settle
-from .mpi_messages import can_call_from_kernels, destination_for, rows_of
+from .mpi_messages import destination_for, rows_of
 from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
 from .rank_order import PartialResults, combiner
@@ -163,7 +163,7 @@ class ComparedCall:
 
     def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
-        if not (self.has_kernel and can_call_from_kernels(self.group)):
+        if not (self.has_kernel and self.comparison.has_kernels):
             return None
         intra, planned = self.comparison.intra, self.steps(root)
         found = [self._cached_step(intra, step) for step in planned if intra is not None]

@@ -21,6 +21,8 @@ STATUS_BYTES = 64
 """More than an MPI_Status has in any library."""
 SENDRECV = {"sendrecv": "MPI_Sendrecv"}
 """The function that exchanges of short messages call."""
+NONBLOCKING = {"irecv": "MPI_Irecv", "isend": "MPI_Isend", "test": "MPI_Test"}
+"""Those of messages whose wait can end."""
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int, int]:

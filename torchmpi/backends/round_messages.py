@@ -20,7 +20,7 @@ from ..shared_memory import kernels
 from ..shared_memory.kernels import records, reduction
 from ..tensors import buffers
 from ..tensors.schedule import Message, Round
-from .mpi_messages import STATUS_BYTES, can_call_from_kernels, kernel_fields, messages
+from .mpi_messages import NONBLOCKING, STATUS_BYTES, can_call_from_kernels, kernel_fields, messages
 from .pieces import PieceQueue, piece_sizes
 from .pipeline import ChunkBuffers
 
@@ -109,9 +109,8 @@ class CompiledPieces(RoundMessages):
         self._add, self._finish = loaded["add_pieces"], loaded["finish_pieces"]
         self._status = np.zeros(STATUS_BYTES, np.uint8)
         self._long = np.zeros((2 * group.size, records.LongMessage.FIELDS), np.int64)
-        functions = {"irecv": "MPI_Irecv", "isend": "MPI_Isend", "test": "MPI_Test"}
         self.queue = records.Queue.new().write(
-            **kernel_fields(self.MPI, self.comm, self._status, functions),
+            **kernel_fields(self.MPI, self.comm, self._status, NONBLOCKING),
             tag=_TAG,
             window_bytes=sizes.fewest,
             least_window=sizes.fewest,

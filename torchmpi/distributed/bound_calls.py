@@ -98,7 +98,7 @@ class BoundCall:
         which = form.fast_path_of_others if is_other else form.fast_path
         self.code = dispatch.BoundCode(group, which, dtype, self._cached_call)
         keeps_own_row = spec.gathers and not (spec.divides or spec.is_rooted)
-        self._takes_own_row = keeps_own_row and self._cached_call() is not None
+        self._takes_own_row = keeps_own_row and group.shared is not None and self._cached_call() is not None
 
     def can_use(self, given: Rows, received: Rows) -> bool:
         """Return whether a call can use the memory of its tensors: they share none, or the row of this rank.
@@ -174,7 +174,7 @@ class BoundCall:
 
     def _cached_call(self) -> fast_path.CachedCall | None:
         plan = self._plan
-        if plan.cached_call is None or self._group.shared is None:
+        if plan.cached_call is None:
             return None
         cached: fast_path.CachedCall | None = plan.cached_call(self._root, None)
         if cached is None:

@@ -44,7 +44,8 @@ class GroupExecution(GroupProperties):
         self._communicator = self._membership.open(options)
         self._group = self._communicator.intra
         self._where, self._size = self._group.where, self._group.size
-        # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end.
+        # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end;
+        # machine code polls for its messages, and can be ended.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
         self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
@@ -80,12 +81,12 @@ class GroupExecution(GroupProperties):
         if options.timeout > _NO_LIMIT:
             return None
         self._refuse_read_only(given if call.changes else outputs, name)
-        is_here = not (self._by_messages or is_asynchronous(options))
-        if is_here:  # machine code looks whether the tensors are plain
+        if not is_asynchronous(options):  # machine code looks whether the tensors are plain, and ends at the timeout
             sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
             received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
             if call.code.run(sent, received) is not None:
                 return COMPLETED
+        is_here = not (self._by_messages or is_asynchronous(options))
         source = in_memory(given, call.num_rows[0]) if given else None
         target = in_memory(outputs, call.num_rows[1]) if outputs else None
         are_rows = (source is not None or not given) and (target is not None or not outputs)

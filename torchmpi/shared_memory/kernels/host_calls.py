@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..compiler.compilation import inner, kernel
 from ..memory_layout import CALL_NUMBER_BITS, RECORD_IS_NUMBER, WITH_COMPARISON
 from .access import group_of
-from .intrinsics import call_sendrecv, copy, now, reduce
+from .intrinsics import call_isend, call_test, copy, give_way, load_acquire, now, reduce, sleep, store_release
 from .logged_calls import (
     FIRST_HASH,
     close_entry,
@@ -27,6 +27,7 @@ from .records import (
     STEP_BEFORE,
     STEP_BETWEEN,
     STEPS,
+    TIMEOUT,
     ComparedNumber,
     Hosts,
     KernelCall,
@@ -36,6 +37,9 @@ from .records import (
 from .reduce_kernels import allreduce
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+# A rank polls for a message this often, and then yields between its polls: ranks of other hosts may share its core, as
+# in containers. After this time it sleeps between them: what it waits for is late.
+_EAGER_POLLS, _PATIENCE_NANOSECONDS, _SLEEP_MICROSECONDS = 64, 1_000_000, 30
 _BARRIER, _REDUCE, _GATHER, _BROADCAST = range(len(STEPS))
 
 
@@ -67,20 +71,42 @@ def begin_comparison(hosts: Hosts, number):
 
 
 @inner
+def await_message(hosts: Hosts, request):
+    """Wait for a message: 0, the error of MPI, or TIMEOUT if another thread ends the call."""
+    test, status, wait, num_polls, patience = hosts.test, hosts.status, hosts.wait, 0, 0
+    error = call_test(test, request, status)
+    while error < 0:
+        num_polls += 1
+        if num_polls >= _EAGER_POLLS:
+            if load_acquire(wait.expired) == load_acquire(wait.polling):
+                return TIMEOUT
+            if patience == 0:
+                patience = now() + _PATIENCE_NANOSECONDS
+            if now() > patience:
+                sleep(_SLEEP_MICROSECONDS)
+            else:
+                give_way()
+        error = call_test(test, request, status)
+    return error
+
+
+@inner
 def swap(hosts: Hosts, step: RoundRecord, num_bytes):
     """Exchange the numbers that are known, with bytes behind them if those of this rank are equal.
 
-    Returns 0, MISMATCH if not all numbers are equal, or the error of MPI.
+    Returns 0, MISMATCH if not all numbers are equal, TIMEOUT, or the error of MPI.
     """
     known, heard = ComparedNumber(hosts.sent), ComparedNumber(hosts.received)
     byte, tag, lowest = hosts.byte_type, hosts.tag, known.lowest
     is_equal = lowest == known.highest
-    error = call_sendrecv(
-        hosts.sendrecv,
-        known, ComparedNumber.BYTES + (num_bytes if is_equal else 0), byte, step.target, tag,
-        heard, hosts.received_bytes, byte, step.origin, tag,
-        hosts.comm, hosts.status,
-    )  # fmt: skip
+    comm, length = hosts.comm, ComparedNumber.BYTES + (num_bytes if is_equal else 0)
+    error = call_isend(hosts.irecv, heard, hosts.received_bytes, byte, step.origin, tag, comm, hosts.receive)
+    if error == 0:
+        error = call_isend(hosts.isend, known, length, byte, step.target, tag, comm, hosts.send)
+    if error == 0:
+        error = await_message(hosts, hosts.receive)
+    if error == 0:
+        error = await_message(hosts, hosts.send)
     if error != 0:
         return error
     if is_equal and heard.lowest == lowest and heard.highest == lowest:
@@ -327,14 +353,14 @@ def is_carried(call: KernelCall, num_bytes, row_bytes):
 def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, target):
     """Run a short call; `signature` is the hash of its shape, `row_bytes` belongs to rows that are divided.
 
-    Returns 0, MISMATCH, the error of MPI, or the status of a kernel, with the step in `failed_step`.
+    Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
     hosts, begin, unit_bytes = call.hosts, now(), unit_of(call, num_bytes, row_bytes)
     log, own, place = hosts.call_log, hosts.own, hosts.place
     log.waited = -begin  # for Python, which ends a call that fails here
     log.algorithm = WITH_COMPARISON
     number = call_number(seq, hosts.code, signature) ^ num_bytes
-    divides, is_first, is_broadcast = hosts.divides != 0, hosts.sendrecv != 0, hosts.before.kind == _BROADCAST
+    divides, is_first, is_broadcast = hosts.divides != 0, hosts.isend != 0, hosts.before.kind == _BROADCAST
     passed_bytes = hosts.passed_units * unit_bytes
     if hosts.copies:  # the tensor of a call that differs stays as it is
         copy(own, source, num_bytes)
@@ -344,7 +370,9 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
         return status
     passed = own if divides else target if hosts.receives else hosts.scratch if hosts.is_home else 0
     if is_first:
+        store_release(hosts.wait.polling, seq)
         status = exchange(call, number, num_bytes, row_bytes, unit_bytes, passed, begin)
+        store_release(hosts.wait.polling, 0)
         if status != 0:
             hosts.failed_step = STEP_BETWEEN
             return status
@@ -363,11 +391,16 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
 
 
 @kernel
-def compare_over_hosts(hosts: Hosts, number):
-    """Compare a number between all ranks: 0, MISMATCH, the error of MPI, or the status of a kernel."""
+def compare_over_hosts(hosts: Hosts, seq, number):
+    """Compare a number of a call between all ranks.
+
+    Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step`.
+    """
     status = run_step(hosts, hosts.before, number, STEP_BEFORE, 0, 0, 0)
-    if status == 0 and hosts.sendrecv != 0:
+    if status == 0 and hosts.isend != 0:
+        store_release(hosts.wait.polling, seq)
         status = gather(hosts, number, 0)
+        store_release(hosts.wait.polling, 0)
         if status != 0:
             hosts.failed_step = STEP_BETWEEN
     return status if status != 0 else run_step(hosts, hosts.after, number, STEP_AFTER, 0, 0, 0)

@@ -220,10 +220,8 @@ class RoundRecord(Record):
 
 
 class Exchange(Record):
-    """A prepared short message to one rank and from another: the arguments of MPI_Sendrecv."""
+    """A prepared short message to one rank and from another."""
 
-    sendrecv = Word()
-    """Address of the function."""
     item_bytes = Word()
     sent_dtype = Word()
     """Number of the dtype, the same on all ranks."""
@@ -251,6 +249,8 @@ class Exchange(Record):
 class SendReceive(Exchange):
     """An exchange that a program calls, with its entries of the flight record."""
 
+    sendrecv = Word()
+    """Address of MPI_Sendrecv."""
     send_channel = Pointer(ChannelFields)
     receive_channel = Pointer(ChannelFields)
 
@@ -346,9 +346,27 @@ class ComparedNumber(Record):
     """and the highest one."""
 
 
-class Hosts(Exchange):
-    """A prepared short call over hosts; `sendrecv` is 0 at ranks that send nothing to other hosts."""
+class HostsWait(Record):
+    """How other threads end a call that waits for messages of other hosts."""
 
+    polling = Atomic()
+    """Sequence number of the call that waits; 0 for none."""
+    expired = Atomic()
+    """Sequence number of the call that is to end."""
+
+
+class Hosts(Exchange):
+    """A prepared short call over hosts; `isend` is 0 at ranks that send nothing to other hosts."""
+
+    irecv = Word()
+    """Addresses of the functions of MPI."""
+    isend = Word()
+    test = Word()
+    receive = Array(1)
+    """Request of MPI of the message to receive."""
+    send = Array(1)
+    """Request of MPI of the message to send."""
+    wait = Pointer(HostsWait)
     code = Word()
     """Code of the call."""
     rounds = Pointer(RoundRecord)
