@@ -1,0 +1,88 @@
+"""torch.distributed over hosts that are simulated by their names: machine code in the caller, which ends at timeouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.functions_entered import python_calls
+from helpers.torch_rig import CALLS, Setting, wrong
+from mpi4py import MPI
+
+import torchmpi as mpi
+from torchmpi.config import Config
+from torchmpi.errors import StallError
+from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.ranks(2, 3),
+    pytest.mark.skipif(SIZE == 1, reason="needs another rank"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
+]
+PLACEMENTS = sorted({hosts[:SIZE] for hosts in ("abc", "aab", "aba") if len(set(hosts[:SIZE])) > 1})
+IN_CALLER = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
+
+
+@pytest.fixture(params=PLACEMENTS, scope="module")
+def placement(request) -> Iterator[str]:
+    """The process group, on these hosts."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=request.param[RANK]))
+    dist.init_process_group("torchmpi")
+    yield request.param
+    dist.destroy_process_group()
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+def has_machine_code() -> bool:
+    local, context = runtime.current().world.intra_host, runtime.current().context
+    lacks_memory = mpi.allreduce(local is not None and local.status_board is None, op="max")
+    is_built = fast_path.allreduce is not fast_path._not_built and runtime.current().config.fast_path
+    return is_built and not (lacks_memory or context.sleeps_before_mpi)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", [name for name in CALLS if name in IN_CALLER or name.startswith("all_to_all")])
+def test_a_repeated_call_has_the_same_result_in_the_caller(agree, placement, name, asynchronous):
+    is_compiled = has_machine_code() and name in IN_CALLER and not asynchronous
+    for repeat in range(3):
+        setting = Setting(None, torch.int32, (5,), seed=repeat * SIZE, asynchronous=asynchronous)
+        functions, (work, pairs) = python_calls(partial(CALLS[name], setting))
+        if work is not None:
+            work.wait()
+        agree.equal(wrong(name, setting, pairs), [])
+        has_helper = "submit" in {code.co_name for code in functions}
+        agree(not (is_compiled and repeat == 2 and has_helper), "the third call is queued")
+
+
+def test_a_call_ends_at_the_timeout_and_the_group_is_refused(agree, placement):
+    """One rank makes no call. What it would have sent may still arrive, so the group must not be used any more."""
+    if not has_machine_code():
+        pytest.skip("no machine code, whose wait can end")
+    group, tensor = dist.new_group(timeout=timedelta(seconds=0.3)), torch.ones(4)
+    for _ in range(3):
+        dist.all_reduce(tensor, group=group)
+    heard = []
+    for _ in range(2 if RANK < SIZE - 1 else 0):
+        try:
+            dist.all_reduce(tensor, group=group)
+        except StallError as error:
+            heard.append(str(error))
+    MPI.COMM_WORLD.Barrier()
+    if RANK < SIZE - 1:
+        agree(f"rank {SIZE - 1}, after 3 calls" in heard[0], heard)
+        awaits_messages = placement.index(placement[RANK]) == RANK and placement[RANK] != placement[SIZE - 1]
+        agree(not awaits_messages or "cannot be used any more" in heard[1], heard)
+    dist.all_reduce(tensor.fill_(1))
+    agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")
