@@ -1,4 +1,4 @@
-"""torch.distributed over hosts that are simulated by their names: machine code in the caller, which ends at timeouts."""
+"""torch.distributed over hosts that names simulate: machine code in the caller, which ends at timeouts."""
 
 from __future__ import annotations
 
