@@ -74,6 +74,7 @@ class BoundCall:
         num_rows: See :meth:`Form.num_rows`.
         takes_parts: Whether the tensors of lists may differ in length.
         changes: Whether it overwrites the tensor that this rank passes.
+        has_code: Whether there is machine code for it on this group.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class BoundCall:
         is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
         which = form.fast_path_of_others if is_other else form.fast_path
         self.code = dispatch.BoundCode(group, which, dtype, self._cached_call)
+        self.has_code = self._cached_call() is not None
         keeps_own_row = spec.gathers and not (spec.divides or spec.is_rooted)
-        self._takes_own_row = keeps_own_row and group.shared is not None and self._cached_call() is not None
+        self._takes_own_row = self.has_code and keeps_own_row and group.shared is not None
 
     def can_use(self, given: Rows, received: Rows) -> bool:
         """Return whether a call can use the memory of its tensors: they share none, or the row of this rank.

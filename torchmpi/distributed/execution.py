@@ -92,8 +92,12 @@ class GroupExecution(GroupProperties):
         are_rows = (source is not None or not given) and (target is not None or not outputs)
         if source is not None and target is not None:
             are_rows = call.can_use(source, target)
-        if not are_rows:
-            return self._on_copies(call, given, outputs) if is_here else None
+        has_list = isinstance(source, list) or isinstance(target, list)
+        # Machine code over hosts takes no lists.
+        if not are_rows or (has_list and self._by_messages and call.has_code):
+            work = None if is_asynchronous(options) else self._on_copies(call, given, outputs)
+            if work is not None or not are_rows:
+                return work
         if is_here:
             call.run(source, target)
             return COMPLETED
@@ -123,7 +127,10 @@ class GroupExecution(GroupProperties):
     def _on_copies(
         self, call: BoundCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> dist.Work | None:
-        """Make a synchronous call on plain tensors that are no rows in their own memory, or share it."""
+        """Make a synchronous call on plain tensors that are no rows in their own memory, or share it.
+
+        Over hosts only machine code makes it here: its wait can be ended.
+        """
         tensors = *given, *outputs
         if not all(map(buffers.is_plain, tensors)) or len({each.dtype for each in tensors}) > 1:
             return None
@@ -131,7 +138,11 @@ class GroupExecution(GroupProperties):
             return None
         source = packed(given, call.num_rows[0]) if given else None
         target = empty_rows(outputs, call.num_rows[1]) if outputs else None
-        call.run(source, target)
+        if self._by_messages:
+            if not call.run_fast(source, target):
+                return None
+        else:
+            call.run(source, target)
         if target is not None:
             deliver(target, outputs)
         return COMPLETED
