@@ -27,6 +27,8 @@ from .number_exchange import NumberExchange, most_carried, most_together
 Settle = Callable[[Any, Any], Any]
 """``settle(source, destination)`` ends a step that machine code has begun."""
 
+# Longer than a message takes: on a core that another program wants, a rank that yields waits for the next turn.
+_EAGER_NANOSECONDS = 1_000_000
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
@@ -265,6 +267,7 @@ class CompiledSteps:
             self._rounds = np.array(rounds or exchange.rounds, np.int64)
             self.record.write(
                 wait=comparison.wait.record,
+                eager=0 if comparison.group.context.is_crowded else _EAGER_NANOSECONDS,
                 **kernel_fields(comparison.group.context.MPI, exchange.comm, self._status, NONBLOCKING),
                 most_gathered=exchange.most_gathered,
                 relayed_blocks=exchange.blocks_address,

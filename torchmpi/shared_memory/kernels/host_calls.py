@@ -37,10 +37,10 @@ from .records import (
 from .reduce_kernels import allreduce
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
-# A rank polls for a message this often, and then yields between its polls: ranks of other hosts may share its core, as
-# in containers. After this time it sleeps between them: what it waits for is late.
-_EAGER_POLLS, _PATIENCE_NANOSECONDS, _SLEEP_MICROSECONDS = 64, 1_000_000, 30
 _BARRIER, _REDUCE, _GATHER, _BROADCAST = range(len(STEPS))
+# After so many polls a rank looks at the clock. It yields to other ranks when it has waited for `eager` of the record,
+# and sleeps between its polls when the message is late.
+_POLLS_PER_LOOK, _LATE_NANOSECONDS, _SLEEP_MICROSECONDS = 64, 20_000_000, 30
 
 
 @inner
@@ -73,19 +73,19 @@ def begin_comparison(hosts: Hosts, number):
 @inner
 def await_message(hosts: Hosts, request):
     """Wait for a message: 0, the error of MPI, or TIMEOUT if another thread ends the call."""
-    test, status, wait, num_polls, patience = hosts.test, hosts.status, hosts.wait, 0, 0
+    test, status, wait, num_polls, since, waited = hosts.test, hosts.status, hosts.wait, 0, 0, 0
     error = call_test(test, request, status)
     while error < 0:
         num_polls += 1
-        if num_polls >= _EAGER_POLLS:
+        if num_polls % _POLLS_PER_LOOK == 0:
             if load_acquire(wait.expired) == load_acquire(wait.polling):
                 return TIMEOUT
-            if patience == 0:
-                patience = now() + _PATIENCE_NANOSECONDS
-            if now() > patience:
-                sleep(_SLEEP_MICROSECONDS)
-            else:
-                give_way()
+            since = now() if since == 0 else since
+            waited = now() - since
+        if waited > _LATE_NANOSECONDS:
+            sleep(_SLEEP_MICROSECONDS)
+        elif since != 0 and waited >= hosts.eager:
+            give_way()
         error = call_test(test, request, status)
     return error
 

@@ -367,6 +367,8 @@ class Hosts(Exchange):
     send = Array(1)
     """Request of MPI of the message to send."""
     wait = Pointer(HostsWait)
+    eager = Word()
+    """How many nanoseconds to wait before other ranks may have the core."""
     code = Word()
     """Code of the call."""
     rounds = Pointer(RoundRecord)
