@@ -1,28 +1,46 @@
-"""Exchanges of short messages by the fast path: equal results to those through Python, errors, order, watchdog."""
+"""Messages by the fast path, through rings and over MPI: results like those through Python, errors, order, watchdog."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 from helpers.neighbors import neighbors
+from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi import errors
+from torchmpi.backends.message_transport import PACKED_BYTES
 from torchmpi.backends.ring_transport import RingTransport
-from torchmpi.collectives.message_handle import transport_of
+from torchmpi.collectives.message_handle import MessageHandle, transport_of
+from torchmpi.config import Config
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = pytest.mark.usefixtures("placement")
 
 SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (1024,))
 
 
+@pytest.fixture(params=("one host", "a host each"), scope="module")
+def placement(request) -> Iterator[str]:
+    """torchmpi, on hosts that names simulate."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    name = "" if request.param == "one host" else str(MPI.COMM_WORLD.rank)
+    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=name))
+    yield request.param
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
 @pytest.fixture(autouse=True)
-def _need_fast_path() -> None:
+def _need_fast_path(placement: str) -> None:
     mpi.sendreceive(torch.zeros(1), *neighbors())
     if fast_path.sendreceive is fast_path._not_built:
         pytest.skip("this Python or this PyTorch has no fast path")
@@ -32,8 +50,7 @@ def _need_fast_path() -> None:
 
 def exchanged(tensor: torch.Tensor, src: int, dst: int) -> bool:
     """Exchange by the fast path; return whether the fast path made the call."""
-    path = fast_path.sendreceive if in_rings() else fast_path.sendreceive_by_mpi
-    return path(tensor, None, fast_path.joint_key(src, dst), None, None) is tensor
+    return fast_path.sendreceive(tensor, None, fast_path.joint_key(src, dst), None, None) is tensor
 
 
 def in_rings() -> bool:
@@ -50,7 +67,7 @@ def test_exchanges_equal_those_through_python(agree, shape, dtype):
     def values(rank: int) -> torch.Tensor:
         return (torch.arange(numel) % 3 + rank).to(dtype).reshape(shape)
 
-    fits = in_rings() or numel * dtype.itemsize <= 4096
+    fits = in_rings() or numel * dtype.itemsize <= PACKED_BYTES
     plain = mpi.sendreceive(values(mpi.rank()), left, right)
     quick = values(mpi.rank())
     version = quick._version
@@ -142,7 +159,7 @@ def test_calls_that_the_fast_path_leaves_to_python(agree):
     agree(exchanged(tensor, left, right), "not by the fast path")
     for other in (
         tensor.t(),
-        *(() if in_rings() else (torch.ones(5000),)),
+        *(() if in_rings() else (torch.ones(PACKED_BYTES),)),
         torch.nn.Parameter(torch.ones(2)),
         torch.ones(2, dtype=torch.complex64),
     ):
@@ -150,3 +167,68 @@ def test_calls_that_the_fast_path_leaves_to_python(agree):
     agree.raises(errors.ArgumentError, lambda: mpi.sendreceive(tensor, mpi.size(), right), "is not a rank")
     agree.raises(errors.ArgumentError, lambda: mpi.sendreceive(tensor, left, [right]), "is not a rank")
     agree.equal(mpi.sendreceive(mpi.rank(), left, right), left)
+
+
+def values(sender: int, number: int, length: int = 6) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.float32) + 1000 * sender + number
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("late", ["none", "the sender", "the receiver"])
+def test_messages_arrive_in_order_whoever_is_late(agree, late):
+    """The fast path gives a message up to Python when the other rank is late; the next one must not overtake it."""
+    rank, last = mpi.rank(), mpi.size() - 1
+    for turn in range(8):
+        if late != "none" and turn >= 4 and rank == (0 if late == "the sender" else last):
+            time.sleep(0.01)
+        if rank == 0:
+            mpi.send(values(0, turn), last)
+            sends = [mpi.send_async(values(0, turn + part), last) for part in (100, 200)]
+            reply = mpi.recv(torch.zeros(3), last)
+            agree.equal(reply, values(last, turn, 3), f"turn {turn}")
+            for send in sends:
+                send.wait()
+        elif rank == last:
+            for part in (0, 100, 200):
+                agree.equal(mpi.recv(torch.zeros(6), 0), values(0, turn + part), f"turn {turn}, part {part}")
+            mpi.send(values(last, turn, 3), 0)
+
+
+@pytest.mark.min_ranks(2)
+def test_an_exchange_with_a_late_rank_has_the_values_of_both(agree):
+    left, right = neighbors()
+    for turn in range(6):
+        if turn >= 3 and mpi.rank() == 0:
+            time.sleep(0.01)
+        agree.equal(mpi.sendreceive(values(mpi.rank(), turn), left, right), values(left, turn), f"turn {turn}")
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_receive_of_another_shape_is_an_error_and_the_next_one_is_right(agree, is_late):
+    rank, last = mpi.rank(), mpi.size() - 1
+    for turn in range(3):
+        if rank == 0:
+            time.sleep(0.01 * is_late)
+            mpi.send(values(0, turn, 5), last)
+            mpi.send(values(0, turn), last)
+        elif rank == last:
+            with pytest.raises(errors.MismatchError, match=r"sent float32 \[5\]"):
+                mpi.recv(torch.zeros(6), 0)
+            agree.equal(mpi.recv(torch.zeros(6), 0), values(0, turn), f"turn {turn}")
+
+
+@pytest.mark.min_ranks(2)
+def test_messages_that_wait_for_no_rank_are_machine_code(agree, monkeypatch):
+    rank, last, group, made = mpi.rank(), mpi.size() - 1, mpi.communicator().intra, []
+    make = MessageHandle.__init__
+    for turn in range(12):
+        if turn == 2:
+            monkeypatch.setattr(MessageHandle, "__init__", lambda *a, **k: (made.append(a[2]), make(*a, **k))[1])
+        if rank == 0:
+            mpi.send(values(0, turn), last)
+        mpi.barrier()
+        if rank == last:
+            mpi.recv(torch.zeros(6), 0)
+    agree(len(made) <= 2, f"{made}")  # a message of MPI may arrive after the barrier
+    agree.equal(mpi.allreduce(group.messages.value), 0, "messages that have not been received")

@@ -192,8 +192,8 @@ class _Wait(GroupResource):
     @property
     def can_expire(self) -> bool:  # type: ignore[override]
         """Whether the current call can be ended now."""
-        intra = self._intra
-        return self.record.polling != 0 or (intra is not None and intra.call_log.current is not None)
+        intra, is_polling = self._intra, self.record.cells[records.HostsWait.polling] != 0
+        return is_polling or (intra is not None and intra.call_log.current is not None)
 
     def expire(self, seq: int) -> None:
         """End the call with this number with an error, if it still waits."""

@@ -27,7 +27,7 @@ from ..timeline import events
 
 HEADER_TAG, PAYLOAD_TAG = 1, 2
 MOST_HEADER_BYTES = 8 * 66  # dtype, number of dims, and up to 64 dims, the limit of torch
-PACKED_BYTES = 4096
+PACKED_BYTES = 32 << 10
 """Values of at most this size are sent behind their header, in one message."""
 _NUM_BUSY_TESTS = 2000
 _LEAST_SLEEP_SECONDS, _MOST_SLEEP_SECONDS, _SLEEP_GROWTH = 50e-6, 1e-3, 1.02  # the longest after 0.05 s
@@ -156,7 +156,7 @@ class MpiTransport:
             if received is None:
                 return Stage(
                     self._sends(message, [(part, PAYLOAD_TAG) for part in self._parts(message, message.work)]),
-                    _end,
+                    end_send,
                 )
             return self._values_stage(message, received)
 
@@ -170,6 +170,12 @@ class MpiTransport:
             queue.run_lock.fields[LockFields.pending] += 1
             self._open.setdefault(queue, deque()).append(opened)
         self.test(message)
+
+    def adopt(self, message: PostedMessage, stage: Stage) -> None:
+        """Continue a message that the fast path has begun; the caller has the run lock of its direction."""
+        queue = message.call_queue
+        queue.run_lock.fields[LockFields.pending] += 1
+        self._open.setdefault(queue, deque()).append(_Open(message, stage))
 
     def begin_deferred(self) -> None:
         """Do nothing: every receive begins at once."""
@@ -262,26 +268,20 @@ class MpiTransport:
             if message.is_receive:
                 return Stage([request], self._take_whole)
             self.group.messages.add(1)
-            return Stage([request], _end)
+            return Stage([request], end_send)
         if not message.is_receive:
-            return Stage(self._sends(message, self._messages(message)), _end)
+            return Stage(self._sends(message, self._messages(message)), end_send)
         header = np.empty(MOST_HEADER_BYTES + PACKED_BYTES, np.uint8)
-        request = self.comm.Irecv((header, self.MPI.BYTE), peer, HEADER_TAG)
+        return self.header_stage(message, self.comm.Irecv((header, self.MPI.BYTE), peer, HEADER_TAG), header)
+
+    def header_stage(self, message: PostedMessage, request: Any, header: np.ndarray) -> Stage:
+        """Receive a message into this memory: its header, and short values behind it."""
 
         def take(_: Any) -> Stage | Received:
             self.group.messages.add(-1)
             message.waited_until = events.now()
-            code, num_dims = header[:16].view(np.int64).tolist()
-            header_bytes = 8 * (2 + num_dims)
-            shape = tuple(header[16:header_bytes].view(np.int64).tolist())
-            dtype = dtypes.from_code(code)
-            assert dtype is not None
-            num_bytes = math.prod(shape) * dtype.itemsize
-            values = header[header_bytes : header_bytes + num_bytes]
-            received = Received(message.peer or 0, num_bytes, code, shape, values)
-            if num_bytes <= PACKED_BYTES:
-                return received
-            return self._values_stage(message, received)
+            received = described(header, message.peer or 0)
+            return received if received.num_bytes <= PACKED_BYTES else self._values_stage(message, received)
 
         return Stage([request], take)
 
@@ -334,8 +334,18 @@ class MpiTransport:
         ]
 
 
-def _end(status: Any) -> None:
-    """End a send."""
+def described(header: np.ndarray, source: int) -> Received:
+    """Return what a rank has sent, with the values if they are short."""
+    code, num_dims = header[:16].view(np.int64).tolist()
+    header_bytes = 8 * (2 + num_dims)
+    shape, dtype = tuple(header[16:header_bytes].view(np.int64).tolist()), dtypes.from_code(code)
+    assert dtype is not None
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return Received(source, num_bytes, code, shape, header[header_bytes : header_bytes + num_bytes])
+
+
+def end_send(status: Any) -> None:
+    """End a send, as the last stage of it."""
 
 
 def _start(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int, int], most: int) -> Any:

@@ -19,10 +19,8 @@ Range = tuple[int, int]
 """Offset and length in elements."""
 STATUS_BYTES = 64
 """More than an MPI_Status has in any library."""
-SENDRECV = {"sendrecv": "MPI_Sendrecv"}
-"""The function that exchanges of short messages call."""
 NONBLOCKING = {"irecv": "MPI_Irecv", "isend": "MPI_Isend", "test": "MPI_Test"}
-"""Those of messages whose wait can end."""
+"""The functions that kernels call: a wait for the message can end."""
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..backends.message_transport import PACKED_BYTES, MpiTransport, Received, Transport
+from ..backends.message_transport import PACKED_BYTES, MpiTransport, Received, Stage, Transport
 from ..backends.ring_transport import Frames, RingTransport
 from ..communicators.group import Group
 from ..communicators.handle import Handle
@@ -244,10 +244,10 @@ class MessageHandle(Handle[Any]):
                     self.call_queue.doing = self.doing  # for the watchdog
                     if context.loss and context.raises_lost_ranks and self.withdraw():
                         self.fail(RankLostError(f"{context.loss}. Continue with recover()."))
-                    if limit is not None and time.monotonic() > limit and not self._is_done:
-                        raise StallError(
-                            f"{self._description} has not ended after {timeout:g} s. It continues; wait() again."
-                        )
+                if limit is not None and time.monotonic() > limit and not self._is_done:
+                    raise StallError(
+                        f"{self._description} has not ended after {timeout:g} s. It continues; wait() again."
+                    )
                 turn += 1
         finally:
             self.is_waited_for = False
@@ -385,6 +385,13 @@ def adopt(message: MessageHandle, frames: Frames, record: records.MessageRequest
     message.transport.adopt(message, frames, record)
     message.note_begin()
     return message
+
+
+def adopt_from_mpi(transport: MpiTransport, message: MessageHandle, stage: Stage) -> None:
+    """Continue a message of MPI that the fast path has begun; the caller has its lock."""
+    message._number = message._channel.number
+    transport.adopt(message, stage)
+    message.note_begin()
 
 
 # --- Progress -------------------------------------------------------------------------------------------------------

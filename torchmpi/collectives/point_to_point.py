@@ -174,8 +174,6 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
     if type(src) is int and type(dst) is int and not _unknown:
         key = fast_path.joint_key(src, dst)
         exchanged: Value | None = fast_path.sendreceive(tensor, None, key, comm, None)
-        if exchanged is None:
-            exchanged = fast_path.sendreceive_by_mpi(tensor, None, key, comm, None)
         if exchanged is not None:
             return exchanged
     if _unknown:

@@ -1,16 +1,14 @@
 """Messages by the fast path: `send`, `recv` and `sendreceive` like an earlier call, without Python code in between.
 
-Over rings of shared memory these are messages of any length. The kernel takes the lock of the messages of the group;
-if the other rank is late, the message becomes one of Python, with the record of the kernel. Over the MPI library these
-are short exchanges: the kernel packs the header and the values into one message and calls MPI_Sendrecv, so that these
-messages are in one order with all others. It takes the run locks of both queues, of messages to one rank and from the
-other.
+Over rings of shared memory these are messages of any length. The kernel takes the lock of the messages of the group.
+Over the MPI library these are short messages: the kernel takes the run locks of the queues of their directions, and
+packs the header and the values into one message, as Python does, so that these messages are in one order with all
+others. If the other rank is late, the message becomes one of Python, with the record or the request of the kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -18,8 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends.message_transport import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, Received
-from ..backends.mpi_messages import SENDRECV, STATUS_BYTES, can_call_from_kernels, kernel_fields
+from ..backends.message_transport import (
+    HEADER_TAG,
+    MOST_HEADER_BYTES,
+    PACKED_BYTES,
+    MpiTransport,
+    Stage,
+    described,
+    end_send,
+)
+from ..backends.mpi_messages import NONBLOCKING, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from ..backends.ring_transport import Frames, RingTransport
 from ..communicators.call_log import CallLog, call_code, describe
 from ..communicators.call_queue import CallQueue, RunLock
@@ -32,11 +38,14 @@ from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LockFields
 from ..tensors import dtypes
-from .message_handle import MessageHandle, adopt, continue_in_background, mismatch, transport_of
+from .message_handle import MessageHandle, adopt, adopt_from_mpi, continue_in_background, mismatch, transport_of
 
 _MOST_MESSAGES = 64  # of a group, as the fast path looks through all of them
 _YIELD_NANOSECONDS = 300_000
 """How long the fast path waits for the other rank, after the polls."""
+_POLL_NANOSECONDS, _BRIEF_NANOSECONDS = 1_000_000, 10_000
+"""How long for one on another host, and until what is sent in the background has left. On a core that another program
+wants, a thread that lets it go waits for its next turn."""
 
 
 def cache_message(
@@ -66,9 +75,9 @@ def cache_message(
         make = partial(_RingMessage, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
         kind = tensor.dtype, tag, is_background
         fast_path.cache_call(name, key, partial(_cached, make, group, src, dst, kind))
-    elif name == "sendreceive" and tensor.nbytes <= PACKED_BYTES and can_call_from_kernels(group):
-        make_exchange = partial(_MpiExchange, name, group, src, dst, tensor.dtype)
-        fast_path.cache_call("sendreceive_by_mpi", key, partial(_cached, make_exchange, group, src, dst, tensor.dtype))
+    elif tag == NO_TAG and not (is_background and src >= 0) and can_call_from_kernels(group):
+        make_message = partial(_MpiMessage, name, group, src, dst, tensor.dtype, is_background=is_background)
+        fast_path.cache_call(name, key, partial(_cached, make_message, group, src, dst, (tensor.dtype, is_background)))
 
 
 def _cached(make: Any, group: Group, src: int, dst: int, kind: Hashable) -> fast_path.CachedCall | None:
@@ -367,41 +376,90 @@ class DeferredHandle(Handle[Any]):
         return self._receive.handle().failed
 
 
-class _MpiExchange(_FastMessage):
-    """A short exchange by MPI_Sendrecv: the memory of the messages to one rank and from another, of one dtype."""
+class _MpiMessage(_FastMessage):
+    """A short message of MPI: the memory for what is sent to one rank and received from another, of one dtype."""
 
-    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, *, is_background: bool) -> None:
         super().__init__(name, group, src, dst, dtype)
-        self._messages = np.zeros((2, MOST_HEADER_BYTES + PACKED_BYTES), np.uint8)
-        sent, self._received = self._messages
+        self._memory = np.zeros((2, MOST_HEADER_BYTES + PACKED_BYTES), np.uint8)
+        self._sent, self._received = self._memory
         self._status = np.zeros(STATUS_BYTES, np.uint8)
-        receives, sends = _queues(group, src, dst)
-        self._record = records.SendReceive.new().write(
-            **kernel_fields(group.context.MPI, group.side_comm, self._status, SENDRECV),
+        self._is_background, queues = is_background, _queues(group, src, dst)
+        self._locks = [queue.run_lock for queue in queues]
+        self._record = records.MpiMessage.new().write(
+            **kernel_fields(group.context.MPI, group.side_comm, self._status, NONBLOCKING),
+            by_mpi=True,
             item_bytes=dtype.itemsize,
             sent_dtype=dtypes.info(dtype).code,
-            sent=sent.ctypes.data,
+            sent=self._sent.ctypes.data,
             received=self._received.ctypes.data,
             received_bytes=self._received.nbytes,
             value_bytes=PACKED_BYTES,
             send_to=dst,
             receive_from=src,
             tag=HEADER_TAG,
-            send_lock=sends.run_lock.address,
+            send_lock=self._locks[-1].address if dst >= 0 else 0,
+            receive_lock=self._locks[0].address if src >= 0 else 0,
+            patience=_BRIEF_NANOSECONDS if is_background else _POLL_NANOSECONDS,
+            yields=group.context.is_crowded,
             call_log=self.call_log.address,
             **self.channels(),
         )
-        self.cached_call = self.cached(int(self._record), receives.run_lock)
+        group.messages.include(lambda: self._record.num_open)
+        self._own_lock = RunLock()
+        self.cached_call = self.cached(int(self._record), self._own_lock)
 
-    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        """Raise the error of an exchange that has failed."""
-        self.abort()
-        context = self.group.context
-        if status != records.MISMATCH:
-            error = context.MPI.Exception(status)
-            what = f"{self.name}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)}) {self._whom}"
-            failure = TorchMPIError(f"{self.group.where}: {self.name}: {what} failed: {error}.")
-            raise context.loss_behind(error) or failure from error
-        code, num_dims = self._received[:16].view(np.int64).tolist()
-        shape = tuple(self._received[16 : 16 + 8 * num_dims].view(np.int64).tolist())
-        raise mismatch(self.group, self.name, tensor, Received(self.src, math.prod(shape), code, shape, None))
+    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
+        """Wait for a message that the other rank delays, or return it; raise the error of one that has failed."""
+        super().abort()
+        if self._record.is_unfinished:
+            messages = self._adopted(tensor, is_background=self._is_background)
+            if self._is_background:
+                return messages[0]
+            for message in messages:
+                message.wait()
+            return tensor
+        if status == records.MISMATCH:
+            raise mismatch(self.group, self.name, tensor, described(self._received, self.src))
+        context, error = self.group.context, self.group.context.MPI.Exception(status)
+        what = f"{self.name}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)}) {self._whom}"
+        failure = TorchMPIError(f"{self.group.where}: {self.name}: {what} failed: {error}.")
+        raise context.loss_behind(error) or failure from error
+
+    def abort(self) -> None:
+        """Leave the message after an interrupt: what has been sent arrives, and what arrives is received in a copy."""
+        super().abort()
+        if self._record.is_unfinished:
+            expected = described(self._sent, self.group.rank)
+            tensor = torch.empty(expected.shape, dtype=self.dtype, device="cpu")
+            for message in self._adopted(tensor):
+                message.withdraw()
+                message.run_in_background()
+
+    def _adopted(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
+        """Return the messages that Python continues, the receive first, and release the locks that the kernel holds."""
+        record, messages, send = self._record, [], None
+        make = partial(MessageHandle, self.group, self.name, is_background=is_background, begun=record.begun)
+        transport, from_handle = transport_of(self.group), self.group.context.MPI.Request.fromhandle
+        assert isinstance(transport, MpiTransport)
+        record.is_unfinished = 0
+        try:
+            if self.dst >= 0:
+                send = make(tensor, self.dst, is_receive=False, is_part=self.src >= 0)
+                if record.is_sent:
+                    send.finish(None)
+                else:
+                    adopt_from_mpi(transport, send, Stage([from_handle(record.send[0])], end_send))
+                    messages.append(send)
+            if self.src >= 0:
+                receive = make(tensor, self.src, is_receive=True, exchange=send)
+                if record.is_received:
+                    receive.finish(described(self._received, self.src))
+                else:
+                    request = from_handle(record.receive[0])
+                    adopt_from_mpi(transport, receive, transport.header_stage(receive, request, self._received))
+                messages.insert(0, receive)
+        finally:
+            for lock in self._locks:
+                lock.fields[LockFields.entered] = 0
+        return messages

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .conditions import each_on_all
@@ -32,12 +33,22 @@ class MessageCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.value = 0
+        self._number = 0
+        self._others: list[Callable[[], int]] = []
+
+    @property
+    def value(self) -> int:
+        """The number."""
+        return self._number + sum(read() for read in self._others)
 
     def add(self, number: int) -> None:
         """Count messages that were sent, or received if `number` is negative."""
         with self._lock:
-            self.value += number
+            self._number += number
+
+    def include(self, read: Callable[[], int]) -> None:
+        """Include those of which another count is kept, by machine code."""
+        self._others.append(read)
 
 
 class _Retired(NamedTuple):

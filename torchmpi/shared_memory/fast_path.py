@@ -44,7 +44,6 @@ _FAST_PATHS = (
     "receive",
     "barrier",
     "sendreceive",
-    "sendreceive_by_mpi",
     "send",
     "recv",
 )
@@ -93,7 +92,6 @@ scatter: _Entry = _not_built
 receive: _Entry = _not_built
 barrier: _Entry = _not_built
 sendreceive: _Entry = _not_built
-sendreceive_by_mpi: _Entry = _not_built
 send: _Entry = _not_built
 recv: _Entry = _not_built
 

@@ -348,17 +348,6 @@ def _caller(*kinds: Any) -> Any:
 
 
 @intrinsic
-def call_sendrecv(
-    function, sent, sent_count, sent_type, target, sent_tag,
-    received, count, kind, source, tag, comm, status,
-):  # fmt: skip
-    """Call MPI_Sendrecv by its address; return its error."""
-    part = [_WORD, _INT, _WORD, _INT, _INT]  # memory, count, datatype, rank, tag
-    generate = _caller(*part, *part, _WORD, _WORD)
-    return types.int64(*[types.int64] * 13), generate
-
-
-@intrinsic
 def call_isend(function, memory, count, kind, peer, tag, comm, request):
     """Call MPI_Isend or MPI_Irecv by its address; return its error."""
     return types.int64(*[types.int64] * 8), _caller(_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD)

@@ -219,38 +219,57 @@ class RoundRecord(Record):
     num_received = Word()
 
 
-class Exchange(Record):
-    """A prepared short message to one rank and from another."""
+class AnyMessage(Record):
+    """A message that a program repeats."""
 
+    by_mpi = Word()
+    """Whether it is a message of MPI, and not one through rings."""
+
+
+class MpiMessage(AnyMessage):
+    """A prepared short message of MPI to one rank, from one, or both: a description, and the values behind it."""
+
+    irecv = Word()
+    """Addresses of the functions of MPI."""
+    isend = Word()
+    test = Word()
+    byte_type = Word()
+    comm = Word()
+    status = Word()
+    """Address of memory for an MPI_Status."""
+    tag = Word()
+    send_to = Word()
+    receive_from = Word()
+    send_lock = Pointer(LockFields)
+    """The run lock of the queue of messages to `send_to`; 0 if nothing is sent."""
+    receive_lock = Pointer(LockFields)
+    """Likewise."""
     item_bytes = Word()
     sent_dtype = Word()
     """Number of the dtype, the same on all ranks."""
     sent = Pointer(Words)
-    """The message to send."""
+    """The message to send; of a receive the expected description."""
     received = Pointer(Words)
-    """The received message."""
     received_bytes = Word()
     """Length of the longest message."""
     value_bytes = Word()
     """Length of the longest values."""
-    byte_type = Word()
-    send_to = Word()
-    receive_from = Word()
-    tag = Word()
-    comm = Word()
-    status = Word()
-    """Address of memory for an MPI_Status."""
-    send_lock = Pointer(LockFields)
-    """The run lock of the queue of messages to `send_to`."""
+    send = Array(1)
+    """Requests of MPI."""
+    receive = Array(1)
+    is_sent = Word()
+    is_received = Word()
+    is_unfinished = Word()
+    """Whether Python must continue, and has the locks."""
+    patience = Word()
+    """How many nanoseconds to wait for the other rank."""
+    yields = Word()
+    """Whether other ranks need the core meanwhile."""
+    num_open = Word()
+    """Messages of this kind that this rank has sent, minus those that it has received."""
+    begun = Word()
+    """When it began, in nanoseconds."""
     call_log = Pointer(LogFields)
-    """The call log of the exchange."""
-
-
-class SendReceive(Exchange):
-    """An exchange that a program calls, with its entries of the flight record."""
-
-    sendrecv = Word()
-    """Address of MPI_Sendrecv."""
     send_channel = Pointer(ChannelFields)
     receive_channel = Pointer(ChannelFields)
 
@@ -310,8 +329,8 @@ class Direction(Record):
     is_receive = Word()
 
 
-class MessageCall(Record):
-    """A message to one rank, from one, or both in place, that a program repeats."""
+class MessageCall(AnyMessage):
+    """A message through rings to one rank, from one, or both in place."""
 
     out = Pointer(MessageRing)
     """Of the sent message; 0 if none is sent."""
@@ -355,9 +374,23 @@ class HostsWait(Record):
     """Sequence number of the call that is to end."""
 
 
-class Hosts(Exchange):
+class Hosts(Record):
     """A prepared short call over hosts; `isend` is 0 at ranks that send nothing to other hosts."""
 
+    byte_type = Word()
+    comm = Word()
+    status = Word()
+    """Address of memory for an MPI_Status."""
+    tag = Word()
+    sent = Pointer(Words)
+    """The message to send."""
+    received = Pointer(Words)
+    """The received message."""
+    received_bytes = Word()
+    """Length of the longest message."""
+    value_bytes = Word()
+    """Length of the longest values."""
+    call_log = Pointer(LogFields)
     irecv = Word()
     """Addresses of the functions of MPI."""
     isend = Word()

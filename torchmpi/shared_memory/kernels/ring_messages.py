@@ -10,8 +10,8 @@ written, so that the copies of both ranks overlap. Parts that are not short are 
 lines that another core has just written slower than memory.
 
 - `advance` continues the messages of all directions, for as long as no message ends.
-- `pass_message` is a message that a program repeats, called by the fast path. If the other rank is late, Python
-  continues it (UNFINISHED).
+- `any_message` is a message that a program repeats, called by the fast path: through rings, or one of MPI
+  (:mod:`.messages`). If the other rank is late, Python continues it (UNFINISHED).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..memory_layout import MessageRing
 from .copying import copy_past
 from .fast_path_code import begin_call, data, dim, is_free, num_dims, plain_numel
 from .intrinsics import copy, fence, give_way, load, load_acquire, now, pause, sleep, store, store_release
-from .messages import begin_message, end_message
+from .messages import begin_message, end_message, enter_message_of_mpi, pass_by_mpi
 from .records import (
     BEGUN,
     ENDED,
@@ -31,6 +31,7 @@ from .records import (
     UNEXPECTED,
     UNFINISHED,
     WAITING,
+    AnyMessage,
     Arguments,
     CachedCallRecord,
     Direction,
@@ -38,6 +39,7 @@ from .records import (
     Frame,
     MessageCall,
     MessageRequest,
+    MpiMessage,
 )
 
 _LINE_BYTES = 64
@@ -253,8 +255,8 @@ def prepare(request: MessageRequest, address, num_bytes, compared):
     return 0
 
 
-@kernel
-def enter_message(cached_call: CachedCallRecord, tensor: DLTensor, _: DLTensor, arguments: Arguments):
+@inner
+def enter_message_of_rings(cached_call: CachedCallRecord, tensor: DLTensor, arguments: Arguments):
     """Enter a message if no other message of the group is under way, and describe it."""
     call = MessageCall(cached_call.call)
     numel, lock = plain_numel(cached_call, tensor), call.lock
@@ -279,8 +281,8 @@ def enter_message(cached_call: CachedCallRecord, tensor: DLTensor, _: DLTensor, 
     return 0
 
 
-@kernel
-def pass_message(call: MessageCall, seq, signature, address, num_bytes):
+@inner
+def pass_through_rings(call: MessageCall, address, num_bytes):
     """Send a message, receive one, or both: 0, MISMATCH, or UNFINISHED, after which Python holds the lock.
 
     In an exchange, received values replace those that have been sent. A cycle of ranks does not wait for itself: each
@@ -324,3 +326,25 @@ def pass_message(call: MessageCall, seq, signature, address, num_bytes):
         call.call_log.waited = max(receiving.begun - begin, 0)
     store_release(call.lock.entered, 0)
     return MISMATCH if receiving.differs != 0 and into else 0
+
+
+# --- of the fast path: through rings or by MPI ------------------------------------------------------------------------
+
+
+@kernel
+def enter_message(cached_call: CachedCallRecord, tensor: DLTensor, _: DLTensor, arguments: Arguments):
+    """Enter a message if no other one is under way that it would overtake, and describe it."""
+    if AnyMessage(cached_call.call).by_mpi:
+        return enter_message_of_mpi(cached_call, tensor, arguments)
+    return enter_message_of_rings(cached_call, tensor, arguments)
+
+
+@kernel
+def any_message(call: AnyMessage, seq, signature, address, num_bytes):
+    """Send a message, receive one, or both.
+
+    Returns 0, MISMATCH, UNFINISHED, after which Python holds the lock, or the error of MPI.
+    """
+    if call.by_mpi:
+        return pass_by_mpi(MpiMessage(call), address, num_bytes)
+    return pass_through_rings(MessageCall(call), address, num_bytes)
