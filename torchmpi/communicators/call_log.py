@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import monotonic_ns
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 from ..collective_specs import CODES, SPECS
 from ..errors import MismatchError, StallError
@@ -514,7 +514,7 @@ class CallLog:
         self.log_board.set(self.rank, Block.blames, seq << BLAMED_RANK_BITS | first)
         return first
 
-    def expired(self) -> None:
+    def expired(self) -> NoReturn:
         """Raise because the current call has taken longer than the timeout of the group."""
         report = self.report_when_late
         call = self._abort()

@@ -121,7 +121,7 @@ class BoundCall:
             self.code.cache()
             self._group.call_queue.run(self._perform, given, received, describe=self._describe)
 
-    def run_fast(self, given: Rows, received: Rows) -> bool:
+    def run_fast(self, given: Rows | None, received: Rows | None) -> bool:
         """Run the call in this thread if machine code can do it; return whether it has."""
         if self.code.run(given, received) is not None:
             return True
