@@ -15,7 +15,7 @@ from ...argument_types import checks_types
 from ...errors import ArgumentError
 from ...tensors.flat_buffers import cache_blocks
 from ..rules import scaled_add
-from .update import Update
+from .update import Schedule, Update, shown
 
 __all__ = ["EAMSGDUpdate", "EASGDUpdate"]
 
@@ -29,7 +29,7 @@ class EASGDUpdate(Update):
 
     Args:
         network: The network.
-        beta: Strength of the attraction.
+        beta: Strength of the attraction: a number, or a function of the step.
         **options: The other options of :class:`Update`.
 
     Raises:
@@ -47,27 +47,29 @@ class EASGDUpdate(Update):
         update.pull()
     """
 
-    def __init__(self, network: nn.Module, *, beta: float = 0.9, **options: Any) -> None:
+    def __init__(self, network: nn.Module, *, beta: Schedule = 0.9, **options: Any) -> None:
         super().__init__(network, **options)
-        if not beta > 0:
+        if not callable(beta) and not beta > 0:
             raise ArgumentError(f"beta={beta!r} must be greater than zero, or the ranks train independently.")
         self.beta = beta
 
     @property
     def alpha(self) -> float:
         """The fraction of their distance by which a network and the center move."""
-        return self.beta / max(self.num_clients, 1)
+        return self.at(self.beta) / max(self.num_clients, 1)
 
     def _options(self) -> dict[str, Any]:
-        return {**super()._options(), "beta": self.beta}
+        return {**super()._options(), "beta": shown(self.beta)}
 
-    def _integrate(self) -> None:
-        # The fetched values are replaced by the distances, which _send sends.
-        _attract(self._fetched().views, self._parameters, alpha=self.alpha)
+    def integrate(self, center: list[Tensor]) -> None:
+        """Move the network towards the center."""
+        # The fetched values are replaced by the distances, which send() sends.
+        _attract(center, self.parameters, alpha=self.alpha)
 
-    def _send(self, integrated: bool) -> None:
+    def send(self, integrated: bool) -> None:
+        """Move the center towards the network."""
         if integrated:
-            self._begin_send(scaled_add(-self.alpha), self.servers.incoming)
+            self.begin_send(scaled_add(-self.alpha), self.servers.incoming)
 
 
 @checks_types
@@ -100,11 +102,12 @@ class EAMSGDUpdate(EASGDUpdate):
             )
         self.optimizer = optimizer
 
-    def _integrate(self) -> None:
+    def integrate(self, center: list[Tensor]) -> None:
+        """Move the network, without its momentum, towards the center."""
         by_factor: dict[float, list[tuple[Tensor, ...]]] = {}
         groups = self.optimizer.param_groups
         factors = {id(own): group["lr"] * group["momentum"] for group in groups for own in group["params"]}
-        for distance, local in zip(self._fetched().views, self._parameters, strict=True):
+        for distance, local in zip(center, self.parameters, strict=True):
             if id(local) not in factors:
                 raise ArgumentError("EAMSGDUpdate: the optimizer does not train all parameters of the network.")
             momentum = self.optimizer.state.get(local, {}).get("momentum_buffer")
