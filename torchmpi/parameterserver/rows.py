@@ -61,6 +61,8 @@ class Rows:
     def within(self, begin: int, end: int) -> Rows:
         """Return the rows that have some of the elements from `begin` to `end`."""
         first, last = self.span(begin, end)
+        if first == last:  # in the middle of a row, or not
+            return Rows(self.numbers[:0], self.row_numel)
         return Rows(self.numbers[first // self.row_numel : -(-last // self.row_numel)], self.row_numel)
 
     def chunks(self, begin: int, numel: int, chunk: int) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -168,6 +169,7 @@ class Shards:
         *,
         dtypes: tuple[torch.dtype, torch.dtype],
         all_parts: Sequence[tuple[int, int]] = (),
+        chunk: int = 0,
     ) -> None:
         """Map the shards.
 
@@ -177,10 +179,11 @@ class Shards:
             parts: First element and length of each.
             dtypes: Of the values and of the states.
             all_parts: The parts of all shards of the server, by which chunks are numbered. Default: these.
+            chunk: Number of elements of a chunk. Default: that of the dtypes.
         """
         self.segment, address = segment, segment.address
         self.dtype, self.state_dtype = dtypes
-        self.chunk_numel = chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
+        self.chunk_numel = chunk or chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
         self.parts = parts
         self.table = np.zeros((len(parts), fields.Shard.FIELDS), np.int64)
         for entry, (begin, numel), headers, arrays in zip(
@@ -478,7 +481,8 @@ class Actor:
         )
         try:
             with torch.no_grad():
-                forbidden.call(rule.function, arrays[0], sent, *arrays[1:], *rule.coefficients, **self._context(call))
+                function = partial(rule.function, **self._context(call))
+                forbidden.call(function, arrays[0], sent, *arrays[1:], *rule.coefficients)
         except (Exception, SystemExit) as error:  # a SystemExit would end a server thread
             raise RuleFailure("".join(traceback.format_exception_only(type(error), error)).strip()) from error
 
