@@ -19,7 +19,18 @@ from ..errors import ArgumentError
 from .kernels import server_rules as native
 from .kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
-__all__ = ["Rule", "RuleContext", "adagrad", "adam", "axpby", "damped", "register_rule", "scaled_add", "sgd"]
+__all__ = [
+    "Rule",
+    "RuleContext",
+    "adagrad",
+    "adam",
+    "axpby",
+    "buffered",
+    "damped",
+    "register_rule",
+    "scaled_add",
+    "sgd",
+]
 
 Function = Callable[..., object]
 MAX_NAME_BYTES = 64
@@ -168,6 +179,31 @@ def adam(lr: float, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1
     if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in betas):
         raise ArgumentError(f"betas={betas!r}: expected two numbers from 0 to below 1.")
     return Rule("adam", (float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)))
+
+
+@checks_types
+def buffered(lr: float, size: int) -> Rule:
+    """Return the rule that adds up `size` sent values and then takes one step: ``value -= lr * sum / size``.
+
+    Args:
+        lr: The rate of the step.
+        size: How many sends, of any ranks, make a step. All ranks pass the same.
+
+    Returns:
+        The rule, for floating-point servers, which keep the sum and the count of sends for each element. :func:`damped`
+        divides the weight of a sent value, which is 1, by a power of its staleness.
+
+    Raises:
+        ArgumentError: A number is invalid.
+
+    Example:
+        >>> buffered(0.5, 4).coefficients
+        (1.0, 0.5, 4.0)
+    """
+    _check_not_negative(lr=lr)
+    if size < 1:
+        raise ArgumentError(f"buffered: size={size!r}: expected a whole number from 1.")
+    return Rule("buffered", (1.0, float(lr), float(size)))
 
 
 @checks_types

@@ -47,14 +47,14 @@ class FetchSchedule(NamedTuple):
     update_frequency: Schedule
     init_delay: int
     prefetch: int = 0
-    since: int = 0
+    since: int = -1
 
     def integrates(self, step: int) -> bool:
         """Return whether this step integrates fetched values."""
         if callable(self.update_frequency):
             begin = max(self.since, self.init_delay)
             while begin < step:
-                begin += checked_period(self.update_frequency(begin), begin)
+                begin += checked_period(self.update_frequency(max(begin, 0)), begin)
             return begin == step > self.init_delay
         return step > self.init_delay and (step - self.init_delay) % self.update_frequency == 0
 
@@ -166,7 +166,7 @@ class Update(PeriodicUpdate):
         """Whether the staleness of the current send is known."""
         self._is_sending = False
         self._rounds = 0
-        self._since = 0
+        self._since = -1
         """A step at which a period began, if their lengths vary."""
 
     def _check_options(self) -> None:
@@ -362,7 +362,7 @@ class Update(PeriodicUpdate):
         self.servers.outgoing.gather(tensors)
         self.begin_send(rule, self.servers.outgoing, base=base)
 
-    def begin_send(self, rule: str | Rule, flat: FlatBuffers, *, base: Sequence[Base] | None = ()) -> None:
+    def begin_send(self, rule: str | Rule, flat: Any, *, base: Sequence[Base] | None = ()) -> None:
         """Start to send buffers, which must not be changed before :meth:`settle_send`.
 
         Args:
