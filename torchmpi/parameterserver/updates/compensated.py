@@ -103,6 +103,15 @@ class DCASGDUpdate(CompensatedUpdate):
         self.variance_control, self.mean_square = variance_control, mean_square
         self._squares: dict[int, Tensor] = {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank, without the network and the shards."""
+        return {**super().state_dict(), "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state_dict``; call it before ``start()`` and the first step."""
+        super().load_state_dict(state)
+        self._squares = state["squares"]
+
     def compensated(self, index: int, gradient: Tensor, center: Tensor, own: Tensor) -> Tensor:
         """Return ``g + lambda * g * g * (center - own)``."""
         square, control = gradient * gradient, self.at(self.variance_control)
@@ -135,6 +144,15 @@ class GapAwareUpdate(CompensatedUpdate):
     def __init__(self, network: nn.Module, **options: Any) -> None:
         super().__init__(network, **options)
         self._norms: dict[int, tuple[float, int]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank, without the network and the shards."""
+        return {**super().state_dict(), "norms": self._norms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state_dict``; call it before ``start()`` and the first step."""
+        super().load_state_dict(state)
+        self._norms = state["norms"]
 
     def compensated(self, index: int, gradient: Tensor, center: Tensor, own: Tensor) -> Tensor:
         """Return ``g / (1 + gap)``."""

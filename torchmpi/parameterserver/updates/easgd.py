@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...argument_types import checks_types
 from ...errors import ArgumentError
-from ...tensors.flat_buffers import cache_blocks
 from ...log import logger
+from ...tensors.flat_buffers import cache_blocks
 from ..rules import scaled_add
 from .stability import CurvatureMeter, elastic_growth, largest_rate
 from .update import Schedule, Update, shown
@@ -135,8 +135,8 @@ class EAMSGDUpdate(EASGDUpdate):
             limit = largest_rate(rate * curvature, **options) / curvature
             logger.warning(
                 f"{self.workers.where}: EAMSGDUpdate probably diverges: with lr={rate:g}, momentum={momentum:g}, "
-                f"alpha={self.alpha:.3g} and curvature {curvature:.3g}, measured along the last steps, a round multiplies "
-                f"an error by {growth:.3g}. Lower lr to less than {limit:.2g}, or the momentum."
+                f"alpha={self.alpha:.3g} and curvature {curvature:.3g}, measured along the last steps, a round "
+                f"multiplies an error by {growth:.3g}. Lower lr to less than {limit:.2g}, or the momentum."
             )
 
     def send(self, integrated: bool) -> None:

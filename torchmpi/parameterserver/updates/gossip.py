@@ -210,10 +210,9 @@ class SGPUpdate(GossipUpdate):
             for worker, share in enumerate(shares)
             if share > 0 and worker != rank
         ]
-        given = [
-            torch.stack([parts[index] for _, parts in messages]).sum(0) for index in range(len(new) if messages else 0)
-        ]
-        kept = [change - less for change, less in zip(changes, given, strict=True)] if messages else changes
+        kept = [change.clone() for change in changes]
+        for _, parts in messages:
+            torch._foreach_sub_(kept, list(parts))
         return new, [*messages, (rank, kept)]
 
 
