@@ -96,7 +96,7 @@ class DownpourUpdate(Update):
         bases, self._bases = self._bases, []
         known = [base for base in bases if base is not None]
         is_known = len(known) == len(bases)
-        base = [np.mean(each, axis=0) for each in zip(*known, strict=True)] if is_known else None  # type: ignore[arg-type]
+        base = [np.mean(each, axis=0) for each in zip(*known, strict=True)] if is_known else None
         flat = self.servers.outgoing
         if self.local_update is not None:
             apply_local_update(self.local_update, self.servers.make_dense())

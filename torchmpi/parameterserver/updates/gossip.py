@@ -123,6 +123,12 @@ class GossipUpdate(Update):
             self._before.restore(self._saved)
         return GossipServers(self.parameters, self.workers, name=self.name)
 
+    @property
+    def table(self) -> GossipServers:
+        """The rows of the workers, on servers."""
+        found: Any = self.servers
+        return found  # type: ignore[no-any-return]
+
     def exchange(self, rows: list[list[Tensor]], changes: list[Tensor]) -> tuple[list[Tensor], list[Message]]:
         """Decide what this rank takes and sends.
 
@@ -144,7 +150,7 @@ class GossipUpdate(Update):
         nothing = [buffer.new_zeros(1) for buffer in self._values.buffers]
         pairs = zip(self._values.buffers, self._before.buffers, nothing, strict=True)
         changes = [torch.cat([now - before, zero]).cpu() for now, before, zero in pairs]
-        rows, self._messages = self.exchange(self.servers.rows, changes)
+        rows, self._messages = self.exchange(self.table.rows, changes)
         for buffer, row in zip(self._values.buffers, rows, strict=True):
             buffer.copy_(row[:-1] / row[-1])
         self._values.scatter(self.parameters)
@@ -241,7 +247,7 @@ class ADPSGDUpdate(GossipUpdate):
         """Choose a neighbor, and fetch its row too."""
         probabilities = self.matrix[self.workers.rank]
         self.partner = int(torch.multinomial(probabilities, 1, generator=self.generator))
-        self.servers.fetch(rows=[self.partner])
+        self.table.fetch(rows=[self.partner])
 
     def exchange(self, rows: list[list[Tensor]], changes: list[Tensor]) -> tuple[list[Tensor], list[Message]]:
         """Average with the neighbor."""

@@ -113,7 +113,7 @@ class Update(PeriodicUpdate):
         step: Number of the next step.
         update_frequency, init_delay, prefetch, max_staleness: The options, which may be changed during training, by the
             ranks of a data-parallel group at the same step. A limit cannot be added after the start.
-        workers: The :class:`Workers` that train together; known once the servers have been created.
+        workers: The workers that train together; known once the servers have been created.
         num_clients: Number of ranks that communicate with the servers; known once they have been created.
         num_integrations: Number of integrations of this rank.
         num_sends: Number of sends of this rank.
