@@ -7,6 +7,7 @@ the shards of other hosts by messages (:class:`.remote.RemoteClient`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ from ..timeline import events
 from .kernels.server_rules import state_dtype
 from .remote import RemoteClient, ServerThread
 from .rules import PreparedRule, Rule, RuleBoard, prepare
+from .runs import observed_run
 from .shards import CLIENT, SERVER, Actor, RuleFailure, Shards, applied_part, layout, private_segment
 
 __all__ = ["Server", "free", "free_all", "init", "receive", "send"]
@@ -64,8 +66,8 @@ class Server:
         sent_version: Number of rules that had been applied to a chunk when the last send of this client reached it;
             mean over the chunks.
         received_version: The same for the last receive.
-        expected_version: `sent_version` of the next send if no other rank sends; None: from the last receive. Set by
-            updates, whose gradients may belong to the values of an earlier receive.
+        expected_version: `sent_version` of the next send if no other rank sends; None: from the last receive; NaN:
+            unknown. Set by updates, whose gradients may belong to the values of an earlier receive.
     """
 
     def __init__(self, context: ServerContext, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
@@ -78,6 +80,9 @@ class Server:
         self.bytes_sent = self.bytes_received = self.num_sent = 0
         self.sent_version = self.received_version = 0.0
         self.expected_version: float | None = None
+        group = context.group
+        self.world_rank = group.world_ranks[group.rank]
+        self.label = name if group.size == len(group.context.hosts) else f"{name} ({group.name})"
         self._num_sent_before_receive: int | None = None
         self._rules: dict[str | Rule, PreparedRule] = {}
 
@@ -104,6 +109,8 @@ class Server:
     def apply(self, data: torch.Tensor, rule: PreparedRule) -> None:
         """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
+        observer = observed_run.active
+        noted = 0 if observer is None else observer.now()
         if rule.function is not None:
             self.context.require_registered(self, rule)
         try:
@@ -118,6 +125,10 @@ class Server:
         staleness = self._staleness()
         self.num_sent += 1
         self.bytes_sent += data.nbytes
+        if observer is not None:
+            age = observed_run.NO_NUMBER if staleness is None else staleness
+            norm, place = observer.norm_of(data), (self.world_rank, self.label, rule.name, noted, observer.now())
+            observer.events.append((observed_run.SEND, *place, self.sent_version, age, data.nbytes, norm))
         if begin:
             known = {} if staleness is None else {"staleness": staleness}
             self._record("send", begin, data, rule=rule.name, version=self.sent_version, **known)
@@ -125,10 +136,15 @@ class Server:
     def read(self, data: torch.Tensor) -> None:
         """Copy all shards to contiguous host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
+        observer = observed_run.active
+        noted = 0 if observer is None else observer.now()
         self.context.client.read(self.shards, data.data_ptr(), (0, self.numel))
         self.received_version = self._finish_remotely(data, None)
         self._num_sent_before_receive = self.num_sent
         self.bytes_received += data.nbytes
+        if observer is not None:
+            unknown, place = observed_run.NO_NUMBER, (self.world_rank, self.label, "", noted, observer.now())
+            observer.events.append((observed_run.RECEIVE, *place, self.received_version, unknown, data.nbytes, unknown))
         if begin:
             self._record("receive", begin, data, version=self.received_version)
 
@@ -137,7 +153,7 @@ class Server:
         expected, self.expected_version = self.expected_version, None
         if expected is None and self._num_sent_before_receive is not None:
             expected = self.received_version + self.num_sent - self._num_sent_before_receive
-        return None if expected is None else self.sent_version - expected
+        return None if expected is None or math.isnan(expected) else self.sent_version - expected
 
     def _record(self, name: str, begin: int, data: torch.Tensor, **details: object) -> None:
         """Report a call that ends now to the recorder, if there still is one."""

@@ -14,6 +14,8 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError, StallError
 from ..log import logger
 from ..session import runtime
+from .runs import observed_run
+from .runs.run_record import CLOCK
 from .servers import init, receive, send
 
 __all__ = ["Clock", "StalenessMeter"]
@@ -105,7 +107,7 @@ class Clock:
         self.num_waits, self.waited_seconds = 0, 0.0
         self.is_finished = not participates
         self.group = communicator.intra
-        self.server = init(torch.zeros(self.group.size, dtype=torch.int64), comm=communicator)
+        self.server = init(torch.zeros(self.group.size, dtype=torch.int64), comm=communicator, name=CLOCK)
         self.server.is_saved = False  # each rank restores its own rounds: see `initial`
         self._values = torch.zeros(self.group.size, dtype=torch.int64)
         self._publish(initial if participates else _FINISHED)
@@ -138,6 +140,8 @@ class Clock:
         if math.isinf(self.max_staleness) or self.is_finished or not (behind := self._behind()):
             return
         begin, seconds, warned = time.monotonic(), _MIN_SLEEP_SECONDS, False
+        observer = observed_run.active
+        noted = 0 if observer is None else observer.now()
         self.num_waits += 1
         config = runtime.current().config
         while behind:
@@ -152,6 +156,8 @@ class Clock:
                 warned = True
                 logger.warning(self._report(behind, waited))
         self.waited_seconds += time.monotonic() - begin
+        if observer is not None:
+            observer.note_wait(self.server.world_rank, noted)
 
     def __enter__(self) -> Clock:
         return self

@@ -22,6 +22,7 @@ from ...session import runtime
 from ...tensors.flat_buffers import FlatBuffers
 from ..parameter_lists import TensorServers, sync_handles
 from ..rules import Rule
+from ..runs import observed_run
 from ..servers import Server, free
 from ..staleness import Clock, StalenessMeter, check_max_staleness
 
@@ -160,6 +161,18 @@ class Update(PeriodicUpdate):
             )
         self._max_staleness = value
 
+    def update(self, step: int | None = None) -> bool:
+        """Communicate if this step requires it: see :meth:`PeriodicUpdate.update`."""
+        observer = observed_run.active
+        if observer is None:
+            return super().update(step)
+        rank = runtime.current().world.rank
+        begin = observer.begin_step(self, rank)
+        try:
+            return super().update(step)
+        finally:
+            observer.end_step(rank, self.step - 1, begin)
+
     def start(self) -> None:
         """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator.
 
@@ -179,6 +192,8 @@ class Update(PeriodicUpdate):
         updates[next(name for name in names if (other := updates.get(name)) is None or other.is_finished)] = self
         if not math.isinf(self.max_staleness):
             self.clock = Clock(self.max_staleness, sharding, participates=self._is_client, initial=self._rounds)
+        if (observer := observed_run.active) is not None:
+            observer.begin_training(self, runtime.current().world.rank)
 
     def _count_clients(self, sharding: Communicator) -> int:
         """Exchange the options, raise if they differ between ranks, and count the clients."""
@@ -283,8 +298,8 @@ class Update(PeriodicUpdate):
         self._settle_send()
         base = self._base if base == () else base
         self._expected = None if base is None else [version + self.num_sends for version in base]
-        for server, expected in zip(self.servers.servers, self._expected or (), strict=False):
-            server.expected_version = expected
+        for index, server in enumerate(self.servers.servers):
+            server.expected_version = math.nan if self._expected is None else self._expected[index]
         self.servers.send(rule, flat)
         self._is_sending = True
         self.num_sends += 1
