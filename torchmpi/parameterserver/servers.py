@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -285,6 +286,14 @@ class ServerContext(GroupResource):
         """Let the watchdog report which rank holds the lock that this rank waits for."""
         if self.call_queue.doing is None:
             self.call_queue.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
+
+    def pause(self, server: Server, seconds: float, is_over: Callable[[torch.Tensor], bool]) -> None:
+        """Wait before the values of a server are read again: for a time, or until a condition on them is true."""
+        time.sleep(seconds)
+
+    def time(self) -> float:
+        """Return the seconds of a clock."""
+        return time.monotonic()
 
     def free(self, server: Server) -> None:
         """Complete all calls and unmap a server. Collective."""

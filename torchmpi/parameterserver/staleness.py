@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import torch
@@ -128,8 +127,7 @@ class Clock:
 
     def read(self) -> list[int | None]:
         """Return the number of rounds of each rank; None for ranks that have finished."""
-        values = receive(self.server, self._values).wait().tolist()
-        return [None if value == _FINISHED else value for value in values]
+        return _rounds(receive(self.server, self._values).wait())
 
     def wait(self) -> None:
         """Block until no rank is more than `max_staleness` rounds behind this one.
@@ -139,15 +137,16 @@ class Clock:
         """
         if math.isinf(self.max_staleness) or self.is_finished or not (behind := self._behind()):
             return
-        begin, seconds, warned = time.monotonic(), _MIN_SLEEP_SECONDS, False
+        context = self.server.context
+        begin, seconds, warned = context.time(), _MIN_SLEEP_SECONDS, False
         observer = observed_run.active
         noted = 0 if observer is None else observer.now()
         self.num_waits += 1
         config = runtime.current().config
         while behind:
-            time.sleep(seconds)
+            context.pause(self.server, seconds, lambda values: not self._behind(_rounds(values)))
             seconds = min(1.5 * seconds, _MAX_SLEEP_SECONDS)
-            behind, waited = self._behind(), time.monotonic() - begin
+            behind, waited = self._behind(), context.time() - begin
             if behind and waited >= config.stall_abort_seconds > 0:
                 raise StallError(
                     f"{self._report(behind, waited)} The wait exceeds stall_abort_seconds, which ends the job."
@@ -155,7 +154,7 @@ class Clock:
             if behind and waited >= config.stall_warning_seconds and not warned:
                 warned = True
                 logger.warning(self._report(behind, waited))
-        self.waited_seconds += time.monotonic() - begin
+        self.waited_seconds += context.time() - begin
         if observer is not None:
             observer.note_wait(self.server.world_rank, noted)
 
@@ -170,10 +169,10 @@ class Clock:
         own[self.group.rank] = value
         send(self.server, own, "max").wait()
 
-    def _behind(self) -> dict[int, int]:
-        """Return the world ranks that this rank has to wait for, and their rounds."""
+    def _behind(self, rounds: list[int | None] | None = None) -> dict[int, int]:
+        """Return the world ranks that this rank has to wait for, and their rounds; `rounds` are those of all ranks."""
         limit = self.value - self.max_staleness
-        pairs = zip(self.group.world_ranks, self.read(), strict=True)
+        pairs = zip(self.group.world_ranks, self.read() if rounds is None else rounds, strict=True)
         return {rank: value for rank, value in pairs if value is not None and value < limit}
 
     def _report(self, behind: dict[int, int], waited: float) -> str:
@@ -184,6 +183,11 @@ class Clock:
             f"at round {slowest}: max_staleness={self.max_staleness:g} allows no more. A rank that leaves its "
             "loop early must call finish()."
         )
+
+
+def _rounds(values: torch.Tensor) -> list[int | None]:
+    """Return the rounds of the ranks from the values of the server; None for ranks that have finished."""
+    return [None if value == _FINISHED else value for value in values.tolist()]
 
 
 def check_max_staleness(max_staleness: float) -> None:

@@ -62,7 +62,7 @@ class RankTimes(NamedTuple):
 class RunRecord:
     """Sends, receives, waits and steps of all ranks, in the order of their ends. :func:`read_run` returns one.
 
-    Attributes:
+    Args:
         columns: An array for each column, all of one length: `kind` (0 a send, 1 a receive, 2 a wait, 3 a step),
             `rank`, `server` and `rule` (indices of the names in `about`; -1 for none), `begin` and `end` (seconds since
             the begin of the record), `version` (rules that the server had applied before; of a step its number),
@@ -265,21 +265,23 @@ class RunRecord:
             return RankTimes(0.0, 0.0, 0.0, 0.0, 0)
         seconds = self.columns["end"] - self.columns["begin"]
         kinds = self.columns["kind"]
-        steps = self.rows(STEP, rank)["end"]
-        begin = float(steps[0] if len(steps) else self.columns["begin"][own].min())
+        steps = self.rows(STEP, rank)
+        begin = float(steps["end"][0] if len(steps["end"]) else self.columns["begin"][own].min())
         total = self.columns["end"][own].max() - begin
         own &= self.columns["begin"] >= begin
         calling = seconds[own & np.isin(kinds, (SEND, RECEIVE))].sum()
         return RankTimes(
             float(total),
-            float(self.compute_times(rank).sum()),
+            float(np.maximum(steps["begin"][1:] - steps["end"][:-1], 0).sum()),
             float(calling),
             float(seconds[own & (kinds == WAIT)].sum()),
-            len(steps),
+            len(steps["end"]),
         )
 
     def compute_times(self, rank: int) -> Column:
-        """Return the seconds between the end of each step of a rank and the begin of its next one.
+        """Return the seconds of computation of the steps of a rank, without those of its first one.
+
+        They are the time since the step before, and the time of the step outside of calls and waits.
 
         Args:
             rank: The rank.
@@ -288,10 +290,17 @@ class RunRecord:
             The times, in the order of the steps.
 
         Example:
-            ps.simulate(train, 64, compute=record.compute_times)
+            print(record.compute_times(0).mean())
         """
         steps = self.rows(STEP, rank)
-        return np.maximum(steps["begin"][1:] - steps["end"][:-1], 0.0)
+        begins, ends = steps["begin"][1:], steps["end"][1:]
+        busy = np.zeros(len(begins))
+        for kinds in ((SEND, RECEIVE), (WAIT,)):  # a wait is one for calls, and contains those of a clock
+            own = (self.columns["rank"] == rank) & np.isin(self.columns["kind"], kinds)
+            spans = np.sort(self.columns["begin"][own]), np.sort(self.columns["end"][own])
+            busy = np.maximum(busy, _overlap(*spans, ends) - _overlap(*spans, begins))
+        times: Column = np.maximum(begins - steps["end"][:-1], 0) + np.maximum(ends - begins - busy, 0)
+        return times
 
     # --- text and plot
 
@@ -370,7 +379,8 @@ class RunRecord:
 
         figure = Figure(figsize=(13, 4), layout="constrained")
         canvas: Any = FigureCanvasAgg(figure)
-        left, middle, right = figure.subfigures(1, 3)
+        subfigures: Any = figure.subfigures(1, 3)
+        left, middle, right = subfigures
         counts = self.staleness()
         mean = float(self.updates["staleness"].mean()) if counts.sum() else float("nan")
         axes = left.subplots()
@@ -411,6 +421,18 @@ class RunRecord:
         axes.set(xlabel="rank", ylabel="seconds", title="times")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize="small", frameon=False)
+
+
+def _overlap(begins: Column, ends: Column, times: Column) -> Column:
+    """Return how long the intervals have lasted, in sum, until each of some times.
+
+    >>> _overlap(np.array([1.0, 4.0]), np.array([3.0, 5.0]), np.array([0, 2, 9]))
+    array([0., 1., 3.])
+    """
+    sums = [np.concatenate(([0.0], np.cumsum(each))) for each in (begins, ends)]
+    begun, ended = (np.searchsorted(each, times) for each in (begins, ends))
+    total: Column = sums[1][ended] - sums[0][begun] + (begun - ended) * times
+    return total
 
 
 def _missing(ranks: Column, ages: Column, sender: int) -> Iterator[tuple[int, Column]]:
