@@ -4,10 +4,10 @@
     python benchmarks/simulated_workers.py --workers 256
 
 The first form trains on the ranks, with a record. Rank 0 then simulates as many workers, whose compute times and
-network are those of the record, and once more with compute times that are drawn from those of all ranks. It prints the overlap
-of the histograms of staleness (the sum of the smaller parts: 1 for equal ones), and the losses. Ranks sleep in place of
-long computations, so that they need no cores of their own. The second form simulates many workers, and prints the
-seconds that this took.
+network are those of the record, and once more with compute times that are drawn from those of all ranks. It prints the
+overlap of the histograms of staleness (the sum of the smaller parts: 1 for equal ones), and the losses. Ranks sleep in
+place of long computations, so that they need no cores of their own. The second form simulates many workers, and prints
+the seconds that this took.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class SimulatedServer:
         states = state_dtype(self.dtype)
         plan = layout((numel,), self.dtype.itemsize, states.itemsize)
         own = [self.parts[comm.rank]]
-        self.shards = Shards(private_segment(plan.num_bytes), plan, own, dtypes=(self.dtype, states))
+        memory = private_segment(plan.num_bytes)
+        self.shards = Shards(memory, plan, own, dtypes=(self.dtype, states), all_parts=self.parts)
         self.shards.array(0).copy_(values.view(-1)[begin : begin + numel])
 
     def prepared(self, rule: str | Rule) -> PreparedRule:

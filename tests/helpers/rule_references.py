@@ -15,6 +15,7 @@ COEFFICIENTS = {
     "axpby": [(0.1, 0.9), (1.0, -2.5)],
     "sgd": [(0.1, 0.9, 0.01, 1.0), (0.1, 0.9, 0.01, 0.0), (0.3, 0.0, 0.0, 0.0)],
     "adagrad": [(0.1, 1e-10, 0.0), (0.3, 0.1, 0.02)],
+    "buffered": [(1.0, 0.5, 3.0), (0.5, 0.25, 1.0)],
     "adam": [(0.01, 0.9, 0.999, 1e-8, 0.0), (0.3, 0.5, 0.6, 0.1, 0.02)],
 }
 
@@ -76,12 +77,21 @@ def adam(c, v, g, m, s):
     return v - (lr * bias / (1 - power1)) * m / (root(s) + eps * bias), m, s
 
 
+def buffered(c, v, g, m, s):
+    weight, lr, size = c[:3]
+    m, s = m + weight * g, s + 1
+    full = s >= size
+    zero = torch.zeros_like(s)
+    return torch.where(full, v - lr * (m / size), v), torch.where(full, zero, m), torch.where(full, zero, s)
+
+
 FORMULAS = {
     "scaled_add": lambda c, v, g: (v + c[0] * g,),
     "axpby": lambda c, v, g: (c[0] * g + c[1] * v,),
     "sgd": sgd,
     "adagrad": adagrad,
     "adam": adam,
+    "buffered": buffered,
 }
 
 

@@ -28,10 +28,9 @@ class Rig:
         begins = [sum(numels[:index]) for index in range(len(numels))]
         parts = list(zip(begins, numels, strict=True))
         self.dtype, self.numel = dtype, sum(numels)
-        self.shards = Shards(segment_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
-        if chunk:
-            assert max(numels) <= chunk * 4096 // fields.Header.BYTES, "a page of headers"
-            self.shards.chunk_numel = chunk
+        assert not chunk or max(numels) <= chunk * 4096 // fields.Header.BYTES, "a page of headers"
+        memory = segment_of(plan.num_bytes, shared)
+        self.shards = Shards(memory, plan, parts, dtypes=(dtype, state_dtype), chunk=chunk)
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
         """An actor of the calling process."""

@@ -36,7 +36,7 @@ def step_in_turn(update: ps.Update) -> None:
     for turn in range(mpi.size()):
         if mpi.rank() == turn:
             update.update()
-            update._settle_send()
+            update.settle_send()
             ps.sync_handles(update.servers.fetching)
         mpi.barrier()
 

@@ -51,7 +51,20 @@ def communicates(value, sent):
     ]()
 
 
+def tells(value, sent, scale, *, context):
+    """Writes what it is told into the values of each chunk."""
+    fetched = -1.0 if context.fetched is None else context.fetched
+    told = (context.sender, context.num_clients, context.version, fetched, context.staleness, scale)
+    value[: len(told)] = torch.tensor(told, dtype=value.dtype)
+
+
+def doubles(value, sent, *, context):
+    value.mul_(2).add_(sent)
+
+
 SERVERS = []
+ps.register_rule("doubles", doubles)
+ps.register_rule("tells", tells)
 ps.register_rule("communicates", communicates)
 ps.register_rule("picky", picky)
 ps.register_rule("quits", quits)
@@ -566,6 +579,187 @@ def test_a_rule_that_communicates_is_refused(transport, agree, case):
             agree(False, "no error")
     agree.equal(received(SERVERS[0])[0].item(), 0.0, "the chunk in which it raised")
     agree.equal(mpi.allreduce(1), mpi.size(), "outside of a rule")
+
+
+def test_rules_know_their_context(transport, agree):
+    """One send after the other: each finds as many more versions, and lacks those of others since its own receive."""
+    size, chunk = mpi.size(), 16384
+    server = ps.init(torch.zeros(2 * chunk * size))  # two chunks on each rank
+    sent, told = torch.zeros(server.numel), ps.Rule("tells", (0.5,))
+
+    def told_to(sender: int, **options) -> list[list[float]]:
+        if mpi.rank() == sender:
+            ps.send(server, sent, told, **options).wait()
+        return received_alone(server).view(-1, chunk)[:, :6].tolist()
+
+    for sender in range(size):
+        agree.equal(
+            told_to(sender), [[sender, size, sender, -1.0, 0.0, 0.5]] * (2 * size), f"{sender}, before a receive"
+        )
+    base = None
+    if mpi.rank() == 0:
+        ps.receive(server).wait()
+        base = server.base
+    for sender in range(size):
+        version, fetched = size + sender, (size if sender == 0 else -1.0)
+        told_now = told_to(sender)
+        agree.equal(told_now[-1][2:5], [version, fetched, 0.0], f"version {version}")
+    found = told_to(0)  # has sent once since its receive, the others too
+    agree.equal(found[0][2:5], [2 * size, size + 1, size - 1.0], "others have sent")
+    if mpi.rank() == 0:
+        ps.receive(server).wait()
+    agree.equal(told_to(0)[-1][2:5], [2 * size + 1, 2 * size + 1, 0.0], "nothing since the receive")
+    agree.equal(told_to(0, base=base)[-1][2:5], [2 * size + 2, size + 3, size - 1.0], "values of an earlier receive")
+    if mpi.rank() == 0:
+        agree.equal(server.sent_staleness, size - 1.0)
+
+
+def received_alone(server: ps.Server) -> torch.Tensor:
+    """The values, through a client of rank 1 more, so that the versions that this one knows stay."""
+    mpi.barrier()
+    known = server.versions.base.copy()
+    result = ps.receive(server).wait()
+    server.versions.base[:] = known
+    mpi.barrier()
+    return result
+
+
+@pytest.mark.parametrize(("power", "offset"), [(1.0, 0.0), (0.5, 1.0), (1.5, 0.0)])
+def test_a_damped_rule_divides_its_rate(transport, agree, power, offset):
+    size = mpi.size()
+    server = ps.init(torch.zeros(3, 7))
+    ps.receive(server).wait()
+    mpi.barrier()
+    rule, expected = ps.damped(ps.sgd(0.5), power, offset=offset), torch.zeros(3, 7)
+    for sender in range(size):
+        if mpi.rank() == sender:
+            ps.send(server, torch.ones(3, 7), rule).wait()
+        expected -= 0.5 / max(1.0, sender + offset) ** power
+        mpi.barrier()
+    agree.close(received(server), expected)
+
+
+# --- rows
+
+
+def test_rules_on_rows(transport, agree):
+    """Rows that cross chunks and shards, in any order, against the same rules on the tensor; more than one message."""
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((7, 5), (5, 4, 3), (41, 1001), (6000, 64), (3, 40000)):
+        server = ps.init(torch.zeros(shape))
+        expected = torch.zeros(shape)
+        for number, rule in enumerate(("copy", "add", "max", ps.sgd(0.5), ps.adagrad(0.5), "doubles")):
+            rows = torch.randperm(shape[0], generator=generator)[: 1 + shape[0] // 2]
+            sent = torch.randint(-9, 9, (len(rows), *shape[1:]), generator=generator).float()
+            if mpi.rank() == number % mpi.size():
+                ps.send(server, sent, rule, rows=rows).wait()
+            expected[rows] = ROWS_TWIN[number](expected[rows], sent)
+            mpi.barrier()
+            chosen = torch.randint(0, shape[0], (9,), generator=generator)
+            few = ps.receive(server, rows=chosen).wait()
+            agree.close(few, expected[chosen], f"{shape}, {rule}: rows, some of them twice")
+            agree.close(received(server), expected, f"{shape}, {rule}")
+        ps.free(server)
+
+
+ROWS_TWIN = (
+    lambda v, t: t,
+    lambda v, t: v + t,
+    torch.maximum,
+    lambda v, t: v - 0.5 * t,
+    lambda v, t: torch.where(t != 0, v - 0.5 * t.sign(), v),  # the first gradient of a row
+    lambda v, t: 2 * v + t,
+)
+
+
+def test_adam_on_rows_is_sparse_adam(transport, agree):
+    """The step of all senders counts, also for rows in chunks and shards that a send has not reached."""
+    table = torch.nn.Embedding(400, 128, sparse=True)
+    with torch.no_grad():
+        table.weight.copy_(contract.values((400, 128), torch.float32, 0))
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    server = ps.init(table.weight)
+    mpi.barrier()
+    if mpi.rank() == 0:
+        ps.send(server, table.weight, "copy").wait()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(9):
+        lengths = torch.randint(0, 400, (3,), generator=generator)
+        table(lengths).square().sum().backward()
+        gradient = table.weight.grad.coalesce()
+        mpi.barrier()
+        if mpi.rank() == step % mpi.size():
+            ps.send(server, gradient.values(), ps.adam(0.1), rows=gradient.indices()[0]).wait()
+        optimizer.step()
+        optimizer.zero_grad()
+        table.weight.grad = None
+    # eps is another term in SparseAdam; a step that is not counted changes the values by a hundredth.
+    agree.close(received(server), table.weight.detach(), atol=1e-4, rtol=0.0)
+
+
+def test_only_rows_are_transferred(transport, agree):
+    server = ps.init(torch.zeros(100_000, 8))
+    before = server.bytes_sent
+    ps.send(server, torch.ones(4, 8), rows=[99_999, 0, 7, 50_000]).wait()
+    ps.receive(server, rows=torch.tensor([7, 7, 0])).wait()
+    agree.equal((server.bytes_sent - before, server.bytes_received), (4 * 8 * 4, 2 * 8 * 4))
+    mpi.barrier()
+    agree.equal(ps.receive(server, rows=[7, 8]).wait()[:, 0].tolist(), [float(mpi.size()), 0.0])
+    mpi.barrier()
+    agree(0 < server.versions.own.sum() <= 4, "only chunks with such rows")
+
+
+WRONG_ROWS = {
+    "too large": (torch.ones(1, 3), [5], "has row 5 at place 0; table has rows 0 to 4"),
+    "negative": (torch.ones(2, 3), [1, -1], "has row -1 at place 1"),
+    "twice": (torch.ones(2, 3), [1, 1], "row 1 more than once"),
+    "remedy": (torch.ones(2, 3), [1, 1], "coalesce()"),
+    "fractions": (torch.ones(1, 3), [0.5], "no list of whole numbers"),
+    "float tensor": (torch.ones(1, 3), torch.ones(1), "rows= is torch.float32"),
+    "nested": (torch.ones(1, 3), [[1]], "no list of whole numbers"),
+    "words": (torch.ones(1, 3), "ab", "no list of whole numbers"),
+    "length": (torch.ones(3, 3), [1, 2], "2 rows of table [5, 3] have 6"),
+}
+
+
+def test_wrong_rows_are_refused(transport, agree):
+    server, flat = ps.init(torch.zeros(5, 3), name="table"), ps.init(torch.zeros(()))
+    for case, (tensor, rows, problem) in WRONG_ROWS.items():
+        try:
+            ps.send(server, tensor, rows=rows)
+        except (errors.ArgumentError, errors.DtypeError) as error:
+            agree(f"rank {mpi.rank()}" in str(error) and problem in str(error), f"{case}: {error}")
+        else:
+            agree(False, case)
+    for call, problem in (
+        (lambda: ps.receive(server, rows=[5]), "has row 5 at place 0"),
+        (lambda: ps.receive(flat, rows=[0]), "has the shape []"),
+        (lambda: ps.receive(server, torch.ones(2), rows=[0]), "1 rows of table"),
+    ):
+        try:
+            call()
+        except errors.ArgumentError as error:
+            agree(problem in str(error), str(error))
+        else:
+            agree(False, problem)
+    agree.equal(received(server).sum().item(), 0.0)
+
+
+def test_a_rule_that_raises_on_rows(transport, agree):
+    server = ps.init(torch.zeros(6 * mpi.size(), 16384))  # a chunk for each row
+    if mpi.rank() == 0:
+        sent = torch.ones(2, 16384)
+        sent[1, 5] = 13.0
+        try:
+            ps.send(server, sent, "picky", rows=[0, server.shape[0] - 1]).wait()
+        except errors.TorchMPIError as error:
+            agree("ValueError: thirteen\nThe rule has been applied to " in str(error), str(error))
+        else:
+            agree(False, "no error")
+    result = received(server)
+    agree.equal((result[0, 0].item(), result[-1].abs().sum().item()), (1.0, 0.0))
+    ps.send(server, torch.ones(1, 16384), "picky", rows=[2]).wait()
+    agree.equal(received(server)[2, 3].item(), float(mpi.size()))
 
 
 def test_a_rule_registered_on_one_rank_only(transport, agree):

@@ -39,15 +39,14 @@ class Recorder(ps.Update):
         super().__init__(network, **options)
         self.calls = []
 
-    def _fetch(self):
+    def fetch(self):
         self.calls.append(("fetch", self.step))
-        super()._fetch()
+        super().fetch()
 
-    def _integrate(self):
+    def integrate(self, center):
         self.calls.append(("integrate", self.step))
-        self._fetched()
 
-    def _send(self, integrated):
+    def send(self, integrated):
         self.calls.append(("send", self.step, integrated))
 
 
@@ -476,8 +475,8 @@ def test_an_unknown_rule_is_refused_at_the_start(agree):
 
 def test_a_send_that_is_refused_has_no_staleness(agree):
     class Wrong(Recorder):
-        def _send(self, integrated):
-            self._begin_send("nonsense", self.servers.outgoing)
+        def send(self, integrated):
+            self.begin_send("nonsense", self.servers.outgoing)
 
     update = Wrong(make_net(), update_frequency=1, init_delay=0)
     found = refusal(lambda: update.update(1))

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.shard_rig import Rig, Twin, fork
@@ -23,7 +24,8 @@ from torchmpi.communicators import levels
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
 from torchmpi.parameterserver.kernels import shard_layout as fields
 from torchmpi.parameterserver.kernels.server_rules import state_dtype
-from torchmpi.parameterserver.shards import CLIENT, SERVER, Actor, RuleFailure
+from torchmpi.parameterserver.rows import Rows
+from torchmpi.parameterserver.shards import CLIENT, SERVER, Actor, RuleFailure, Versions
 from torchmpi.shared_memory.process_vm import has_ended
 
 PLAIN_RULES = ("zero", "copy", "add", "max", "min")
@@ -108,6 +110,47 @@ def test_long_reads_that_bypass_the_caches():
     target = torch.full((rig.numel + 3,), -1.0)
     actor.read(rig.shards, target[1:].data_ptr(), (0, rig.numel))
     assert torch.equal(target[1:-2], sent) and target[0] == target[-1] == target[-2] == -1
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_passes_over_rows(seed):
+    """Rows of any length in shards of any length: values, states and versions as by the rule on each row alone."""
+    choose = random.Random(seed)
+    row_numel, num_rows = choose.choice((1, 3, 8, 30)), choose.randint(1, 14)
+    numel = row_numel * num_rows
+    cuts = sorted(choose.randint(0, numel) for _ in range(3))
+    rig = Rig(tuple(b - a for a, b in itertools.pairwise((0, *cuts, numel))), chunk=choose.choice((7, 16, 64)))
+    actor, expected, state = rig.actor(1), torch.zeros(numel), torch.zeros(numel)
+    versions = torch.zeros(len(rig.chunks()))
+    known = Versions(len(rig.chunks()))
+    for step in range(4):
+        numbers = np.array(sorted(choose.sample(range(num_rows), choose.randint(1, num_rows))))
+        rows, sent = Rows(numbers, row_numel), values(len(numbers) * row_numel, torch.float32, seed + step)
+        elements = (torch.tensor(numbers)[:, None] * row_numel + torch.arange(row_numel)).view(-1)
+        rule = rules.prepare(adagrad(0.5) if step % 2 else "add", torch.float32)
+        if rule.num_states:
+            rows.steps = actor.count_step(rig.shards, (0, numel))
+        actor.apply(rig.shards, sent.data_ptr(), (0, rows.numel), rule, versions=known, rows=rows)
+        if step % 2:
+            state[elements] += sent * sent
+            expected[elements] -= 0.5 * sent / (state[elements].sqrt() + 1e-10)
+        else:
+            expected[elements] += sent
+        touched = [i for i, (a, b) in enumerate(rig.chunks()) if ((elements >= a) & (elements < b)).any()]
+        versions[touched] += 1
+        assert actor.num_chunks == len(touched)
+        torch.testing.assert_close(rig.arrays(), expected)
+        found = torch.full_like(sent, -1.0)
+        actor.read(rig.shards, found.data_ptr(), (0, rows.numel), rows=rows)
+        torch.testing.assert_close(found, expected[elements])
+        pieces = [rows.message_spans(begin, size, rig.shards.chunk_numel, 70) for begin, size in rig.shards.parts]
+        joined = [span for piece in pieces for span in piece]
+        assert [a for a, _ in joined[1:]] == [b for _, b in joined[:-1]] and joined[-1][1] == rows.numel
+        of_parts = [rows.chunks(*part, rig.shards.chunk_numel) for part in rig.shards.parts]
+        first = rig.shards.first_chunks
+        assert [int(number) + first[i] for i, part in enumerate(of_parts) for number in part] == touched
+    assert rig.headers()[:, fields.Header.version].tolist() == versions.tolist() == known.own.tolist()
     rig.close()
 
 

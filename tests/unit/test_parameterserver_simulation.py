@@ -89,6 +89,26 @@ def test_equal_arguments_give_equal_bits(update_class, options):
     assert all(result == first.results[0] for result in first.results), "all have the values of the servers"
 
 
+ALGORITHMS = {
+    ps.SSPUpdate: {"lr": 0.01, "staleness": 1},
+    ps.DCASGDUpdate: {"lr": 0.01},
+    ps.FedBuffUpdate: {"size": 2},
+    ps.SGPUpdate: {},
+    ps.ADPSGDUpdate: {},
+}
+
+
+@pytest.mark.parametrize("update_class", ALGORITHMS)
+def test_algorithms_run_unchanged(update_class):
+    results = ps.simulate(
+        training(update_class, steps=30, **ALGORITHMS[update_class]),
+        4,
+        compute=lambda worker, step, random: random.random(),
+    ).results
+    assert all(result == results[0] for result in results)
+    assert max(abs(weight - 1) for weight in results[0][:3]) < 0.9, "it has learned something of the sum"
+
+
 def staleness_by_listing(num_workers: int, steps: int) -> dict[int, list[int]]:
     """Staleness of the sends of workers whose steps take 1, 1.5, 2, ... seconds, from a list of all updates."""
     log: list[int] = []

@@ -181,8 +181,8 @@ def test_a_subclass_must_implement_integrate():
     class Nothing(ps.Update):
         pass
 
-    with pytest.raises(NotImplementedError, match="Nothing does not implement _integrate"):
-        Nothing(nn.Linear(2, 2))._integrate()
+    with pytest.raises(NotImplementedError, match="Nothing does not implement integrate"):
+        Nothing(nn.Linear(2, 2)).integrate([])
 
 
 def test_before_the_start_alpha_is_beta_and_nobody_has_waited():

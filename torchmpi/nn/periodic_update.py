@@ -16,7 +16,7 @@ PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
 class PeriodicUpdate:
     """Base of all updates: counts steps and keeps metrics. The end of a ``with`` block calls :meth:`finish`."""
 
-    def __init__(self, network: nn.Module, *, update_frequency: int, init_delay: int) -> None:
+    def __init__(self, network: nn.Module, *, update_frequency: Any, init_delay: int) -> None:
         self.network = network
         self.update_frequency, self.init_delay = update_frequency, init_delay
         """May be changed during training; by all ranks at the same step if the update is collective."""
@@ -30,8 +30,12 @@ class PeriodicUpdate:
 
     def _check_options(self) -> None:
         """Raise an ArgumentError unless the options can be used."""
-        check_whole("update_frequency", self.update_frequency, 1)
+        check_whole("update_frequency", self._fixed_period(), 1)
         check_whole("init_delay", self.init_delay, 0)
+
+    def _fixed_period(self) -> object:
+        """Return the steps between two integrations, or 1 if their number varies."""
+        return self.update_frequency
 
     def update(self, step: int | None = None) -> bool:
         """Communicate if this step requires it.

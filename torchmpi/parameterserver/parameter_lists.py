@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
-from ..nn.agreement import check_same_layout
-from ..nn.replica import Replica
 from ..session import runtime
 from ..tensors.flat_buffers import Allocate, FlatBuffers
 from ..timeline import events
 from .rules import Rule
 from .runs import observed_run
-from .servers import Server, free, init, prepared_for, receive, send
+from .servers import Server, free, prepared_for, receive, send
+from .workers import RankWorkers, Workers
 
 __all__ = ["free_tensors", "init_tensors", "integrate_tensors", "prefetch_tensors", "send_tensors", "sync_handles"]
 
@@ -34,6 +34,8 @@ T = TypeVar("T")
 ServerInit = Callable[[Server, Tensor], object]
 """``server_init(server, values)`` sends the initial values of a server."""
 LocalUpdate = Callable[[Tensor], Tensor]
+Base = NDArray[np.float64] | None
+"""Versions of the chunks of a server; None for those that were received last."""
 
 
 class TensorServers:
@@ -45,14 +47,13 @@ class TensorServers:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        comm: Comm = None,
+        workers: Workers,
         *,
         name: str | None = None,
         prefetch_allocator: Allocate | None = None,
         server_init: ServerInit | None = None,
     ) -> None:
-        communicator = runtime.communicator(comm)
-        check_same_layout(Replica(tensors), tensors, communicator)
+        workers.check_tensors(tensors)
         self.incoming = FlatBuffers(tensors, prefetch_allocator and _checked_allocator(prefetch_allocator))
         self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         self._devices = [tensor.device for tensor in tensors]
@@ -62,12 +63,11 @@ class TensorServers:
         self.sending: list[Handle[None]] = []
         self.incoming.gather(tensors)
         self.servers = [
-            init(buffer, communicator, name=name and f"{name} {index}")
-            for index, buffer in enumerate(self.incoming.buffers)
+            workers.init(buffer, name and f"{name} {index}") for index, buffer in enumerate(self.incoming.buffers)
         ]
         for server, buffer in zip(self.servers, self.incoming.buffers, strict=True):
             (server_init or _copy_from_rank_0)(server, buffer)
-        collectives.barrier(communicator)  # the initial values are complete
+        workers.barrier()  # the initial values are complete
 
     @property
     def outgoing(self) -> FlatBuffers:
@@ -84,12 +84,16 @@ class TensorServers:
         self.has_fetched = True
         return self.fetching
 
-    def send(self, rule: str | Rule, flat: FlatBuffers) -> list[Handle[None]]:
-        """Start to send buffers, which must not be changed until the handles have been waited for."""
+    def send(self, rule: str | Rule, flat: FlatBuffers, bases: Sequence[Base] = ()) -> list[Handle[None]]:
+        """Start to send buffers, which must not be changed until the handles have been waited for.
+
+        `bases` are, for each server, the versions of the values that were used; by default those received last.
+        """
         for server in self.servers:  # raise before anything is sent
             prepared_for(server, rule, f"{server.group.where}: parameterserver.send")
-        pairs = zip(self.servers, flat.buffers, strict=True)
-        self.sending = [send(server, buffer, rule) for server, buffer in pairs]
+        known = bases or [None] * len(self.servers)
+        triples = zip(self.servers, flat.buffers, known, strict=True)
+        self.sending = [send(server, buffer, rule, base=base) for server, buffer, base in triples]
         return self.sending
 
     def free(self) -> None:
@@ -113,7 +117,7 @@ def _checked_allocator(allocate: Allocate) -> Allocate:
 
 
 def _copy_from_rank_0(server: Server, values: Tensor) -> None:
-    if server.group.rank == 0:
+    if server.sender == 0:
         send(server, values, "copy").wait()
 
 
@@ -162,7 +166,7 @@ def init_tensors(
             f"{rank_prefix()}init_tensors: {_first(tensor in registry for tensor in tensors)} has a server already. "
             "Call free_tensors() on its list first."
         )
-    servers = TensorServers(tensors, comm, prefetch_allocator=prefetch_allocator, server_init=server_init)
+    servers = TensorServers(tensors, RankWorkers(comm), prefetch_allocator=prefetch_allocator, server_init=server_init)
     for index, tensor in enumerate(tensors):
         registry[tensor] = (servers, index, len(tensors))
 

@@ -1,17 +1,19 @@
 """Shards on other hosts: the client's requests, and the thread that serves them.
 
-A request is a header, then the data in messages of at most MESSAGE_BYTES in one direction, then a reply from the
-server. A client has at most one request at a time with each rank, so four tags suffice.
+A request is a header, then words if it has some (numbers of rows, versions of the client's values), then the data in
+messages of at most MESSAGE_BYTES in one direction, then a reply from the server, with the versions of chunks that were
+read. A client has at most one request at a time with each rank, so four tags suffice.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,8 +26,18 @@ from ..errors import ArgumentError, TorchMPIError
 from ..tensors.buffers import as_bytes
 from ..timeline import events
 from .kernels.shard_layout import NUM_COEFFICIENTS
+from .rows import Rows
 from .rules import MAX_NAME_BYTES, PreparedRule, Rule
-from .shards import MESSAGE_BYTES, Actor, RuleFailure, Shards, applied_part, message_ranges
+from .shards import (
+    MESSAGE_BYTES,
+    Actor,
+    RuleFailure,
+    Sender,
+    Shards,
+    Versions,
+    applied_part,
+    message_ranges,
+)
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
@@ -34,7 +46,7 @@ if TYPE_CHECKING:
 _REQUEST, _DATA_TO_SERVER, _DATA_TO_CLIENT, _REPLY = range(1, 5)
 _APPLY, _READ, _LOOK_UP = 1, 2, 3
 _DONE, _FAILED, _REFUSED = range(3)
-_HEADER = struct.Struct(f"<5q{NUM_COEFFICIENTS}d{MAX_NAME_BYTES}s")
+_HEADER = struct.Struct(f"<10q{2 + NUM_COEFFICIENTS}d{MAX_NAME_BYTES}s")
 _REPLY_FORMAT = struct.Struct("<3q1000s")
 _MAX_IN_FLIGHT = 4
 """Messages of one request that are in flight."""
@@ -73,22 +85,84 @@ class _Header(NamedTuple):
     operation: int
     server: int
     rule: Rule
-    num_messages: int
+    num_messages: int = 0
+    num_rows: int = 0
+    row_numel: int = 0
+    """Elements of a row; 0 for a request for all elements."""
+    num_words: int = 0
+    """Of the message after the header: numbers of rows, then versions."""
+    num_versions: int = 0
+    """Number of versions in the reply."""
+    num_clients: int = 0
 
     def pack(self) -> bytes:
-        coefficients = (*self.rule.coefficients, *[0.0] * NUM_COEFFICIENTS)[:NUM_COEFFICIENTS]
-        name = self.rule.name.encode()
-        lengths = len(self.rule.coefficients), len(name)
-        return _HEADER.pack(self.operation, self.server, self.num_messages, *lengths, *coefficients, name)
+        rule = self.rule
+        coefficients = (*rule.coefficients, *[0.0] * NUM_COEFFICIENTS)[:NUM_COEFFICIENTS]
+        name = rule.name.encode()
+        lengths = len(rule.coefficients), len(name)
+        numbers = self.operation, self.server, *self[3:], *lengths
+        return _HEADER.pack(*numbers, rule.power, rule.offset, *coefficients, name)
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header:
-        operation, server, num_messages, num_coefficients, length, *coefficients, name = _HEADER.unpack(data)
-        rule = Rule(name[:length].decode(), tuple(coefficients[:num_coefficients]))
-        return cls(operation, server, rule, num_messages)
+        operation, server, *numbers, num_coefficients, length = (fields := _HEADER.unpack(data))[:10]
+        power, offset, *coefficients, name = fields[10:]
+        rule = Rule(name[:length].decode(), tuple(coefficients[:num_coefficients]), power, offset)
+        return cls(operation, server, rule, *numbers)
+
+
+class _Part(NamedTuple):
+    """What a request to a rank is about: its shard, or the rows of it that are sent."""
+
+    rank: int
+    span: tuple[int, int]
+    """Range of the data."""
+    messages: list[tuple[int, int]]
+    rows: Rows | None
+    chunks: NDArray[np.int64]
+    """Numbers of the chunks with these elements, among those of all shards."""
+
+
+def _part(server: RemoteServer, rank: int, rows: Rows | None) -> _Part:
+    """Return the part of a rank; of `rows`, which may be a part already, those with elements in its shard.
+
+    The messages are in the positions of `rows`.
+    """
+    (begin, numel), shards = server.parts[rank], server.shards
+    first, end = shards.first_chunks[rank : rank + 2]
+    if rows is None:
+        ranges = message_ranges(numel, shards.chunk_numel, server.dtype.itemsize)
+        messages = [(begin + start, begin + stop) for start, stop in ranges]
+        return _Part(rank, (begin, begin + numel), messages, None, np.arange(first, end))
+    most = MESSAGE_BYTES // server.dtype.itemsize
+    messages = rows.message_spans(begin, numel, shards.chunk_numel, most)
+    chunks = first + rows.chunks(begin, numel, shards.chunk_numel)
+    return _Part(rank, rows.span(begin, begin + numel), messages, rows.within(begin, begin + numel), chunks)
 
 
 # ---- the client
+
+
+class Answer(NamedTuple):
+    """Sums over the chunks of the shards of other hosts."""
+
+    versions: int = 0
+    num_chunks: int = 0
+    ages: float = 0.0
+    """Staleness; nan if the versions of the sent values are unknown."""
+
+
+def _applied(server: RemoteServer, requests: list[_Request], rows: Rows | None) -> str:
+    """Describe to which chunks a rule has been applied that has failed, those of this host included."""
+    chunk = server.shards.chunk_numel
+    if rows is not None:
+        num_applied, num_chunks = sum(each.num_chunks for each in requests), sum(len(each.chunks) for each in requests)
+        return f"The rule has been applied to {num_applied} of {num_chunks} chunks with such rows of other hosts."
+    applied = list(map(_whole, server.shards.parts))
+    for request in requests:
+        begin, numel = server.parts[request.rank]
+        applied.append((begin, begin + min(request.num_chunks * chunk, numel)))
+    return applied_part(applied, server.parts, chunk)
 
 
 class RemoteClient:
@@ -97,47 +171,65 @@ class RemoteClient:
     def __init__(self, MPI: Any, comm: Comm, group: Group, ranks: tuple[int, ...], queue: CallQueue) -> None:
         self._MPI, self._comm, self._group, self._ranks, self._queue = MPI, comm, group, ranks, queue
 
-    def request(self, server: RemoteServer, data: torch.Tensor, rule: PreparedRule | None) -> tuple[int, int]:
-        """Apply a rule to all remote shards, or copy them to `data`.
-
-        Returns:
-            The sum of the versions of the chunks, and their number.
-        """
+    def request(
+        self,
+        server: RemoteServer,
+        data: torch.Tensor,
+        rule: PreparedRule | None,
+        *,
+        versions: Versions | None = None,
+        num_clients: int = 0,
+        rows: Rows | None = None,
+    ) -> Answer:
+        """Apply a rule to all remote shards, or copy them to `data`; with `rows` to their elements only."""
+        parts = [_part(server, rank, rows) for rank in self._ranks if server.parts[rank][1]]
         if rule is None:
-            call, header = "receive", _Header(_READ, server.number, Rule(""), 0)
+            call, header = "receive", _Header(_READ, server.number, Rule(""))
         else:
-            call, header = "send", _Header(_APPLY, server.number, Rule(rule.name, rule.coefficients), 0)
-        ranks, world_ranks = [rank for rank in self._ranks if server.parts[rank][1]], self._group.world_ranks
-        requests = self._perform(call, header, server, data.view(-1), ranks)
+            given = Rule(rule.name, rule.coefficients, rule.halves / 2, rule.offset)
+            call, header = "send", _Header(_APPLY, server.number, given, num_clients=num_clients)
+        if rows is not None:  # the step of a rule with states is counted in all shards
+            header = header._replace(row_numel=rows.row_numel)
+            parts = [part for part in parts if part.messages or (rule is not None and rule.num_states)]
+        requests = self._perform(call, header, server, data.view(-1), parts, rule=rule, versions=versions)
         failed = next((request for request in requests if request.status != _DONE), None)
         if failed is not None:
             kind = ArgumentError if failed.status == _REFUSED else TorchMPIError
-            chunk, applied = server.shards.chunk_numel, list(map(_whole, server.shards.parts))
-            for request in requests:
-                begin, numel = server.parts[request.rank]
-                applied.append((begin, begin + min(request.num_chunks * chunk, numel)))
-            part = f"\n{applied_part(applied, server.parts, chunk)}" if rule is not None else ""
+            applied = "" if rule is None else f"\n{_applied(server, requests, rows)}"
             raise kind(
-                f"{self._group.where}: parameterserver.{call}: failed on rank {world_ranks[failed.rank]}: "
-                f"{failed.problem}{part}"
+                f"{self._group.where}: parameterserver.{call}: failed on rank {self._group.world_ranks[failed.rank]}: "
+                f"{failed.problem}{applied}"
             )
-        return sum(request.versions for request in requests), sum(request.num_chunks for request in requests)
+        return Answer(*map(sum, zip(*[(each.versions, each.num_chunks, each.ages) for each in requests], strict=True)))
 
     def lacking(self, server: RemoteServer, rule: PreparedRule) -> list[int]:
         """Return the world ranks, of those that this rank shares no memory with, that do not know a rule."""
-        header = _Header(_LOOK_UP, server.number, Rule(rule.name, rule.coefficients), 0)
+        header = _Header(_LOOK_UP, server.number, Rule(rule.name, rule.coefficients))
         nothing = torch.empty(0, dtype=server.dtype, device="cpu")
-        requests = self._perform("send", header, server, nothing, list(self._ranks))
+        parts = [_Part(rank, (0, 0), [], None, np.arange(0)) for rank in self._ranks]
+        requests = self._perform("send", header, server, nothing, parts)
         return [self._group.world_ranks[request.rank] for request in requests if request.status != _DONE]
 
     def _perform(
-        self, call: str, header: _Header, server: RemoteServer, flat: torch.Tensor, ranks: list[int]
+        self,
+        call: str,
+        header: _Header,
+        server: RemoteServer,
+        flat: torch.Tensor,
+        parts: list[_Part],
+        *,
+        rule: PreparedRule | None = None,
+        versions: Versions | None = None,
     ) -> list[_Request]:
         """Send a request to each of the ranks, and wait for the replies."""
         world_ranks = self._group.world_ranks
-        names = ", ".join(str(world_ranks[rank]) for rank in ranks)
+        names = ", ".join(str(world_ranks[part.rank]) for part in parts)
         self._queue.doing = f"parameterserver.{call} ({server.name}, waiting for the reply of rank {names})"
-        requests = [_Request(self._MPI, self._comm, rank, server, flat, header=header) for rank in ranks]
+        needs_versions = rule is not None and rule.needs_versions
+        requests = [
+            _Request(self._MPI, self._comm, part, flat, header=header, versions=versions, needs_versions=needs_versions)
+            for part in parts
+        ]
         pending, backoff = list(requests), _Backoff()
         while pending:
             progressed = [request.advance() for request in pending]
@@ -156,22 +248,43 @@ def _whole(part: tuple[int, int]) -> tuple[int, int]:
 
 class _Request:
     def __init__(
-        self, MPI: Any, comm: Comm, rank: int, server: RemoteServer, flat: torch.Tensor, *, header: _Header
+        self,
+        MPI: Any,
+        comm: Comm,
+        part: _Part,
+        flat: torch.Tensor,
+        *,
+        header: _Header,
+        versions: Versions | None,
+        needs_versions: bool,
     ) -> None:
-        self.rank, self.is_complete = rank, False
+        self.rank, self.chunks, self.is_complete = part.rank, part.chunks, False
         self._begin = 0 if events.recorder is None else events.now()
         self.status, self.problem, self.versions, self.num_chunks = _DONE, "", 0, 0
+        self.ages = math.nan
         self._MPI, self._comm = MPI, comm
-        begin, numel = server.parts[rank]
-        self._data = flat[begin : begin + numel]  # kept alive until the messages have been sent or received
-        self._is_reading = header.operation == _READ
-        self._reply_data = bytearray(_REPLY_FORMAT.size)
-        self._reply: Request | None = comm.Irecv(self._reply_data, rank, _REPLY)
-        ranges = message_ranges(numel, server.shards.chunk_numel, server.dtype.itemsize)
-        ranges = [] if header.rule.name == "zero" or header.operation == _LOOK_UP else ranges
-        self._header = comm.Isend(header._replace(num_messages=len(ranges)).pack(), rank, _REQUEST)
+        self._flat = flat  # kept alive until the messages have been sent or received
+        self.num_bytes = (part.span[1] - part.span[0]) * flat.element_size()
+        self._is_reading, self._is_applying = header.operation == _READ, header.operation == _APPLY
+        self._known = versions
+        num_versions = len(part.chunks) if self._is_reading and versions is not None else 0
+        self._reply_data = bytearray(_REPLY_FORMAT.size + 8 * num_versions)
+        self._reply: Request | None = comm.Irecv(self._reply_data, part.rank, _REPLY)
+        messages = part.messages if header.rule.name != "zero" else []
+        numbers = np.empty(0, np.int64) if part.rows is None else part.rows.numbers
+        words = [numbers]
+        if needs_versions:
+            known = versions if versions is not None else Versions(int(part.chunks.max(initial=0)) + 1)
+            words.append((known.base + known.own)[part.chunks].view(np.int64))
+        self._words = np.concatenate(words)
+        header = header._replace(
+            num_messages=len(messages), num_rows=len(numbers), num_words=len(self._words), num_versions=num_versions
+        )
+        self._header = comm.Isend(header.pack(), part.rank, _REQUEST)
         self._in_flight: deque[Request] = deque()
-        self._ranges = iter(ranges)
+        if len(self._words):
+            self._in_flight.append(comm.Isend((self._words.view(np.uint8), MPI.BYTE), part.rank, _DATA_TO_SERVER))
+        self._ranges = iter(messages)
         self._start_messages()
 
     def record(self, call: str, server: str, world_rank: int) -> None:
@@ -179,12 +292,12 @@ class _Request:
         recorder = events.recorder
         if recorder is not None and self._begin:
             version = self.versions / max(self.num_chunks, 1)
-            details = {"server": server, "rank": world_rank, "bytes": self._data.nbytes, "version": version}
+            details = {"server": server, "rank": world_rank, "bytes": self.num_bytes, "version": version}
             recorder.slice(call, events.SERVER_REQUEST, self._begin, f"requests to rank {world_rank}", **details)
 
     def _start_messages(self) -> None:
         while len(self._in_flight) < _MAX_IN_FLIGHT and (span := next(self._ranges, None)) is not None:
-            buffer = as_bytes(self._MPI, self._data[slice(*span)]), self._MPI.BYTE
+            buffer = as_bytes(self._MPI, self._flat[slice(*span)]), self._MPI.BYTE
             self._in_flight.append(
                 self._comm.Irecv(buffer, self.rank, _DATA_TO_CLIENT)
                 if self._is_reading
@@ -200,8 +313,9 @@ class _Request:
             progressed = True
         if self._reply is not None and self._reply.Test():
             self._reply, progressed = None, True
-            self.status, self.versions, self.num_chunks, text = _REPLY_FORMAT.unpack(self._reply_data)
+            self.status, self.versions, self.num_chunks, text = _REPLY_FORMAT.unpack_from(self._reply_data)
             self.problem = text.rstrip(b"\0").decode(errors="replace")
+            self._note_versions()
             if self.status != _DONE and self._is_reading:  # the server sends no data
                 for request in self._in_flight:
                     request.Cancel()
@@ -211,6 +325,19 @@ class _Request:
         if self._reply is None and not self._in_flight and self._header.Test():
             self.is_complete = True
         return progressed
+
+    def _note_versions(self) -> None:
+        """Note the versions of the chunks that were read, or count the rules that were applied to them."""
+        known, chunks = self._known, self.chunks
+        if known is None:
+            return
+        if self._is_reading and self.status == _DONE:
+            found = np.frombuffer(self._reply_data, np.int64, offset=_REPLY_FORMAT.size)
+            known.base[chunks] = found - known.own[chunks]
+        elif self._is_applying:
+            done = chunks[: self.num_chunks]
+            self.ages = self.versions - float((known.base[done] + known.own[done]).sum())
+            known.own[done] += 1
 
 
 # ---- the server
@@ -285,32 +412,68 @@ class _Session:
         self._status, self._problem, self._versions, self._num_chunks = _DONE, "", 0, 0
         self._reply: Request | None = None
         self._rule: PreparedRule | None = None
-        self._server = server = thread.servers.get(header.server)
+        self._server = thread.servers.get(header.server)
+        self._header, self._sender = header, Sender(client, header.num_clients)
+        self._rows: Rows | None = None
+        self._known: Versions | None = None
+        self._chunks = np.arange(0)
+        self._item_bytes = 1
+        self._ranges: Iterator[tuple[int, int]] = iter(())
+        self._words = np.empty(header.num_words, np.int64)
+        self._awaited: Request | None = None
+        if header.num_words:
+            self._awaited = self._comm.Irecv((self._words.view(np.uint8), self._byte), client, _DATA_TO_SERVER)
+        else:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Determine what to do; the words of the request have arrived."""
+        header, server = self._header, self._server
+        # The data of a send arrive nevertheless.
+        self._ranges = iter([(0, MESSAGE_BYTES)] * (0 if self._is_reading else header.num_messages))
         if server is None:
             self._fail(_REFUSED, f"there is no server {header.server}; it may have been freed")
-            self._item_bytes = 1
-            # The data of a send arrive nevertheless.
-            self._ranges = iter([(0, MESSAGE_BYTES)] * (0 if self._is_reading else header.num_messages))
             return
-        self._item_bytes = server.dtype.itemsize
-        begin, numel = server.parts[thread.comm.rank]
-        ranges = message_ranges(numel, server.shards.chunk_numel, self._item_bytes)
-        ranges = [] if self._is_look_up else ranges
-        self._ranges = iter([(begin + first, begin + last) for first, last in ranges])
+        numbers, rank = self._words[: header.num_rows], self._comm.rank
+        if header.row_numel:
+            self._rows = Rows(numbers, header.row_numel)
+        part = _part(server, rank, self._rows)
+        if self._rows is not None and len(part.rows.numbers if part.rows is not None else ()) != len(numbers):
+            self._fail(_REFUSED, "the request has rows of another rank")
+            return
         if not self._is_reading:
             try:
                 self._rule = server.prepared(header.rule)
             except ArgumentError as error:
                 self._fail(_REFUSED, str(error))
-            if not header.num_messages:  # of the rule "zero"
-                for span in self._ranges:
-                    self._access(np.empty(MESSAGE_BYTES, np.uint8), span)
+        self._item_bytes, self._chunks = server.dtype.itemsize, part.chunks
+        first, end = server.shards.first_chunks[rank : rank + 2]
+        if header.num_versions or self._needs_versions():
+            self._known = Versions(end - first, first)
+            if self._needs_versions() and header.num_words == header.num_rows + len(part.chunks):
+                self._known.base[part.chunks - first] = self._words[header.num_rows :].view(np.float64)
+        if self._rows is not None and self._rule is not None and self._rule.num_states:
+            begin, numel = server.parts[rank]
+            self._rows.steps = self._actor.count_step(server.shards, (begin, begin + numel))
+        if not self._is_look_up:
+            self._ranges = iter(part.messages)
+        if not self._is_reading and not header.num_messages:  # of the rule "zero"
+            for span in self._ranges:
+                self._access(np.empty(MESSAGE_BYTES, np.uint8), span)
+
+    def _needs_versions(self) -> bool:
+        return self._rule is not None and self._rule.needs_versions and not self._is_look_up
 
     def _fail(self, status: int, problem: str) -> None:
         self._status, self._problem = status, problem
 
     def advance(self) -> bool:
         """Process messages without waiting; return whether there was progress."""
+        if self._awaited is not None:
+            if not self._awaited.Test():
+                return False
+            self._awaited = None
+            self._prepare()
         progressed = self._start_messages()
         while self._in_flight and self._in_flight[0][0].Test():
             _, memory, span = self._in_flight.popleft()
@@ -342,10 +505,12 @@ class _Session:
         if self._status != _DONE or self._server is None:
             return
         try:
+            shards, address, known, rows = self._server.shards, int(memory.ctypes.data), self._known, self._rows
             if self._rule is None:
-                self._actor.read(self._server.shards, int(memory.ctypes.data), span)
+                self._actor.read(shards, address, span, versions=known, rows=rows)
             else:
-                self._actor.apply(self._server.shards, int(memory.ctypes.data), span, self._rule)
+                sender = self._sender
+                self._actor.apply(shards, address, span, self._rule, versions=known, sender=sender, rows=rows)
         except BaseException as error:  # otherwise the thread would end, and the job with it
             self._num_chunks += self._actor.num_chunks
             described = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -359,9 +524,16 @@ class _Session:
         if self._reply is None:
             text = self._problem.encode(errors="replace")[:999]
             data = _REPLY_FORMAT.pack(self._status, self._versions, self._num_chunks, text)
+            if self._header.num_versions:
+                data += self._found_versions().astype(np.int64).tobytes()
             self._record()  # before the client gets the reply, and may end the timeline
             self._reply = self._comm.Isend(data, self._client, _REPLY)
         self.is_complete = self._reply.Test()
+
+    def _found_versions(self) -> NDArray[np.float64]:
+        if self._status != _DONE or self._known is None:
+            return np.zeros(self._header.num_versions)
+        return self._known.base[self._chunks - self._known.first]
 
     def _record(self) -> None:
         """Report the request to the recorder, if there is one."""

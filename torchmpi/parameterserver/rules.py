@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +19,18 @@ from ..errors import ArgumentError
 from .kernels import server_rules as native
 from .kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
-__all__ = ["Rule", "adagrad", "adam", "axpby", "register_rule", "scaled_add", "sgd"]
+__all__ = [
+    "Rule",
+    "RuleContext",
+    "adagrad",
+    "adam",
+    "axpby",
+    "buffered",
+    "damped",
+    "register_rule",
+    "scaled_add",
+    "sgd",
+]
 
 Function = Callable[..., object]
 MAX_NAME_BYTES = 64
@@ -33,6 +46,7 @@ class Rule:
     Args:
         name: Name of a built-in rule, or of one of :func:`register_rule`.
         coefficients: A tuple of at most six numbers. A registered rule gets them as its last arguments.
+        power, offset: See :func:`damped`.
 
     Raises:
         ArgumentError: The coefficients are not a tuple.
@@ -43,6 +57,12 @@ class Rule:
 
     name: str
     coefficients: tuple[float, ...] = ()
+    power: float = 0.0
+    offset: float = 0.0
+
+    def __repr__(self) -> str:
+        damping = f", power={self.power!r}, offset={self.offset!r}" if self.power else ""
+        return f"Rule(name={self.name!r}, coefficients={self.coefficients!r}{damping})"
 
     def __post_init__(self) -> None:
         if not isinstance(self.coefficients, tuple):
@@ -161,6 +181,69 @@ def adam(lr: float, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1
     return Rule("adam", (float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)))
 
 
+@checks_types
+def buffered(lr: float, size: int) -> Rule:
+    """Return the rule that adds up `size` sent values and then takes one step: ``value -= lr * sum / size``.
+
+    Args:
+        lr: The rate of the step.
+        size: How many sends, of any ranks, make a step. All ranks pass the same.
+
+    Returns:
+        The rule, for floating-point servers, which keep the sum and the count of sends for each element. :func:`damped`
+        divides the weight of a sent value, which is 1, by a power of its staleness.
+
+    Raises:
+        ArgumentError: A number is invalid.
+
+    Example:
+        >>> buffered(0.5, 4).coefficients
+        (1.0, 0.5, 4.0)
+    """
+    _check_not_negative(lr=lr)
+    if size < 1:
+        raise ArgumentError(f"buffered: size={size!r}: expected a whole number from 1.")
+    return Rule("buffered", (1.0, float(lr), float(size)))
+
+
+@checks_types
+def damped(rule: Rule, power: float = 1.0, *, offset: float = 0.0) -> Rule:
+    """Return a rule whose rate is divided by a power of the staleness: ``rate / max(1, staleness + offset) ** power``.
+
+    The staleness is the number of rules that other ranks have applied since the sender fetched the values from which it
+    has computed what it sends, in each chunk of the server; 0 if it has fetched none.
+
+    Args:
+        rule: The result of :func:`sgd`, :func:`adagrad`, :func:`adam`, :func:`scaled_add` or :func:`axpby`, whose first
+            coefficient is divided. It stays compiled.
+        power: The power, a multiple of 0.5: 1 for Zhang et al. (2015), 0.5 with ``offset=1`` for FedBuff.
+        offset: What is added to the staleness.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ArgumentError: The rule has no rate, or a number is invalid.
+
+    Example:
+        >>> damped(sgd(0.1), 0.5, offset=1).power
+        0.5
+    """
+    power, offset = _number("power", power), _number("offset", offset)
+    if not 0 < power <= 8 or (2 * power) % 1:
+        raise ArgumentError(f"damped: power={power!r}: expected a multiple of 0.5, at most 8.")
+    if not 0 <= offset < math.inf:
+        raise ArgumentError(f"damped: offset={offset!r}: expected a number from 0.")
+    code = native.BUILT_IN.get(rule.name)
+    if code is None or not code.coefficients:
+        rated = ", ".join(name for name, each in native.BUILT_IN.items() if each.coefficients)
+        raise ArgumentError(
+            f"damped: rule {rule.name!r} has no rate to divide; {rated} have one. A rule of register_rule() that takes "
+            "`context` knows the staleness itself."
+        )
+    return replace(rule, power=power, offset=offset)
+
+
 def _check_not_negative(**numbers: float) -> None:
     for name, number in numbers.items():
         if not _number(name, number) >= 0:
@@ -174,6 +257,32 @@ def _number(name: str, value: float) -> float:
         raise ArgumentError(f"{name}={value!r}: expected a number.") from None
 
 
+@dataclass(frozen=True)
+class RuleContext:
+    """What a registered rule that takes `context` is told, within a host and between hosts.
+
+    Attributes:
+        sender: Rank of the sender in the communicator of the server.
+        num_clients: Number of ranks that send: those of the communicator, or the clients of an update.
+        version: Rules that had been applied to the chunk before this one.
+        fetched: The version that the sender's values had, including its own sends since; None if it has fetched none.
+        staleness: Rules of other ranks that the sender's values lack: ``version - fetched``; 0 if it has fetched none.
+
+    Example:
+        def polite(values, sent, rate, *, context):
+            values.sub_(sent, alpha=rate / (1 + context.staleness))
+
+        ps.register_rule("polite", polite)
+        ps.send(server, gradient, ps.Rule("polite", (0.1,)))
+    """
+
+    sender: int
+    num_clients: int
+    version: int
+    fetched: float | None
+    staleness: float
+
+
 class PreparedRule(NamedTuple):
     """A rule for one dtype: the address of native code, or a Python function."""
 
@@ -182,10 +291,20 @@ class PreparedRule(NamedTuple):
     num_states: int
     address: int
     function: Function | None
+    takes_context: bool = False
+    halves: int = 0
+    """Twice the power of the staleness by which the first coefficient is divided,"""
+    offset: float = 0.0
+    """to which this is added before."""
+
+    @property
+    def needs_versions(self) -> bool:
+        """Return whether the rule depends on the versions of the values that the sender has used."""
+        return self.takes_context or self.halves > 0
 
 
-_registered: dict[str, tuple[Function, int]] = {}
-"""Functions and numbers of states of registered rules."""
+_registered: dict[str, tuple[Function, int, bool]] = {}
+"""Functions and numbers of states of registered rules, and whether they take a context."""
 _changing = threading.Lock()
 _boards: set[RuleBoard] = set()
 
@@ -236,8 +355,9 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
     ``function(values, sent, *states, *coefficients)`` is called for each chunk, with flat tensors of at most 64 KB. It
     changes `values` and `states` in place; `sent` is a copy. The function runs in any thread of the sender, or of a
     rank on another host, under the lock of the chunk, and must depend on its arguments only: calls of torchmpi in it
-    raise. If it raises, the chunk stays unchanged, later ones are left out, and ``wait()`` of the sender raises an
-    error that names the chunks to which the rule has been applied.
+    raise. If it has a parameter `context`, that is the :class:`RuleContext` of the chunk. If it raises, the chunk stays
+    unchanged, later ones are left out, and ``wait()`` of the sender raises an error that names the chunks to which the
+    rule has been applied.
 
     Register a rule on all ranks before one of them sends with it; otherwise ``wait()`` of the sender raises, and
     nothing is applied.
@@ -268,10 +388,14 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
         )
     if len(name.encode()) > MAX_NAME_BYTES:
         raise ArgumentError(f"register_rule: the name {name!r} is longer than {MAX_NAME_BYTES} bytes.")
+    try:
+        takes_context = "context" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function of C
+        takes_context = False
     with _changing:
         if name in native.BUILT_IN:
             raise ArgumentError(f"register_rule: {name!r} is built in. Use another name.")
-        _registered[name] = function, num_states
+        _registered[name] = function, num_states, takes_context
         for board in _boards:
             board.add(name)
 
@@ -287,6 +411,8 @@ def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
         rule = Rule(rule)
     if not isinstance(rule, Rule):
         raise ArgumentError(f"a rule is a name or a torchmpi.parameterserver.Rule, not {rule!r}.")
+    if rule.power or rule.offset:
+        damped(rule, rule.power, offset=rule.offset)  # raises unless it can be
     if len(rule.coefficients) > NUM_COEFFICIENTS:
         raise ArgumentError(
             f"rule {rule.name!r} has {len(rule.coefficients)} coefficients; {NUM_COEFFICIENTS} are possible."
@@ -297,8 +423,8 @@ def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
         raise ArgumentError(f"rule {rule.name!r}: a coefficient is no number: {error}.") from None
     registered = _registered.get(rule.name)
     if registered is not None:
-        function, num_states = registered
-        return PreparedRule(rule.name, rule.coefficients, num_states, 0, function)
+        function, num_states, takes_context = registered
+        return PreparedRule(rule.name, rule.coefficients, num_states, 0, function, takes_context)
     code = native.BUILT_IN.get(rule.name)
     if code is None:
         names = ", ".join(sorted({*native.BUILT_IN, *_registered}))
@@ -310,4 +436,5 @@ def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
         )
     is_plain = code.is_plain(rule.coefficients)
     address = native.address(dtype, rule.name + native.PLAIN * is_plain)
-    return PreparedRule(rule.name, rule.coefficients, 0 if is_plain else code.num_states, address, None)
+    num_states, halves = 0 if is_plain else code.num_states, int(2 * rule.power)
+    return PreparedRule(rule.name, rule.coefficients, num_states, address, None, halves=halves, offset=rule.offset)

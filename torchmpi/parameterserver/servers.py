@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupResource, share
@@ -28,10 +29,23 @@ from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
 from ..timeline import events
 from .kernels.server_rules import state_dtype
-from .remote import RemoteClient, ServerThread
+from .remote import Answer, RemoteClient, ServerThread
+from .rows import Rows, checked_index
 from .rules import PreparedRule, Rule, RuleBoard, prepare
 from .runs import observed_run
-from .shards import CLIENT, SERVER, Actor, RuleFailure, Shards, applied_part, layout, private_segment
+from .shards import (
+    CLIENT,
+    SERVER,
+    Actor,
+    RuleFailure,
+    Sender,
+    Shards,
+    Versions,
+    applied_part,
+    joined_parts,
+    layout,
+    private_segment,
+)
 
 __all__ = ["Server", "free", "free_all", "init", "receive", "send"]
 
@@ -67,8 +81,10 @@ class Server:
         sent_version: Number of rules that had been applied to a chunk when the last send of this client reached it;
             mean over the chunks.
         received_version: The same for the last receive.
-        expected_version: `sent_version` of the next send if no other rank sends; None: from the last receive; NaN:
-            unknown. Set by updates, whose gradients may belong to the values of an earlier receive.
+        sent_staleness: Number of rules of other ranks that the last send of this client did not know of, since its
+            last receive, or since the `base` of the send; mean over the chunks; nan if it had received nothing.
+        sender: The rank of this client in the communicator of the server, which rules are told.
+        num_clients: Number of ranks that send, which rules are told: those of the communicator unless it is changed.
     """
 
     def __init__(self, context: ServerContext, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
@@ -80,17 +96,30 @@ class Server:
         self.is_open = self.is_saved = True
         self.bytes_sent = self.bytes_received = self.num_sent = 0
         self.sent_version = self.received_version = 0.0
-        self.expected_version: float | None = None
         group = context.group
         self.world_rank = group.world_ranks[group.rank]
         self.label = name if group.size == len(group.context.hosts) else f"{name} ({group.name})"
-        self._num_sent_before_receive: int | None = None
+        self.sent_staleness = math.nan
+        self.sender, self.num_clients = group.rank, group.size
+        self.versions = Versions(shards.first_chunks[-1])
+        """What this client knows of the chunks."""
+        self._spans = joined_parts(shards.parts)
         self._rules: dict[str | Rule, PreparedRule] = {}
 
     @property
     def group(self) -> Group:
         """The ranks that hold the shards."""
         return self.context.group
+
+    @property
+    def base(self) -> NDArray[np.float64]:
+        """The versions of the values that were received last, by chunk, without own sends: `base` of a later send."""
+        return self.versions.base.copy()
+
+    @property
+    def row_numel(self) -> int:
+        """Number of elements of a row: of what one index of the first dimension selects."""
+        return self.numel // self.shape[0] if self.shape and self.shape[0] else 0
 
     def __repr__(self) -> str:
         what = f"{list(self.shape)} {dtype_table.short_name(self.dtype)} on {self.group.size} ranks"
@@ -107,41 +136,57 @@ class Server:
                 self._rules[rule] = known
         return known
 
-    def apply(self, data: torch.Tensor, rule: PreparedRule) -> None:
+    def apply(
+        self,
+        data: torch.Tensor,
+        rule: PreparedRule,
+        *,
+        rows: Rows | None = None,
+        base: NDArray[np.float64] | None = None,
+    ) -> None:
         """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
         observer = observed_run.active
         noted = 0 if observer is None else observer.now()
         if rule.function is not None:
             self.context.require_registered(self, rule)
+        versions, sender = self.versions.since(base), Sender(self.sender, self.num_clients)
+        if rows is not None and rule.num_states:
+            rows.steps = self.context.client.count_step(self.shards, (0, self.numel))
+        client = self.context.client
         try:
-            self.context.client.apply(self.shards, data.data_ptr(), (0, self.numel), rule)
+            found = self._visit(
+                data, rows, partial(client.apply, self.shards, rule=rule, versions=versions, sender=sender, rows=rows)
+            )
         except RuleFailure as error:
-            applied = self.context.client.applied(self.shards)
+            applied = (
+                applied_part(client.applied(self.shards), self.parts, self.shards.chunk_numel)
+                if rows is None
+                else f"The rule has been applied to {client.num_chunks} of the chunks with these rows."
+            )
             raise TorchMPIError(
-                f"{self.group.where}: parameterserver.send: failed on {self.group.where}: {error}\n"
-                f"{applied_part(applied, self.parts, self.shards.chunk_numel)}"
+                f"{self.group.where}: parameterserver.send: failed on {self.group.where}: {error}\n{applied}"
             ) from error.__cause__
-        self.sent_version = self._finish_remotely(data, rule)
-        staleness = self._staleness()
+        self.sent_version, self.sent_staleness = self._finish_remotely(data, rule, found, versions, rows)
         self.num_sent += 1
         self.bytes_sent += data.nbytes
         if observer is not None:
-            age = observed_run.NO_NUMBER if staleness is None else staleness
             norm, place = observer.norm_of(data), (self.world_rank, self.label, rule.name, noted, observer.now())
-            observer.events.append((observed_run.SEND, *place, self.sent_version, age, data.nbytes, norm))
+            observer.events.append(
+                (observed_run.SEND, *place, self.sent_version, self.sent_staleness, data.nbytes, norm)
+            )
         if begin:
-            known = {} if staleness is None else {"staleness": staleness}
+            known = {} if math.isnan(self.sent_staleness) else {"staleness": self.sent_staleness}
             self._record("send", begin, data, rule=rule.name, version=self.sent_version, **known)
 
-    def read(self, data: torch.Tensor) -> None:
+    def read(self, data: torch.Tensor, *, rows: Rows | None = None) -> None:
         """Copy all shards to contiguous host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
         observer = observed_run.active
         noted = 0 if observer is None else observer.now()
-        self.context.client.read(self.shards, data.data_ptr(), (0, self.numel))
-        self.received_version = self._finish_remotely(data, None)
-        self._num_sent_before_receive = self.num_sent
+        read = partial(self.context.client.read, self.shards, versions=self.versions, rows=rows)
+        found = self._visit(data, rows, read)
+        self.received_version, _ = self._finish_remotely(data, None, found, self.versions, rows)
         self.bytes_received += data.nbytes
         if observer is not None:
             unknown, place = observed_run.NO_NUMBER, (self.world_rank, self.label, "", noted, observer.now())
@@ -149,12 +194,19 @@ class Server:
         if begin:
             self._record("receive", begin, data, version=self.received_version)
 
-    def _staleness(self) -> float | None:
-        """Return the number of rules of other ranks that were applied since the values used were fetched, if known."""
-        expected, self.expected_version = self.expected_version, None
-        if expected is None and self._num_sent_before_receive is not None:
-            expected = self.received_version + self.num_sent - self._num_sent_before_receive
-        return None if expected is None or math.isnan(expected) else self.sent_version - expected
+    def _visit(self, data: torch.Tensor, rows: Rows | None, visit: Callable[..., None]) -> Answer:
+        """Visit the shards in memory, or their elements of rows; return sums over their chunks."""
+        client, address = self.context.client, data.data_ptr()
+        if rows is None:
+            visit(data=address, span=(0, self.numel))
+            return Answer(client.versions, client.num_chunks, client.ages)
+        total = Answer()
+        for span in (rows.span(*part) for part in self._spans):
+            visit(data=address + span[0] * data.element_size(), span=span)
+            total = Answer(
+                total.versions + client.versions, total.num_chunks + client.num_chunks, total.ages + client.ages
+            )
+        return total
 
     def _record(self, name: str, begin: int, data: torch.Tensor, **details: object) -> None:
         """Report a call that ends now to the recorder, if there still is one."""
@@ -169,11 +221,16 @@ class Server:
         details |= {"queued us": (begin - origin.queued) / 1000} if origin.queued else {}
         recorder.slice(name, events.SERVER_CALL, begin, context.call_queue.name, **details)
 
-    def _finish_remotely(self, data: torch.Tensor, rule: PreparedRule | None) -> float:
-        """Send the request to remote shards, if there are any; return the mean of the VERSIONs found in all shards."""
-        client, remote = self.context.client, self.context.remote
-        versions, num_chunks = remote.request(self, data, rule) if remote is not None else (0, 0)
-        return (client.versions + versions) / max(client.num_chunks + num_chunks, 1)
+    def _finish_remotely(
+        self, data: torch.Tensor, rule: PreparedRule | None, found: Answer, versions: Versions, rows: Rows | None
+    ) -> tuple[float, float]:
+        """Send the request to remote shards, if there are any; return means over the chunks: of versions, staleness."""
+        remote = self.context.remote
+        if remote is not None:
+            more = remote.request(self, data, rule, versions=versions, num_clients=self.num_clients, rows=rows)
+            found = Answer(*map(sum, zip(found, more, strict=True)))
+        num_chunks = max(found.num_chunks, 1)
+        return found.versions / num_chunks, found.ages / num_chunks
 
     def close(self) -> None:
         """Unmap the shards."""
@@ -242,7 +299,7 @@ class ServerContext(GroupResource):
                 "host. Give the container more (docker --shm-size), or disable shared memory: TORCHMPI_SLOT_BYTES=0."
             )
         assert segment is not None
-        return Shards(segment, plan, local_parts, dtypes=(dtype, states))
+        return Shards(segment, plan, local_parts, dtypes=(dtype, states), all_parts=parts)
 
     def require_registered(self, server: Server, rule: PreparedRule) -> None:
         """Raise unless all ranks have registered a rule; the caller holds the run lock."""
@@ -411,24 +468,38 @@ def _require_threads(group: Group) -> None:
         )
 
 
-def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") -> Handle[None]:
-    """Apply a rule to the values of a server, asynchronously.
+def send(
+    server: Server,
+    tensor: torch.Tensor | None,
+    rule: str | Rule = "add",
+    *,
+    rows: torch.Tensor | Sequence[int] | None = None,
+    base: NDArray[np.float64] | None = None,
+) -> Handle[None]:
+    """Apply a rule to the values of a server, or to some of its rows, asynchronously.
 
     Sends of one rank to one server are applied in the order of the calls.
 
     Args:
         server: The server, as returned by :func:`init`.
-        tensor: The sent values: of the dtype of the server, with its number of elements in any shape. It must not be
-            changed before ``wait()`` returns. None is possible with the rule ``"zero"``.
+        tensor: The sent values: of the dtype of the server, with its number of elements, or that of the rows, in any
+            shape. It must not be changed before ``wait()`` returns. None is possible with the rule ``"zero"``.
         rule: ``"zero"``, ``"copy"``, ``"add"``, ``"max"``, ``"min"``, the result of a function such as
             :func:`scaled_add` or :func:`sgd`, or a rule of :func:`register_rule`.
+        rows: Numbers of rows, each once, in any order: the rule is applied to these rows only, `tensor` has their
+            values in the same order, and only they are transferred. States are kept for each row; steps are counted
+            for the whole server, as by ``torch.optim.SparseAdam``. A registered rule gets the rows of a chunk without
+            gaps.
+        base: `server.base` after an earlier :func:`receive`, from whose values `tensor` was computed. Default: the
+            last one. Rules with a context and damped rules count the staleness from it.
 
     Returns:
         A handle; ``wait()`` returns None when the rule has been applied to all chunks. If a registered rule raises,
         ``wait()`` raises a TorchMPIError that names the chunks to which the rule has been applied.
 
     Raises:
-        ArgumentError: The rule is unknown, or the tensor has another number of elements or another layout.
+        ArgumentError: The rule is unknown, or the tensor has another number of elements or another layout, or there is
+            no such row, or a row is given twice.
         DtypeError: The dtype is not that of the server, or the rule is not defined for that dtype.
         CommunicatorError: The server has been freed.
 
@@ -436,21 +507,49 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         handle = ps.send(server, gradient, ps.sgd(lr=0.1, momentum=0.9))
         compute()
         handle.wait()
+        ps.send(table, values, ps.adagrad(0.1), rows=[3, 17]).wait()
     """
     what = _check_server(server, "send")
     prepared = prepared_for(server, rule, what)
+    selected, order = (None, None) if rows is None else _selected(server, rows, what, unique=True)
     if tensor is None:
         if prepared.name != "zero":
             raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' needs none.")
-        tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
+        shape = server.shape if selected is None else (selected.numel,)
+        tensor = torch.empty(shape, dtype=server.dtype, device="cpu")
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what)
-    _check_fits(server, tensor, what)
+    _check_fits(server, tensor, what, selected)
+    apply = server.apply
+    if selected is not None or base is not None:
+        apply = partial(server.apply, rows=selected, base=base)
     if tensor.is_cpu:
-        task = partial(server.apply, buffers.plain(tensor, to_host=True), prepared)
-        return server.context.call(server, task, what, tensor.nbytes)
-    staged = partial(_send_staged, server, tensor, prepared, streams.fence(tensor))
+        data = _in_order(buffers.plain(tensor, to_host=True), selected, order)
+        return server.context.call(server, partial(apply, data, prepared), what, tensor.nbytes)
+    in_order = partial(_in_order, rows=selected, order=order)
+    staged = partial(_send_staged, tensor, prepared, streams.fence(tensor), apply, in_order)
     return server.context.call(server, staged, what, INLINE_BYTES + 1)
+
+
+def _selected(server: Server, index: object, what: str, *, unique: bool) -> tuple[Rows, torch.Tensor | None]:
+    """Return the rows that a caller has given, and where it has the values of each; None if in increasing order.
+
+    With `unique` the second is, for each of the rows, the place in the list of the caller; without, for each place in
+    that list, the place among the rows.
+    """
+    if not server.row_numel:
+        raise ArgumentError(
+            f"{what}: rows= selects along the first dimension, and {server.name} has the shape {list(server.shape)}."
+        )
+    numbers = checked_index(index, server.shape[0], what, server.name, unique=unique)
+    if bool((np.diff(numbers) > 0).all()):
+        return Rows(numbers, server.row_numel), None
+    found, places, order = np.unique(numbers, return_index=True, return_inverse=True)
+    return Rows(found, server.row_numel), torch.from_numpy(places if unique else order.reshape(-1))
+
+
+def _in_order(data: torch.Tensor, rows: Rows | None, order: torch.Tensor | None) -> torch.Tensor:
+    return data if rows is None or order is None else data.reshape(-1, rows.row_numel)[order]
 
 
 def prepared_for(server: Server, rule: str | Rule, what: str) -> PreparedRule:
@@ -462,56 +561,77 @@ def prepared_for(server: Server, rule: str | Rule, what: str) -> PreparedRule:
         raise kind(f"{what}: {error}") from None
 
 
-def _send_staged(server: Server, tensor: torch.Tensor, rule: PreparedRule, mark: streams.Mark | None) -> None:
-    server.apply(streams.run_after(mark, tensor.device, partial(buffers.plain, tensor, to_host=True)), rule)
+def _send_staged(
+    tensor: torch.Tensor,
+    rule: PreparedRule,
+    mark: streams.Mark | None,
+    apply: Callable[[torch.Tensor, PreparedRule], None],
+    in_order: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    apply(in_order(streams.run_after(mark, tensor.device, partial(buffers.plain, tensor, to_host=True))), rule)
 
 
-def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle[torch.Tensor]:
-    """Fetch the values of a server, asynchronously.
+def receive(
+    server: Server, tensor: torch.Tensor | None = None, *, rows: torch.Tensor | Sequence[int] | None = None
+) -> Handle[torch.Tensor]:
+    """Fetch the values of a server, or some of its rows, asynchronously.
 
     The values include everything that this rank has sent before.
 
     Args:
         server: The server, as returned by :func:`init`.
-        tensor: The destination, of the dtype of the server, with its number of elements in any shape. It must not be
-            used before ``wait()`` returns. Default: a new tensor on the CPU.
+        tensor: The destination, of the dtype of the server, with its number of elements, or that of the rows, in any
+            shape. It must not be used before ``wait()`` returns. Default: a new tensor on the CPU.
+        rows: Numbers of rows, in any order, also repeated: only they are transferred.
 
     Returns:
         A handle; ``wait()`` returns the tensor.
 
     Raises:
-        ArgumentError: The tensor has another number of elements, or its elements share memory.
+        ArgumentError: The tensor has another number of elements, or its elements share memory, or there is no such row.
         DtypeError: The dtype is not that of the server.
         CommunicatorError: The server has been freed.
 
     Example:
         weights = ps.receive(server).wait()
+        few = ps.receive(table, rows=[3, 17]).wait()
     """
     what = _check_server(server, "receive")
+    selected, order = (None, None) if rows is None else _selected(server, rows, what, unique=False)
     if tensor is None:
-        tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
+        shape = server.shape
+        if selected is not None:
+            shape = torch.Size([len(selected.numbers) if order is None else len(order), *server.shape[1:]])
+        tensor = torch.empty(shape, dtype=server.dtype, device="cpu")
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what, written=True)
     writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
-    _check_fits(server, tensor, what)
-    if tensor.is_cpu and buffers.is_direct(tensor):
-        return server.context.call(server, partial(_receive_directly, server, tensor), what, tensor.nbytes)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
-    staged = partial(_receive_staged, server, tensor, host, streams.fence(tensor))
+    _check_fits(server, tensor, what, selected, None if order is None else len(order))
+    if tensor.is_cpu and buffers.is_direct(tensor) and order is None:
+        return server.context.call(server, partial(_receive_directly, server, tensor, selected), what, tensor.nbytes)
+    shape = tensor.shape if selected is None else torch.Size([selected.numel])
+    host = torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
+    staged = partial(_receive_staged, server, tensor, host, streams.fence(tensor), selected, order)
     return server.context.call(server, staged, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
 
 
-def _receive_directly(server: Server, tensor: torch.Tensor) -> torch.Tensor:
-    server.read(tensor)
+def _receive_directly(server: Server, tensor: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    server.read(tensor, rows=rows)
     buffers.touch(tensor)
     return tensor
 
 
 def _receive_staged(
-    server: Server, tensor: torch.Tensor, host: torch.Tensor, mark: streams.Mark | None
+    server: Server,
+    tensor: torch.Tensor,
+    host: torch.Tensor,
+    mark: streams.Mark | None,
+    rows: Rows | None,
+    order: torch.Tensor | None,
 ) -> torch.Tensor:
-    server.read(host)
-    streams.run_after(mark, tensor.device, partial(buffers.overwrite, tensor, host))
+    server.read(host, rows=rows)
+    values = _in_order(host, rows, order).reshape(tensor.shape)
+    streams.run_after(mark, tensor.device, partial(buffers.overwrite, tensor, values))
     return tensor
 
 
@@ -534,11 +654,21 @@ def _check_open(server: Server, what: str) -> None:
         raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
 
 
-def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
-    if tensor.numel() != server.numel:
+def _check_fits(
+    server: Server, tensor: torch.Tensor, what: str, rows: Rows | None = None, num_rows: int | None = None
+) -> None:
+    """Raise unless a tensor has the elements of a server, or of rows, which the caller has given `num_rows` times."""
+    expected = server.numel
+    if rows is not None:
+        num_rows = len(rows.numbers) if num_rows is None else num_rows
+        expected = num_rows * rows.row_numel
+    if tensor.numel() != expected:
+        its = f"{server.name} has {server.numel} {list(server.shape)}"
+        if rows is not None:
+            its = f"{num_rows} rows of {server.name} {list(server.shape)} have {expected}"
         raise ArgumentError(
-            f"{what}: the tensor has {tensor.numel()} elements {list(tensor.shape)}, {server.name} has {server.numel} "
-            f"{list(server.shape)}. The shape may differ, the number of elements may not."
+            f"{what}: the tensor has {tensor.numel()} elements {list(tensor.shape)}, {its}. The shape may differ, the "
+            "number of elements may not."
         )
     if tensor.dtype is not server.dtype:
         raise DtypeError(

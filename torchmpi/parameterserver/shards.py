@@ -7,14 +7,19 @@ protocol is described in docs/design/parameterserver.md.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..communicators.levels import CallsForbidden
 from ..errors import TorchMPIError, TransportError
@@ -23,7 +28,8 @@ from ..shared_memory.process_vm import has_ended
 from ..shared_memory.segments import Segment, Ticket
 from .kernels import SHARDING
 from .kernels import shard_layout as fields
-from .rules import PreparedRule
+from .rows import Rows
+from .rules import PreparedRule, RuleContext
 
 MESSAGE_BYTES = 1 << 20
 """Upper limit of the data of one message to another host."""
@@ -88,6 +94,61 @@ def message_ranges(numel: int, chunk: int, item_bytes: int, max_bytes: int = MES
     return [(begin, min(begin + step, numel)) for begin in range(0, numel, step)]
 
 
+def first_chunks(parts: Sequence[tuple[int, int]], chunk: int) -> list[int]:
+    """Return the number of the first chunk of each shard, and last the number of all chunks.
+
+    >>> first_chunks([(0, 9), (9, 0), (9, 4)], 4)
+    [0, 3, 3, 4]
+    """
+    return [0, *accumulate(-(-numel // chunk) for _, numel in parts)]
+
+
+def joined_parts(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return begin and end of the ranges of elements that shards cover together.
+
+    >>> joined_parts([(0, 4), (4, 2), (9, 3), (12, 0)])
+    [(0, 6), (9, 12)]
+    """
+    joined: list[tuple[int, int]] = []
+    for begin, numel in parts:
+        first = joined.pop()[0] if joined and joined[-1][1] == begin else begin
+        joined.append((first, begin + numel))
+    return joined
+
+
+class Versions:
+    """What a client knows of the chunks of a server.
+
+    Attributes:
+        first: Number of the first of these chunks.
+        base: For each chunk, the rules of others that the values of the client contain; nan before it has fetched some.
+        own: For each chunk, the rules that the client has applied.
+    """
+
+    def __init__(self, num_chunks: int, first: int = 0) -> None:
+        self.first = first
+        self.base: NDArray[np.float64] = np.full(num_chunks, np.nan)
+        self.own: NDArray[np.float64] = np.zeros(num_chunks)
+
+    def since(self, base: NDArray[np.float64] | None) -> Versions:
+        """Return the same for values of another time; the sends of the client are counted in both."""
+        if base is None:
+            return self
+        other = copy(self)
+        other.base = base
+        return other
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """What a kernel gets: where the numbers of chunk 0 would be."""
+        shift = 8 * self.first
+        return self.base.ctypes.data - shift, self.own.ctypes.data - shift
+
+    def fetched(self, chunk: int) -> float:
+        """Return the version that a chunk has if only the client has sent since; nan if it is unknown."""
+        return float(self.base[chunk - self.first] + self.own[chunk - self.first])
+
+
 # ---- memory
 
 
@@ -101,12 +162,28 @@ class Shards:
     """The shards of one server that this process accesses through memory."""
 
     def __init__(
-        self, segment: Segment, layout: Layout, parts: list[tuple[int, int]], *, dtypes: tuple[torch.dtype, torch.dtype]
+        self,
+        segment: Segment,
+        layout: Layout,
+        parts: list[tuple[int, int]],
+        *,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        all_parts: Sequence[tuple[int, int]] = (),
+        chunk: int = 0,
     ) -> None:
-        """Map the shards. `parts`: first element and length of each; `dtypes`: of the values and of the states."""
+        """Map the shards.
+
+        Args:
+            segment: Their memory.
+            layout: Where they are in it.
+            parts: First element and length of each.
+            dtypes: Of the values and of the states.
+            all_parts: The parts of all shards of the server, by which chunks are numbered. Default: these.
+            chunk: Number of elements of a chunk. Default: that of the dtypes.
+        """
         self.segment, address = segment, segment.address
         self.dtype, self.state_dtype = dtypes
-        self.chunk_numel = chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
+        self.chunk_numel = chunk or chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
         self.parts = parts
         self.table = np.zeros((len(parts), fields.Shard.FIELDS), np.int64)
         for entry, (begin, numel), headers, arrays in zip(
@@ -115,6 +192,10 @@ class Shards:
             entry[fields.Shard.headers] = address + headers
             entry[fields.Shard.arrays : fields.Shard.begin] = [address + array for array in arrays]
             entry[fields.Shard.begin], entry[fields.Shard.numel] = begin, numel
+        self.first_chunks = first_chunks(all_parts or parts, self.chunk_numel)
+        """Number of the first chunk of each shard of the server; last, the number of all chunks."""
+        numbers = dict(zip(all_parts or parts, self.first_chunks, strict=False))
+        self.table[:, fields.Shard.first_chunk] = [numbers[part] for part in parts]
 
     def array(self, index: int, which: int = 0) -> torch.Tensor:
         """Return the values (`which` = 0) or a state of one shard, without a lock and without keeping it alive."""
@@ -169,6 +250,28 @@ def applied_part(ranges: Iterable[tuple[int, int]], parts: Iterable[tuple[int, i
     )
 
 
+class Sender(NamedTuple):
+    """Who sends: its rank in the communicator of the server, and how many ranks send."""
+
+    rank: int
+    num_clients: int
+
+
+NOBODY = Sender(-1, 0)
+"""Of sends without a communicator."""
+
+
+class _Call(NamedTuple):
+    """What a registered rule is applied to: `data` is the address of element `first` of the data."""
+
+    shards: Shards
+    data: int
+    first: int
+    rule: PreparedRule
+    versions: Versions | None
+    sender: Sender
+
+
 class Actor:
     """Applies rules to shards and reads them, one call at a time.
 
@@ -185,11 +288,13 @@ class Actor:
         self, kind: int, index: int = 0, *, ranks: Mapping[int, int] | None = None, is_crowded: bool = False
     ) -> None:
         loaded = kernels.load(which=SHARDING)
-        self._pass_over, self._end_chunk = loaded["pass_over"], loaded["end_chunk"]
+        self._pass_over, self._pass_over_rows = loaded["pass_over"], loaded["pass_over_rows"]
+        self._end_chunk, self._count_step = loaded["end_chunk"], loaded["count_step"]
         self._plan = np.zeros(fields.Pass.FIELDS, np.int64)
-        self._coefficients = np.zeros(fields.NUM_COEFFICIENTS, np.float64)
+        self._coefficients = np.zeros(fields.NUM_NUMBERS, np.float64)
         self._scratch = np.empty(fields.NUM_ARRAYS * fields.CHUNK_BYTES, np.uint8)
         self._ranks = ranks or {}
+        self._rows: Rows | None = None
         self._index, self._address = index, int(self._plan.ctypes.data)
         spins = _CROWDED_SPINS if is_crowded else _SPINS
         addresses = self._scratch.ctypes.data, self._coefficients.ctypes.data
@@ -207,6 +312,11 @@ class Actor:
         """Number of chunks of the last call."""
         return int(self._plan[fields.Pass.position])
 
+    @property
+    def ages(self) -> float:
+        """Sum of the staleness of the last call in its chunks; nan if the versions of its values are unknown."""
+        return float(self._coefficients[fields.AGES])
+
     def applied(self, shards: Shards) -> list[tuple[int, int]]:
         """Return the ranges of elements that the last call has processed, which is all unless it has failed."""
         ranges, left = [], self.num_chunks
@@ -217,52 +327,109 @@ class Actor:
             left -= chunks
         return ranges
 
-    def apply(self, shards: Shards, data: int, span: tuple[int, int], rule: PreparedRule) -> None:
+    def apply(
+        self,
+        shards: Shards,
+        data: int,
+        span: tuple[int, int],
+        rule: PreparedRule,
+        *,
+        versions: Versions | None = None,
+        sender: Sender = NOBODY,
+        rows: Rows | None = None,
+    ) -> None:
         """Apply a rule to the elements of `span` that are in `shards`, with the sent values at address `data`.
+
+        Args:
+            shards: The shards.
+            data: Address of the sent values.
+            span: Their range of elements; with `rows` the range of elements of these rows.
+            rule: The rule.
+            versions: What the sender knows of the chunks; its own sends are counted.
+            sender: Who has sent the values.
+            rows: The rows to which the rule is applied; these shards have all elements of `span`.
 
         Raises:
             RuleFailure: A registered rule has raised; it has been applied to the first `num_chunks` chunks.
             TransportError: A process was killed while it changed one of the chunks.
         """
+        numbers = self._coefficients
         if rule.coefficients:
-            self._coefficients[: len(rule.coefficients)] = rule.coefficients
-        if rule.function is None:
-            self._prepare(shards, data, span, rule.num_states, rule.address)
+            numbers[: len(rule.coefficients)] = rule.coefficients
+        numbers[fields.OFFSET], numbers[fields.AGES] = rule.offset, 0.0 if versions is not None else math.nan
+        compiled = rule.function is None
+        self._prepare(
+            shards, data, span, rule.num_states, rule.address if compiled else fields.IN_PYTHON,
+            versions=versions, rows=rows, halves=rule.halves,
+        )  # fmt: skip
+        if compiled:
             self._run()
             return
-        self._prepare(shards, data, span, rule.num_states, fields.IN_PYTHON)
         # An interrupt may come before any instruction, and not all of them are in the try block that they are written
         # in: neither the jump back to the condition of a loop (Python 3.12) nor the beginning of the finally block.
         # Hence a loop in a function of its own, and a second block for an interrupt at the end of the first one.
         try:
-            self._apply_function(shards, data - span[0] * shards.dtype.itemsize, rule)
+            self._apply_function(_Call(shards, data, span[0], rule, versions, sender))
         finally:
             self._end_chunk(self._address, 0)
 
-    def _apply_function(self, shards: Shards, data: int, rule: PreparedRule) -> None:
+    def _apply_function(self, call: _Call) -> None:
         """Apply a registered rule to all chunks, and release the chunk that is still locked after an exception."""
         try:
-            self._visit_chunks(shards, data, rule)
+            self._visit_chunks(call)
         finally:
             self._end_chunk(self._address, 0)
 
-    def _visit_chunks(self, shards: Shards, data: int, rule: PreparedRule) -> None:
+    def _visit_chunks(self, call: _Call) -> None:
         while self._run() == fields.TAKEN:
-            self._call_function(shards, data, rule)
+            self._call_function(call)
             self._end_chunk(self._address, 1)
 
-    def read(self, shards: Shards, data: int, span: tuple[int, int]) -> None:
-        """Copy the elements of `span` that are in `shards` to memory at address `data`.
+    def read(
+        self,
+        shards: Shards,
+        data: int,
+        span: tuple[int, int],
+        *,
+        versions: Versions | None = None,
+        rows: Rows | None = None,
+    ) -> None:
+        """Copy the elements of `span` that are in `shards` to memory at address `data`; note their `versions`.
 
         Raises:
             TransportError: A process was killed while it changed one of the chunks.
         """
-        self._prepare(shards, data, span, 0, fields.READING)
+        self._prepare(shards, data, span, 0, fields.READING, versions=versions, rows=rows)
         self._run()
 
-    def _prepare(self, shards: Shards, data: int, span: tuple[int, int], num_states: int, rule: int) -> None:
+    def count_step(self, shards: Shards, span: tuple[int, int]) -> NDArray[np.int64]:
+        """Count a step of a rule with states on rows of a server, in the shards that have elements of `span`.
+
+        Returns:
+            Its number in each of the shards.
+        """
+        numbers = np.zeros(len(shards.parts), np.int64)
+        self._prepare(shards, 0, span, 0, fields.READING)
+        self._plan[fields.Pass.row_steps] = numbers.ctypes.data
+        self._count_step(self._address)
+        return numbers
+
+    def _prepare(
+        self,
+        shards: Shards,
+        data: int,
+        span: tuple[int, int],
+        num_states: int,
+        rule: int,
+        *,
+        versions: Versions | None = None,
+        rows: Rows | None = None,
+        halves: int = 0,
+    ) -> None:
         num_shards = len(shards.parts)
-        self._plan[fields.Pass.shards : fields.Pass.first_shard + 1] = (
+        known = (0, 0) if versions is None else versions.addresses
+        self._rows = rows  # kept alive, with the memory of its numbers
+        self._plan[fields.Pass.shards : fields.Pass.cursor_end + 1] = (
             shards.table.ctypes.data,
             num_shards,
             shards.chunk_numel,
@@ -274,10 +441,14 @@ class Actor:
             *span,
             *(0, 0, 0, 0, 0, 0),  # position to header
             self._index % num_shards,
+            *known,
+            halves,
+            *((0, 0, 0, 0, 0) if rows is None else (*rows.cells, *span)),
         )
 
     def _run(self) -> int:
-        while (status := self._pass_over(self._address)) == fields.HELD:
+        pass_over = self._pass_over if self._rows is None else self._pass_over_rows
+        while (status := pass_over(self._address)) == fields.HELD:
             process = int(self._plan[fields.Pass.holder]) // 2
             rank = self._ranks.get(process, -1)
             if has_ended(process):
@@ -288,12 +459,17 @@ class Actor:
             self.on_wait(rank)
         return status
 
-    def _call_function(self, shards: Shards, data: int, rule: PreparedRule) -> None:
-        """Call a registered rule on the scratch memory; `data` is the address where element 0 would be."""
+    def _call_function(self, call: _Call) -> None:
+        """Call a registered rule on the scratch memory."""
+        shards, rule, plan = call.shards, call.rule, self._plan
         assert rule.function is not None
-        begin, end = int(self._plan[fields.Pass.chunk_begin]), int(self._plan[fields.Pass.chunk_end])
-        sent = _tensor_at(data + begin * shards.dtype.itemsize, end - begin, shards.dtype).clone()  # may be changed
-        scratch = int(self._plan[fields.Pass.scratch])
+        names = (fields.Pass.chunk_begin, fields.Pass.chunk_end)
+        if self._rows is not None:
+            names = (fields.Pass.cursor, fields.Pass.data_end)
+        begin, end = (int(plan[name]) for name in names)
+        address = call.data + (begin - call.first) * shards.dtype.itemsize
+        sent = _tensor_at(address, end - begin, shards.dtype).clone()  # may be changed
+        scratch = int(plan[fields.Pass.scratch])
         arrays = [
             _tensor_at(scratch + array * fields.CHUNK_BYTES, end - begin, shards.state_dtype if array else shards.dtype)
             for array in range(1 + rule.num_states)
@@ -305,6 +481,17 @@ class Actor:
         )
         try:
             with torch.no_grad():
-                forbidden.call(rule.function, arrays[0], sent, *arrays[1:], *rule.coefficients)
+                function = partial(rule.function, **self._context(call))
+                forbidden.call(function, arrays[0], sent, *arrays[1:], *rule.coefficients)
         except (Exception, SystemExit) as error:  # a SystemExit would end a server thread
             raise RuleFailure("".join(traceback.format_exception_only(type(error), error)).strip()) from error
+
+    def _context(self, call: _Call) -> dict[str, RuleContext]:
+        """Return the keyword argument of a registered rule that takes a context."""
+        if not call.rule.takes_context:
+            return {}
+        chunk, version = int(self._plan[fields.Pass.chunk]), int(self._plan[fields.Pass.version])
+        known = math.nan if call.versions is None else call.versions.fetched(chunk)
+        fetched = None if math.isnan(known) else known
+        staleness = 0.0 if fetched is None else version - fetched
+        return {"context": RuleContext(*call.sender, version=version, fetched=fetched, staleness=staleness)}

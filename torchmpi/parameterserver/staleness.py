@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, StallError
@@ -15,7 +14,8 @@ from ..log import logger
 from ..session import runtime
 from .runs import observed_run
 from .runs.run_record import CLOCK
-from .servers import init, receive, send
+from .servers import receive, send
+from .workers import RankWorkers, Workers
 
 __all__ = ["Clock", "StalenessMeter"]
 
@@ -81,6 +81,7 @@ class Clock:
         comm: Communicator, or its level. Default: the current communicator.
         participates: False for a rank that no rank waits for.
         initial: Number of rounds that this rank has completed before, when resuming.
+        workers: The workers of an update, in the place of `comm`.
 
     Attributes:
         value: Number of rounds that this rank has completed.
@@ -99,23 +100,30 @@ class Clock:
                 clock.advance()
     """
 
-    def __init__(self, max_staleness: float, comm: Comm = None, *, participates: bool = True, initial: int = 0) -> None:
+    def __init__(
+        self,
+        max_staleness: float,
+        comm: Comm = None,
+        *,
+        participates: bool = True,
+        initial: int = 0,
+        workers: Workers | None = None,
+    ) -> None:
         check_max_staleness(max_staleness)
-        communicator = runtime.communicator(comm)
+        self._workers = workers = RankWorkers(comm) if workers is None else workers
         self.max_staleness, self.value = max_staleness, initial
         self.num_waits, self.waited_seconds = 0, 0.0
         self.is_finished = not participates
-        self.group = communicator.intra
-        self.server = init(torch.zeros(self.group.size, dtype=torch.int64), comm=communicator, name=CLOCK)
+        self.server = workers.init(torch.zeros(workers.size, dtype=torch.int64), CLOCK)
         self.server.is_saved = False  # each rank restores its own rounds: see `initial`
-        self._values = torch.zeros(self.group.size, dtype=torch.int64)
+        self._values = torch.zeros(workers.size, dtype=torch.int64)
         self._publish(initial if participates else _FINISHED)
-        collectives.barrier(communicator)  # all ranks have published their first value
+        workers.barrier()  # all ranks have published their first value
 
     def advance(self) -> None:
         """Complete a round. All sends of the round must have been waited for, so that other ranks receive them."""
         if self.is_finished:
-            raise ArgumentError(f"{self.group.where}: advance() on a clock that this rank has finished.")
+            raise ArgumentError(f"{self._workers.where}: advance() on a clock that this rank has finished.")
         self.value += 1
         self._publish(self.value)
 
@@ -165,21 +173,21 @@ class Clock:
         self.finish()
 
     def _publish(self, value: int) -> None:
-        own = torch.zeros(self.group.size, dtype=torch.int64)
-        own[self.group.rank] = value
+        own = torch.zeros(self._workers.size, dtype=torch.int64)
+        own[self._workers.rank] = value
         send(self.server, own, "max").wait()
 
     def _behind(self, rounds: list[int | None] | None = None) -> dict[int, int]:
         """Return the world ranks that this rank has to wait for, and their rounds; `rounds` are those of all ranks."""
         limit = self.value - self.max_staleness
-        pairs = zip(self.group.world_ranks, self.read() if rounds is None else rounds, strict=True)
+        pairs = zip(self._workers.names, self.read() if rounds is None else rounds, strict=True)
         return {rank: value for rank, value in pairs if value is not None and value < limit}
 
     def _report(self, behind: dict[int, int], waited: float) -> str:
         slowest = min(behind.values())
         ranks = ", ".join(str(rank) for rank, value in behind.items() if value == slowest)
         return (
-            f"{self.group.where} has completed {self.value} rounds and waited {waited:.0f} s for rank {ranks} "
+            f"{self._workers.where} has completed {self.value} rounds and waited {waited:.0f} s for rank {ranks} "
             f"at round {slowest}: max_staleness={self.max_staleness:g} allows no more. A rank that leaves its "
             "loop early must call finish()."
         )

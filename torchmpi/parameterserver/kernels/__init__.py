@@ -3,5 +3,6 @@
 from ...shared_memory.kernels.kernel_sets import KernelSet
 
 SHARDING = KernelSet(
-    "sharding", __name__, ("shard_passes",), (("pass_over", "end_chunk"),), "parameter-server kernels", 1
-)
+    "sharding", __name__, ("shard_passes",), (("pass_over", "pass_over_rows", "count_step", "end_chunk"),),
+    "parameter-server kernels", 1,
+)  # fmt: skip

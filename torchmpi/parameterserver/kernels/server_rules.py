@@ -95,6 +95,14 @@ def _adam(c: Any, v: Any, g: Any, m: Any, s: Any) -> Any:
     return v - (step * m) / (math.sqrt(s) + eps), m, s
 
 
+def _buffered(c: Any, v: Any, g: Any, m: Any, s: Any) -> Any:
+    weight, lr, size = c[:3]
+    nothing = s - s
+    m = m + weight * g
+    s = s + 1
+    return (v - lr * (m / size), nothing, nothing) if s >= size else (v, m, s)
+
+
 _Row, _OfFloats = BuiltIn, partial(BuiltIn, floats_only=True)
 BUILT_IN: dict[str, BuiltIn] = {
     "zero": _Row(lambda c, v, g: v ^ v, keeps_bits=True),
@@ -106,6 +114,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "axpby": _OfFloats(lambda c, v, g: c[0] * g + c[1] * v, ("a", "b")),
     "sgd": _OfFloats(_sgd, ("lr", "momentum", "weight_decay", "nesterov"), 1, without="momentum", plain=_sgd_plain),
     "adagrad": _OfFloats(_adagrad, ("lr", "eps", "weight_decay"), 1),
+    "buffered": _OfFloats(_buffered, ("weight", "lr", "size"), 2),
     "adam": _OfFloats(_adam, ("lr", "beta1", "beta2", "eps", "weight_decay"), 2, corrects_bias=True),
 }
 """All built-in rules by name."""

@@ -14,6 +14,15 @@ NUM_ARRAYS = 1 + MOST_STATES
 """Values, then states."""
 NUM_COEFFICIENTS = 6
 
+# Numbers of an actor in float64, behind the coefficients.
+SCALED = NUM_COEFFICIENTS
+"""The coefficients of a damped rule for the chunk at hand."""
+OFFSET = SCALED + NUM_COEFFICIENTS
+"""What is added to the staleness before a rate is divided by it."""
+AGES = OFFSET + 1
+"""Sum of the staleness of all chunks of the call; nan if it is unknown."""
+NUM_NUMBERS = AGES + 1
+
 
 class Header(Record):
     """The header of a chunk, a cache line of its own."""
@@ -24,7 +33,9 @@ class Header(Record):
     """Rules applied so far."""
     steps = Word()
     """Rules with states applied so far."""
-    rest = Array(5)
+    row_steps = Atomic()
+    """Of the first chunk of a shard: rules with states applied so far to rows, of any chunk of the server."""
+    rest = Array(4)
 
 
 class Shard(Record):
@@ -37,6 +48,8 @@ class Shard(Record):
     begin = Word()
     """First element."""
     numel = Word()
+    first_chunk = Word()
+    """Number of its first chunk among those of all shards."""
 
 
 class Pass(Record):
@@ -48,7 +61,7 @@ class Pass(Record):
     scratch = Word()
     """Address of its scratch memory."""
     coefficients = Word()
-    """Address of the coefficients of the rule."""
+    """Address of the coefficients of the rule, and of other numbers in float64."""
     spins = Word()
     yields = Word()
 
@@ -81,16 +94,41 @@ class Pass(Record):
     holder = Word()
     """Holder of a lock that could not be taken."""
 
-    # Of the chunk at `position`.
     header = Pointer(Header)
-    """0 after the last chunk."""
+    """Of the chunk at `position`; 0 after the last chunk."""
     first_shard = Word()
     """The shard to begin with."""
+    base = Word()
+    """Address of the versions that the sender knows, without its own sends, in float64 for each chunk; or 0."""
+    own = Word()
+    """The same of the numbers of its own sends."""
+    halves = Word()
+    """Twice the power of the staleness by which the first coefficient is divided; 0 for none."""
+    rows = Word()
+    """Address of the numbers of rows, in increasing order; the data have the elements of these rows only."""
+    row_numel = Word()
+    """Elements of a row; 0 if the data have all elements."""
+    row_steps = Word()
+    """Address of the number of this step for each shard, of a rule with states that is applied to rows."""
+    cursor = Word()
+    """Elements of the data before the chunk at hand, of rows,"""
+    cursor_end = Word()
+    """and where the data end."""
+
+    # Of the chunk at `position`.
+    chunk = Word()
+    """Its number among the chunks of all shards."""
+    version = Word()
+    """Its version when its lock was taken."""
+    first_header = Pointer(Header)
+    """The header of the first chunk of its shard."""
     chunk_begin = Word()
     """Its range of elements."""
     chunk_end = Word()
     arrays = Array(NUM_ARRAYS)
     """Addresses of its arrays."""
+    run_arrays = Array(NUM_ARRAYS)
+    """The same, from the first of adjacent rows on."""
 
 
 # Values of `rule` other than addresses.

@@ -5,6 +5,10 @@ docs/design/parameterserver.md describes the protocol.
 
 from __future__ import annotations
 
+import math
+
+from numba import types
+
 from ...shared_memory.compiler.compilation import inner, kernel
 from ...shared_memory.kernels.copying import copy_past
 from ...shared_memory.kernels.intrinsics import (
@@ -15,15 +19,33 @@ from ...shared_memory.kernels.intrinsics import (
     load,
     load_acquire,
     pause,
+    pointer_to,
     sleep,
     store_release,
 )
-from .shard_layout import CHUNK_BYTES, DONE, HELD, IN_PYTHON, NUM_ARRAYS, READING, TAKEN, Header, Pass
+from .shard_layout import (
+    AGES,
+    CHUNK_BYTES,
+    DONE,
+    HELD,
+    IN_PYTHON,
+    NUM_ARRAYS,
+    NUM_COEFFICIENTS,
+    OFFSET,
+    READING,
+    SCALED,
+    TAKEN,
+    Header,
+    Pass,
+    Shard,
+)
 
 _LONG_BYTES = 8 << 20  # more than a core's share of the caches
 _SLEEP_MICROSECONDS = 20
 _LONGEST_SLEEP_MICROSECONDS = 1000
 _MOST_SLEEPS = 120  # a tenth of a second
+
+floats_at, words_at = pointer_to(types.float64), pointer_to(types.int64)
 
 
 @inner
@@ -65,17 +87,59 @@ def select_chunk(plan: Pass) -> Header:
         num_chunks = max(end - begin + chunk_numel - 1, 0) // chunk_numel
         if chunk < num_chunks:
             begin += chunk * chunk_numel
-            header = shard.headers[begin // chunk_numel]
-            plan.header = header
-            plan.chunk_begin = first + begin
-            plan.chunk_end = first + min(begin + chunk_numel, end)
-            for array in range(NUM_ARRAYS):
-                plan.arrays[array] = shard.arrays[array] + begin * bytes_of_item(plan, array)
-            return header
+            return enter_chunk(plan, shard, begin, min(begin + chunk_numel, end))
         plan.shift += 1
         plan.shift_position += num_chunks
     plan.header = Header(0)
     return Header(0)
+
+
+@inner
+def enter_chunk(plan: Pass, shard: Shard, begin, end) -> Header:
+    """Store what a pass needs of the chunk with these elements of a shard, and return its header."""
+    number = begin // plan.chunk_numel
+    header = shard.headers[number]
+    plan.header = header
+    plan.first_header = shard.headers
+    plan.chunk = shard.first_chunk + number
+    plan.chunk_begin = shard.begin + begin
+    plan.chunk_end = shard.begin + end
+    for array in range(NUM_ARRAYS):
+        plan.arrays[array] = shard.arrays[array] + begin * bytes_of_item(plan, array)
+    return header
+
+
+@inner
+def note_version(plan: Pass, header: Header):
+    """Note the version of a locked chunk; return the rules that the sender's values lack, 0 if that is unknown."""
+    version = header.version
+    plan.version = version
+    plan.versions += version
+    if plan.base == 0:
+        return 0.0
+    base, own, chunk = floats_at(plan.base), floats_at(plan.own), plan.chunk
+    if plan.rule == READING:
+        base[chunk] = version - own[chunk]
+        return 0.0
+    staleness = version - (base[chunk] + own[chunk])
+    floats_at(plan.coefficients)[AGES] += staleness
+    return staleness if staleness == staleness else 0.0
+
+
+@inner
+def damped(plan: Pass, staleness):
+    """Return the address of the coefficients, the first of which is divided by a power of the staleness."""
+    numbers, halves = floats_at(plan.coefficients), plan.halves
+    if halves == 0:
+        return plan.coefficients
+    age = max(staleness + numbers[OFFSET], 1.0)
+    divisor = math.sqrt(age) if halves & 1 else 1.0
+    for _ in range(halves >> 1):
+        divisor *= age
+    numbers[SCALED] = numbers[0] / divisor
+    for index in range(1, NUM_COEFFICIENTS):
+        numbers[SCALED + index] = numbers[index]
+    return plan.coefficients + 8 * SCALED
 
 
 @inner
@@ -110,10 +174,12 @@ def copy_arrays(plan: Pass, numel, is_back):
 
 @inner
 def count_rule(plan: Pass, header: Header):
-    """Count the rule in the header of its chunk."""
+    """Count the rule in the header of its chunk, and among the sends of the client."""
     header.version += 1
-    if plan.num_states > 0:
+    if plan.num_states > 0 and plan.row_numel == 0:
         header.steps += 1
+    if plan.base != 0:
+        floats_at(plan.own)[plan.chunk] += 1.0
     return 0
 
 
@@ -128,7 +194,7 @@ def pass_over(plan: Pass):
     while header:
         if lock(plan, header) != DONE:
             return HELD
-        plan.versions += header.version
+        staleness = note_version(plan, header)
         begin = plan.chunk_begin
         numel = plan.chunk_end - begin
         data = plan.data + (begin - plan.data_begin) * item_bytes
@@ -139,11 +205,124 @@ def pass_over(plan: Pass):
             read_chunk(plan, data, numel * item_bytes)
         else:
             arrays, steps = plan.arrays, header.steps + 1
-            call_rule(rule, arrays, data, numel, plan.coefficients, steps)
+            if plan.num_states > 0:
+                steps += load_acquire(plan.first_header.row_steps)
+            call_rule(rule, arrays, data, numel, damped(plan, staleness), steps)
             count_rule(plan, header)
         store_release(header.lock, 0)
         plan.position += 1
         header = select_chunk(plan)
+    return DONE
+
+
+@inner
+def select_rows(plan: Pass) -> Header:
+    """Like `select_chunk` for the chunk of the row at `cursor`; the data end before rows of other ranks' memory."""
+    row_numel, cursor = plan.row_numel, plan.cursor
+    if cursor >= plan.cursor_end:
+        plan.header = Header(0)
+        return Header(0)
+    element = words_at(plan.rows)[cursor // row_numel] * row_numel + cursor % row_numel
+    shard = plan.shards[plan.shift]
+    while element >= shard.begin + shard.numel:
+        plan.shift += 1
+        shard = plan.shards[plan.shift]
+    begin = (element - shard.begin) // plan.chunk_numel * plan.chunk_numel
+    return enter_chunk(plan, shard, begin, min(begin + plan.chunk_numel, shard.numel))
+
+
+@inner
+def next_run(plan: Pass, cursor):
+    """Return the number of elements from `cursor` on that are adjacent in the chunk at hand, 0 after its last row."""
+    row_numel, rows = plan.row_numel, words_at(plan.rows)
+    if cursor >= plan.cursor_end:
+        return 0
+    index = cursor // row_numel
+    element = rows[index] * row_numel + cursor % row_numel
+    most = min(plan.chunk_end - element, plan.cursor_end - cursor)
+    numel = row_numel - cursor % row_numel
+    while numel < most and rows[index + 1] == rows[index] + 1:
+        index += 1
+        numel += row_numel
+    numel = max(min(numel, most), 0)
+    offset = element - plan.chunk_begin
+    for array in range(NUM_ARRAYS):
+        plan.run_arrays[array] = plan.arrays[array] + offset * bytes_of_item(plan, array)
+    return numel
+
+
+@inner
+def copy_rows(plan: Pass, is_back):
+    """Copy the rows of the arrays that the rule uses to the scratch memory, without gaps, or back; return the end."""
+    begin = cursor = plan.cursor
+    numel = next_run(plan, cursor)
+    while numel > 0:
+        for array in range(plan.num_states + 1):
+            item_bytes = bytes_of_item(plan, array)
+            scratch = plan.scratch + array * CHUNK_BYTES + (cursor - begin) * item_bytes
+            if is_back:
+                copy(plan.run_arrays[array], scratch, numel * item_bytes)
+            else:
+                copy(scratch, plan.run_arrays[array], numel * item_bytes)
+        cursor += numel
+        numel = next_run(plan, cursor)
+    return cursor
+
+
+@inner
+def visit_rows(plan: Pass, coefficients, steps):
+    """Apply the rule to the rows of the chunk at hand, or read them."""
+    rule, item_bytes, cursor = plan.rule, plan.item_bytes, plan.cursor
+    numel = next_run(plan, cursor)
+    while numel > 0:
+        data = plan.data + (cursor - plan.data_begin) * item_bytes
+        if rule == READING:
+            copy(data, plan.run_arrays[0], numel * item_bytes)
+        else:
+            arrays = plan.run_arrays
+            call_rule(rule, arrays, data, numel, coefficients, steps)
+        cursor += numel
+        numel = next_run(plan, cursor)
+    plan.cursor = cursor
+    return 0
+
+
+@kernel
+def pass_over_rows(plan: Pass):
+    """Like `pass_over` for data that have the elements of some rows, one row after the other, from `cursor` on."""
+    rule = plan.rule
+    header = select_rows(plan)
+    while header:
+        if lock(plan, header) != DONE:
+            return HELD
+        staleness = note_version(plan, header)
+        if rule == IN_PYTHON:
+            plan.data_end = copy_rows(plan, False)  # for Python, which calls the rule
+            return TAKEN
+        steps = header.steps
+        if plan.num_states > 0:
+            steps += words_at(plan.row_steps)[plan.shift]
+        visit_rows(plan, damped(plan, staleness), steps)
+        if rule != READING:
+            count_rule(plan, header)
+        store_release(header.lock, 0)
+        plan.position += 1
+        header = select_rows(plan)
+    return DONE
+
+
+@kernel
+def count_step(plan: Pass):
+    """Count a step for all shards with elements of the data, and note its number in each."""
+    numbers = words_at(plan.row_steps)
+    for index in range(plan.num_shards):
+        shard = plan.shards[index]
+        if max(shard.begin, plan.data_begin) < min(shard.begin + shard.numel, plan.data_end):
+            counter = shard.headers.row_steps
+            number = load_acquire(counter)
+            while compare_and_swap(counter, number, number + 1) != number:
+                number = load_acquire(counter)
+            numbers[index] = number + 1
     return DONE
 
 
@@ -154,7 +333,10 @@ def end_chunk(plan: Pass, is_good):
     if not header or load(header.lock) != plan.actor:
         return 0
     if is_good != 0:
-        copy_arrays(plan, plan.chunk_end - plan.chunk_begin, True)
+        if plan.row_numel > 0:
+            plan.cursor = copy_rows(plan, True)
+        else:
+            copy_arrays(plan, plan.chunk_end - plan.chunk_begin, True)
         count_rule(plan, header)
         plan.position += 1
     store_release(header.lock, 0)

@@ -17,9 +17,9 @@ from ...errors import ArgumentError
 from ..runs import observed_run
 from ..runs.observed_run import RunObserver
 from ..runs.run_record import RunRecord
+from .simulated_job import Generators, SimulatedRuntime, WorkerFailure, WorkerTurns, no_job, run_workers
 from .simulated_network import SimulatedNetwork
 from .simulated_servers import ServedGroup, SimulatedServerContext
-from .workers import Generators, SimulatedRuntime, WorkerFailure, WorkerTurns, no_job, run_workers
 
 __all__ = ["SimulatedRun", "simulate"]
 

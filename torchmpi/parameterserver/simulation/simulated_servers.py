@@ -17,8 +17,8 @@ from ..runs import observed_run
 from ..servers import Server, ServerContext
 from ..shards import CLIENT, Actor, Shards, layout, private_segment
 from .coroutines import Event
+from .simulated_job import WorkerTurns
 from .simulated_network import SimulatedNetwork
-from .workers import WorkerTurns
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm as MPIComm

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...argument_types import checks_types
 from ...errors import ArgumentError
 from ...nn.periodic_update import check_whole
-from ..parameter_lists import LocalUpdate, apply_local_update
+from ..parameter_lists import Base, LocalUpdate, apply_local_update
 from ..rules import Rule, scaled_add
 from ..servers import prepared_for
-from .update import Update
+from .update import Schedule, Update
 
 __all__ = ["DownpourUpdate"]
 
@@ -32,7 +33,8 @@ class DownpourUpdate(Update):
         network: The network.
         send_frequency: Steps for which gradients are accumulated before they are sent. With a finite `max_staleness`
             they are also sent at each integration, so that no gradient of a finished round is missing.
-        lr: The servers subtract ``lr * gradient``. The attribute ``lr`` may be changed during training.
+        lr: The servers subtract ``lr * gradient``: a number, or a function of the step. The attribute ``lr`` may be
+            changed during training.
         local_update: The servers add ``local_update(gradient)``, which may change its argument in place.
         rule: The servers apply this rule to the gradient, for example ``ps.adam(1e-3)``. A parameter without a gradient
             is sent zeros, with which momentum, moments and weight decay still move it.
@@ -56,7 +58,7 @@ class DownpourUpdate(Update):
         network: nn.Module,
         *,
         send_frequency: int = 1,
-        lr: float | None = None,
+        lr: Schedule | None = None,
         local_update: LocalUpdate | None = None,
         rule: str | Rule = "add",
         **options: Any,
@@ -70,7 +72,7 @@ class DownpourUpdate(Update):
                 "local_update=, or the rule= of an optimizer such as adam(1e-3)."
             )
         self.send_frequency, self.lr, self.local_update, self.rule = send_frequency, lr, local_update, rule
-        self._bases: list[list[float] | None] = []
+        self._bases: list[list[Base] | None] = []
         """For each accumulated gradient: the version of its weights on each server; None if unknown."""
         self._restored: list[Tensor] = []
         """Accumulated gradients of a loaded state, until there are servers."""
@@ -78,24 +80,26 @@ class DownpourUpdate(Update):
     def _options(self) -> dict[str, Any]:
         return {**super()._options(), "send_frequency": self.send_frequency}
 
-    def _integrate(self) -> None:
-        self._fetched().scatter(self._parameters)
+    def integrate(self, center: list[Tensor]) -> None:
+        """Take the values of the servers."""
+        torch._foreach_copy_(self.parameters, center)
 
-    def _send(self, integrated: bool) -> None:
-        self._settle_send()  # gradients are accumulated in the buffers that are sent
-        gradients = [parameter.grad for parameter in self._parameters]
-        self.servers.outgoing.gather(gradients, add=bool(self._bases))
-        self._bases.append(self._gradient_base)
+    def send(self, integrated: bool) -> None:
+        """Accumulate the gradients, and send them if `send_frequency` requires it."""
+        self.settle_send()  # gradients are accumulated in the buffers that are sent
+        self.servers.outgoing.gather(self.gradients(), add=bool(self._bases))
+        self._bases.append(self.gradient_base)
         if len(self._bases) >= self.send_frequency or (integrated and self.clock is not None):
             self._send_accumulated()
 
     def _send_accumulated(self) -> None:
         bases, self._bases = self._bases, []
         known = [base for base in bases if base is not None]
-        base = [sum(each) / len(bases) for each in zip(*known, strict=True)] if len(known) == len(bases) else None
+        is_known = len(known) == len(bases)
+        base = [np.mean(each, axis=0) for each in zip(*known, strict=True)] if is_known else None  # type: ignore[arg-type]
         flat = self.servers.outgoing
         apply_local_update(self.local_update, flat)
-        self._begin_send(self.rule if self.lr is None else scaled_add(-self.lr), flat, base=base)
+        self.begin_send(self.rule if self.lr is None else scaled_add(-self.at(self.lr)), flat, base=base)
 
     def finish(self) -> None:
         """Send the accumulated gradients, wait for the sends of this rank, and leave the clock."""

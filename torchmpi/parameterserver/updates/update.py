@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import chain, count
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ... import collectives
 from ...argument_types import checks_types
 from ...communicators.communicator import Communicator
 from ...communicators.levels import Comm
@@ -20,17 +19,24 @@ from ...nn.replica import Replica
 from ...nn.sync import broadcast_replica
 from ...session import runtime
 from ...tensors.flat_buffers import FlatBuffers
-from ..parameter_lists import TensorServers, sync_handles
+from ..parameter_lists import Base, TensorServers, sync_handles
 from ..rules import Rule
 from ..runs import observed_run
 from ..servers import Server, free
 from ..staleness import Clock, StalenessMeter, check_max_staleness
+from ..workers import RankWorkers, Workers, workers_of
 
 __all__ = ["Update"]
 
 
+Schedule = float | Callable[[int], float]
+"""A number, or a function of the step that returns one."""
+
+
 class FetchSchedule(NamedTuple):
     """The numbers of the steps that fetch and of those that integrate.
+
+    The period may be a function of the step at which it begins; `since` is a step at which one began.
 
     >>> schedule = FetchSchedule(update_frequency=10, init_delay=100, prefetch=3)
     >>> [step for step in range(125) if schedule.integrates(step)]
@@ -39,12 +45,18 @@ class FetchSchedule(NamedTuple):
     [107, 117]
     """
 
-    update_frequency: int
+    update_frequency: Schedule
     init_delay: int
     prefetch: int = 0
+    since: int = -1
 
     def integrates(self, step: int) -> bool:
         """Return whether this step integrates fetched values."""
+        if callable(self.update_frequency):
+            begin = max(self.since, self.init_delay)
+            while begin < step:
+                begin += checked_period(self.update_frequency(max(begin, 0)), begin)
+            return begin == step > self.init_delay
         return step > self.init_delay and (step - self.init_delay) % self.update_frequency == 0
 
     def fetches(self, step: int) -> bool:
@@ -52,12 +64,35 @@ class FetchSchedule(NamedTuple):
         return self.integrates(step + self.prefetch)
 
 
+def checked_period(period: float, step: int) -> int:
+    """Return the result of a schedule of periods, or raise an ArgumentError.
+
+    >>> checked_period(0.5, 7)
+    Traceback (most recent call last):
+    torchmpi.errors.ArgumentError: update_frequency(7) returned 0.5: expected a whole number from 1.
+    """
+    if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+        raise ArgumentError(
+            f"{rank_prefix()}update_frequency({step}) returned {period!r}: expected a whole number from 1."
+        )
+    return period
+
+
+def shown(value: object) -> object:
+    """Return an option as it is compared between ranks: a function by its name.
+
+    >>> shown(0.1), shown(len)
+    (0.1, 'len()')
+    """
+    return f"{getattr(value, '__name__', type(value).__name__)}()" if callable(value) else value
+
+
 @checks_types
 class Update(PeriodicUpdate):
     """Base class of training through a parameter server.
 
     Call :meth:`update` once per step, between ``backward()`` and ``optimizer.step()``. A subclass implements
-    ``_integrate`` and ``_send``.
+    :meth:`integrate` and :meth:`send`.
 
     Args:
         network: The network. Its trainable parameters must not change after the first step.
@@ -65,7 +100,8 @@ class Update(PeriodicUpdate):
             servers.
         dataparallel_communicator: Communicator, or its level, within which ranks train with the same gradients. Only
             its rank 0 communicates with the servers, and broadcasts the parameters after an integration.
-        update_frequency: Steps between two integrations of the values of the servers.
+        update_frequency: Steps between two integrations of the values of the servers: a number, or a function that is
+            called with the step at which a period begins and returns its length.
         init_delay: Step at which the servers are created, with the values of rank 0.
         prefetch: How many steps before the integration the values are fetched; at most `update_frequency`.
         max_staleness: How many integrations a rank may be ahead of the slowest one without waiting.
@@ -75,6 +111,7 @@ class Update(PeriodicUpdate):
         step: Number of the next step.
         update_frequency, init_delay, prefetch, max_staleness: The options, which may be changed during training, by the
             ranks of a data-parallel group at the same step. A limit cannot be added after the start.
+        workers: The :class:`Workers` that train together; known once the servers have been created.
         num_clients: Number of ranks that communicate with the servers; known once they have been created.
         num_integrations: Number of integrations of this rank.
         num_sends: Number of sends of this rank.
@@ -86,13 +123,12 @@ class Update(PeriodicUpdate):
 
     Example:
         class LargestWins(ps.Update):
-            def _integrate(self):
-                self._fetched().scatter(self.network.parameters())
+            def integrate(self, center):
+                for parameter, value in zip(self.parameters, center):
+                    parameter.copy_(value)
 
-            def _send(self, integrated):
-                self._settle_send()
-                self.servers.outgoing.gather(list(self.network.parameters()))
-                self._begin_send("max", self.servers.outgoing)
+            def send(self, integrated):
+                self.push(self.parameters, "max")
     """
 
     def __init__(
@@ -101,7 +137,7 @@ class Update(PeriodicUpdate):
         *,
         sharding_communicator: Comm = 0,
         dataparallel_communicator: Comm = None,
-        update_frequency: int = 10,
+        update_frequency: Schedule = 10,
         init_delay: int = 100,
         prefetch: int = 0,
         max_staleness: float = math.inf,
@@ -114,26 +150,30 @@ class Update(PeriodicUpdate):
         """For each send: the number of rules of other ranks applied since the fetch of the values used."""
         self.sharding_communicator, self.dataparallel_communicator = sharding_communicator, dataparallel_communicator
         self._max_staleness, self.name = max_staleness, name
+        self.workers: Workers
+        self.generator = torch.Generator()
+        """For random choices of the algorithm; seeded by the number of the worker at the start."""
         self.num_clients = 0
         self.clock: Clock | None = None
         self._servers: TensorServers | None = None
         self._is_client = True
         self._data_parallel: Communicator | None = None
         self._is_fetching = False
-        self._num_sends_at_fetch = 0
-        self._base: list[float] | None = None
-        """For each server: version of the values that were integrated last, without the sends of this rank."""
-        self._gradient_base: list[float] | None = None
+        self.base: list[Base] | None = None
+        """For each server: version of the values that were integrated last; None before the first integration."""
+        self.gradient_base: list[Base] | None = None
         """The same of the values with which the current gradient was computed, before an integration in this step."""
-        self._expected: list[float] | None = None
-        """For each server: version that the current send finds if no other rank has sent anything."""
+        self._has_base = False
+        """Whether the staleness of the current send is known."""
         self._is_sending = False
         self._rounds = 0
+        self._since = -1
+        """A step at which a period began, if their lengths vary."""
 
     def _check_options(self) -> None:
         super()._check_options()
         check_whole("prefetch", self.prefetch, 0)
-        if self.prefetch > self.update_frequency:
+        if not callable(self.update_frequency) and self.prefetch > self.update_frequency:
             raise ArgumentError(
                 f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values cannot be "
                 "fetched before the previous integration."
@@ -142,7 +182,7 @@ class Update(PeriodicUpdate):
     @property
     def schedule(self) -> FetchSchedule:
         """The steps that fetch and integrate, by the current values of the options."""
-        return FetchSchedule(self.update_frequency, self.init_delay, self.prefetch)
+        return FetchSchedule(self.update_frequency, self.init_delay, self.prefetch, self._since)
 
     @property
     def max_staleness(self) -> float:
@@ -180,31 +220,38 @@ class Update(PeriodicUpdate):
         """
         if self._servers is not None:
             raise ArgumentError(f"{rank_prefix()}this {type(self).__name__} has started already.")
-        sharding = runtime.communicator(self.sharding_communicator)
+        self.workers = workers = workers_of.get()(self.sharding_communicator)
+        self.generator.manual_seed(workers.rank)
         if self.dataparallel_communicator is not None:
             data_parallel = runtime.communicator(self.dataparallel_communicator)
+            sharding = workers.communicator if isinstance(workers, RankWorkers) else None
             self._data_parallel = None if data_parallel is sharding else data_parallel
         self._is_client = self._data_parallel is None or self._data_parallel.rank == 0
-        self.num_clients = self._count_clients(sharding)
-        self._servers = TensorServers(self._adopt_parameters(), sharding, name=self.name)
-        updates = runtime.current().context.updates
-        names = chain([self.name], (f"{self.name} {number}" for number in count(2)))
-        updates[next(name for name in names if (other := updates.get(name)) is None or other.is_finished)] = self
+        self.num_clients = self._count_clients()
+        self._adopt_parameters()
+        self._servers = self._make_servers()
+        for server in self._servers.servers:
+            server.num_clients = self.num_clients
+        workers.announce(self)
         if not math.isinf(self.max_staleness):
-            self.clock = Clock(self.max_staleness, sharding, participates=self._is_client, initial=self._rounds)
+            self.clock = Clock(self.max_staleness, participates=self._is_client, initial=self._rounds, workers=workers)
         if (observer := observed_run.active) is not None:
             observer.begin_training(self, runtime.current().world.rank)
 
-    def _count_clients(self, sharding: Communicator) -> int:
+    def _make_servers(self) -> TensorServers:
+        """Create the servers. Collective."""
+        return TensorServers(self._parameters, self.workers, name=self.name)
+
+    def _count_clients(self) -> int:
         """Exchange the options, raise if they differ between ranks, and count the clients."""
-        exchanged = collectives.allgather_object((self._options(), self._is_client), comm=sharding)
+        names, exchanged = self.workers.names, self.workers.allgather((self._options(), self._is_client))
         first, _ = exchanged[0]
-        for rank, (options, _) in zip(sharding.intra.world_ranks, exchanged, strict=True):
+        for rank, (options, _) in zip(names, exchanged, strict=True):
             for option, value in first.items():
                 if options.get(option) != value:
                     raise ArgumentError(
                         f"{rank_prefix()}the ranks have different options: {option} is {value!r} on rank "
-                        f"{sharding.intra.world_ranks[0]} and {options.get(option)!r} on rank {rank}. Pass the same "
+                        f"{names[0]} and {options.get(option)!r} on rank {rank}. Pass the same "
                         "on all ranks."
                     )
         return sum(is_client for _, is_client in exchanged)
@@ -213,7 +260,9 @@ class Update(PeriodicUpdate):
         """Return the options that must be equal on all ranks."""
         return {
             "class": type(self).__name__,
-            **self.schedule._asdict(),
+            "update_frequency": shown(self.update_frequency),
+            "init_delay": self.init_delay,
+            "prefetch": self.prefetch,
             "max_staleness": self.max_staleness,
             "data-parallel groups": self._data_parallel is not None,
         }
@@ -238,20 +287,22 @@ class Update(PeriodicUpdate):
             self.start()
         schedule = self.schedule
         integrates = schedule.integrates(self.step)
-        self._gradient_base = self._base
+        self.gradient_base = self.base
         if integrates:
             self._check_parameters()
         if self._is_client:
             if integrates:
                 if not self._is_fetching:  # without prefetch, or in the first round of a resumed run
                     self._begin_fetch()
-                self._integrate()
-            self._send(integrates)
+                self.integrate(self.fetched().views)
+            self.send(integrates)
             if integrates and self.clock is not None:
-                self._settle_send()  # before other ranks see the end of this round
+                self.settle_send()  # before other ranks see the end of this round
                 self.clock.advance()
             if schedule.prefetch and schedule.fetches(self.step):
                 self._begin_fetch()
+        if integrates:
+            self._since = self.step
         self.num_integrations += integrates
         if integrates and self._data_parallel is not None:
             broadcast_replica(Replica(self._parameters), 0, self._data_parallel)
@@ -260,60 +311,98 @@ class Update(PeriodicUpdate):
     def _begin_fetch(self) -> None:
         if self.clock is not None:
             self.clock.wait()
-        self._num_sends_at_fetch = self.num_sends
         self._is_fetching = True
-        self._fetch()
+        self.fetch()
 
     # --- methods for subclasses to override
 
-    def _fetch(self) -> None:
+    def fetch(self) -> None:
         """Start to receive the values of the servers."""
         self.servers.fetch("prefetch" if self.prefetch else "")
 
-    def _integrate(self) -> None:
-        """Combine the network with the fetched values (:meth:`_fetched`)."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement _integrate().")
+    def integrate(self, center: list[Tensor]) -> None:
+        """Combine the network with the fetched values.
 
-    def _send(self, integrated: bool) -> None:
-        """Send if this step requires it; called at each step, after a possible integration."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement _send().")
+        Args:
+            center: The fetched values of each parameter, which may be changed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement integrate().")
 
-    # --- methods for subclasses to call
+    def send(self, integrated: bool) -> None:
+        """Send if this step requires it; called at each step.
 
-    def _fetched(self) -> FlatBuffers:
+        Args:
+            integrated: Whether this step has integrated fetched values.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement send().")
+
+    # --- members for subclasses to use
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trainable parameters of the network, once the servers have been created."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of the parameters; None for a parameter without one."""
+        return [parameter.grad for parameter in self._parameters]
+
+    def at(self, value: Schedule) -> float:
+        """Return the value of a schedule at this step."""
+        number = value(self.step) if callable(value) else value
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ArgumentError(
+                f"{rank_prefix()}{type(self).__name__}: a schedule returned {number!r} at step {self.step}: expected a "
+                "number."
+            )
+        return number
+
+    def _fixed_period(self) -> object:
+        return 1 if callable(self.update_frequency) else self.update_frequency
+
+    def fetched(self) -> FlatBuffers:
         """Wait for the fetched values and return them."""
         servers = self.servers
         servers.fetching = sync_handles(servers.fetching)
         self._is_fetching = False
-        own = self._num_sends_at_fetch
-        self._base = [server.received_version - own for server in servers.servers]
+        self.base = [server.base for server in servers.servers]
         return servers.incoming
 
-    def _begin_send(self, rule: str | Rule, flat: FlatBuffers, *, base: Sequence[float] | None = ()) -> None:
-        """Start to send buffers, which must not be changed before :meth:`_settle_send`.
+    def push(self, tensors: Sequence[Tensor | None], rule: str | Rule, *, base: Sequence[Base] | None = ()) -> None:
+        """Start to send a tensor for each parameter, which is copied; None counts as zeros.
 
-        `base` is, for each server, the version of the values from which the buffers were computed, without the sends of
-        this rank; None if unknown. Default: of the values that were integrated last.
+        Waits for the previous send. `base` is as for :meth:`begin_send`.
         """
-        self._settle_send()
-        base = self._base if base == () else base
-        self._expected = None if base is None else [version + self.num_sends for version in base]
-        for index, server in enumerate(self.servers.servers):
-            server.expected_version = math.nan if self._expected is None else self._expected[index]
-        self.servers.send(rule, flat)
+        self.settle_send()
+        self.servers.outgoing.gather(tensors)
+        self.begin_send(rule, self.servers.outgoing, base=base)
+
+    def begin_send(self, rule: str | Rule, flat: Any, *, base: Sequence[Base] | None = ()) -> None:
+        """Start to send buffers, which must not be changed before :meth:`settle_send`.
+
+        Args:
+            rule: The rule that the servers apply.
+            flat: The buffers, such as ``servers.outgoing``.
+            base: For each server, `Server.base` after the fetch of the values from which the buffers were computed,
+                such as :attr:`gradient_base`; None if unknown. Default: of the values that were integrated last.
+        """
+        self.settle_send()
+        base = self.base if base == () else base
+        self._has_base = base is not None
+        unknown = [np.full_like(server.versions.base, math.nan) for server in self.servers.servers]
+        self.servers.send(rule, flat, unknown if base is None else base)
         self._is_sending = True
         self.num_sends += 1
 
-    def _settle_send(self) -> None:
+    def settle_send(self) -> None:
         """Wait for the current send, if there is one, and record its staleness."""
         servers = self._servers
         if servers is None or not self._is_sending:
             return
         self._is_sending = False
         servers.sending = sync_handles(servers.sending)
-        if self._expected is not None:
-            found = [server.sent_version for server in servers.servers]
-            ages = [version - expected for version, expected in zip(found, self._expected, strict=True)]
+        if self._has_base:
+            ages = [server.sent_staleness for server in servers.servers]
             self.staleness.add(sum(ages) / len(ages))
 
     # --- end, metrics, checkpoints
@@ -323,7 +412,7 @@ class Update(PeriodicUpdate):
         if not self.is_finished:
             super().finish()
             try:
-                self._settle_send()
+                self.settle_send()
             finally:
                 if self.clock is not None:
                     self.clock.finish()
@@ -351,11 +440,10 @@ class Update(PeriodicUpdate):
         a barrier, all ranks get the same values.
         """
         servers = self.servers
-        self._settle_send()
+        self.settle_send()
         servers.fetching = sync_handles(servers.fetching)  # prefetched values are overwritten
-        self._num_sends_at_fetch = self.num_sends
         servers.fetch()
-        self._fetched().scatter(self._parameters)
+        self.fetched().scatter(self._parameters)
 
     @property
     def bytes_sent(self) -> int:
@@ -390,7 +478,7 @@ class Update(PeriodicUpdate):
 
         To resume, make the same update, and call ``load_state_dict(state)``, ``start()`` and ``ps.load(folder)``.
         """
-        self._settle_send()
+        self.settle_send()
         return {
             **super().state_dict(),
             "staleness": self.staleness.state_dict(),
