@@ -36,12 +36,12 @@ def random_run(num_ranks: int, num_calls: int, seed: int) -> tuple[list[tuple], 
         rank = generator.randrange(num_ranks)
         if generator.random() < 0.4:
             fetched[rank] = len(log)
-            events.append((RECEIVE, rank, "w 0", "", time, time + 1, float(len(log)), NAN, 8, NAN))
+            events.append((RECEIVE, rank, "w 0", "", time, time + 1, float(len(log)), NAN, 8, NAN, -1, 0))
             continue
         others = [sender for sender in log[fetched[rank] :] if sender != rank]
         for other in set(range(num_ranks)) - {rank}:
             missing.setdefault((rank, other), []).append(others.count(other))
-        events.append((SEND, rank, "w 0", "add", time, time + 1, float(len(log)), float(len(others)), 8, NAN))
+        events.append((SEND, rank, "w 0", "add", time, time + 1, float(len(log)), float(len(others)), 8, NAN, -1, 0))
         log.append(rank)
     return events, missing
 
@@ -70,11 +70,11 @@ def test_staleness_of_pairs_is_that_of_a_list_of_all_updates(num_ranks, seed):
 
 def small_run() -> RunRecord:
     events = [
-        (STEP, 0, "", "", 0, 2_000_000_000, 0.0, NAN, 0, NAN),
-        (STEP, 0, "", "", 5_000_000_000, 6_000_000_000, 1.0, NAN, 0, NAN),
-        (WAIT, 0, "", "", 5_100_000_000, 5_400_000_000, NAN, NAN, 0, NAN),
-        (SEND, 0, "w 0", "add", 5_500_000_000, 5_700_000_000, 0.0, 0.0, 12, 2.5),
-        (SEND, 0, "clock", "max", 5_800_000_000, 5_900_000_000, 0.0, 7.0, 16, NAN),
+        (STEP, 0, "", "", 0, 2_000_000_000, 0.0, NAN, 0, NAN, -1, 0),
+        (STEP, 0, "", "", 5_000_000_000, 6_000_000_000, 1.0, NAN, 0, NAN, -1, 0),
+        (WAIT, 0, "", "", 5_100_000_000, 5_400_000_000, NAN, NAN, 0, NAN, -1, 0),
+        (SEND, 0, "w 0", "add", 5_500_000_000, 5_700_000_000, 0.0, 0.0, 12, 2.5, -1, 0),
+        (SEND, 0, "clock", "max", 5_800_000_000, 5_900_000_000, 0.0, 7.0, 16, NAN, -1, 0),
     ]
     return RunRecord.of(events, num_ranks=1)
 

@@ -283,3 +283,44 @@ def test_record_of_a_simulation(tmp_path):
     assert sorted(sends["rank"].tolist()) == sorted([0, *itertools.chain(*[range(4)] * 12)])
     assert not np.isnan(sends["norm"]).any()
     assert "4 simulated workers" in record.text()
+
+
+def test_a_recorded_order_is_repeated_whatever_the_times(tmp_path):
+    path = tmp_path / "run.npz"
+
+    def times(worker, step, random):
+        return random.lognormal()
+
+    def run(train=None, **options) -> ps.SimulatedRun:
+        train = train or training(lr=0.05, max_staleness=2, prefetch=1)
+        return ps.simulate(train, 3, compute=times, **options)
+
+    first = run(record=path, ordered=True)
+    other = run(seed=1)
+    again = run(seed=1, replay=path, network=ps.SimulatedNetwork(latency=0.3))
+    assert again.results == first.results != other.results
+    calls = [each.record.columns["position"] >= 0 for each in (first, again)]
+    orders = [each.record.columns["position"][chosen] for each, chosen in zip((first, again), calls, strict=True)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(len(orders[0])))
+    refused = {
+        "row [0-9]+, column 'checksum': .* Nothing of this send has been applied": training(lr=0.06, max_staleness=2),
+        "row [0-9]+, column 'rule': 'scaled_add' was recorded, and the program has 'adam'": training(
+            rule=ps.adam(0.1), max_staleness=2, prefetch=1
+        ),
+        "the program has not made the call of row [0-9]+, a (send|receive) of rank": training(
+            lr=0.05, max_staleness=2, prefetch=1, steps=11
+        ),
+        "no further call of this rank to server|has not made the call of": training(
+            lr=0.05, max_staleness=2, prefetch=1, steps=13
+        ),
+        "row [0-9]+ and [0-9]+ others of rank 0 have not been repeated|has not made the call": mpi.barrier,
+    }
+    for problem, train in refused.items():
+        with pytest.raises(ArgumentError, match=problem) as error:
+            run(train, replay=path)
+        assert "Repeat the run with the same program" in str(error.value)
+    with pytest.raises(ArgumentError, match="field 'ranks' is 3, and there are 2 now"):
+        ps.simulate(training(lr=0.05), 2, replay=path)
+    run(record=path)
+    with pytest.raises(ArgumentError, match="column 'position' has no order of calls"):
+        run(replay=path)

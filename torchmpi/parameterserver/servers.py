@@ -147,7 +147,7 @@ class Server:
         """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
         observer = observed_run.active
-        noted = 0 if observer is None else observer.now()
+        noted = 0 if observer is None else observer.begin_send(self, rule, data)
         if rule.function is not None:
             self.context.require_registered(self, rule)
         versions, sender = self.versions.since(base), Sender(self.sender, self.num_clients)
@@ -171,10 +171,7 @@ class Server:
         self.num_sent += 1
         self.bytes_sent += data.nbytes
         if observer is not None:
-            norm, place = observer.norm_of(data), (self.world_rank, self.label, rule.name, noted, observer.now())
-            observer.events.append(
-                (observed_run.SEND, *place, self.sent_version, self.sent_staleness, data.nbytes, norm)
-            )
+            observer.note_send(self, rule.name, data, noted)
         if begin:
             known = {} if math.isnan(self.sent_staleness) else {"staleness": self.sent_staleness}
             self._record("send", begin, data, rule=rule.name, version=self.sent_version, **known)
@@ -183,14 +180,13 @@ class Server:
         """Copy all shards to contiguous host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
         observer = observed_run.active
-        noted = 0 if observer is None else observer.now()
+        noted = 0 if observer is None else observer.begin_receive(self, data)
         read = partial(self.context.client.read, self.shards, versions=self.versions, rows=rows)
         found = self._visit(data, rows, read)
         self.received_version, _ = self._finish_remotely(data, None, found, self.versions, rows)
         self.bytes_received += data.nbytes
         if observer is not None:
-            unknown, place = observed_run.NO_NUMBER, (self.world_rank, self.label, "", noted, observer.now())
-            observer.events.append((observed_run.RECEIVE, *place, self.received_version, unknown, data.nbytes, unknown))
+            observer.note_receive(self, data, noted)
         if begin:
             self._record("receive", begin, data, version=self.received_version)
 
@@ -335,7 +331,8 @@ class ServerContext(GroupResource):
     def _run(self, server: Server, task: Callable[[], T], what: str) -> T:
         try:
             _check_open(server, what)  # again: another thread may have freed it
-            return task()
+            observer = observed_run.active
+            return task() if observer is None or observer.order is None else observer.order.run(server, task)
         finally:
             self.call_queue.doing = None
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ... import files
@@ -24,9 +25,12 @@ CLOCK = "clock"
 """Name of the servers of :class:`torchmpi.parameterserver.Clock`, whose sends are no updates."""
 COLUMNS = {
     "kind": np.int8, "rank": np.int32, "server": np.int16, "rule": np.int16, "begin": np.float64, "end": np.float64,
-    "version": np.float64, "staleness": np.float64, "bytes": np.int64, "norm": np.float64,
+    "version": np.float64, "staleness": np.float64, "bytes": np.int64, "norm": np.float64, "position": np.int64,
+    "checksum": np.int64,
 }  # fmt: skip
 _ABOUT = "about"
+_FACTS = {"ranks": int, "simulated": bool, "threads": int, "torch": str, "version": str}
+"""What the column `about` has beside the names."""
 _FORMAT = "torchmpi run 1"
 _MOST_BYTES = 16 << 30
 _MOST_STALE = 1_000_000
@@ -66,8 +70,9 @@ class RunRecord:
         columns: An array for each column, all of one length: `kind` (0 a send, 1 a receive, 2 a wait, 3 a step),
             `rank`, `server` and `rule` (indices of the names in `about`; -1 for none), `begin` and `end` (seconds since
             the begin of the record), `version` (rules that the server had applied before; of a step its number),
-            `staleness` (rules of other ranks applied since the values were fetched), `bytes`, and `norm` of the sent
-            values. Unknown numbers are NaN.
+            `staleness` (rules of other ranks applied since the values were fetched), `bytes`, `norm` of the sent
+            values, and with ``ordered=True`` the `position` among all calls and the `checksum` of the values; else -1
+            and 0. Unknown numbers are NaN.
         about: ``ranks``, their number; ``servers`` and ``rules``, their names; ``simulated``, whether the workers were.
 
     Example:
@@ -94,6 +99,7 @@ class RunRecord:
         given = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
         columns = {name: np.array(values, dtype) for (name, dtype), values in zip(COLUMNS.items(), given, strict=True)}
         about = {"format": _FORMAT, "version": __version__, "ranks": num_ranks, "simulated": simulated}
+        about |= {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
         return cls(columns, {**about, "servers": list(servers), "rules": list(rules)})
 
     @classmethod
@@ -498,8 +504,8 @@ def _problem(columns: dict[str, Column], about: dict[str, Any]) -> str:
             return f"column {name!r} is missing, or has another type or length"
     names = {name: about.get(name) for name in ("servers", "rules")}
     wrong = [name for name, listed in names.items() if not isinstance(listed, list)]
-    if wrong or not isinstance(about.get("ranks"), int) or not isinstance(about.get("simulated"), bool):
-        return f"column {_ABOUT!r} lacks {wrong[0] if wrong else 'ranks'}"
+    if wrong or not all(type(about.get(name)) is kind for name, kind in _FACTS.items()):
+        return f"column {_ABOUT!r} lacks {' or '.join(wrong or _FACTS)}"
     limits = {"kind": (0, len(KINDS)), "rank": (0, about["ranks"])}
     limits |= {"server": (-1, len(about["servers"])), "rule": (-1, len(about["rules"])), "bytes": (0, 1 << 62)}
     for name, (least, end) in limits.items():

@@ -19,7 +19,7 @@ from ...backends.selector import Choice
 from ...communicators.group import Group, GroupContext
 from ...communicators.levels import CommunicatorStack
 from ...config import Config
-from ...errors import AlreadyStartedError, BackendUnavailableError, TorchMPIError, set_rank
+from ...errors import AlreadyStartedError, ArgumentError, BackendUnavailableError, TorchMPIError, set_rank
 from ...session import runtime
 from .coroutines import DeadlockError, Event, Turns
 from .meeting_backend import MeetingBackend
@@ -209,11 +209,16 @@ def no_job() -> Iterator[None]:
         generators.restore()
 
 
-def run_workers(turns: WorkerTurns, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run the functions of all workers, and return their results; raise the first error."""
+def run_workers(turns: WorkerTurns, functions: Sequence[Callable[[], Any]], missing: Callable[[], str]) -> list[Any]:
+    """Run the functions of all workers, and return their results; raise the first error.
+
+    `missing` says which call of a recorded run has not been made, if the workers wait for each other; '' if none.
+    """
     try:
         return turns.run(functions)
     except DeadlockError as error:
+        if problem := missing():
+            raise ArgumentError(f"simulate: {problem}") from None
         raise TorchMPIError(
             f"simulate: {error}. Each worker has to make the collective calls that the others wait for; one that has "
             "failed or has not joined yet makes none."

@@ -15,14 +15,16 @@ from ... import files
 from ...argument_types import checks_types
 from ...errors import ArgumentError
 from ..runs import observed_run
+from ..runs.call_order import RecordedRows
 from ..runs.observed_run import RunObserver
-from ..runs.run_record import RunRecord
+from ..runs.run_record import RunRecord, read_run
 from .simulated_job import Generators, SimulatedRuntime, WorkerFailure, WorkerTurns, no_job, run_workers
 from .simulated_network import SimulatedNetwork
-from .simulated_servers import ServedGroup, SimulatedServerContext
+from .simulated_servers import NumberedServing, RepeatedServing, ServedGroup, SimulatedServerContext
 
 __all__ = ["SimulatedRun", "simulate"]
 
+DEFAULT_SECONDS = 0.1
 ComputeTimes = float | RunRecord | Callable[[int, int, np.random.Generator], float]
 """Seconds of the computation of a step: a number, those of a record, or a function of worker, step and a generator."""
 
@@ -92,13 +94,15 @@ def simulate(
     train: Callable[[], Any],
     num_workers: int,
     *,
-    compute: ComputeTimes = 0.1,
+    compute: ComputeTimes = DEFAULT_SECONDS,
     network: SimulatedNetwork | None = None,
     seed: int = 0,
     failures: Mapping[int, float] | None = None,
     joins: Mapping[int, float] | None = None,
     record: files.StrPath | None = None,
     norms: bool = False,
+    ordered: bool = False,
+    replay: files.StrPath | None = None,
 ) -> SimulatedRun:
     """Run a training function on simulated workers in this process, in simulated time.
 
@@ -122,6 +126,9 @@ def simulate(
             loop), they wait until then, and fetch the values of that time.
         record: File for the record of the run.
         norms: Also record the norms of sent values.
+        ordered: Also record the order of all calls, for :func:`replay`.
+        replay: A record of ranks or workers, with ``ordered=True``, whose order of calls is repeated: see
+            :func:`replay`. Only the times follow from the other arguments.
 
     Returns:
         The results of all workers, the simulated time, and the record.
@@ -150,15 +157,20 @@ def simulate(
                     "seconds from 0."
                 )
     with no_job():
-        job = _Job(train, num_workers, network or SimulatedNetwork(), seed)
+        rows = None if replay is None else RecordedRows(read_run(replay), replay, num_workers, "simulate")
+        job = _Job(train, num_workers, network or SimulatedNetwork(), seed, rows)
         drawn = _compute_times(compute, [np.random.default_rng([seed, rank]) for rank in range(num_workers)])
         observer = _Simulation(job.turns, drawn, failures=failures, joins=joins, norms=norms)
+        observer.order = NumberedServing() if job.order is None and ordered else job.order
         observed_run.active = observer
         try:
-            results = run_workers(job.turns, [partial(job.work, rank) for rank in range(num_workers)])
+            results = run_workers(job.turns, [partial(job.work, rank) for rank in range(num_workers)], job.missing)
         finally:
             observed_run.active = None
             job.close()
+    if rows is not None:
+        for rank in range(num_workers):
+            rows.check_all_taken(rank)
     found = RunRecord.of(observer.events, num_ranks=num_workers, simulated=True)
     if record is not None:
         found.save(record)
@@ -181,14 +193,21 @@ def _compute_times(compute: ComputeTimes, generators: list[np.random.Generator])
 class _Job:
     """The workers of a simulation."""
 
-    def __init__(self, train: Callable[[], Any], size: int, network: SimulatedNetwork, seed: int) -> None:
-        self.turns = WorkerTurns(torch.get_num_threads())
+    def __init__(
+        self, train: Callable[[], Any], size: int, network: SimulatedNetwork, seed: int, rows: RecordedRows | None
+    ) -> None:
+        self.turns = WorkerTurns(torch.get_num_threads() if rows is None else int(rows.record.about["threads"]))
         self.seconds = 0.0
         self.failed: list[int] = []
         self._train, self._seed = train, seed
         self._served = ServedGroup(self.turns, network)
+        self.order = self._served.repeated = None if rows is None else RepeatedServing(rows, self.turns)
         self._workers: list[SimulatedRuntime] = []
         self._size = size
+
+    def missing(self) -> str:
+        """Return which call of a repeated run no worker has made; '' if no run is repeated."""
+        return "" if self.order is None else self.order.missing()
 
     def work(self, rank: int) -> Any:
         """Run a worker in its thread."""

@@ -14,6 +14,8 @@ from ...communicators.handle import Handle
 from ..kernels.server_rules import state_dtype
 from ..rules import PreparedRule
 from ..runs import observed_run
+from ..runs.call_order import ComparedCalls, NumberedCalls, RecordedRows
+from ..runs.observed_run import ObservedServer
 from ..servers import Server, ServerContext
 from ..shards import CLIENT, Actor, Shards, layout, private_segment
 from .coroutines import Event
@@ -50,12 +52,54 @@ class SimulatedHandle(Handle[T]):
         self.ended = Event(description)
 
 
+class NumberedServing(NumberedCalls):
+    """Numbers the calls of workers, which are served one at a time."""
+
+    def run(self, server: ObservedServer, task: Callable[[], T]) -> T:
+        """Run a call."""
+        self.position += 1
+        return task()
+
+
+class RepeatedServing(ComparedCalls):
+    """Serves the calls of workers in a recorded order."""
+
+    def __init__(self, rows: RecordedRows, turns: WorkerTurns) -> None:
+        super().__init__(rows)
+        self._turns, self._following, self._last = turns, 0, 0.0
+        self._made: dict[int, tuple[float, Callable[[float], object]]] = {}
+
+    def add(self, server: Server, earliest: float, serve: Callable[[float], object]) -> None:
+        """Serve a call, at a time or later, when those before it have been made."""
+        position, row = self.rows.take(server)
+
+        def in_turn(now: float) -> None:
+            self.set(position, row)
+            serve(now)
+
+        self._made[position] = earliest, in_turn
+        while (made := self._made.pop(self._following, None)) is not None:
+            self._last = max(made[0], self._last)
+            self._turns.at(self._last, made[1])
+            self._following += 1
+
+    def missing(self) -> str:
+        """Return which call the workers have not made, for which all others wait."""
+        return self.rows.describe_missing(self._following)
+
+    def run(self, server: ObservedServer, task: Callable[[], T]) -> T:
+        """Run a call, whose turn it is."""
+        return task()
+
+
 class ServedGroup:
     """What the servers of all workers of a group have in common."""
 
     def __init__(self, turns: WorkerTurns, network: SimulatedNetwork) -> None:
         self.turns, self.network, self.actor = turns, network, Actor(CLIENT)
         self.shards: dict[int, SharedShards] = {}
+        self.repeated: RepeatedServing | None = None
+        """The recorded order in which calls are served, if a run is repeated."""
         self.waiting: dict[int, list[tuple[Callable[[torch.Tensor], bool], Event]]] = {}
         """For each server: conditions on its values, and the events of workers that wait for them."""
 
@@ -112,9 +156,14 @@ class SimulatedServerContext(ServerContext):
         handle: SimulatedHandle[T] = SimulatedHandle(what)
         handle.queue = self
         begin, is_send = max(turns.clock, self._free_at), what.endswith("send")
-        served_at, self._free_at = network.times(begin, num_bytes, is_send=is_send)
+        served_at, end = network.times(begin, num_bytes, is_send=is_send)
         run = partial(self._run, server, task, what)
-        turns.at(served_at, partial(self._serve, server if is_send else None, handle, run, (begin, self._free_at)))
+        serve = partial(self._serve, server if is_send else None, handle, run, (begin, end - served_at))
+        self._free_at = end
+        if self._served.repeated is None:
+            turns.at(served_at, serve)
+        else:
+            self._served.repeated.add(server, served_at, serve)
         return handle
 
     def _serve(
@@ -125,7 +174,7 @@ class SimulatedServerContext(ServerContext):
         span: tuple[float, float],
         now: float,
     ) -> None:
-        """Run the task of a call, which ends later. `changed`: the server to which it sends."""
+        """Run the task of a call; `span`: its begin, and the seconds until its end. `changed`: to which it sends."""
         observer = observed_run.active
         num_events = 0 if observer is None else len(observer.events)
         try:
@@ -133,11 +182,11 @@ class SimulatedServerContext(ServerContext):
         except Exception as error:
             end = partial(handle.set_error, error)
         if observer is not None and len(observer.events) > num_events:
-            begun, ended = (round(1e9 * time) for time in span)
+            begun, ended = round(1e9 * span[0]), round(1e9 * (now + span[1]))
             observer.events[-1] = (*observer.events[-1][:4], begun, ended, *observer.events[-1][6:])
         if changed is not None:
             self._served.wake(changed, now)
-        self._served.turns.at(span[1], partial(self._end, handle, end))
+        self._served.turns.at(now + span[1], partial(self._end, handle, end))
 
     def _end(self, handle: SimulatedHandle[Any], end: Callable[[], None], now: float) -> None:
         end()
@@ -156,6 +205,9 @@ class SimulatedServerContext(ServerContext):
 
     def pause(self, server: Server, seconds: float, is_over: Callable[[torch.Tensor], bool]) -> None:
         """Wait until a condition is true for the values of a server."""
+        if self._served.repeated is not None:  # values are read again as often as in the recorded run
+            self._served.turns.sleep(seconds)
+            return
         if is_over(self._served.values(server)):  # since it was read
             return
         event = Event(f"a worker that may be ahead of rank {self.group.world_ranks[self.group.rank]}")
