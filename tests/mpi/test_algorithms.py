@@ -340,6 +340,77 @@ def test_wrong_mixing_matrices_are_refused(agree, case):
         agree(is_fine or (mpi.size() == 3 and case == "asymmetric"), case)
 
 
+# --- sparse gradients
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(5000, 8, sparse=sparse), nn.Linear(8, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(words)).square().mean()
+
+
+SPARSE_UPDATES = {
+    "asgd": lambda net, **options: ps.ASGDUpdate(net, lr=0.5, **options),
+    "adagrad": lambda net, **options: ps.ASGDUpdate(net, rule=ps.adagrad(0.01), **options),
+    "downpour": lambda net, **options: ps.DownpourUpdate(
+        net, lr=0.5, update_frequency=2, init_delay=0, send_frequency=2, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("fetch_rows", ["all", "used"])
+@pytest.mark.parametrize("kind", SPARSE_UPDATES)
+def test_sparse_gradients_are_sent_as_rows(agree, kind, fetch_rows):
+    """With the result of dense gradients; each rank uses words of its own, so that used rows are all that it needs."""
+    choose, results = torch.Generator().manual_seed(1), []
+    batches = [torch.randint(0, 1500, (6,), generator=choose) + 1600 * mpi.rank() for _ in range(6)]
+    for sparse in (True, False):
+        net = Words(sparse)
+        update = SPARSE_UPDATES[kind](net, fetch_rows=fetch_rows)
+        update.start()
+        for words in batches:
+            for turn in range(mpi.size()):
+                if mpi.rank() == turn:
+                    net.zero_grad()
+                    net(words).backward()
+                    update.update()
+                    update.settle_send()
+                mpi.barrier()
+        update.finish()
+        mpi.barrier()
+        agree.equal(update.servers.servers[-1].numel, 9 if sparse else net.table.weight.numel() + 9)
+        sent, received = update.bytes_sent, update.bytes_received
+        update.pull()
+        results.append(net.table.weight.detach().clone())
+        if sparse:
+            agree(
+                sent < 6 * (6 * 8 + 9) * 4 + 5000 * 8 * 4 + 100, f"{sent} bytes sent, of rank 0 the initial values too"
+            )
+        if sparse and fetch_rows == "used":
+            agree(received < 2 * 5000 * 8 * 4, f"{received} bytes received: one whole fetch, then rows")
+        update.free()
+    agree.close(results[0], results[1])
+
+
+def test_dense_tensors_for_a_sparse_table(agree):
+    """An update may push other tensors than sparse gradients, and the next fetch has all rows."""
+    net = Words(sparse=True)
+    with ps.AsyncDiLoCoUpdate(net, update_frequency=1, outer_lr=1.0, outer_momentum=0.0, fetch_rows="used") as update:
+        update.update()
+        if mpi.rank() == 0:
+            with torch.no_grad():
+                net.table.weight[7] += 1.0
+        for _ in range(2):
+            mpi.barrier()
+            update.update()
+        mpi.barrier()
+        agree.close(net.table.weight[7].detach(), Words(sparse=True).table.weight[7].detach() + 1.0)
+
+
 # --- schedules
 
 

@@ -24,7 +24,7 @@ from torchmpi.communicators import levels
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
 from torchmpi.parameterserver.kernels import shard_layout as fields
 from torchmpi.parameterserver.kernels.server_rules import state_dtype
-from torchmpi.parameterserver.rows import Rows
+from torchmpi.parameterserver.server_rows import Rows
 from torchmpi.parameterserver.shards import CLIENT, SERVER, Actor, RuleFailure, Versions
 from torchmpi.shared_memory.process_vm import has_ended
 

@@ -6,7 +6,7 @@ ResNet-50 has 161 parameters of one dtype. With one server for all of them, a st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -52,9 +52,32 @@ class TensorServers:
         name: str | None = None,
         prefetch_allocator: Allocate | None = None,
         server_init: ServerInit | None = None,
+        sparse: Collection[int] = (),
+        fetches_used_rows: bool = False,
     ) -> None:
+        """Create the servers.
+
+        Args:
+            tensors: The tensors.
+            workers: Who shares the servers.
+            name: Name of the servers.
+            prefetch_allocator: See :func:`init_tensors`.
+            server_init: The same.
+            sparse: Numbers of the tensors with sparse gradients. Each has a server of its own, with its rows.
+            fetches_used_rows: Whether of these only the rows are fetched that have been sent since the last fetch.
+        """
         workers.check_tensors(tensors)
-        self.incoming = FlatBuffers(tensors, prefetch_allocator and _checked_allocator(prefetch_allocator))
+        allocate = prefetch_allocator and _checked_allocator(prefetch_allocator)
+        self.incoming = FlatBuffers(tensors, allocate, apart=sparse)
+        self._sparse, self._fetches_used_rows = sparse, fetches_used_rows
+        self._rows: dict[int, Tensor | None] = {}
+        """Of `outgoing`: for each tensor whose rows are not in its buffer, a sparse tensor with them."""
+        self._used: dict[int, list[Tensor] | None] = {index: [] for index in sparse}
+        """The numbers of the rows that have been sent since the last fetch; None for all."""
+        self._arriving: list[tuple[Tensor, Tensor, Handle[Tensor]]] = []
+        """Where rows that are being fetched go: values, numbers of the rows."""
+        self.reached: list[Server] = []
+        """Servers to which the last send has sent something."""
         self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         self._devices = [tensor.device for tensor in tensors]
         self._outgoing: FlatBuffers | None = None
@@ -63,7 +86,7 @@ class TensorServers:
         self.sending: list[Handle[None]] = []
         self.incoming.gather(tensors)
         self.servers = [
-            workers.init(buffer, name and f"{name} {index}") for index, buffer in enumerate(self.incoming.buffers)
+            workers.init(tensor, name and f"{name} {index}") for index, tensor in enumerate(self._shaped(self.incoming))
         ]
         for server, buffer in zip(self.servers, self.incoming.buffers, strict=True):
             (server_init or _copy_from_rank_0)(server, buffer)
@@ -73,16 +96,70 @@ class TensorServers:
     def outgoing(self) -> FlatBuffers:
         """The buffers to send from, allocated on first use."""
         if self._outgoing is None:
-            self._outgoing = FlatBuffers(self._like, devices=self._devices)
+            self._outgoing = FlatBuffers(self._like, devices=self._devices, apart=self._sparse)
         return self._outgoing
 
-    def fetch(self, label: str = "") -> list[Handle[Tensor]]:
-        """Start to receive the values of the servers into `incoming`; `label` is shown in timelines."""
-        pairs = zip(self.servers, self.incoming.buffers, strict=True)
+    def _shaped(self, flat: FlatBuffers) -> list[Tensor]:
+        """Return the buffers, with their rows where rows can be sent."""
+        shaped = list(flat.buffers)
+        for index in self._sparse:
+            shaped[flat.buffer_of[index]] = flat.views[index]
+        return shaped
+
+    def gather(self, tensors: Sequence[Tensor | None], *, add: bool = False) -> None:
+        """Copy tensors to `outgoing`, or add them; of sparse tensors with a server of their own, the rows are kept."""
+        rows: dict[int, Tensor | None] = {}
+        for index in self._sparse:
+            tensor, has_rows = tensors[index], not add or index in self._rows
+            if has_rows and (tensor is None or tensor.is_sparse):
+                old = self._rows.get(index) if add else None
+                rows[index] = tensor if old is None else old if tensor is None else old + tensor
+            elif add:
+                self._make_dense([index])
+        self.outgoing.gather(tensors, add=add, without=rows)
+        self._rows = rows
+
+    def make_dense(self) -> FlatBuffers:
+        """Put kept rows into the buffers; return `outgoing`."""
+        self._make_dense(list(self._rows))
+        return self.outgoing
+
+    def _make_dense(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index in self._rows:
+                rows, view = self._rows.pop(index), self.outgoing.views[index].zero_()
+                if rows is not None:
+                    view.add_(rows)
+
+    def fetch(self, label: str = "", *, whole: bool = False) -> list[Handle[Tensor]]:
+        """Start to receive the values of the servers into `incoming`; `label` is shown in timelines.
+
+        With `whole`, all rows are received in any case.
+        """
+        targets: dict[int, Tensor] = dict(enumerate(self.incoming.buffers))
         with nullcontext() if events.recorder is None else events.labelled(label):
-            self.fetching = [receive(server, buffer) for server, buffer in pairs]
-        self.has_fetched = True
+            handles = []
+            if self._fetches_used_rows and not whole and self.has_fetched:
+                for index, used in self._used.items():
+                    if used is None:
+                        continue
+                    del targets[self.incoming.buffer_of[index]]
+                    rows = torch.cat(used).unique() if used else torch.empty(0, dtype=torch.int64)
+                    handle = receive(self.servers[self.incoming.buffer_of[index]], rows=rows)
+                    self._arriving.append((self.incoming.views[index], rows, handle))
+                    handles.append(handle)
+            handles += [receive(self.servers[number], buffer) for number, buffer in targets.items()]
+        self._used = {index: [] for index in self._used}
+        self.fetching, self.has_fetched = handles, True
         return self.fetching
+
+    def end_fetch(self) -> FlatBuffers:
+        """Wait for the values, and return `incoming`."""
+        self.fetching = sync_handles(self.fetching)
+        for view, rows, handle in self._arriving:
+            view.index_copy_(0, rows.to(view.device), handle.wait().to(view.device))
+        self._arriving = []
+        return self.incoming
 
     def send(self, rule: str | Rule, flat: FlatBuffers, bases: Sequence[Base] = ()) -> list[Handle[None]]:
         """Start to send buffers, which must not be changed until the handles have been waited for.
@@ -91,9 +168,23 @@ class TensorServers:
         """
         for server in self.servers:  # raise before anything is sent
             prepared_for(server, rule, f"{server.group.where}: parameterserver.send")
-        known = bases or [None] * len(self.servers)
-        triples = zip(self.servers, flat.buffers, known, strict=True)
-        self.sending = [send(server, buffer, rule, base=base) for server, buffer, base in triples]
+        known = dict(enumerate(bases or [None] * len(self.servers)))
+        self.sending, self.reached = [], []
+        values: dict[int, tuple[Tensor, Tensor | None]] = {n: (buffer, None) for n, buffer in enumerate(flat.buffers)}
+        for index in self._sparse:
+            if flat is not self._outgoing or index not in self._rows:
+                self._used[index] = None
+                continue
+            del values[flat.buffer_of[index]]
+            kept, used = self._rows[index], self._used[index]
+            if kept is not None and (rows := kept.coalesce())._nnz():
+                numbers = rows.indices()[0]
+                if used is not None:
+                    used.append(numbers.cpu())
+                values[flat.buffer_of[index]] = rows.values().to(flat.views[index].dtype), numbers
+        for number, (tensor, selected) in values.items():
+            self.reached.append(self.servers[number])
+            self.sending.append(send(self.servers[number], tensor, rule, rows=selected, base=known[number]))
         return self.sending
 
     def free(self) -> None:

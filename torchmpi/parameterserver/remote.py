@@ -7,6 +7,7 @@ read. A client has at most one request at a time with each rank, so four tags su
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import threading
@@ -26,8 +27,8 @@ from ..errors import ArgumentError, TorchMPIError
 from ..tensors.buffers import as_bytes
 from ..timeline import events
 from .kernels.shard_layout import NUM_COEFFICIENTS
-from .rows import Rows
 from .rules import MAX_NAME_BYTES, PreparedRule, Rule
+from .server_rows import Rows
 from .shards import (
     MESSAGE_BYTES,
     Actor,
@@ -151,6 +152,10 @@ class Answer(NamedTuple):
     ages: float = 0.0
     """Staleness; nan if the versions of the sent values are unknown."""
 
+    def plus(self, other: Answer) -> Answer:
+        """Return the sums over both."""
+        return Answer(self.versions + other.versions, self.num_chunks + other.num_chunks, self.ages + other.ages)
+
 
 def _applied(server: RemoteServer, requests: list[_Request], rows: Rows | None) -> str:
     """Describe to which chunks a rule has been applied that has failed, those of this host included."""
@@ -200,7 +205,8 @@ class RemoteClient:
                 f"{self._group.where}: parameterserver.{call}: failed on rank {self._group.world_ranks[failed.rank]}: "
                 f"{failed.problem}{applied}"
             )
-        return Answer(*map(sum, zip(*[(each.versions, each.num_chunks, each.ages) for each in requests], strict=True)))
+        answers = (Answer(each.versions, each.num_chunks, each.ages) for each in requests)
+        return functools.reduce(Answer.plus, answers, Answer())
 
     def lacking(self, server: RemoteServer, rule: PreparedRule) -> list[int]:
         """Return the world ranks, of those that this rank shares no memory with, that do not know a rule."""

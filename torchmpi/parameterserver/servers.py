@@ -30,9 +30,9 @@ from ..tensors.partition import even_partition
 from ..timeline import events
 from .kernels.server_rules import state_dtype
 from .remote import Answer, RemoteClient, ServerThread
-from .rows import Rows, checked_index
 from .rules import PreparedRule, Rule, RuleBoard, prepare
 from .runs import observed_run
+from .server_rows import Rows, checked_index
 from .shards import (
     CLIENT,
     SERVER,
@@ -114,7 +114,7 @@ class Server:
     @property
     def base(self) -> NDArray[np.float64]:
         """The versions of the values that were received last, by chunk, without own sends: `base` of a later send."""
-        return self.versions.base.copy()
+        return np.array(self.versions.base)
 
     @property
     def row_numel(self) -> int:
@@ -199,9 +199,7 @@ class Server:
         total = Answer()
         for span in (rows.span(*part) for part in self._spans):
             visit(data=address + span[0] * data.element_size(), span=span)
-            total = Answer(
-                total.versions + client.versions, total.num_chunks + client.num_chunks, total.ages + client.ages
-            )
+            total = total.plus(Answer(client.versions, client.num_chunks, client.ages))
         return total
 
     def _record(self, name: str, begin: int, data: torch.Tensor, **details: object) -> None:
@@ -224,7 +222,7 @@ class Server:
         remote = self.context.remote
         if remote is not None:
             more = remote.request(self, data, rule, versions=versions, num_clients=self.num_clients, rows=rows)
-            found = Answer(*map(sum, zip(found, more, strict=True)))
+            found = found.plus(more)
         num_chunks = max(found.num_chunks, 1)
         return found.versions / num_chunks, found.ages / num_chunks
 

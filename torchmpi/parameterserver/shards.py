@@ -28,8 +28,8 @@ from ..shared_memory.process_vm import has_ended
 from ..shared_memory.segments import Segment, Ticket
 from .kernels import SHARDING
 from .kernels import shard_layout as fields
-from .rows import Rows
 from .rules import PreparedRule, RuleContext
+from .server_rows import Rows
 
 MESSAGE_BYTES = 1 << 20
 """Upper limit of the data of one message to another host."""

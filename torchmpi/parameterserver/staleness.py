@@ -110,7 +110,8 @@ class Clock:
         workers: Workers | None = None,
     ) -> None:
         check_max_staleness(max_staleness)
-        self._workers = workers = RankWorkers(comm) if workers is None else workers
+        self._workers: Workers = RankWorkers(comm) if workers is None else workers
+        workers = self._workers
         self.max_staleness, self.value = max_staleness, initial
         self.num_waits, self.waited_seconds = 0, 0.0
         self.is_finished = not participates

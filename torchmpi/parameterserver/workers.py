@@ -16,29 +16,25 @@ from ..nn.replica import Replica
 from ..session import runtime
 from .servers import Server, init
 
-__all__ = ["Workers"]
-
 
 class Workers(Protocol):
-    """The workers that train together; collective methods are called by all of them, in the same order.
+    """The workers that train together; collective methods are called by all of them, in the same order."""
 
-    Attributes:
-        rank: Number of this worker.
-        size: Number of workers.
-        names: For each worker, the number by which messages name it.
-        where: Which worker this is, for messages.
+    @property
+    def rank(self) -> int:
+        """Number of this worker."""
 
-    Example:
-        class Mean(ps.Update):
-            def send(self, integrated):
-                if self.workers.rank == 0:
-                    self.push(self.gradients(), ps.scaled_add(-0.1))
-    """
+    @property
+    def size(self) -> int:
+        """Number of workers."""
 
-    rank: int
-    size: int
-    names: Sequence[int]
-    where: str
+    @property
+    def names(self) -> Sequence[int]:
+        """For each worker, the number by which messages name it."""
+
+    @property
+    def where(self) -> str:
+        """Which worker this is, for messages."""
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the values of all workers. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 import torch
@@ -30,15 +30,22 @@ class FlatBuffers:
         allocate: Allocate | None = None,
         *,
         devices: Sequence[torch.device] | None = None,
+        apart: Collection[int] = (),
     ) -> None:
-        """Allocate the buffers, on `devices` instead of those of the tensors if given."""
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        """Allocate the buffers, on `devices` instead of those of the tensors if given.
+
+        Each of the tensors with the numbers `apart` gets a buffer of its own.
+        """
+        groups: dict[tuple[torch.dtype, torch.device, int | None], list[int]] = {}
         for index, tensor in enumerate(tensors):
             device = tensor.device if devices is None else devices[index]
-            groups.setdefault((tensor.dtype, device), []).append(index)
+            groups.setdefault((tensor.dtype, device, index if index in apart else None), []).append(index)
         self.buffers: list[Tensor] = []
         views: dict[int, Tensor] = {}
-        for (dtype, device), members in groups.items():
+        self.buffer_of: dict[int, int] = {}
+        """For each tensor, the number of its buffer."""
+        for (dtype, device, _), members in groups.items():
+            self.buffer_of |= dict.fromkeys(members, len(self.buffers))
             sizes = [tensors[index].numel() for index in members]
             numel = sum(sizes)
             buffer = torch.empty(numel, dtype=dtype, device=device) if allocate is None else allocate(numel, dtype)
@@ -48,18 +55,23 @@ class FlatBuffers:
         self.views = [views[index] for index in range(len(tensors))]
 
     @torch.no_grad()
-    def gather(self, tensors: Sequence[Tensor | None], *, add: bool = False) -> None:
+    def gather(self, tensors: Sequence[Tensor | None], *, add: bool = False, without: Collection[int] = ()) -> None:
         """Copy the tensors into the buffers, or add them; None counts as zeros, and sparse tensors are possible.
+
+        What belongs to the tensors with the numbers `without` stays as it is.
 
         >>> flat = FlatBuffers([torch.ones(2), torch.ones(1)])
         >>> flat.gather([torch.tensor([3.0, 4.0]), None]); flat.buffers
         [tensor([3., 4., 0.])]
         """
-        dense = [(view, tensor) for view, tensor in zip(self.views, tensors, strict=True) if _is_dense(tensor)]
+        pairs = list(zip(self.views, tensors, strict=True))
+        if without:
+            pairs = [pair for index, pair in enumerate(pairs) if index not in without]
+        dense = [(view, tensor) for view, tensor in pairs if _is_dense(tensor)]
         if dense:
             views, sources = zip(*dense, strict=True)
             (torch._foreach_add_ if add else torch._foreach_copy_)(list(views), [source.detach() for source in sources])
-        for view, tensor in zip(self.views, tensors, strict=True):
+        for view, tensor in pairs:
             if not _is_dense(tensor):
                 if not add:
                     view.zero_()

@@ -60,7 +60,7 @@ class CompensatedUpdate(ASGDUpdate):
         """Correct the gradients, and take the values of the servers with the own step."""
         lists = zip(self.gradients(), center, self.parameters, strict=True)
         self._corrected = [
-            None if gradient is None else self.compensated(index, gradient, value, own)
+            None if gradient is None else self.compensated(index, gradient.to_dense(), value, own)
             for index, (gradient, value, own) in enumerate(lists)
         ]
         torch._foreach_copy_(self.parameters, center)

@@ -87,7 +87,7 @@ class DownpourUpdate(Update):
     def send(self, integrated: bool) -> None:
         """Accumulate the gradients, and send them if `send_frequency` requires it."""
         self.settle_send()  # gradients are accumulated in the buffers that are sent
-        self.servers.outgoing.gather(self.gradients(), add=bool(self._bases))
+        self.servers.gather(self.gradients(), add=bool(self._bases))
         self._bases.append(self.gradient_base)
         if len(self._bases) >= self.send_frequency or (integrated and self.clock is not None):
             self._send_accumulated()
@@ -96,9 +96,10 @@ class DownpourUpdate(Update):
         bases, self._bases = self._bases, []
         known = [base for base in bases if base is not None]
         is_known = len(known) == len(bases)
-        base = [np.mean(each, axis=0) for each in zip(*known, strict=True)] if is_known else None  # type: ignore[arg-type]
+        base = [np.mean(each, axis=0) for each in zip(*known, strict=True)] if is_known else None
         flat = self.servers.outgoing
-        apply_local_update(self.local_update, flat)
+        if self.local_update is not None:
+            apply_local_update(self.local_update, self.servers.make_dense())
         self.begin_send(self.rule if self.lr is None else scaled_add(-self.at(self.lr)), flat, base=base)
 
     def finish(self) -> None:
@@ -114,7 +115,7 @@ class DownpourUpdate(Update):
         """Return the state of this rank, including accumulated gradients, without the network and the shards."""
         state = super().state_dict()
         has_own = self._bases and self._servers is not None
-        accumulated = self.servers.outgoing.clones() if has_own else self._restored
+        accumulated = self.servers.make_dense().clones() if has_own else self._restored
         return {**state, "num_accumulated": len(self._bases), "accumulated": accumulated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

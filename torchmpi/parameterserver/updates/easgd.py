@@ -55,6 +55,8 @@ class EASGDUpdate(Update):
         super().__init__(network, **options)
         if not callable(beta) and not beta > 0:
             raise ArgumentError(f"beta={beta!r} must be greater than zero, or the ranks train independently.")
+        if self.fetch_rows != "all":
+            raise ArgumentError(f"{type(self).__name__}: fetch_rows='used' is for updates that send gradients.")
         self.beta = beta
 
     @property

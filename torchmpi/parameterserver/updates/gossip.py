@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...argument_types import checks_types
 from ...communicators.handle import Handle
 from ...tensors.flat_buffers import FlatBuffers
-from ..parameter_lists import Base, sync_handles
+from ..parameter_lists import Base
 from ..rules import Rule
 from ..servers import Server, free, receive, send
 from ..workers import Workers
@@ -45,6 +45,7 @@ class GossipServers:
         self.fetching: list[Handle[Tensor]] = []
         self.sending: list[Handle[None]] = []
         self.servers: list[Server] = []
+        self.reached = self.servers
         for index, buffer in enumerate(self.flat.buffers):
             row = torch.cat([buffer.cpu(), torch.ones(1, dtype=buffer.dtype)])
             zeros = torch.zeros(workers.size, len(row), dtype=row.dtype)
@@ -58,9 +59,10 @@ class GossipServers:
         self.has_fetched = True
         return self.fetching
 
-    @property
-    def incoming(self) -> FlatBuffers:
-        """The values of this worker as they were fetched last, without its weight."""
+    def end_fetch(self) -> FlatBuffers:
+        """Wait for the rows, and return the values of this worker without its weight."""
+        self.rows = [list(handle.wait()) for handle in self.fetching]
+        self.fetching = []
         for buffer, rows in zip(self.flat.buffers, self.rows, strict=True):
             buffer.copy_(rows[0][:-1])
         return self.flat
@@ -121,6 +123,12 @@ class GossipUpdate(Update):
             self._before.restore(self._saved)
         return GossipServers(self.parameters, self.workers, name=self.name)
 
+    @property
+    def table(self) -> GossipServers:
+        """The rows of the workers, on servers."""
+        found: Any = self.servers
+        return found  # type: ignore[no-any-return]
+
     def exchange(self, rows: list[list[Tensor]], changes: list[Tensor]) -> tuple[list[Tensor], list[Message]]:
         """Decide what this rank takes and sends.
 
@@ -142,7 +150,7 @@ class GossipUpdate(Update):
         nothing = [buffer.new_zeros(1) for buffer in self._values.buffers]
         pairs = zip(self._values.buffers, self._before.buffers, nothing, strict=True)
         changes = [torch.cat([now - before, zero]).cpu() for now, before, zero in pairs]
-        rows, self._messages = self.exchange(self.servers.rows, changes)
+        rows, self._messages = self.exchange(self.table.rows, changes)
         for buffer, row in zip(self._values.buffers, rows, strict=True):
             buffer.copy_(row[:-1] / row[-1])
         self._values.scatter(self.parameters)
@@ -152,11 +160,6 @@ class GossipUpdate(Update):
         """Send the messages of :meth:`exchange`."""
         if integrated:
             self.begin_send("add", self._messages)
-
-    def fetched(self) -> FlatBuffers:
-        """Wait for the fetched rows."""
-        self.servers.rows = [list(handle.wait()) for handle in self.servers.fetching]
-        return super().fetched()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, with its network at the last exchange, without the shards."""
@@ -171,7 +174,6 @@ class GossipUpdate(Update):
     def pull(self) -> None:
         """Copy the average of the ranks, weighted as in push-sum, into the network."""
         self.settle_send()
-        self.servers.fetching = sync_handles(self.servers.fetching)
         for buffer, server in zip(self._values.buffers, self.servers.servers, strict=True):
             total = receive(server).wait().sum(0)
             buffer.copy_(total[:-1] / total[-1])
@@ -245,7 +247,7 @@ class ADPSGDUpdate(GossipUpdate):
         """Choose a neighbor, and fetch its row too."""
         probabilities = self.matrix[self.workers.rank]
         self.partner = int(torch.multinomial(probabilities, 1, generator=self.generator))
-        self.servers.fetch(rows=[self.partner])
+        self.table.fetch(rows=[self.partner])
 
     def exchange(self, rows: list[list[Tensor]], changes: list[Tensor]) -> tuple[list[Tensor], list[Message]]:
         """Average with the neighbor."""

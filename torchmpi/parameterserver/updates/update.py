@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -105,13 +105,16 @@ class Update(PeriodicUpdate):
         init_delay: Step at which the servers are created, with the values of rank 0.
         prefetch: How many steps before the integration the values are fetched; at most `update_frequency`.
         max_staleness: How many integrations a rank may be ahead of the slowest one without waiting.
+        fetch_rows: Which rows of an ``nn.Embedding(sparse=True)`` are fetched: ``"all"``, or ``"used"``: those that
+            this rank has sent since its last fetch. A row that only other ranks have sent then keeps old values, until
+            this rank sends it or calls :meth:`pull`. Sparse gradients are sent as rows in both cases.
         name: Name of the servers, and of the update in :func:`torchmpi.metrics`, with a number if it is taken.
 
     Attributes:
         step: Number of the next step.
         update_frequency, init_delay, prefetch, max_staleness: The options, which may be changed during training, by the
             ranks of a data-parallel group at the same step. A limit cannot be added after the start.
-        workers: The :class:`Workers` that train together; known once the servers have been created.
+        workers: The workers that train together; known once the servers have been created.
         num_clients: Number of ranks that communicate with the servers; known once they have been created.
         num_integrations: Number of integrations of this rank.
         num_sends: Number of sends of this rank.
@@ -142,8 +145,11 @@ class Update(PeriodicUpdate):
         prefetch: int = 0,
         max_staleness: float = math.inf,
         name: str = "parameters",
+        fetch_rows: Literal["all", "used"] = "all",
     ) -> None:
-        self.prefetch = prefetch
+        if fetch_rows not in ("all", "used"):
+            raise ArgumentError(f"fetch_rows={fetch_rows!r}: expected 'all' or 'used'.")
+        self.prefetch, self.fetch_rows = prefetch, fetch_rows
         super().__init__(network, update_frequency=update_frequency, init_delay=init_delay)
         check_max_staleness(max_staleness)
         self.staleness = StalenessMeter()
@@ -240,7 +246,11 @@ class Update(PeriodicUpdate):
 
     def _make_servers(self) -> TensorServers:
         """Create the servers. Collective."""
-        return TensorServers(self._parameters, self.workers, name=self.name)
+        tables = (module for module in self.network.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+        weights = {id(table.weight) for table in tables if table.sparse}
+        sparse = [index for index, parameter in enumerate(self._parameters) if id(parameter) in weights]
+        used = self.fetch_rows == "used"
+        return TensorServers(self._parameters, self.workers, name=self.name, sparse=sparse, fetches_used_rows=used)
 
     def _count_clients(self) -> int:
         """Exchange the options, raise if they differ between ranks, and count the clients."""
@@ -363,18 +373,19 @@ class Update(PeriodicUpdate):
     def fetched(self) -> FlatBuffers:
         """Wait for the fetched values and return them."""
         servers = self.servers
-        servers.fetching = sync_handles(servers.fetching)
+        values = servers.end_fetch()
         self._is_fetching = False
         self.base = [server.base for server in servers.servers]
-        return servers.incoming
+        return values
 
     def push(self, tensors: Sequence[Tensor | None], rule: str | Rule, *, base: Sequence[Base] | None = ()) -> None:
         """Start to send a tensor for each parameter, which is copied; None counts as zeros.
 
-        Waits for the previous send. `base` is as for :meth:`begin_send`.
+        Of an ``nn.Embedding(sparse=True)``, a sparse tensor is sent as rows, and None not at all. Waits for the
+        previous send. `base` is as for :meth:`begin_send`.
         """
         self.settle_send()
-        self.servers.outgoing.gather(tensors)
+        self.servers.gather(tensors)
         self.begin_send(rule, self.servers.outgoing, base=base)
 
     def begin_send(self, rule: str | Rule, flat: Any, *, base: Sequence[Base] | None = ()) -> None:
@@ -402,8 +413,9 @@ class Update(PeriodicUpdate):
         self._is_sending = False
         servers.sending = sync_handles(servers.sending)
         if self._has_base:
-            ages = [server.sent_staleness for server in servers.servers]
-            self.staleness.add(sum(ages) / len(ages))
+            ages = [server.sent_staleness for server in servers.reached]
+            if ages:
+                self.staleness.add(sum(ages) / len(ages))
 
     # --- end, metrics, checkpoints
 
@@ -441,8 +453,8 @@ class Update(PeriodicUpdate):
         """
         servers = self.servers
         self.settle_send()
-        servers.fetching = sync_handles(servers.fetching)  # prefetched values are overwritten
-        servers.fetch()
+        servers.end_fetch()  # prefetched values are overwritten
+        servers.fetch(whole=True)
         self.fetched().scatter(self._parameters)
 
     @property
