@@ -14,14 +14,14 @@ import pytest
 import torchmpi.parameterserver as ps
 from torchmpi.cli import main
 from torchmpi.errors import ArgumentError
-from torchmpi.parameterserver.runs import observed_run, run_record
+from torchmpi.parameterserver.runs import call_order, observed_run, run_record
 from torchmpi.parameterserver.runs.observed_run import RECEIVE, SEND, STEP, WAIT
 from torchmpi.parameterserver.runs.run_record import RunRecord
 
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("module", [observed_run, run_record])
+@pytest.mark.parametrize("module", [observed_run, run_record, call_order])
 def test_docstring_examples(module):
     assert doctest.testmod(module).failed == 0
 

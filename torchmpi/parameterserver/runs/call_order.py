@@ -38,7 +38,7 @@ def checksum(data: torch.Tensor, numbers: tuple[float, ...] = ()) -> int:
     >>> checksum(torch.zeros(2)) == checksum(torch.zeros(1, dtype=torch.float64)) != checksum(torch.zeros(2), (0.1,))
     True
     """
-    bits = data.detach().reshape(-1).view(torch.uint8).numpy() if data.numel() else b""
+    bits: Any = data.detach().reshape(-1).view(torch.uint8).numpy() if data.numel() else b""
     return zlib.crc32(bits, zlib.crc32(repr(numbers).encode()))
 
 
