@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchmpi.parameterserver.simulation.coroutines import Event, Turns
 from torchmpi.tensors import schedule
 
-from .coroutines import Event, Turns
 from .network import Links, Message, Network
 
 LIBRARY_TAG = 1000

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from .coroutines import Event, Order
+from torchmpi.parameterserver.simulation.coroutines import Event, RunOrder
 
 
 class Network(NamedTuple):
@@ -56,7 +56,7 @@ class Message(Event):
 class Links:
     """The links of all hosts and switches. Each carries one message after the other, in the order of their arrival."""
 
-    def __init__(self, network: Network, order: Order, num_hosts: int = sys.maxsize) -> None:
+    def __init__(self, network: Network, order: RunOrder, num_hosts: int = sys.maxsize) -> None:
         """Make the links.
 
         `num_hosts`: the number of hosts, and a multiple of those under a switch, of which all others do the same: a

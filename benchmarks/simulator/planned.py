@@ -16,9 +16,9 @@ from torchmpi.backends.pieces import PieceQueue, piece_sizes
 from torchmpi.backends.plan_cost import HEADER_BYTES, most_relayed_bytes
 from torchmpi.backends.selection_table import Key, default_rule
 from torchmpi.config import Config
+from torchmpi.parameterserver.simulation.coroutines import Event, Programs
 from torchmpi.tensors import partition, schedule
 
-from .coroutines import Event, Programs
 from .messages import SimulatedMPI
 from .network import Links, Message, Network
 

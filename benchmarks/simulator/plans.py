@@ -12,86 +12,16 @@ from torchmpi.backends.base import Operation, refusal
 from torchmpi.backends.call_comparison import CallComparison
 from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBackend
 from torchmpi.backends.mpi import MPIBackend
-from torchmpi.backends.mpi_messages import rows_of
 from torchmpi.backends.p2p_backend import P2PBackend
-from torchmpi.backends.rank_order import combiner
 from torchmpi.backends.selection_table import Key, default_rule
-from torchmpi.collective_specs import COLLECTIVES, SPECS
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group, GroupContext
 from torchmpi.communicators.plan import Backends, Plan
 from torchmpi.config import Config
-from torchmpi.tensors import dtypes, partition
+from torchmpi.parameterserver.simulation.meeting_backend import MeetingBackend
+from torchmpi.tensors import dtypes
 
 from .messages import BackgroundQueue, Comm, World
-
-
-class InHostBackend(base.Backend):
-    """Takes the place of shared memory: the ranks of a host meet, and the last one does the work of all."""
-
-    name = "shm"
-    announces = False
-    enqueues = False
-    device_types, collectives = ("cpu",), COLLECTIVES
-
-    def takes(self, device_type: str, collective: str) -> bool:
-        """Accept host memory."""
-        return device_type == "cpu"
-
-    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept everything within a host."""
-        return None
-
-    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective."""
-
-        def run(source: Any, destination: Any, root: int) -> Any:
-            def work(values: list[Any]) -> torch.Tensor | None:
-                return _within_host(collective, op, values, root)
-
-            num_bytes = max((each.nbytes for each in (source, destination) if each is not None), default=0)
-            comm = group.comm
-            result = comm.world.meet(comm.name, comm, (source, destination), work, num_bytes)
-            return result if SPECS[collective].grows > 0 else source if destination is None else destination
-
-        return Operation(run)
-
-
-def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]], root: int) -> torch.Tensor | None:
-    """Do the work of all ranks; return gathered rows."""
-    sources, destinations = [source for source, _ in values], [destination for _, destination in values]
-    if SPECS[collective].reduces:
-        assert op is not None
-        parts = [source.reshape(-1) for source in sources]
-        total = torch.empty_like(parts[0])
-        combiner(total.dtype, op)(parts, total)
-        if collective == "reduce":
-            parts[root].copy_(total)
-        elif collective == "allreduce":
-            for part in parts:
-                part.copy_(total)
-        else:
-            shares = partition.even_partition(rows_of(sources[0])[0], len(sources))
-            for (first, count), destination in zip(shares, destinations, strict=True):
-                destination.copy_(total.view_as(sources[0])[first : first + count])
-    elif collective == "broadcast":
-        for rank, source in enumerate(sources):
-            if rank != root:
-                source.copy_(sources[root])
-    elif collective in ("allgather", "gather"):
-        gathered = torch.cat(sources)
-        for destination in destinations:
-            if destination is not None:
-                destination.copy_(gathered)
-        return gathered
-    elif collective == "scatter":
-        for (first, count), destination in zip(
-            partition.even_partition(rows_of(sources[root])[0], len(sources)), destinations, strict=True
-        ):
-            destination.copy_(sources[root][first : first + count])
-    else:
-        assert collective == "barrier", collective
-    return None
 
 
 class Ranks:
@@ -105,7 +35,7 @@ class Ranks:
         """
         world: World = comm.world
         self.config, self.inter = config or Config(), inter
-        self.mpi, self.shared = MPIBackend(self.config), InHostBackend()
+        self.mpi, self.shared = MPIBackend(self.config), MeetingBackend()
         self.backends: dict[str, base.Backend] = {
             "mpi": self.mpi,
             "p2p": P2PBackend(self.config),

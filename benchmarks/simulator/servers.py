@@ -16,9 +16,9 @@ from torchmpi.parameterserver.kernels.server_rules import state_dtype
 from torchmpi.parameterserver.remote import RemoteClient, ServerThread
 from torchmpi.parameterserver.rules import PreparedRule, Rule, prepare
 from torchmpi.parameterserver.shards import SERVER, Actor, Shards, chunk_numel, layout, message_ranges, private_segment
+from torchmpi.parameterserver.simulation.coroutines import Event, Turns
 from torchmpi.tensors.partition import even_partition
 
-from .coroutines import Event, Turns
 from .messages import Comm, World
 
 

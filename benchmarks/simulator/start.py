@@ -21,12 +21,12 @@ from torchmpi.config import Config
 from torchmpi.launch import meeting, mpi_library, network
 from torchmpi.launch.abilities import Abilities
 from torchmpi.launch.meeting import Met
+from torchmpi.parameterserver.simulation.meeting_backend import MeetingBackend
 from torchmpi.session import runtime
 from torchmpi.tensors import schedule
 
 from .messages import LIBRARY_SHORT_BYTES, LIBRARY_TAG, Comm, SimulatedMPI, World
 from .network import Network
-from .plans import InHostBackend
 
 _COUNT_BYTES = 8
 # A rank of the simulation has no cores, signals and files of its own.
@@ -163,7 +163,7 @@ class _StartMPI(Abilities, SimulatedMPI):
 
 def _comparison(each: runtime.Runtime, group: Group) -> CallComparison:
     """Return the comparison of the calls of a group; within a host the ranks meet, as kernels wait in real time."""
-    comparison = CallComparison(group, InHostBackend(), each.selector.network)
+    comparison = CallComparison(group, MeetingBackend(), each.selector.network)
     exchange = comparison.exchange
     if exchange is not None:
         agree = exchange.agree

@@ -10,7 +10,6 @@ import pytest
 import simulate
 import torch
 from simulator import planned
-from simulator.coroutines import DeadlockError
 from simulator.messages import Comm, World
 from simulator.network import Network
 from simulator.plans import Ranks
@@ -19,6 +18,7 @@ from simulator.start import started
 
 from torchmpi.backends import p2p, pieces, round_messages
 from torchmpi.config import Config
+from torchmpi.parameterserver.simulation.coroutines import DeadlockError
 from torchmpi.tensors import partition, schedule
 
 SMALL_CHUNKS = Config(pipeline_bytes=4096)

@@ -136,6 +136,14 @@ def _add_timeline(commands: Any) -> None:
     merging.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: FOLDER/merged.json.gz)")
 
 
+def _add_staleness(commands: Any) -> None:
+    summary = "say how stale the updates of an asynchronous run were, and who waited"
+    parser = commands.add_parser("staleness", help=summary, description=f"{summary.capitalize()}.")
+    parser.add_argument("file", type=Path, help="file of torchmpi.parameterserver.record() or simulate()")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all events as a table")
+
+
 def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
@@ -196,6 +204,7 @@ COMMANDS = {
     "doctor": Command(".doctor.diagnosis", _add_doctor),
     "bench": Command(".bench.command", bench_options.add_to),
     "timeline": Command(".trace_commands", _add_timeline, reads_files=True),
+    "staleness": Command(".staleness_report", _add_staleness, reads_files=True),
     "dump": Command(".flight_commands", _add_dump, reads_files=True),
     "analyze": Command(".flight_commands", _add_analyze, reads_files=True),
 }

@@ -65,10 +65,10 @@ def register(comm: Any, world_ranks: tuple[int, ...], also: bool | None = None) 
 
     Also returned is whether another condition is true on all ranks, unless it is None; it takes no message of its own.
     """
+    if also is None and getattr(comm, "has_unique_context", False):  # whose communicators are freed at once
+        return (world_ranks, 0), True
     number = _created[world_ranks]
     _created[world_ranks] += 1
-    if also is None and getattr(comm, "has_unique_context", False):  # whose communicators are freed at once
-        return (world_ranks, number), True
     members = set(world_ranks)
     own = {key: _retired[key].messages.value for key in list(_retired) if members.issuperset(key[0])}
     has_none, is_true = each_on_all(comm, not own, also is not False)

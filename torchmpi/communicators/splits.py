@@ -7,6 +7,7 @@ communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ..collective_specs import SPECS
@@ -67,6 +68,12 @@ def plan_split(keys: Sequence[Hashable], *, cartesian: bool) -> Split:
     >>> [member.inter for member in split.members]
     [(0, 1), (0, 1), None]
     """
+    return _plan_split(tuple(keys), cartesian)
+
+
+@lru_cache(maxsize=8)
+def _plan_split(keys: tuple[Hashable, ...], cartesian: bool) -> Split:
+    """Do as plan_split(); simulated workers of one process, and groups of the same ranks, share the result."""
     by_key: dict[Hashable, list[int]] = {}
     for rank, key in enumerate(keys):
         by_key.setdefault(key, []).append(rank)

@@ -24,6 +24,7 @@ from ..session import runtime
 from ..tensors.flat_buffers import Allocate, FlatBuffers
 from ..timeline import events
 from .rules import Rule
+from .runs import observed_run
 from .servers import Server, free, prepared_for, receive, send
 from .workers import RankWorkers, Workers
 
@@ -381,8 +382,12 @@ def sync_handles(handles: Iterable[Handle[T]]) -> list[Handle[T]]:
         >>> sync_handles([Handle.completed(1), Handle.completed(2)])
         []
     """
-    for handle in handles:
+    observer, listed = observed_run.active, list(handles)
+    begin = 0 if observer is None or all(handle.has_ended for handle in listed) else observer.now()
+    for handle in listed:
         handle.wait()
+    if observer is not None and begin:
+        observer.note_wait(runtime.current().world.rank, begin)
     return []
 
 

@@ -298,6 +298,11 @@ class PreparedRule(NamedTuple):
     """to which this is added before."""
 
     @property
+    def numbers(self) -> tuple[float, ...]:
+        """All numbers on which its result depends."""
+        return *self.coefficients, self.halves, self.offset
+
+    @property
     def needs_versions(self) -> bool:
         """Return whether the rule depends on the versions of the values that the sender has used."""
         return self.takes_context or self.halves > 0

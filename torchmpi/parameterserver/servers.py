@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +31,7 @@ from ..timeline import events
 from .kernels.server_rules import state_dtype
 from .remote import Answer, RemoteClient, ServerThread
 from .rules import PreparedRule, Rule, RuleBoard, prepare
+from .runs import observed_run
 from .server_rows import Rows, checked_index
 from .shards import (
     CLIENT,
@@ -94,8 +96,11 @@ class Server:
         self.is_open = self.is_saved = True
         self.bytes_sent = self.bytes_received = self.num_sent = 0
         self.sent_version = self.received_version = 0.0
+        group = context.group
+        self.world_rank = group.world_ranks[group.rank]
+        self.label = name if group.size == len(group.context.hosts) else f"{name} ({group.name})"
         self.sent_staleness = math.nan
-        self.sender, self.num_clients = context.group.rank, context.group.size
+        self.sender, self.num_clients = group.rank, group.size
         self.versions = Versions(shards.first_chunks[-1])
         """What this client knows of the chunks."""
         self._spans = joined_parts(shards.parts)
@@ -141,6 +146,8 @@ class Server:
     ) -> None:
         """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
+        observer = observed_run.active
+        noted = 0 if observer is None else observer.begin_send(self, rule, data)
         if rule.function is not None:
             self.context.require_registered(self, rule)
         versions, sender = self.versions.since(base), Sender(self.sender, self.num_clients)
@@ -163,6 +170,8 @@ class Server:
         self.sent_version, self.sent_staleness = self._finish_remotely(data, rule, found, versions, rows)
         self.num_sent += 1
         self.bytes_sent += data.nbytes
+        if observer is not None:
+            observer.note_send(self, rule.name, data, noted)
         if begin:
             known = {} if math.isnan(self.sent_staleness) else {"staleness": self.sent_staleness}
             self._record("send", begin, data, rule=rule.name, version=self.sent_version, **known)
@@ -170,10 +179,14 @@ class Server:
     def read(self, data: torch.Tensor, *, rows: Rows | None = None) -> None:
         """Copy all shards to contiguous host memory; the caller holds the run lock."""
         begin = 0 if events.recorder is None else events.now()
+        observer = observed_run.active
+        noted = 0 if observer is None else observer.begin_receive(self, data)
         read = partial(self.context.client.read, self.shards, versions=self.versions, rows=rows)
         found = self._visit(data, rows, read)
         self.received_version, _ = self._finish_remotely(data, None, found, self.versions, rows)
         self.bytes_received += data.nbytes
+        if observer is not None:
+            observer.note_receive(self, data, noted)
         if begin:
             self._record("receive", begin, data, version=self.received_version)
 
@@ -316,7 +329,8 @@ class ServerContext(GroupResource):
     def _run(self, server: Server, task: Callable[[], T], what: str) -> T:
         try:
             _check_open(server, what)  # again: another thread may have freed it
-            return task()
+            observer = observed_run.active
+            return task() if observer is None or observer.order is None else observer.order.run(server, task)
         finally:
             self.call_queue.doing = None
 
@@ -324,6 +338,14 @@ class ServerContext(GroupResource):
         """Let the watchdog report which rank holds the lock that this rank waits for."""
         if self.call_queue.doing is None:
             self.call_queue.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
+
+    def pause(self, server: Server, seconds: float, is_over: Callable[[torch.Tensor], bool]) -> None:
+        """Wait before the values of a server are read again: for a time, or until a condition on them is true."""
+        time.sleep(seconds)
+
+    def time(self) -> float:
+        """Return the seconds of a clock."""
+        return time.monotonic()
 
     def free(self, server: Server) -> None:
         """Complete all calls and unmap a server. Collective."""

@@ -12,6 +12,8 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError, StallError
 from ..log import logger
 from ..session import runtime
+from .runs import observed_run
+from .runs.run_record import CLOCK
 from .servers import receive, send
 from .workers import RankWorkers, Workers
 
@@ -113,7 +115,7 @@ class Clock:
         self.max_staleness, self.value = max_staleness, initial
         self.num_waits, self.waited_seconds = 0, 0.0
         self.is_finished = not participates
-        self.server = workers.init(torch.zeros(workers.size, dtype=torch.int64))
+        self.server = workers.init(torch.zeros(workers.size, dtype=torch.int64), CLOCK)
         self.server.is_saved = False  # each rank restores its own rounds: see `initial`
         self._values = torch.zeros(workers.size, dtype=torch.int64)
         self._publish(initial if participates else _FINISHED)
@@ -134,8 +136,7 @@ class Clock:
 
     def read(self) -> list[int | None]:
         """Return the number of rounds of each rank; None for ranks that have finished."""
-        values = receive(self.server, self._values).wait().tolist()
-        return [None if value == _FINISHED else value for value in values]
+        return _rounds(receive(self.server, self._values).wait())
 
     def wait(self) -> None:
         """Block until no rank is more than `max_staleness` rounds behind this one.
@@ -145,14 +146,16 @@ class Clock:
         """
         if math.isinf(self.max_staleness) or self.is_finished or not (behind := self._behind()):
             return
-        workers, warned = self._workers, False
-        begin, seconds = workers.now(), _MIN_SLEEP_SECONDS
+        context = self.server.context
+        begin, seconds, warned = context.time(), _MIN_SLEEP_SECONDS, False
+        observer = observed_run.active
+        noted = 0 if observer is None else observer.now()
         self.num_waits += 1
         config = runtime.current().config
         while behind:
-            workers.sleep(seconds)
+            context.pause(self.server, seconds, lambda values: not self._behind(_rounds(values)))
             seconds = min(1.5 * seconds, _MAX_SLEEP_SECONDS)
-            behind, waited = self._behind(), workers.now() - begin
+            behind, waited = self._behind(), context.time() - begin
             if behind and waited >= config.stall_abort_seconds > 0:
                 raise StallError(
                     f"{self._report(behind, waited)} The wait exceeds stall_abort_seconds, which ends the job."
@@ -160,7 +163,9 @@ class Clock:
             if behind and waited >= config.stall_warning_seconds and not warned:
                 warned = True
                 logger.warning(self._report(behind, waited))
-        self.waited_seconds += workers.now() - begin
+        self.waited_seconds += context.time() - begin
+        if observer is not None:
+            observer.note_wait(self.server.world_rank, noted)
 
     def __enter__(self) -> Clock:
         return self
@@ -173,10 +178,10 @@ class Clock:
         own[self._workers.rank] = value
         send(self.server, own, "max").wait()
 
-    def _behind(self) -> dict[int, int]:
-        """Return the world ranks that this rank has to wait for, and their rounds."""
+    def _behind(self, rounds: list[int | None] | None = None) -> dict[int, int]:
+        """Return the world ranks that this rank has to wait for, and their rounds; `rounds` are those of all ranks."""
         limit = self.value - self.max_staleness
-        pairs = zip(self._workers.names, self.read(), strict=True)
+        pairs = zip(self._workers.names, self.read() if rounds is None else rounds, strict=True)
         return {rank: value for rank, value in pairs if value is not None and value < limit}
 
     def _report(self, behind: dict[int, int], waited: float) -> str:
@@ -187,6 +192,11 @@ class Clock:
             f"at round {slowest}: max_staleness={self.max_staleness:g} allows no more. A rank that leaves its "
             "loop early must call finish()."
         )
+
+
+def _rounds(values: torch.Tensor) -> list[int | None]:
+    """Return the rounds of the ranks from the values of the server; None for ranks that have finished."""
+    return [None if value == _FINISHED else value for value in values.tolist()]
 
 
 def check_max_staleness(max_staleness: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import chain, count
@@ -52,12 +51,6 @@ class Workers(Protocol):
     def announce(self, update: Any) -> None:
         """Let the metrics of an update be found under its name."""
 
-    def now(self) -> float:
-        """Return the time in seconds."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-
 
 class RankWorkers:
     """The ranks of a communicator."""
@@ -88,14 +81,6 @@ class RankWorkers:
         updates = runtime.current().context.updates
         names = chain([update.name], (f"{update.name} {number}" for number in count(2)))
         updates[next(name for name in names if (other := updates.get(name)) is None or other.is_finished)] = update
-
-    def now(self) -> float:
-        """Return the time in seconds."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep."""
-        time.sleep(seconds)
 
 
 workers_of: ContextVar[Callable[[Comm], Workers]] = ContextVar("workers_of", default=RankWorkers)

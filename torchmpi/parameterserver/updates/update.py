@@ -21,6 +21,7 @@ from ...session import runtime
 from ...tensors.flat_buffers import FlatBuffers
 from ..parameter_lists import Base, TensorServers, sync_handles
 from ..rules import Rule
+from ..runs import observed_run
 from ..servers import Server, free
 from ..staleness import Clock, StalenessMeter, check_max_staleness
 from ..workers import RankWorkers, Workers, workers_of
@@ -206,6 +207,18 @@ class Update(PeriodicUpdate):
             )
         self._max_staleness = value
 
+    def update(self, step: int | None = None) -> bool:
+        """Communicate if this step requires it: see :meth:`PeriodicUpdate.update`."""
+        observer = observed_run.active
+        if observer is None:
+            return super().update(step)
+        rank = runtime.current().world.rank
+        begin = observer.begin_step(self, rank)
+        try:
+            return super().update(step)
+        finally:
+            observer.end_step(rank, self.step - 1, begin)
+
     def start(self) -> None:
         """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator.
 
@@ -228,6 +241,8 @@ class Update(PeriodicUpdate):
         workers.announce(self)
         if not math.isinf(self.max_staleness):
             self.clock = Clock(self.max_staleness, participates=self._is_client, initial=self._rounds, workers=workers)
+        if (observer := observed_run.active) is not None:
+            observer.begin_training(self, runtime.current().world.rank)
 
     def _make_servers(self) -> TensorServers:
         """Create the servers. Collective."""

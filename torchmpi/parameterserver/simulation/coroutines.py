@@ -25,10 +25,10 @@ class Event:
 
     def __init__(self, description: str) -> None:
         self.description, self.is_done, self.time = description, False, 0.0
-        self.waiting: list[Waiter] = []
+        self.waiting: list[EventWaiter] = []
 
 
-class Waiter:
+class EventWaiter:
     """What waits for events, with its virtual time."""
 
     def __init__(self, clock: float) -> None:
@@ -56,7 +56,7 @@ class Waiter:
         return max([self.clock, *(event.time for event in self.events)])
 
 
-class Order:
+class RunOrder:
     """Events, and who runs next: in a random order, or if `timed` in the order of the clocks in virtual time."""
 
     def __init__(self, seed: int = 0, *, timed: bool = False) -> None:
@@ -89,7 +89,7 @@ class Order:
                 self._make_runnable(turn)
         event.waiting.clear()
 
-    def _make_runnable(self, turn: Waiter) -> None:
+    def _make_runnable(self, turn: EventWaiter) -> None:
         key = turn.ready_at if self._timed else self._random.random()
         heapq.heappush(self._runnable, (key, next(self._numbers), turn))
 
@@ -100,7 +100,7 @@ class Order:
             action(time)
 
 
-class Programs(Order):
+class Programs(RunOrder):
     """Runs generators in virtual time; each yields lists of events, and continues when these have happened."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Programs(Order):
 
     def run(self, programs: Sequence[Iterator[Sequence[Event]]]) -> list[float]:
         """Return the times at which the generators end; raise DeadlockError if they wait for each other."""
-        waiters = {Waiter(0.0): program for program in programs}
+        waiters = {EventWaiter(0.0): program for program in programs}
         unfinished = set(waiters)
         for waiter in waiters:
             self._make_runnable(waiter)
@@ -126,7 +126,7 @@ class Programs(Order):
         return [waiter.clock for waiter in waiters]
 
 
-class _Turn(Waiter):
+class _Function(EventWaiter):
     """One function: its thread, and the events for which it waits."""
 
     def __init__(self, function: Callable[[], Any], clock: float) -> None:
@@ -136,19 +136,22 @@ class _Turn(Waiter):
         self.may_run.acquire()
 
 
-class Turns(Order):
+class Turns(RunOrder):
     """Runs functions, one at a time."""
+
+    stack_bytes = _STACK_BYTES
+    """Size of the stacks of the threads."""
 
     def __init__(self, seed: int = 0, *, timed: bool = False) -> None:
         super().__init__(seed, timed=timed)
-        self._unfinished: set[_Turn] = set()
+        self._unfinished: set[_Function] = set()
         self._over = threading.Lock()
         self._error: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return the results of all functions; raise the first error, or DeadlockError."""
         self._over.acquire()
-        stack = threading.stack_size(_STACK_BYTES)
+        stack = threading.stack_size(self.stack_bytes)
         try:
             turns = [self._add(function) for function in functions]
             self._pass_on()
@@ -178,20 +181,20 @@ class Turns(Order):
         self._make_runnable(turn)
         self._let_others_run(turn)
 
-    def _let_others_run(self, turn: _Turn) -> None:
+    def _let_others_run(self, turn: _Function) -> None:
         self._pass_on()
         turn.may_run.acquire()
         if self._error is not None:
             raise _StoppedError
 
-    def _add(self, function: Callable[[], Any]) -> _Turn:
-        turn = _Turn(function, 0.0 if self._current is None else self._current.clock)
+    def _add(self, function: Callable[[], Any]) -> _Function:
+        turn = _Function(function, 0.0 if self._current is None else self._current.clock)
         self._unfinished.add(turn)
         self._make_runnable(turn)
         threading.Thread(target=self._work, args=(turn,), daemon=True).start()
         return turn
 
-    def _work(self, turn: _Turn) -> None:
+    def _work(self, turn: _Function) -> None:
         turn.may_run.acquire()
         if self._error is None:
             try:
@@ -217,6 +220,6 @@ class Turns(Order):
         self._current.may_run.release()
 
 
-def _deadlock(waiters: Iterable[Waiter]) -> DeadlockError:
+def _deadlock(waiters: Iterable[EventWaiter]) -> DeadlockError:
     waits = [", ".join(event.description for event in waiter.events if not event.is_done) for waiter in waiters]
     return DeadlockError(f"{len(waits)} functions wait for each other: {'; '.join(sorted(waits)[:8])}")
