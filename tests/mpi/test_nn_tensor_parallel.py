@@ -111,6 +111,8 @@ def test_groups_with_data_of_their_own_train_like_one_process(agree):
     agree.close(results[1], results[0], **TIGHT)
 
 
+@pytest.mark.ranks(1, 3)
+@pytest.mark.any_mpi
 def test_complete_weights_are_saved_and_loaded(agree, tmp_path):
     whole = make_shape("gpt2")
     divided = mpinn.tensor_parallel(copy.deepcopy(whole))
@@ -162,7 +164,8 @@ def test_of_a_file_each_rank_reads_its_part(agree, tmp_path):
     agree.raises(ArgumentError, lambda: mpinn.load_full_state_dict(broken, text), "no file of safetensors")
 
 
-@pytest.mark.min_ranks(2)
+@pytest.mark.ranks(3)
+@pytest.mark.any_mpi
 def test_what_cannot_be_divided_is_refused_on_all_ranks_before_the_first_step(agree):
     one_head = {
         "self_attn.[qkv]_proj": mpinn.TensorSplit("columns", 1),
@@ -186,7 +189,8 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks_before_the_first_step(ag
     agree.raises(ArgumentError, lambda: mpinn.tensor_parallel(model), "divided already")
 
 
-@pytest.mark.min_ranks(2)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.any_mpi
 def test_a_rank_with_another_model_or_batch_is_named(agree):
     last = mpi.size() - 1
     model = make_shape("llama")

@@ -9,6 +9,7 @@ import torch
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi.errors import ArgumentError
 
 transformers = pytest.importorskip("transformers", reason="install the extra examples")
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2), pytest.mark.usefixtures("world")]
@@ -39,7 +40,7 @@ def llama() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("make_model", [bert, gpt2, llama])
-def test_stock_models(agree, make_model):
+def test_stock_models(agree, tmp_path, make_model):
     transformers.logging.set_verbosity_error()
     torch.manual_seed(3)
     whole = make_model().eval()
@@ -57,4 +58,15 @@ def test_stock_models(agree, make_model):
     state = mpinn.full_state_dict(divided, root=None)
     for name, tensor in whole.state_dict().items():
         agree.equal(state[name], tensor, name)
+    agree.raises(
+        ArgumentError, lambda: divided.save_pretrained(tmp_path), "save_pretrained would save this rank's parts"
+    )
+    copy.deepcopy(divided).save_pretrained(tmp_path, state_dict=dict(state))  # it removes names
+    loaded = type(whole).from_pretrained(tmp_path)
+    for name, tensor in loaded.state_dict().items():
+        agree.equal(tensor, whole.state_dict()[name], name)
+    with torch.no_grad():
+        divided.get_input_embeddings().weight.zero_()
+    mpinn.load_full_state_dict(divided, tmp_path)
+    agree.close(divided(tokens).logits, results[0].logits, "loaded", rtol=1e-4, atol=1e-5)
     agree.equal(mpi.allreduce(sum(each.numel() for each in divided.parameters())) < 1.9 * whole.num_parameters(), True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .agreement import check_same_layout
 from .functional import linear_map
@@ -88,7 +88,20 @@ def tensor_parallel(
         setattr(layer, _PART, part)
         if division.cuts:
             _set_sizes(layer)
+    if callable(save := getattr(model, "save_pretrained", None)):
+        setattr(model, "save_pretrained", functools.partial(_save_complete, save))  # noqa: B010 -- no attribute of Module
     return model
+
+
+def _save_complete(save: Callable[..., Any], *arguments: Any, state_dict: Any = None, **named: Any) -> Any:
+    """Call ``save_pretrained`` of Transformers with a complete state; a file of parts could not be loaded again."""
+    if state_dict is None:
+        raise ArgumentError(
+            f"{rank_prefix()}save_pretrained would save this rank's parts of the weights. On all ranks, make the "
+            "complete state with state = mpinn.full_state_dict(model), and pass it on rank 0: save_pretrained(folder, "
+            "state_dict=state)."
+        )
+    return save(*arguments, state_dict=state_dict, **named)
 
 
 def divided_part(module: nn.Module) -> DividedPart | None:
