@@ -89,7 +89,7 @@ def training(title: str, backend: str, *arguments: str, **options: object) -> Pr
 BATCH_SIZES = {"8 KB": "4", "64 KB": "32", "256 KB": "128"}
 """Prompts of a batch, by the length of the allreduces for a token of each, with 512 features of 4 bytes."""
 EXAMPLES = "examples/llm"
-GENERATE = Program("DTensor, `tp_generate.py`", "`--backend=gloo`", ("tp_generate.py", "--backend=gloo"), EXAMPLES)
+GENERATE = Program("DTensor, `tp_dtensor.py`", "`--backend=gloo`", ("tp_dtensor.py", "--backend=gloo"), EXAMPLES)
 TRANSFORMERS = Program('Transformers, `tp_plan="auto"`', "none", ("tp_transformers.py",), EXAMPLES)
 PROGRAMS = [
     training("Accelerate", "none", "accelerate_ddp", launchers=LAUNCHERS),

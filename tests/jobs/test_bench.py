@@ -75,6 +75,19 @@ def test_every_other_call(launch, tmp_path, ranks):
     assert "broadcast of an object" in result.stdout and "no figures" not in result.stdout, result.output
 
 
+def test_models_divided_over_the_ranks(launch, tmp_path):
+    """Each contestant has been compared with one process."""
+    file = tmp_path / "a.json"
+    result = launch(2, [*BENCH, "parallel", "--widths", "128", "--seconds", "0.1", "--json", file])
+    rows = rows_of(file, result)
+    assert all("median_us" in row for row in rows), rows
+    names = {(row["workload"], row["contestant"]) for row in rows}
+    names.discard(("decoding", "one process, 2 threads"))  # if the ranks have two cores
+    decoding = ("one process", "tensor_parallel", "DTensor on gloo", "DTensor on torchmpi")
+    expected = {("decoding", name) for name in decoding}
+    assert names == expected | {("pipeline", name) for name in ("one process", "1F1B on gloo", "1F1B on torchmpi")}
+
+
 def test_results_until_the_time_limit_are_kept(alone, tmp_path):
     """Regression: everything that the job had measured was thrown away. The last task never ends here."""
     file = tmp_path / "a.json"

@@ -98,23 +98,20 @@ def test_a_killed_run_continues_to_the_same_bits(launch, tmp_path, name):
 
 
 def test_tensor_parallel_generation(launch):
-    """The program compares its logits with those of the undivided model."""
-    small = ["--width", "256", "--depth", "2", "--tokens", "6", "--rounds", "1"]
+    """The program compares its tokens and logits with those of the undivided model, also with uneven shares."""
+    small = ["--width", "384", "--depth", "2", "--tokens", "6", "--rounds", "1"]
     result = launch(2, [EXAMPLES / "tp_generate.py", *small], env=ONE_THREAD)
     assert result.returncode == 0, result.output
-    assert "2 ranks on torchmpi: the logits of one process" in result.stdout, result.output
+    assert "2 ranks: the tokens and logits of one process" in result.stdout, result.output
 
 
-def test_ranks_that_cannot_divide_the_heads_get_a_width_that_works(launch):
-    """Once, from rank 0; the message of every rank named no width."""
-    result = launch(3, [EXAMPLES / "tp_generate.py"], env=ONE_THREAD)
+def test_more_ranks_than_heads_are_told_how_many_work(launch):
+    """Once, before the first step."""
+    result = launch(3, [EXAMPLES / "tp_generate.py", "--width", "256", "--depth", "1"], env=ONE_THREAD)
     assert result.returncode != 0, result.output
-    assert result.output.count("cannot divide the heads") == 1, result.output
-    assert "multiple of 384, such as --width 384" in result.output, result.output
-    assert "Traceback" not in result.output, result.output
-    small = ["--width", "384", "--depth", "1", "--tokens", "2", "--rounds", "1"]
-    result = launch(3, [EXAMPLES / "tp_generate.py", *small], env=ONE_THREAD)
-    assert result.returncode == 0, result.output
+    assert result.output.count("3 ranks cannot divide 'blocks.0.attention.q', which has 2 parts") == 1, result.output
+    assert "Divide the model over 1 to 2 ranks" in result.output, result.output
+    assert "tokens per second" not in result.output, result.output
 
 
 def test_data_parallel_sharded_and_tensor_parallel_training_are_the_same(launch):

@@ -42,6 +42,8 @@ from torchmpi.launch import launcher
         (["--seconds", "-1"], "is no time"),
         (["--seconds", "nan"], "is no time"),
         (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, cnn, resnet, transformer, offloaded"),
+        (["parallel", "--widths", "100"], "'100': write multiples of 64 up to 16384"),
+        (["parallel", "--workloads", "gpt"], "'gpt' is no workload; choose among decoding, pipeline"),
         (["frobnicate"], "invalid choice"),
     ],
 )
@@ -52,7 +54,7 @@ def test_errors_about_arguments_name_the_allowed_values(given, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["collectives", "calls", "train", "compare"])
+@pytest.mark.parametrize("kind", ["collectives", "calls", "train", "parallel", "compare"])
 def test_each_command_has_help_with_an_example(kind, capsys):
     with pytest.raises(SystemExit) as ended:
         torchmpi.cli.main(["bench", kind, "--help"])
@@ -66,7 +68,7 @@ def test_help_of_bench_names_its_commands(capsys):
     with pytest.raises(SystemExit):
         torchmpi.cli.main(["bench", "--help"])
     text = capsys.readouterr().out
-    assert all(word in text for word in ("collectives", "calls", "train", "compare", "examples:"))
+    assert all(word in text for word in ("collectives", "calls", "train", "parallel", "compare", "examples:"))
 
 
 def test_default_command():

@@ -9,7 +9,7 @@ from helpers.bench_rows import FACTS, cells_of, figures, row
 
 import torchmpi.cli
 from torchmpi.cli.bench import bench_report as report
-from torchmpi.cli.bench import collective_bench, training
+from torchmpi.cli.bench import collective_bench, options, parallel, training
 from torchmpi.cli.bench.bench_report import draw
 from torchmpi.errors import ArgumentError, JobError
 
@@ -141,6 +141,19 @@ def test_plot_is_a_png(tmp_path):
 
 
 # --- the other commands
+
+
+def test_table_of_divided_models():
+    def line(contestant: str, milliseconds: float | None):
+        head = {"ranks": 2, "workload": "decoding", "size": 512, "contestant": contestant}
+        return head | figures(None if milliseconds is None else milliseconds * 1e3)
+
+    rows = [line("one process", 4), line("tensor_parallel", 2), line("DTensor on gloo", None)]
+    text = parallel.as_text(report.new_report("parallel", [{"facts": FACTS, "rows": rows}], {}))
+    found = {cells[0]: cells[-4:] for cells in cells_of(text) if len(cells) >= 4}
+    assert found["tensor_parallel"] == ["2.00", "10%", "500", "2.00"], text
+    assert "batch 1, 4 layers of this width: 512, 2 ranks" in text and "DTensor on gloo: not installed" in text
+    assert tuple(parallel.WORKLOADS) == options.WORKLOADS
 
 
 def test_training_table():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..nn import MPLinear
+from ..nn.tensor_parallel import divided_part
 from .data_loading import map_tensors
 from .state import State
 
@@ -35,24 +38,23 @@ def versions(trees: dict[str, Any]) -> dict[str, Any]:
 
 def whole(state: State, trees: dict[str, Any]) -> dict[str, Any]:
     """Return `trees` with complete tensors of sharded layers."""
-    layers = dict(_sharded_layers(state))
+    shards = dict(_shards(state))
 
     def gathered(tensor: Tensor, name: str) -> Tensor:
-        layer = layers.get(_owner(name))
-        return tensor if layer is None or tensor.shape != layer.weight.shape else layer.gather_columns(tensor)
+        shard = shards.get(_owner(name))
+        return tensor if shard is None or tensor.shape != shard.tensor.shape else shard.gather(tensor)
 
-    return map_tensors(gathered, trees) if layers else trees
+    return map_tensors(gathered, trees) if shards else trees
 
 
 def load_trees(state: State, trees: dict[str, Any], metadata: dict[str, Any]) -> Tree | None:
     """Load the result of :func:`whole`, saved with that of :func:`versions`; return the weights of the best epoch."""
     assert state.optimizer is not None
-    layers = dict(_sharded_layers(state))
+    shards = dict(_shards(state))
 
     def part(tensor: Tensor, name: str) -> Tensor:
-        layer = layers.get(_owner(name))
-        shape = None if layer is None else (layer.out_features, layer.in_features)
-        return tensor if layer is None or tensor.shape != shape else layer.select_columns(tensor)
+        shard = shards.get(_owner(name))
+        return tensor if shard is None or tensor.shape != shard.whole_shape else shard.select(tensor)
 
     trees = map_tensors(part, trees)
     tree = "network"
@@ -103,23 +105,45 @@ def load_module(module: nn.Module, tree: Tree) -> None:
     module.load_state_dict(_state_dict(values, metadata))
 
 
-def _sharded_layers(state: State) -> Iterator[tuple[str, MPLinear]]:
-    """Yield the sharded layers, with the names of weights and optimizer state in a checkpoint."""
+class _Shard(NamedTuple):
+    """A parameter of which the ranks have parts, and functions for it and for tensors of its shape."""
+
+    tensor: Tensor
+    whole_shape: torch.Size
+    gather: Callable[[Tensor], Tensor]
+    select: Callable[[Tensor], Tensor]
+
+
+def _shards_of(module: nn.Module) -> Iterator[_Shard]:
+    """Yield the parameters of a layer that are divided."""
+    if isinstance(module, MPLinear):
+        shape = torch.Size((module.out_features, module.in_features))
+        yield _Shard(module.weight, shape, module.gather_columns, module.select_columns)
+    elif (part := divided_part(module)) is not None:
+        for name, cut in part.cuts.items():
+            tensor = module.get_parameter(name)
+            functions = partial(part.gather_everywhere, name=name), partial(part.select, name=name)
+            yield _Shard(tensor, torch.Size(cut.whole_shape(tensor)), *functions)
+
+
+def _shards(state: State) -> Iterator[tuple[str, _Shard]]:
+    """Yield the parameters that are divided, with the names of their values and optimizer state in a checkpoint."""
     assert state.optimizer is not None
-    layers: dict[int, MPLinear] = {}
+    found: dict[int, _Shard] = {}
     for tree, root in (("network", state.network), ("best", state.network), ("criterion", state.criterion)):
-        for name, module in root.named_modules(prefix=tree) if isinstance(root, nn.Module) else ():
-            if isinstance(module, MPLinear):
-                layers[id(module.weight)] = module
-                yield f"{plain_name(name)}.weight", module
+        if isinstance(root, nn.Module):
+            found |= {id(shard.tensor): shard for module in root.modules() for shard in _shards_of(module)}
+            for name, parameter in root.named_parameters(prefix=tree, remove_duplicate=False):
+                if id(parameter) in found:
+                    yield plain_name(name), found[id(parameter)]
     parameters = (parameter for group in state.optimizer.param_groups for parameter in group["params"])
     for index, parameter in enumerate(parameters):
-        if id(parameter) in layers:
-            yield f"optimizer.state.{index}", layers[id(parameter)]
+        if id(parameter) in found:
+            yield f"optimizer.state.{index}", found[id(parameter)]
 
 
 def _owner(name: str) -> str:
-    """Return the key of :func:`_sharded_layers` for a tensor.
+    """Return the key of :func:`_shards` for a tensor.
 
     >>> _owner("optimizer.state.0.exp_avg"), _owner("network.0.weight")
     ('optimizer.state.0', 'network.0.weight')

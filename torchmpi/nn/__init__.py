@@ -14,6 +14,7 @@ from .blocksequential import BlockSequential
 from .clipping import clip_grad_norm_, clip_grad_value_
 from .diloco import DiLoCoUpdate
 from .error_feedback import EightBit, GradientCompressor, PowerSGD, TopK
+from .full_state import full_state_dict, load_full_state_dict
 from .join import join
 from .local_sgd import LocalSGDUpdate
 from .model_parallel import MPLinear
@@ -23,6 +24,8 @@ from .sampler import DistributedSampler
 from .sharding import Sharding, set_sharded, sharding_of
 from .sync import synchronize_gradients, synchronize_parameters
 from .sync_batchnorm import SyncBatchNorm
+from .tensor_parallel import tensor_parallel
+from .tensor_plan import TensorSplit
 
 __all__ = [
     "BlockSequential",
@@ -36,12 +39,15 @@ __all__ = [
     "PowerSGD",
     "Sharding",
     "SyncBatchNorm",
+    "TensorSplit",
     "TopK",
     "check_with_allreduce",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "full_state_dict",
     "functional",
     "join",
+    "load_full_state_dict",
     "no_sync",
     "register_async_backward",
     "set_sharded",
@@ -49,6 +55,7 @@ __all__ = [
     "synchronize_gradients",
     "synchronize_gradients_async",
     "synchronize_parameters",
+    "tensor_parallel",
     "unregister_async_backward",
 ]
 

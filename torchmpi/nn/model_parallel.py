@@ -7,20 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import collectives
 from ..argument_types import checks_types
-from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
-from ..tensors.partition import part_of
 from .functional import linear_map
-from .replica import Attachment
+from .layer_comm import LayerComm
 from .sharding import mark, set_sharded, sharding_of
 
-_NUM_SAMPLES = 64
-_MAX_DIFFERENCE = 0.1
-"""Relative difference of equal inputs: rounding of 16-bit numbers that earlier layers amplify; others differ by 1."""
+_NOUN = "an MPLinear"
 
 
 @checks_types
@@ -66,7 +61,7 @@ class MPLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self._layer_comm = _LayerComm(runtime.communicator(comm))
+        self._layer_comm = LayerComm(runtime.communicator(comm), _NOUN)
         # The complete weight is initialized, so that values and generator state do not depend on the number of ranks.
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.weight = nn.Parameter(self.select_columns(full.weight.detach()).clone())
@@ -146,65 +141,5 @@ class MPLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._layer_comm is None:  # a pickle contains no communicator, which would be invalid in another job
-            self._layer_comm = _LayerComm(runtime.communicator(None))
+            self._layer_comm = LayerComm(runtime.communicator(None), _NOUN)
             set_sharded(self.weight)
-
-
-class _LayerComm(Attachment):
-    """The communicator of a layer, with operations on a replicated tensor or on one tensor per rank.
-
-    Copies of the layer share it; pickles do not contain it.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self._is_checked = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LayerComm:
-        return self
-
-    @torch.no_grad()
-    def check_same_input(self, input: Tensor) -> None:
-        """Raise on all ranks if their inputs differ, in the first call; later calls do not communicate."""
-        if self._is_checked or self.comm.size == 1:
-            return
-        self._is_checked = True
-        values = torch.view_as_real(input) if input.is_complex() else input
-        values = values.reshape(-1)
-        # The same number of values on all ranks, although their inputs may have different lengths.
-        places = torch.arange(_NUM_SAMPLES, device=values.device) * max(len(values) - 1, 0) // (_NUM_SAMPLES - 1)
-        sample = values[places].tolist() if len(values) else [0.0] * _NUM_SAMPLES
-        mine = torch.tensor([[*sample, len(values)]], dtype=torch.float64, device="cpu")
-        samples = collectives.allgather(mine, comm=self.comm)
-        lengths, samples = samples[:, -1], samples[:, :-1].nan_to_num()
-        errors = (samples - samples[0]).norm(dim=1)
-        if bool((lengths != lengths[0]).any()) or bool((errors > _MAX_DIFFERENCE * samples[0].norm()).any()):
-            raise ArgumentError(
-                f"rank {self.comm.rank}: the ranks of {self.comm!r}, which share an MPLinear, passed different inputs "
-                "to it. Give the ranks that share a layer the same part of the data, for instance by "
-                "DistributedSampler(dataset, num_replicas=..., rank=...) with the number and the index of the groups, "
-                "and random layers the same seed."
-            )
-
-    def part(self, length: int) -> tuple[int, int]:
-        """Return begin and length of this rank's part of `length` features."""
-        return part_of(length, self.comm.size, self.comm.rank)
-
-    def reduce(self, part: Tensor) -> Tensor:
-        """Add partial tensors; the sum is replicated."""
-        copy = part.detach().clone(memory_format=torch.contiguous_format)
-        total: Tensor = collectives.allreduce(copy, comm=self.comm)
-        return total
-
-    def replicate(self, whole: Tensor) -> Tensor:
-        """Convert a replicated tensor to one partial tensor per rank."""
-        return whole.view_as(whole)
-
-    def narrow(self, whole: Tensor) -> Tensor:
-        """Select the features of this rank from a replicated tensor."""
-        return whole.narrow(-1, *self.part(whole.shape[-1]))
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Concatenate the features of all ranks in rank order; the result is replicated."""
-        whole: Tensor = collectives.allgather(part.detach().movedim(-1, 0).contiguous(), comm=self.comm)
-        return whole.movedim(0, -1)

@@ -24,6 +24,9 @@ from ..facts import read_text, version_of, versions
 from ..formatting import core_list, counted
 
 RESULT_SO_FAR = "result_so_far.json"
+_MODULES = {
+    "collectives": ".collective_bench", "calls": ".call_bench", "train": ".training", "parallel": ".parallel",
+}  # fmt: skip
 _QUIET = f"{PREFIX}VERBOSE"
 Show = Callable[[str], None]
 
@@ -129,8 +132,7 @@ def _measurement(options: argparse.Namespace) -> Any:
     """Import the module with the function ``measure(job, options)``: one of this package, or a script."""
     script = getattr(options, "script", "")
     if not script:
-        name = {"collectives": ".collective_bench", "calls": ".call_bench", "train": ".training"}[options.kind]
-        return importlib.import_module(name, __package__)
+        return importlib.import_module(_MODULES[options.kind], __package__)
     if (folder := str(Path(script).parent)) not in sys.path:
         sys.path.append(folder)
     return importlib.import_module(Path(script).stem)

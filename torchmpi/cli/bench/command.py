@@ -24,7 +24,7 @@ from ...session import runtime
 from ..formatting import StatusLine
 from ..launching import BOOTSTRAP, PACKAGE_PARENT, find_programs, launch_command, run_limited
 from ..supervision import handle_signals
-from . import call_bench, collective_bench, options, training
+from . import call_bench, collective_bench, options, parallel, training
 from .bench_job import RESULT_SO_FAR, Show, measure_job
 from .bench_report import check_can_plot, compare_files, draw, new_report, save
 
@@ -69,12 +69,18 @@ def _train(given: argparse.Namespace) -> int:
     return measure_and_print(given, training.as_text)
 
 
+def _parallel(given: argparse.Namespace) -> int:
+    given.widths = given.widths or (options.QUICK_WIDTHS if given.quick else options.WIDTHS)
+    given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
+    return measure_and_print(given, parallel.as_text)
+
+
 def _compare(given: argparse.Namespace) -> int:
     print(compare_files(given.before, given.after), flush=True)
     return 0
 
 
-_COMMANDS = {"collectives": _collectives, "calls": _calls, "train": _train, "compare": _compare}
+_COMMANDS = {"collectives": _collectives, "calls": _calls, "train": _train, "parallel": _parallel, "compare": _compare}
 
 
 # --- also used by the scripts in benchmarks/ ---------------------------------------------------------------

@@ -28,6 +28,8 @@ NONE, ALL = "none", "all"
 MEMORIES = ("plain", "shared")
 COMPUTING_HERE = ("mlp", "cnn", "resnet", "transformer")
 QUICK_MODELS = ("mlp", "cnn")
+WORKLOADS = ("decoding", "pipeline")
+WIDTHS, QUICK_WIDTHS = (512, 1024, 2048), (512,)
 MODELS = (*COMPUTING_HERE, "offloaded")
 DEFAULT_SECONDS, QUICK_SECONDS = 60.0, 10.0
 DEFAULT_SIZES, QUICK_SIZES, CALL_SIZES = "4:256M", "4,4K,64K,1M,16M", "1K,32K,1M"
@@ -35,6 +37,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZES_HELP = "write 4:256M for the powers of 4 between them, or a list such as 4,64K,1M (K, M, G are powers of 1024)"
 _LARGEST_BYTES = 64 << 30
 _MOST_RANKS = 1024
+_MOST_WIDTH = 1 << 14
 
 
 def size(text: str) -> int:
@@ -111,6 +114,18 @@ def ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
+def widths(text: str) -> tuple[int, ...]:
+    """Parse numbers of features.
+
+    >>> widths("512,1024")
+    (512, 1024)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and 0 < int(part) <= _MOST_WIDTH and int(part) % 64 == 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: write multiples of 64 up to {_MOST_WIDTH}, such as 512,1024")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
 def _positive(kind: type[float], most: float, noun: str) -> Callable[[str], float]:
     """Return a parser of positive numbers.
 
@@ -143,6 +158,7 @@ _EXAMPLES = """examples:
   mpirun -n 8 torchmpi bench --sizes 1M:64M       the job that mpirun has started
   torchmpi bench calls                            messages, objects, groups and other calls
   torchmpi bench train --model resnet             training steps against DistributedDataParallel
+  torchmpi bench parallel                         models divided over the ranks, against one process
   torchmpi bench compare before.json after.json   compare two files"""
 _COLLECTIVES = """Time collectives of torchmpi and its peers on the same buffers, in short batches, in alternating
 order. A batch lasts from the start of the first rank to the end of the last; medians and quartiles are reported. In
@@ -152,6 +168,9 @@ through torch.distributed, objects, numbers, strided tensors, many small tensors
 _TRAIN = """Time training steps of models without communication, with synchronize_gradients, with
 register_async_backward and with DistributedDataParallel on gloo; then communication alone. The model
 offloaded has the parameters of ResNet-18 (cnn) in layers that take time but no core, as on an accelerator."""
+_PARALLEL = """Time forms of parallelism that divide one model over the ranks, against one process, with one thread and
+with all cores, and against PyTorch's. decoding: generation of tokens, with tensor_parallel and with DTensor. pipeline:
+training with PyTorch's schedule 1F1B, each rank with some of the blocks."""
 _COMPARE = """Show the lines that both files contain, with the ratio of times B/A. A change is marked if the quartiles
 do not overlap."""
 
@@ -225,6 +244,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
            help=f"steps of {' and '.join(QUICK_MODELS)} only, {QUICK_SECONDS:g} seconds")  # fmt: skip
     _add_device(option, "and mpi4py, which does not support GPUs, is omitted")
     _add_job(option, "train")
+    option = add(
+        "parallel",
+        "models divided over the ranks, against one process and DTensor",
+        _PARALLEL,
+        "parallel",
+        "parallel --widths 512,1024 -n 2,4 --json",
+    )
+    _add_list(option, "--workloads", WORKLOADS, "workload", default=WORKLOADS, note="all")
+    option("--widths", type=widths, metavar="LIST",
+           help=f"sizes of the model, multiples of 64 (default: {','.join(map(str, WIDTHS))})")  # fmt: skip
+    option("--quick", action="store_true", help=f"width {QUICK_WIDTHS[0]} only, {QUICK_SECONDS:g} seconds")
+    _add_job(option, "parallel")
     option = add("compare", "two files written with --json, line by line", _COMPARE, "compare before.json after.json")
     option("before", metavar="A.json")
     option("after", metavar="B.json")
