@@ -1,10 +1,11 @@
-"""The pictures of docs/how are what their script draws, and what pages say of tags and sizes is that of the code."""
+"""Pictures and plots: what their scripts draw, from which numbers, and that pages show them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import draw_benchmarks
 import draw_pictures
 import pytest
 import torch
@@ -82,3 +83,40 @@ def test_links_carry_the_bytes_of_the_picture():
 )
 def test_pages_have_the_numbers_of_the_code(page, text):
     assert text in (HOW / f"{page}.md").read_text()
+
+
+# --- plots of results/
+
+
+def test_tables_of_the_bench_are_read_as_printed():
+    rows = draw_benchmarks.bench_tables(
+        (ROOT / "results" / draw_benchmarks.COSTS).read_text(), "## Messages and other calls"
+    )
+    found = {(row["verb"], row["bytes"], row["contestant"]): row["median_us"] for row in rows}
+    assert found["round trip", 1 << 20, "auto async"] == 245
+    assert found["exchange", 4, "mpi4py in place"] == 1.06
+    assert ("exchange", 4, "auto async") not in found  # "-" in the table
+    rows = draw_benchmarks.bench_tables(
+        (ROOT / "results/benchmark-tables.md").read_text(), "## Allreduce within a host"
+    )
+    times = {(row["ranks"], row["bytes"], row["contestant"]): row for row in rows}
+    assert times[2, 64 << 20, "auto shared"]["median_us"] == 4980
+    assert times[2, 64, "auto"]["high_us"] == pytest.approx(1.21)
+
+
+def test_tables_of_faults_memory_and_steps_are_read():
+    reliability, tables = ((ROOT / f"results/{name}.md").read_text() for name in ("reliability", "benchmark-tables"))
+    assert draw_benchmarks.fault_counts(reliability)["MPICH"] == {"jobs": 86, "well": 67, "explained": 19}
+    seconds = draw_benchmarks.fault_seconds(reliability)
+    assert seconds["os._exit(0)"]["torchrun, backend torchmpi"] == [8.3, 1.5, 1.1, 1.9]
+    assert "raise in a callback" not in seconds  # not under each launcher
+    stages = draw_benchmarks.stages_of_memory(tables)
+    assert stages["torchmpi altogether"] == 11.1
+    assert draw_benchmarks.training_steps(tables)["transformer"]["ddp"] == 46.0
+    assert draw_benchmarks.gradients_alone(tables)["mpi4py"] == 26.71
+
+
+def test_pages_show_each_plot():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    assert [name for name in draw_benchmarks.PLOTS if f"images/{name}.png)" not in text] == []
