@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import zlib
 from typing import Any
 
@@ -33,7 +34,9 @@ COLORS = {
 """The color of each contestant, by the names that tables and files have."""
 _OTHERS = ("#8c564b", "#d62728", "#e377c2", "#17becf", "#bcbd22", "#3b3b98", "#00794c")
 _DPI = 110
-_INK, _DIM = "#1c2430", "#535d6b"
+_DIM = "#535d6b"
+_TITLE = {"fontsize": 12, "weight": "bold", "color": "#1c2430"}
+_INCHES_OF_CHARACTER = 0.105
 
 
 def color_of(contestant: str) -> str:
@@ -62,10 +65,11 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **o
 
 def state(figure: Any, finding: str, source: str = "") -> None:
     """Give a figure a title that says what it shows, and below it the machine or the file that it is from."""
-    figure.suptitle(f"{finding}\n" if source else finding, x=0.01, ha="left", fontsize=12, weight="bold", color=_INK)
-    if source:
-        # Under the title, whatever the height of the figure is.
-        figure.text(0.01, 1 - 0.42 / figure.get_figheight(), source, fontsize=8.5, color=_DIM, va="center")
+    lines = textwrap.wrap(finding, int(figure.get_figwidth() / _INCHES_OF_CHARACTER))
+    figure.suptitle("\n".join([*lines, "\n"] if source else lines), x=0.01, ha="left", **_TITLE)
+    if source:  # under the title, whatever the height of the figure is
+        y = 1 - (0.22 + 0.2 * len(lines)) / figure.get_figheight()
+        figure.text(0.01, y, source, fontsize=8.5, color=_DIM, va="center")
 
 
 def legend(figure: Any, panels: Any, columns: int = 5) -> None:
