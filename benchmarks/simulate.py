@@ -27,6 +27,7 @@ from simulator.messages import Comm, World
 from simulator.network import Network
 from simulator.plans import Ranks
 
+from torchmpi import plots
 from torchmpi.backends.p2p import P2PReduction
 from torchmpi.config import BackendName
 from torchmpi.tensors import schedule
@@ -171,20 +172,41 @@ def measure(sizes: Sequence[int], network: Network, repeats: int) -> None:
             )
 
 
-def plot(path: Path, times: dict[int, dict[str, dict[int, float]]]) -> None:
+def plot(path: Path, times: dict[int, dict[str, dict[int, float]]], network: Network, ranks_of_host: int) -> None:
     """Draw the time over the number of ranks, for each size of the vector."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(times), figsize=(1 + 4 * len(times), 4), squeeze=False, layout="constrained")
-    for place, (num_bytes, by_plan) in zip(axes[0], times.items(), strict=True):
+    figure, panels = plots.new_figure(1 + 3.6 * len(times), 4.2, 1, len(times))
+    for panel, (num_bytes, by_plan) in zip(panels[0], times.items(), strict=True):
         for name, by_size in by_plan.items():
-            place.plot(list(by_size), [1e3 * seconds for seconds in by_size.values()], marker="o", label=name)
-        place.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms, predicted", title=f"{num_bytes / 1024:g} KB")
-    axes[0][0].legend()
-    figure.savefig(path)
+            ms = [1e3 * seconds for seconds in by_size.values()]
+            is_ours = name in ("p2p", "hierarchical")
+            panel.plot(
+                list(by_size), ms, "-" if is_ours else "--", marker="o", markersize=3.5,
+                color=plots.color_of(name), label=NAMES.get(name, name),
+            )  # fmt: skip
+        panel.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms, predicted")
+        panel.set_title(f"{num_bytes / 1024:g} KB", fontsize=10)
+    link = f"links of {8 * network.rate / 1e9:g} Gbit/s, latency {1e6 * network.latency:g} us"
+    source = f"benchmarks/simulate.py: {ranks_of_host} ranks on a host, {link}; virtual time, no measurement"
+    plots.state(figure, finding(times), source)
+    plots.legend(figure, panels)
+    plots.save(figure, path)
+
+
+NAMES = {"hierarchical": "torchmpi, steps over hosts", "p2p": "torchmpi, p2p on all ranks"}
+
+
+def finding(times: dict[int, dict[str, dict[int, float]]]) -> str:
+    """State how the steps over hosts compare with the fastest flat algorithm on the largest number of ranks."""
+    parts = []
+    for num_bytes, by_plan in times.items():
+        others = [by_size for name, by_size in by_plan.items() if name not in NAMES]
+        steps = by_plan.get("hierarchical")
+        if not (others and steps):
+            return "Predicted time of an allreduce"
+        ranks = max(steps)
+        ratio = min(by_size[ranks] for by_size in others if ranks in by_size) / steps[ranks]
+        parts.append(f"{ratio:.1f} times at {num_bytes / 1024:g} KB")
+    return f"Speed of steps over hosts on {ranks:,} ranks, over the best flat algorithm: {', '.join(parts)}"
 
 
 def main() -> None:
@@ -232,7 +254,7 @@ def main() -> None:
         print(f"{num_bytes:>11} bytes, {size:>6} ranks {name:>12} {seconds * 1e3:12.3f} ms predicted, {uplink:>13,} "
               "bytes of the busiest uplink", flush=True)  # fmt: skip
     if options.plot is not None:
-        plot(options.plot, times)
+        plot(options.plot, times, network, options.hosts_of)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi import plots
 from torchmpi.cli.bench.contestants import open_group
 from torchmpi.cli.formatting import counted, table
 from torchmpi.session import runtime
@@ -224,20 +225,15 @@ def as_text(runs: Sequence[Run], target: float) -> str:
 
 def draw(runs: Sequence[Run], path: str) -> None:
     """Plot the error over time, of the first seed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, panels = plots.new_figure(8, 4)
+    axes = panels[0, 0]
     for index, run in enumerate(run for run in runs if run.seed == runs[0].seed):
         seconds, values, _ = zip(*run.curve, strict=True)
         style: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": "-" if index < 7 else "--", "linewidth": 1.2}
         axes.plot(seconds, [100 * (1 - value) for value in values], marker=".", label=run.method, **style)
     axes.set(xlabel="seconds", ylabel="error on the test images, %", xscale="log", yscale="log")
-    axes.grid(alpha=0.3)
     figure.legend(loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=100)
+    plots.save(figure, path)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Run a fixed set of checks with two ranks in this environment and print its line of docs/places.md.
+"""Run a fixed set of checks with two ranks in this environment and print its line of results/places.md.
 
     python scripts/check_place.py --place "wheels" [--launch "mpirun --oversubscribe"] [--only start,kill]
 

@@ -1,4 +1,4 @@
-"""Write lines of a table of docs/places.md, which scripts print.
+"""Write lines of a table of results/places.md, which scripts print.
 
     scripts/test_containers.sh | python scripts/place_table.py containers
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parent.parent / "docs" / "places.md"
+TABLE = Path(__file__).resolve().parent.parent / "results" / "places.md"
 
 
 def written(text: str, section: str, lines: Iterable[str], *, is_sorted: bool = False) -> str:

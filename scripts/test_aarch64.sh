@@ -10,7 +10,7 @@ usage: scripts/test_aarch64.sh [FOLDER]
 
 Unpacks Python, PyTorch, Numba and llvmlite of Debian's arm64 release in FOLDER (default build/aarch64, 2 GB, removed
 afterwards), and runs tests/jobs/launcherless_program.py on two ranks, each in qemu's emulation of a processor. The ranks
-find each other through a file, without MPI, and use shared memory. Prints a line of docs/places.md.
+find each other through a file, without MPI, and use shared memory. Prints a line of results/places.md.
 
 Kernels are compiled for aarch64 and run, and results are compared with references. The emulator keeps the memory order of this processor, so that a missing barrier would not be noticed here:
 scripts/check_memory_order.py looks for those.

@@ -163,7 +163,7 @@ rm -rf "$checkout/runs"
 say ""
 printf '%s\n' "${table[@]}"
 
-# The lines of docs/places.md.
+# The lines of results/places.md.
 say ""
 for name in $mpis; do
     if [ "$name" = none ]; then

@@ -5,7 +5,7 @@
 Wheel combinations are environments with torchmpi as a wheel, on this Python or on one of PATH; combinations of Debian
 and Ubuntu are chroots made with debootstrap, which needs root, with the Python and MPI of that release. Ubuntu's
 keyring has to be at /usr/share/keyrings/ubuntu-archive-keyring.gpg. Each takes up to 7 GB and is removed after its run
-unless --keep is given. --write replaces the lines of these combinations in docs/places.md.
+unless --keep is given. --write replaces the lines of these combinations in results/places.md.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=CHECKOUT / "build" / "versions", help="of environments")
     parser.add_argument("--keep", action="store_true", help="do not remove the environments")
     parser.add_argument("--through", type=shlex.split, default=[], help="start the checks with this, such as nice")
-    parser.add_argument("--write", action="store_true", help="write the lines into docs/places.md")
+    parser.add_argument("--write", action="store_true", help="write the lines into results/places.md")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{name}: {combination}" for name, combination in COMBINATIONS.items()))

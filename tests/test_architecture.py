@@ -16,7 +16,7 @@ sys.path.insert(0, str(PACKAGE.parent / "benchmarks"))
 from structure import compared_names, literals  # noqa: E402
 
 LEVELS = (
-    ("_version", "backend_specs", "collective_specs", "errors", "files", "log"),
+    ("_version", "backend_specs", "collective_specs", "errors", "files", "log", "plots"),
     ("config", "other_names"),
     ("argument_types",),
     ("tensors",),

@@ -246,13 +246,15 @@ print(json.dumps(texts))
         assert ("--momentum" in text) == (name in PARAMETER_SERVER), name
 
 
-PROGRAMS = [path for folder in ("mnist", "llm", "async_sgd") for path in (EXAMPLES.parent / folder).glob("*.py")]
+PROGRAMS = [
+    path for folder in ("mnist", "llm", "async_sgd", "single_file") for path in (EXAMPLES.parent / folder).glob("*.py")
+]
 
 
 @pytest.mark.parametrize("path", sorted(PROGRAMS), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_programs_import_public_names_only(path):
     imports = [line for line in path.read_text().splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
-    packages = ("torchmpi as mpi", "torchmpi.nn as mpinn", "torchmpi.parameterserver as ps")
+    packages = ("torchmpi as mpi", "torchmpi.nn as mpinn", "torchmpi.parameterserver as ps", "torchmpi.horovod as hvd")
     public = (*(f"import {package}" for package in packages), "from torchmpi.engine import")
     assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)
 

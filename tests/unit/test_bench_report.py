@@ -140,6 +140,18 @@ def test_plot_is_a_png(tmp_path):
         draw(collectives(row("auto", 3.0, verb="barrier", dtype="", num_bytes=0)), str(tmp_path / "none.png"))
 
 
+def test_a_contestant_has_one_color_in_all_panels(tmp_path, monkeypatch):
+    """Regression: the color was that of the position in a panel, so that a missing line changed those after it."""
+    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
+    figures = []
+    monkeypatch.setattr("torchmpi.plots.save", lambda figure, path: figures.append(figure))
+    rows = [row(name, 1.0) for name in ("auto", "mpi4py", "gloo")] + [row(name, 1.0, ranks=4) for name in ("gloo", "x")]
+    draw(collectives(*rows), str(tmp_path / "plot.png"))
+    lines = [(line.get_label(), line.get_color()) for axis in figures[0].axes for line in axis.get_lines()]
+    assert len(lines) == len(rows)
+    assert len(dict(lines)) == len(set(lines)) == len(set(dict(lines).values())) == 4, lines
+
+
 # --- the other commands
 
 

@@ -31,7 +31,7 @@ _NAME_AS_GLOO = f"{NAME}_as_gloo"
 OLDEST = (2, 7)
 """Oldest version of torch of which C++ keeps the Python half of a work."""
 TESTED = ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-"""Minor versions of torch that were run: all tests with 2.13, PyTorch's suite with 2.14, docs/places.md otherwise."""
+"""Minor versions of torch that were run (results/places.md): all tests with 2.13, the suite of PyTorch with 2.14."""
 
 Store = c10d.Store
 HashStore = c10d.HashStore

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from .. import plots
 from ..collective_specs import spec_of
 from .aligned_calls import AlignedCalls, align, earliest_result
 from .bench_times import BenchTimes
@@ -32,7 +33,7 @@ _MOST_OF_THE_WAITING = 0.7  # of two ranks that are late by turns, one has a lit
 _TINY_BYTES, _MANY_CALLS = 128 << 10, 8
 _SHORT_BYTES = 1024  # shorter calls gain little from steps over hosts
 _HIERARCHICAL = ("allreduce", "allreduce_many", "reduce", "broadcast", "allgather", "reduce_scatter")
-_LEGEND_INCHES, _MARGIN = 0.25, 1.05
+_MARGIN = 1.05
 _PARTS = ("computing", "exposed communication", "waiting for a late rank")
 _COLORS = ("#7fa8d1", "#e0a458", "#c1554d")
 
@@ -239,12 +240,7 @@ class StepReport(NamedTuple):
 
     def plot(self, path: Path) -> None:
         """Draw the steps of all ranks to a PNG file; needs matplotlib."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 1 + 1.6 * len(self.steps)))
-        canvas: Any = FigureCanvasAgg(figure)
-        all_axes = figure.subplots(len(self.steps), 1, sharex=True, sharey=True, squeeze=False)
+        figure, all_axes = plots.new_figure(10, 1 + 1.6 * len(self.steps), len(self.steps), sharex=True, sharey=True)
         tallest = 0.0
         for axes, (rank, steps) in zip(all_axes[:, 0], self.steps.items(), strict=True):
             edges, below = np.arange(len(steps) + 1) - 0.5, np.zeros(len(steps))
@@ -258,10 +254,8 @@ class StepReport(NamedTuple):
         if tallest:
             all_axes[0, 0].set_ylim(0, _MARGIN * tallest)
         all_axes[-1, 0].set_xlabel("step")
-        handles, titles = all_axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, titles, loc="upper center", fontsize="small", ncols=3, frameon=False)
-        figure.tight_layout(rect=(0, 0, 1, 1 - _LEGEND_INCHES / figure.get_figheight()))
-        canvas.print_png(str(path))
+        plots.legend(figure, all_axes)
+        plots.save(figure, path)
 
 
 def _is_outside(aligned: AlignedCalls, steps: dict[int, list[StepTimes]]) -> Flags:
