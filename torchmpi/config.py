@@ -89,6 +89,9 @@ class Config:
     """End the job when another host does not answer for this time; 0: do not connect the hosts for that."""
     watchdog_period_seconds: float = setting(0.5, above=0)
     """Interval at which the watchdog checks for stalls."""
+    late_rank_share: float = setting(0.05, least=0)
+    """Name a rank, with the likely cause, for which the other ranks wait for this share of the time or more
+    (docs/hangs.md); 0: never."""
     message_bytes: int = setting(1 << 30, above=0, shared=True)
     """Largest message of one call of MPI, whose counts have 32 bits; larger ones are split."""
     pipeline_bytes: int = setting(4 << 20, above=0, shared=True)

@@ -162,6 +162,20 @@ def test_each_rank_of_the_other_hosts_saves_its_record_once(hosts):
     assert ranks.saved.empty() and ranks.ends.empty()
 
 
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 2]], ids=str)
+def test_notices_replace_each_other_by_subject_and_rank(hosts):
+    ranks, last = Ranks(hosts), len(hosts) - 1
+    for number in range(3):
+        ranks.heartbeats[last].send_notice(0, "pace", [number], of=1)
+    ranks.heartbeats[0].send_notice(last, "look", 7)
+    limit = time.monotonic() + WAIT_SECONDS
+    expected = {0: {("pace", 1): [2]}, last: {("look", 0): 7}}
+    while any(ranks.heartbeats[rank].notices != each for rank, each in expected.items()) and time.monotonic() < limit:
+        time.sleep(0.001)
+    assert {rank: heartbeat.notices for rank, heartbeat in enumerate(ranks.heartbeats) if heartbeat.notices} == expected
+    ranks.close()
+
+
 def test_a_goodbye_is_no_loss():
     ranks = Ranks([0, 0, 1, 2])
     ranks.heartbeats[2].close()

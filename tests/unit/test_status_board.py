@@ -25,8 +25,8 @@ def status_with(num_groups: int, num_recent: int = 0, line: str = "at train.py:7
 @pytest.mark.parametrize(
     ("told", "read"),
     [
-        (status_with(80, 8), status_with(80, 8)),
-        (status_with(100, 30), status_with(100, 1)),
+        (status_with(50, 8), status_with(50, 8)),
+        (status_with(70, 30), status_with(70, 1)),
         (status_with(1000, 8), status_with(0, 1)),
         (status_with(0, line=9000 * "\0"), RankStatus("barrier()", 2.5, 200 * "\0")),
         (status_with(0, line="at обучение.py:7"), status_with(0, line="at обучение.py:7")),

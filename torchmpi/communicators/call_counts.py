@@ -6,6 +6,9 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
+from ..shared_memory.memory_layout import CounterFields, LogFields
 from .call_log import CallLog
 
 _MOST_NAMES = 256
@@ -43,6 +46,8 @@ class MessageCount(NamedTuple):
 
 Key = tuple[str, bool, str]
 """Name of the communicator, whether its calls are steps of hierarchical calls, collective."""
+Totals = tuple[int, int, int, int]
+"""Calls, ticks, nanoseconds, nanoseconds waited."""
 MessageKey = tuple[str, str]
 """Name of the communicator; send, recv or sendreceive."""
 
@@ -63,6 +68,9 @@ class CallCounts:
         self._freed: dict[Key, CallCount] = {}
         self._messages: dict[MessageKey, MessageCount] = {}
         self._exchanges: dict[CallLog, tuple[str, bool]] = {}
+        self._totals: dict[CallLog, tuple[int, Totals]] = {}
+        """The totals of each group, with the number of the last call that they include."""
+        self._freed_totals: Totals = (0, 0, 0, 0)
 
     def add(self, name: str, is_step: bool, call_log: CallLog) -> None:
         """Count the calls of a group."""
@@ -73,6 +81,10 @@ class CallCounts:
         """Keep the counts of a group, but not the group."""
         with self._lock:
             name, is_step = self._groups.pop(call_log)
+            self._totals.pop(call_log, None)
+            if not is_step:
+                calls, ticks, nanoseconds, waited = map(sum, zip(self._freed_totals, _total(call_log), strict=True))
+                self._freed_totals = calls, ticks, nanoseconds, waited
             known = {key[0] for key in self._freed}
             if name not in known and len(known) >= _MOST_NAMES:
                 name = OTHERS
@@ -114,6 +126,25 @@ class CallCounts:
         for kind, count in _counts_of_exchanges(call_log, receives=receives):
             self._add(name, kind, count)
 
+    def totals(self) -> tuple[int, int, int, int]:
+        """Return the number of calls that have ended, and their ticks, nanoseconds, and nanoseconds waited.
+
+        Steps are left out, and messages are included but for the number. Groups without calls since the last time cost
+        next to nothing, since the watchdog calls this twice a second.
+        """
+        with self._lock:
+            parts = [self._freed_totals]
+            for log in (log for log, (_, is_step) in self._groups.items() if not is_step):
+                known = self._totals.get(log)
+                if known is None or known[0] != log.seq:
+                    last = -1 if log.current is not None else log.seq  # it counts when it ends
+                    self._totals[log] = known = last, _total(log)
+                parts.append(known[1])
+            parts += [(0, *_total(log)[1:]) for log in self._exchanges]
+            parts += [(0, each.ticks, each.time, each.waited) for each in self._messages.values()]
+        calls, ticks, nanoseconds, waited = map(sum, zip(*parts, strict=True))
+        return calls, ticks, nanoseconds, waited
+
     def read_messages(self) -> dict[MessageKey, MessageCount]:
         """Return the counts of messages that have ended."""
         with self._lock:
@@ -127,6 +158,14 @@ class CallCounts:
         """Return the counts of calls that have ended; those of groups with the same name are added."""
         with self._lock:
             return _sum(self._freed.items(), *(_counts_of(*names, log) for log, names in self._groups.items()))
+
+
+def _total(call_log: CallLog) -> Totals:
+    """Return the counters of a group over all collectives: calls, ticks, nanoseconds, nanoseconds waited."""
+    counters = np.frombuffer(call_log.log_fields, np.int64)[LogFields.counters :].reshape(-1, CounterFields.FIELDS)
+    total = counters.sum(axis=0).tolist()
+    nanoseconds = total[CounterFields.ns] + total[CounterFields.known_ns]
+    return total[CounterFields.calls], total[CounterFields.ticks], nanoseconds, total[CounterFields.waited_ns]
 
 
 def _counts_of(name: str, is_step: bool, call_log: CallLog) -> list[tuple[Key, CallCount]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections.abc import Iterable
+from typing import Any
 
 from ..shared_memory.memory_layout import (
     BLOCK_BYTES,
@@ -17,7 +19,8 @@ from ..shared_memory.memory_layout import (
 from ..shared_memory.segments import Segment, Ticket
 from .rank_status import LastCall, RankStatus
 
-_TEXT_BYTES = BLOCK_BYTES - TEXT_START_BYTES
+_NOTE_BYTES = 1024
+_TEXT_BYTES = BLOCK_BYTES - TEXT_START_BYTES - _NOTE_BYTES
 _MOST_UNUSED, _MOST_RANKS = 4, 8
 """Segments that a rank keeps, and the size of their groups: each ring that is cleared takes a page of memory."""
 
@@ -64,6 +67,20 @@ class StatusBoard:
             return RankStatus.unpacked(json.loads(text))
         except ValueError:
             return None
+
+    def write_note(self, rank: int, values: list[Any]) -> None:
+        """Write what this rank tells without being asked, in types of JSON; without room, what it has told remains."""
+        text = json.dumps(values).encode()
+        data = b"%08x%s" % (zlib.crc32(text), text)
+        if len(data) < _NOTE_BYTES:
+            end = (rank + 1) * BLOCK_BYTES
+            self.segment.memory[end - _NOTE_BYTES : end] = data.ljust(_NOTE_BYTES, b"\0")
+
+    def read_note(self, rank: int) -> Any:
+        """Return what a rank tells; None if that is nothing, or if the rank writes now."""
+        end = (rank + 1) * BLOCK_BYTES
+        data = self.segment.memory[end - _NOTE_BYTES : end].rstrip(b"\0")
+        return json.loads(data[8:]) if data and data[:8] == b"%08x" % zlib.crc32(data[8:]) else None
 
     def clear(self, rank: int) -> None:
         """Remove what the last group has left of a rank: its block, and how far the messages of its rings had got."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -83,22 +83,39 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     >>> cpu_quota() > 0
     True
     """
-    quota = math.inf
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                top, names = root, _QUOTA_FILES_2
-            elif "cpu" in controllers.split(","):
-                top, names = root / "cpu", _QUOTA_FILES_1
-            else:
-                continue
-            group = top / path.lstrip("/")
-            for folder in (group, *group.parents):
-                quota = min(quota, _quota_of([folder / name for name in names]))
-                if folder == top:
-                    break
-    return quota
+    return min(
+        (_quota_of([folder / name for name in names]) for folder, names in _control_groups(root, own)), default=math.inf
+    )
+
+
+def statistics_of_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Path | None:
+    """Return the file in which the kernel counts how long the CPU limit has stopped this process; None if unknown."""
+    for folder, _ in _control_groups(root, own):
+        with contextlib.suppress(OSError):
+            if "throttled" in (file := folder / "cpu.stat").read_text():
+                return file
+    return None
+
+
+def _control_groups(root: Path, own: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Generate the control groups that limit the CPU of this process, from the inside, with the files of limits."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, names = root, _QUOTA_FILES_2
+        elif "cpu" in controllers.split(","):
+            top, names = root / "cpu", _QUOTA_FILES_1
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            yield folder, names
+            if folder == top:
+                break
 
 
 def _quota_of(files: Iterable[Path]) -> float:

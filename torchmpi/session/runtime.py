@@ -50,6 +50,7 @@ from ..shared_memory.shared_tensors import SharedHeap
 from ..supervision import children, clock_samples, host_ring, job_metrics, job_observers
 from ..supervision.failure import FailureHandling
 from ..supervision.heartbeat import Heartbeat
+from ..supervision.late_ranks import LateRanks
 from ..supervision.lost_ranks import LossWatch
 from ..supervision.program_lines import location
 from ..supervision.status_exchange import StatusExchange
@@ -99,6 +100,7 @@ class Runtime:
             self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
             ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host([rank.place for rank in ranks])
+        host_names = [rank.place.host.partition(" ")[0] for rank in ranks]
         self._open_world(hosts, job=ranks[0].process.value)
         self.context.sends_whole = all(rank.has_rdma for rank in ranks)
         self._handle_failures()
@@ -114,7 +116,7 @@ class Runtime:
         self._load_tuning(hosts, num_ranks=len(masks), num_cores=len(frozenset.union(*masks.values())))
         in_groups = affinity.in_several_autogroups(probe.process for probe in processes.values())
         self.context.sleeps_before_mpi = self.context.is_crowded and in_groups
-        self._start_watchdog(hosts)
+        self._start_watchdog(hosts, host_names)
         if self.num_hosts > 1 and self.threads_allowed and mpi_library.abilities(self.MPI).calls_library:
             self.resources.callback(mpi_progress.start(self.MPI))
         clock_samples.provide_timeline(self.world, self._described())
@@ -262,12 +264,17 @@ class Runtime:
         if self.config.verbose:
             logger.info(message)
 
-    def _start_watchdog(self, hosts: Sequence[int]) -> None:
+    def _start_watchdog(self, hosts: Sequence[int], host_names: Sequence[str]) -> None:
         """Start the watchdog, and connect it with the other hosts."""
         watchdog = Watchdog(self.context, self.config, self.exchange, self.failures.end_job)
         # A lost host is noticed by the connections of the message layer, if its loss does not end the job.
         if self.num_hosts > 1 and self.config.heartbeat_seconds and self.losses is None:
             self.exchange.heartbeat = self._connect_hosts(hosts, watchdog)
+        if self.config.late_rank_share and self.world.size > 1:
+            least, period = self.config.late_rank_share, self.config.watchdog_period_seconds
+            late_ranks = LateRanks(self.context, self.exchange, host_names, least, period)
+            watchdog.checks.append(late_ranks.check)
+            self.resources.callback(late_ranks.close)  # after the thread has ended
         watchdog.start()
         self.resources.callback(watchdog.stop)
 

@@ -94,6 +94,8 @@ class Heartbeat:
         self.replies: dict[int, dict[int, RankStatus]] = {}
         """By the number of the question, of which threads may ask several at once."""
         self._numbers = itertools.count()
+        self.notices: dict[tuple[str, int], Any] = {}
+        """The last notice on each subject, and of each rank (:meth:`send_notice`)."""
         self._seen: set[str] = set()
         self._losses: dict[str, int] = {}
         """Reports of lost hosts and ranks, each with the lowest rank that has noticed the loss."""
@@ -137,6 +139,11 @@ class Heartbeat:
             self.is_stalled = True
         else:
             self._pass_on({"kind": "stalled", "to": 0, "from": self._rank})
+
+    def send_notice(self, to: int, subject: str, value: Any, of: int | None = None) -> None:
+        """Tell a rank something, in types of JSON, of this rank or `of`; it replaces what that rank was told before."""
+        of = self._rank if of is None else of
+        self._pass_on({"kind": "notice", "to": to, "from": self._rank, "subject": subject, "of": of, "value": value})
 
     def ask_for_records(self, request: Mapping[str, Any]) -> None:
         """Have the ranks of other hosts write their flight records to the folder of a request."""
@@ -203,6 +210,8 @@ class Heartbeat:
             self._pass_on({**reply, "status": self._own_status().packed()})
         elif message["kind"] == "stalled":
             self.is_stalled = True
+        elif message["kind"] == "notice":
+            self.notices[message["subject"], message["of"]] = message["value"]
         else:
             replies = self.replies.get(message["number"], {})  # of a question that has ended: a late reply
             replies[message["from"]] = RankStatus.unpacked(message["status"])

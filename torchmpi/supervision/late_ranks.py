@@ -1,0 +1,122 @@
+"""The check of the watchdog that names ranks for which the others wait, while the job runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..communicators.group import GroupContext
+from ..log import logger
+from .lateness import NUM_WINDOWS, PERIODS_PER_WINDOW, Evidence, LateWatch, Looks, Verdict, likely_cause
+from .pace import Note, PaceReader, StackLooks
+from .status_exchange import StatusExchange
+
+_LOOKS_PER_PERIOD = 25
+_PERIODS_OF_LOOKS = NUM_WINDOWS // 2 * PERIODS_PER_WINDOW - 1
+"""Until the verdict after a suspicion."""
+_PACE, _LOOK = "pace", "look"
+
+
+class LateRanks:
+    """Each rank publishes its pace on the status board of its host; rank 0 compares them, and logs what follows.
+
+    The first rank of another host passes on what its host has published, over the connections of the heartbeat. When
+    rank 0 suspects a rank, all ranks look where their main threads are, until the verdict.
+
+    Args:
+        context: The groups of this rank.
+        exchange: The ways to the other ranks.
+        names: The name of the host of each rank.
+        least: The setting `late_rank_share`.
+        period: The time between two checks.
+    """
+
+    def __init__(
+        self, context: GroupContext, exchange: StatusExchange, names: Sequence[str], least: float, period: float
+    ) -> None:
+        self._exchange, self._names, self._period = exchange, names, period
+        self._rank, self._hosts = exchange.world.rank, context.hosts
+        self._watch = LateWatch(least)
+        self._reader = PaceReader(context)
+        self._looks: StackLooks | None = None
+        self._wanted = 0
+        """The number of the last request for looks."""
+        self._has_failed = False
+
+    def check(self) -> None:
+        """Publish the pace of this rank; on rank 0, compare the ranks."""
+        if self._has_failed:
+            return
+        try:
+            notes = self._exchange_notes()
+            if self._rank == 0:
+                for verdict in self._watch.add({rank: note.pace for rank, note in notes.items()}):
+                    self._act(verdict, notes)
+        except ValueError:  # the group of the host was freed meanwhile: this rank is in stop()
+            pass
+        except Exception as error:  # nothing that only observes may end the job
+            self._has_failed = True
+            logger.warning(f"rank {self._rank}: late ranks are not looked for any more: {error!r}")
+
+    def close(self) -> None:
+        """End the looks, and close what is open."""
+        if self._looks is not None:
+            self._looks.stop()
+        self._reader.close()
+
+    def _exchange_notes(self) -> dict[int, Note]:
+        """Publish the pace of this rank, and return those that it passes on, or compares."""
+        host, heartbeat = self._exchange.host, self._exchange.heartbeat
+        board = None if host is None else host.log_board
+        ranks = [self._rank] if host is None or board is None else list(host.world_ranks)
+        notes: dict[int, Note] = {}
+        if board is not None and host is not None:
+            # The others need only what the first one asks for.
+            for index, rank in enumerate(ranks if self._rank == ranks[0] else ranks[:1]):
+                if rank != self._rank and (note := Note.unpacked(board.read_note(index))) is not None:
+                    notes[rank] = note
+        first = ranks[0]
+        if self._rank == first and self._rank != 0 and heartbeat is not None:
+            self._look(heartbeat.notices.get((_LOOK, 0), 0))
+        elif first in notes:
+            self._look(notes[first].wanted)
+        looks = Looks() if self._looks is None else self._looks.result()
+        notes[self._rank] = own = Note(self._reader.read(), looks, self._wanted)
+        if board is not None and host is not None:
+            board.write_note(host.rank, own.packed())
+        if heartbeat is not None and self._rank == 0:
+            for (subject, rank), value in list(heartbeat.notices.items()):
+                if subject == _PACE and (note := Note.unpacked(value)) is not None:
+                    notes[rank] = note
+        elif heartbeat is not None and self._rank == first and self._hosts[0] != self._hosts[first]:
+            for rank, note in notes.items():
+                heartbeat.send_notice(0, _PACE, note.packed(), of=rank)
+        return notes
+
+    def _look(self, number: int) -> None:
+        """Look where the main thread is, if that has been asked for since the last time."""
+        if number != self._wanted:
+            self._wanted = number
+            if self._looks is not None:
+                self._looks.stop()
+            self._looks = StackLooks(_PERIODS_OF_LOOKS * self._period, self._period / _LOOKS_PER_PERIOD)
+
+    def _ask_for_looks(self) -> None:
+        self._look(self._wanted + 1)
+        heartbeat = self._exchange.heartbeat
+        if heartbeat is not None:
+            for leader in {rank for rank in heartbeat.leaders if self._hosts[rank] != self._hosts[0]}:
+                heartbeat.send_notice(leader, _LOOK, self._wanted)
+
+    def _act(self, verdict: Verdict, notes: Mapping[int, Note]) -> None:
+        who = f"rank {verdict.rank} on host {self._names[verdict.rank]}"
+        if verdict.kind == "suspected":
+            self._ask_for_looks()
+        elif verdict.kind == "over":
+            logger.warning(f"{who} is not late any more, after {verdict.seconds:.0f} s.")
+        else:
+            found = {rank: Evidence(self._watch.pace(rank), note.looks) for rank, note in notes.items()}
+            cause = likely_cause(verdict.share, found.pop(verdict.rank), list(found.values()))
+            logger.warning(
+                f"{who} is late: the other ranks wait for it {100 * verdict.share:.0f} % of the time, for "
+                f"{verdict.seconds:.0f} s now. Likely cause: {cause}."
+            )
