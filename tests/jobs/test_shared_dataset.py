@@ -36,6 +36,11 @@ if __name__ == "__main__":
     rights = mpi.allgather_object(right)
     if mpi.rank() == 0:
         Path(sys.argv[0] + ".seen").write_text(f"{rights} {own}")  # launchers drop output when a rank dies
+        if (process := os.fork()) == 0:
+            os.dup2(os.open(sys.argv[0] + ".crash", os.O_WRONLY | os.O_CREAT), 2)
+            data["x"][0] = 1  # the line of the write
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGSEGV
     mpi.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -60,6 +65,9 @@ def test_workers_share_the_memory_and_killed_ranks_leave_nothing(job, tmp_path):
     assert result.returncode != 0 and seen.exists(), result.output
     rights, _, inode = seen.read_text().rpartition(" ")
     assert rights == "[True, True]", result.output
+    number = next(i for i, line in enumerate(PROGRAM.splitlines(), 1) if "the line of the write" in line)
+    crash = (tmp_path / "job.py.crash").read_text()
+    assert "Segmentation fault" in crash and f'job.py", line {number} in' in crash
     limit = time.monotonic() + 60  # the workers look for their rank every five seconds
     while mapped(int(inode)) and time.monotonic() < limit:
         time.sleep(0.1)

@@ -11,6 +11,7 @@ place of a view instead of a copy (:func:`_reduce_tensor`, :func:`_reduce_array`
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
 import math
 import mmap
@@ -27,6 +28,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from .segments import Ticket
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_STANDARD_ERROR = 2
 _PROTOCOL = 4
 """Of the pickle of an ordinary array; from 5 on, its data are a PickleBuffer, which a pickler of protocol 4 refuses."""
 _mapped: weakref.WeakValueDictionary[tuple[int, int], ReadOnlyMemory] = weakref.WeakValueDictionary()
@@ -67,6 +69,8 @@ class ReadOnlyMemory:
             self._keep()
         self.num_bytes = ticket.num_bytes
         self.address = int(np.frombuffer(self._map, np.uint8, 1).ctypes.data)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(_STANDARD_ERROR)  # torch writes to any tensor: the stack shows on which line it did
         _prepare_pickling()
         _mapped[ticket.device, ticket.inode] = self
 
