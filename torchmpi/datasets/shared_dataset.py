@@ -50,7 +50,8 @@ def shared_dataset(
     one memory; numbers and texts are its own. ``DataLoader`` workers get views too, with every start method.
 
     The memory cannot be written. An array raises a ``ValueError``; torch does not know read-only memory, so that a
-    write to a tensor ends the process by SIGSEGV, with its stack: use ``tensor.clone()``. Calls of torchmpi refuse such tensors.
+    write to a tensor ends the process by SIGSEGV, with its stack: use ``tensor.clone()``. Calls of torchmpi refuse such
+    tensors.
 
     The memory is freed when no process has a view of it, at the latest when the processes end, however that is. After
     ``stop()`` the views remain valid, but new processes get copies.

@@ -14,6 +14,7 @@ from .blocksequential import BlockSequential
 from .clipping import clip_grad_norm_, clip_grad_value_
 from .diloco import DiLoCoUpdate
 from .error_feedback import EightBit, GradientCompressor, PowerSGD, TopK
+from .experts import MixtureOfExperts
 from .join import join
 from .local_sgd import LocalSGDUpdate
 from .model_parallel import MPLinear
@@ -33,6 +34,7 @@ __all__ = [
     "GradientCompressor",
     "LocalSGDUpdate",
     "MPLinear",
+    "MixtureOfExperts",
     "PowerSGD",
     "Sharding",
     "SyncBatchNorm",
