@@ -37,12 +37,14 @@ import tempfile
 import traceback
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchmpi import files
@@ -52,6 +54,7 @@ from torchmpi.cli import flight_analysis, flight_commands, torch_traces, trace_c
 from torchmpi.cli.bench import bench_report
 from torchmpi.communicators.flight_record import OF_MESSAGES, FlightRecord
 from torchmpi.communicators.message_record import Channels
+from torchmpi.datasets import data_format
 from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import ArgumentError, CheckpointError, LaunchError, TorchMPIError
@@ -411,6 +414,25 @@ def is_equal(found: Any, true: Any) -> bool:
     return bool(found == true)
 
 
+def prepare_data(folder: Path) -> None:
+    value = {"x": torch.arange(6.0).view(2, 3), "y": [np.arange(3), "text", None], "pair": (1, 2.5)}
+    with files.replacing(folder / "x.data") as file:
+        data_format.write(file.fileno(), data_format.describe(value))
+
+
+def read_data(folder: Path) -> Any:
+    value = data_format.read(data_format.open_file(folder / "x.data"))
+    return repr(value)
+
+
+def damage_header(rng: random.Random, data: bytes) -> bytes:
+    """Change the header of shared data, under a right checksum."""
+    (length,) = struct.unpack_from("<Q", data, 16)
+    text = rng.choice((damage_json, deep_json, damage_bytes))(rng, data[32 : 32 + length])
+    header = data[:16] + struct.pack("<QI", len(text), zlib.crc32(text)) + data[28:32] + text
+    return header + data[32 + length :]
+
+
 IN_JSON = (damage_json, deep_json)
 
 # --- sockets and the store of a rendezvous ----------------------------------------------------------------------------
@@ -564,6 +586,9 @@ TARGETS = (
     Target("requests", prepare_request, read_requests, (OSError,), lambda found, true: found in _STATUSES),
     Target("store", prepare_store, read_store, (LaunchError, OSError), is_equal, {".json": IN_JSON}),
     Target("step of Slurm", prepare_step, read_step, (LaunchError,), structured={".json": IN_JSON}),
+    Target(
+        "shared data", prepare_data, read_data, (ValueError, OSError), structured={".data": (damage_header,)},
+    ),
     Target("metrics", prepare_metrics, read_metrics, (OSError, *WRONG_EVENTS), structured={".json": (rename,)}),
 )  # fmt: skip
 

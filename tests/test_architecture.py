@@ -26,7 +26,7 @@ LEVELS = (
     ("backends", "supervision"),
     ("session",),
     ("collectives",),
-    ("nn",),
+    ("datasets", "nn"),
     ("engine", "parameterserver", "distributed", "horovod"),
     ("cli",),
     ("__init__", "__main__"),

@@ -133,3 +133,7 @@ class JobError(TorchMPIError):
 
 class CheckpointError(TorchMPIError):
     """A checkpoint is missing, damaged, or was written by another kind of job."""
+
+
+class DatasetError(TorchMPIError):
+    """The data of :func:`torchmpi.shared_dataset` cannot be made or shared; raised on all ranks."""

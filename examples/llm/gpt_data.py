@@ -54,7 +54,7 @@ class RandomBatches(Sampler[list[int]]):
         for index in range(self.first, self.first + len(self)):
             generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + index)
             starts = torch.randint(self.num_windows, (self.options.batch_size,), generator=generator)
-            yield starts[self.rank :: self.size].tolist()
+            yield starts.view(self.size, -1)[self.rank].tolist()
 
 
 def make_loaders(

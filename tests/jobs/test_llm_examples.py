@@ -138,3 +138,13 @@ def test_own_text_and_too_high_a_loss(launch, tmp_path):
     assert result.returncode != 0
     assert result.stdout.count("failed: expected a validation loss of at most 0.1") == 1
     assert "Traceback" not in result.stderr
+
+
+def test_experts_on_two_ranks_have_the_losses_of_one_process(launch):
+    """Also the choices without a place are the same."""
+    program = [EXAMPLES / "moe_gpt.py", "--cpu", "--steps=10", "--accumulate=2", "--context=16", "--assert-loss=6"]
+    results = [launch(n, program, env=ONE_THREAD) for n in (1, 2)]
+    assert not any(result.returncode for result in results), results
+    (_, *alone), (first, *divided) = (result.stdout.splitlines() for result in results)
+    assert first == "2 ranks on cpu, 4 experts on each"
+    assert divided == alone and len(alone) == 3 and " 0 choices" not in alone[1], results

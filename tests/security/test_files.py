@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.processes import output_of
 from helpers.strangers import STRANGER, error_of, needs_root, running
 
@@ -25,12 +26,14 @@ from torchmpi.backends.selection_table import Table
 from torchmpi.cli import flight_commands
 from torchmpi.cli.bench import bench_report
 from torchmpi.communicators.flight_record import FlightRecord
+from torchmpi.datasets import data_format
 from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import CheckpointError, TorchMPIError
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.shared_memory import kernels
 from torchmpi.shared_memory.compiler import native_code
+from torchmpi.shared_memory.read_only import ReadOnlyMemory, anonymous_file
 from torchmpi.supervision import prometheus, report
 from torchmpi.tensors import archive
 from torchmpi.timeline.clocks import ClockSample
@@ -376,3 +379,25 @@ def test_the_records_of_ones_own_process_are_dumped_as_before(tmp_path):
     (found,) = flight_commands.dump(os.getpid(), tmp_path / "out")
     record.close()
     assert found.rank == 0 and os.listdir(tmp_path / "out") == ["rank0.flight"]
+
+
+# --- shared data ------------------------------------------------------------------------------------------------------
+
+
+def test_another_user_cannot_open_shared_data():
+    file = anonymous_file("test")
+    data_format.write(file, data_format.describe([torch.ones(3)]))
+    memory = ReadOnlyMemory.sealed(file)
+    assert "Permission denied" in error_of(STRANGER, lambda: os.open(memory.ticket.path, os.O_RDONLY))
+    assert memory.tensor(4096, torch.float32, (3,)).tolist() == [1, 1, 1]
+
+
+def test_shared_data_of_another_user_are_not_read(public):
+    for path, user, mode in ((public / "theirs", STRANGER, 0o644), (public / "writable", 0, 0o666)):
+        with files.replacing(path, mode=mode) as file:
+            data_format.write(file.fileno(), data_format.describe([torch.ones(3)]))
+        owned(path, user).chmod(mode)
+    with pytest.raises(PermissionError, match=f"it belongs to user {STRANGER}"):
+        data_format.open_file(public / "theirs")
+    with pytest.raises(PermissionError, match="everyone may write to it"):
+        data_format.open_file(public / "writable")

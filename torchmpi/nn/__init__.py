@@ -14,6 +14,7 @@ from .blocksequential import BlockSequential
 from .clipping import clip_grad_norm_, clip_grad_value_
 from .diloco import DiLoCoUpdate
 from .error_feedback import EightBit, GradientCompressor, PowerSGD, TopK
+from .experts import MixtureOfExperts
 from .full_state import full_state_dict, load_full_state_dict
 from .join import join
 from .local_sgd import LocalSGDUpdate
@@ -36,6 +37,7 @@ __all__ = [
     "GradientCompressor",
     "LocalSGDUpdate",
     "MPLinear",
+    "MixtureOfExperts",
     "PowerSGD",
     "Sharding",
     "SyncBatchNorm",

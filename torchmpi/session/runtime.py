@@ -44,7 +44,7 @@ from ..launch import affinity, launcher, mpi_library, network
 from ..launch.start_watch import StartWatch
 from ..log import HOST, logger, set_place
 from ..other_names import refuses_keywords, unknown_keyword
-from ..shared_memory import fast_path, process_vm
+from ..shared_memory import fast_path, process_vm, read_only
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
 from ..supervision import children, clock_samples, host_ring, job_metrics, job_observers
@@ -190,6 +190,7 @@ class Runtime:
         self.resources.callback(self.communicators.free)
         self.heap = SharedHeap(self.local_size)
         self.resources.callback(self.heap.close)
+        self.resources.callback(read_only.withdraw_all)
 
     def _open_flight_record(self) -> FlightRecord:
         comm, hosts = self.MPI.COMM_WORLD, self.context.hosts

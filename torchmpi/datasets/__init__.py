@@ -1,0 +1,1 @@
+"""Data that the ranks of a host share."""
