@@ -8,7 +8,8 @@ the machine code of the fast path. The fields are 64-bit numbers:
 head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the monotonic clock, the wall clock, ENDED,
              REQUEST, the group and the number of the call in which the rank is blocked (`RankStatus.blocked`); from
              TEXT_BYTES a JSON object: rank, size, host, process, program; on the second page another one: the request
-             of ``torchmpi dump`` with the number in REQUEST
+             of ``torchmpi dump`` with the number in REQUEST; until when ``torchmpi top`` looks, in LOOK, and on the
+             third page what the rank tells it; then the last steps (:mod:`.progress`)
 each ring    one page with STATE, KEY, KIND and a JSON object: name and ranks of the group; then RECORD_LENGTH entries,
              of calls or of channels (:mod:`.message_record`)
 ============ ======================================================================================================
@@ -38,12 +39,14 @@ from .. import files
 from ..errors import TorchMPIError
 from ..log import logger
 from ..shared_memory.memory_layout import FIELD_BYTES, MAX_LOG_DIMS, RECORD_IS_NUMBER, RECORD_LENGTH, RecordFields
+from . import progress
 from .message_record import LoggedMessages, messages_in
 
 FILE_NAME = "torchmpi-flight-record"
 SUFFIX = ".flight"
 MAGIC = int.from_bytes(b"tmpiFR02", "little")
 _MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED, _REQUEST, _GROUP, _CALL = range(11)
+_LOOK = 11
 _STATE, _KEY, _KIND = range(3)
 _IN_USE, _FREED = 1, 2
 OF_CALLS, OF_MESSAGES = range(2)
@@ -53,6 +56,9 @@ _PAGE_BYTES = 4096
 _ENTRY_BYTES = RecordFields.FIELDS * FIELD_BYTES
 _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
+_ANSWER_START, _PROGRESS_START = 2 * _PAGE_BYTES, 3 * _PAGE_BYTES
+_MOST_LOOK_NS = 60_000_000_000
+"""For how long one request has the rank tell where it is, so that a reader that has been killed ends to cost anything."""
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
 _MOST_RANKS = 1 << 20
 """Of a job, and of all groups in a file, where each set of ranks counts once."""
@@ -217,6 +223,7 @@ class FlightRecord:
         self._fields[_WALL_NS] = time.time_ns() - now
         self._fields[_MAGIC] = MAGIC
         self._request = 0
+        progress.progress.attach(self._head[_PROGRESS_START : _PROGRESS_START + progress.NUM_BYTES])
 
     def _open(self) -> int | None:
         """Open the file; None if there is no memory for an anonymous one."""
@@ -329,6 +336,14 @@ class FlightRecord:
         is_valid = isinstance(folder, str) and isinstance(number, int)
         return {"folder": folder, "number": number} if is_valid else {}
 
+    def is_looked_at(self) -> bool:
+        """Return whether ``torchmpi top`` looks at this rank (:func:`look`)."""
+        return 0 < self._fields[_LOOK] - time.monotonic_ns() < _MOST_LOOK_NS
+
+    def tell(self, values: dict[str, Any]) -> None:
+        """Write what those see who look at this rank."""
+        _write_text(self._head[_ANSWER_START : _ANSWER_START + _PAGE_BYTES], values)
+
     def save(self, folder: Path) -> None:
         """Write a copy to a folder, unless the record itself is there, or has been closed.
 
@@ -363,6 +378,7 @@ class FlightRecord:
             if self._file is None:
                 return
             self._fields[_ENDED] = 1
+            progress.progress.detach()
             self._fields.release()
             self._head.release()
             for ring in (*self._rings, *self._unused):
@@ -433,6 +449,20 @@ def ask_for_records(record: BinaryIO, folder: Path, request: int) -> None:
     # Not by a mapping: the process of the record may shorten the file meanwhile.
     os.pwrite(record.fileno(), page, _PAGE_BYTES)
     os.pwrite(record.fileno(), request.to_bytes(FIELD_BYTES, "little"), _REQUEST * FIELD_BYTES)
+
+
+def look(record: BinaryIO, seconds: float) -> None:
+    """Have the rank with this flight record tell for some seconds where it is.
+
+    Args:
+        record: The flight record, opened to write.
+        seconds: For how long, at most a minute.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    until = time.monotonic_ns() + int(1e9 * seconds)
+    os.pwrite(record.fileno(), until.to_bytes(FIELD_BYTES, "little"), _LOOK * FIELD_BYTES)
 
 
 def parse(record: BinaryIO, name: str) -> RankCalls:

@@ -14,6 +14,13 @@ from ..shared_memory.kernels import no_garbage_collection
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_FILES = (PACKAGE, os.path.dirname(torch.__file__) + os.sep)
+_WORK = (
+    ("torch/utils/data/", "data loading"),
+    ("torchmpi/engine/data_loading", "data loading"),
+    ("torchmpi/engine/checkpoint", "saving a checkpoint"),
+    ("torch/serialization", "loading or saving a file"),
+)
+"""Parts of names of files in a stack, and what the thread does if it is there."""
 
 
 @cache
@@ -34,13 +41,27 @@ def location() -> str:
     >>> "in" in location()
     True
     """
+    stack = _stack_of_main_thread()
+    return "its main thread has ended" if stack is None else line_of_program(stack)
+
+
+def activity() -> dict[str, str]:
+    """Return the line of the program at which the main thread is, and its work, if the stack shows a kind of it."""
+    stack = _stack_of_main_thread()
+    if stack is None:
+        return {"line": "its main thread has ended", "work": ""}
+    work = (name for entry in reversed(stack) for part, name in _WORK if part in entry.filename)
+    return {"line": line_of_program(stack), "work": next(work, "")}
+
+
+def _stack_of_main_thread() -> traceback.StackSummary | None:
     # Making the object of an outer frame may collect garbage in Python 3.11. A finalizer then lets the other thread
     # continue, and if the frame ends, its object refers to freed memory.
     with no_garbage_collection():
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = None if frame is None else traceback.extract_stack(frame)
         del frame  # in the main thread a cycle
-    return "its main thread has ended" if stack is None else line_of_program(stack)
+    return stack
 
 
 def line_of_program(stack: traceback.StackSummary) -> str:
