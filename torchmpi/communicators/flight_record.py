@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import files
 from ..errors import TorchMPIError
@@ -58,7 +59,7 @@ _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
 _ANSWER_START, _PROGRESS_START = 2 * _PAGE_BYTES, 3 * _PAGE_BYTES
 _MOST_LOOK_NS = 60_000_000_000
-"""For how long one request has the rank tell where it is, so that a reader that has been killed ends to cost anything."""
+"""For how long one request has the rank tell where it is: a reader that has been killed costs nothing after it."""
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
 _MOST_RANKS = 1 << 20
 """Of a job, and of all groups in a file, where each set of ranks counts once."""
@@ -463,6 +464,92 @@ def look(record: BinaryIO, seconds: float) -> None:
     """
     until = time.monotonic_ns() + int(1e9 * seconds)
     os.pwrite(record.fileno(), until.to_bytes(FIELD_BYTES, "little"), _LOOK * FIELD_BYTES)
+
+
+class LiveGroup(NamedTuple):
+    """The last calls of a rank on one group, one row per call, by their numbers."""
+
+    key: int
+    name: str
+    ranks: tuple[int, ...]
+    seq: npt.NDArray[np.int64]
+    code: npt.NDArray[np.int64]
+    shape: npt.NDArray[np.int64]
+    """`num_dims` as in the entry, and the dimensions."""
+    begin: npt.NDArray[np.float64]
+    """Nanoseconds of the monotonic clock."""
+    end: npt.NDArray[np.float64]
+    """Infinite while the call has not ended."""
+
+
+class LiveRank(NamedTuple):
+    """What a rank is doing, as read from its flight record while it runs."""
+
+    about: dict[str, Any]
+    has_ended: bool
+    groups: list[LiveGroup]
+    steps: progress.Steps
+    told: dict[str, Any]
+    """The last answer to :func:`look`; {} without one."""
+    since_ns: int = 0
+    """When the record begins, on the monotonic clock."""
+
+
+def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
+    """Read the flight record of a running rank as arrays, for readers that do so again and again.
+
+    Args:
+        record: The flight record.
+        most_groups: The number of groups that are read; the world and its parts are among the first ones. Freed groups
+            are read after the end of the rank only.
+
+    Raises:
+        OSError: The file cannot be read.
+        TorchMPIError: It is no flight record.
+    """
+    file = record.fileno()
+    data = os.pread(file, _PROGRESS_START + progress.NUM_BYTES, 0)
+    about = _shown(_read_text(data, 0))
+    head = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist() if len(data) >= _TEXT_BYTES else [0]
+    numbers = about.get("rank"), about.setdefault("size", 0)
+    if head[_MAGIC] != MAGIC or not all(type(each) is int and 0 <= each <= _MOST_RANKS for each in numbers):
+        raise TorchMPIError("The file is no flight record of this version of torchmpi.")
+    groups: list[LiveGroup] = []
+    known: dict[str, tuple[int, ...]] = {}
+    for index in range(min(max(head[_NUM_RINGS], 0), MOST_BYTES // _RING_BYTES)):
+        start = _HEAD_BYTES + index * _RING_BYTES
+        about_ring = os.pread(file, _PAGE_BYTES, start)
+        if len(groups) == most_groups or len(about_ring) < _PAGE_BYTES:
+            break
+        state, key, kind = np.frombuffer(about_ring, "<i8", 3).tolist()
+        is_read = kind == OF_CALLS and (state == _IN_USE or (state == _FREED and head[_ENDED]))
+        text = _shown(_read_text(about_ring, 0)) if is_read else {}
+        entries = os.pread(file, _RING_BYTES - _PAGE_BYTES, start + _PAGE_BYTES) if "name" in text else b""
+        if len(entries) == _RING_BYTES - _PAGE_BYTES:
+            ranks = _ranks(str(text.get("ranks", "")), known)
+            groups.append(_live_group(key, str(text["name"]), ranks, entries, head))
+    steps, told = progress.steps_in(data[_PROGRESS_START:]), _shown(_read_text(data, _ANSWER_START))
+    return LiveRank(about, bool(head[_ENDED]), groups, steps, told, head[FIRST_NS])
+
+
+def _live_group(key: int, name: str, ranks: tuple[int, ...], entries: bytes, head: Sequence[int]) -> LiveGroup:
+    fields = np.frombuffer(entries, "<i8").reshape(RECORD_LENGTH, RecordFields.FIELDS)
+    fields = fields[fields[:, RecordFields.sequence] > 0]
+    fields = fields[np.argsort(fields[:, RecordFields.sequence], kind="stable")]
+    ticks, nanoseconds = head[LAST_TICKS] - head[FIRST_TICKS], head[LAST_NS] - head[FIRST_NS]
+    begin, end = (
+        np.where(
+            (stored <= 0) | (ticks <= 0),
+            np.abs(stored).astype(np.float64),
+            head[LAST_NS] + (stored - head[LAST_TICKS]) * (nanoseconds / max(ticks, 1)),
+        )
+        for stored in (fields[:, RecordFields.begin], fields[:, RecordFields.end])
+    )
+    end = np.where(fields[:, RecordFields.end] == 0, np.inf, np.maximum(begin, end))
+    shape = fields[:, [RecordFields.num_dims, *range(RecordFields.dims, RecordFields.dims + MAX_LOG_DIMS)]]
+    return LiveGroup(
+        key, name, ranks, fields[:, RecordFields.sequence], fields[:, RecordFields.code], shape, begin, end
+    )
 
 
 def parse(record: BinaryIO, name: str) -> RankCalls:

@@ -1,4 +1,4 @@
-"""The progress of the program of this rank: its last steps, in the head of the flight record, where `torchmpi top` looks.
+"""The last steps of the program of this rank, in the head of the flight record, where `torchmpi top` looks.
 
 A report writes four numbers to memory, and nothing reads them until somebody looks. docs/design/top.md has the reasons.
 """

@@ -172,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._begin_round()
             return self.optimizer.step(closure)
         if closure is not None:
-            result = self.optimizer.step(lambda: self._synchronized_loss(closure))
+            result: Any = self.optimizer.step(lambda: self._synchronized_loss(closure))
             progress.note(STEP_OF_OPTIMIZER)
             return result
         registration = self._registration
