@@ -62,12 +62,12 @@ def _share(part: float, known: float) -> float | None:
 
 
 def _rank(live: LiveRank, process: int, facts: RankProcess, now: float) -> dict[str, Any]:
-    pace, (call, seconds) = pace_of(live, now), _call(live, now)
+    pace, (call, seconds), line = pace_of(live, now), _call(live, now), str(live.told.get("line", ""))
     return {
         "rank": live.about["rank"], "host": str(live.about.get("host", "")), "process": process,
         "cores": core_list(facts.cores), "memory_bytes": facts.memory_bytes, "state": facts.state,
         **_pace(pace), "call": call, "call_seconds": seconds,
-        "line": str(live.told.get("line", "")), "work": str(live.told.get("work", "")),
+        "line": line, "place": place_of(line), "work": str(live.told.get("work", "")),
     }  # fmt: skip
 
 

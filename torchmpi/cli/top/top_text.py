@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..formatting import counted
-from .job_view import place_of
 
 LEAST_WIDTH = 60
 _MOST_HOST = 10
@@ -129,9 +128,8 @@ def _where(each: Entry) -> str:
     if call and each["call_seconds"] >= 1:
         call += f" {_time(each['call_seconds'])}"
     doing = call or each["work"]
-    place = place_of(each["line"])
     stopped = "stopped" if each["state"] in ("T", "t") else ""
-    return " ".join(filter(None, (stopped, doing, place)))
+    return " ".join(filter(None, (stopped, doing, each["place"])))
 
 
 def _cut(text: str, width: int) -> str:
