@@ -15,9 +15,10 @@ from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.bench_report import Row, has_figure, header, microseconds, reasons
 from torchmpi.cli.bench.collective_bench import gigabytes_per_second
 from torchmpi.cli.bench.command import MORE_SECONDS, check_files, print_report, run_job, run_script
-from torchmpi.cli.formatting import StatusLine, table
+from torchmpi.cli.formatting import table
 from torchmpi.errors import ArgumentError
 from torchmpi.launch import launcher
+from torchmpi.status_line import StatusLine
 
 # A start is slow if its speed is less than this share of the median.
 SLOW_SHARE = 0.6

@@ -16,7 +16,7 @@ sys.path.insert(0, str(PACKAGE.parent / "benchmarks"))
 from structure import compared_names, literals  # noqa: E402
 
 LEVELS = (
-    ("_version", "backend_specs", "collective_specs", "errors", "files", "log", "plots"),
+    ("_version", "backend_specs", "collective_specs", "errors", "files", "log", "plots", "status_line"),
     ("config", "other_names"),
     ("argument_types",),
     ("tensors",),
@@ -208,7 +208,7 @@ def test_a_comparison_with_a_name_is_found():
 OUTPUT_WITHOUT_LOGGER = {
     "log": "the handler of the logger, and what signal handlers write",
     "engine.progressbar": "a bar that is drawn again on one line",
-    "cli.formatting": "a line of progress that is drawn again",
+    "status_line": "a line of progress that is drawn again",
     "cli.rank_start": "runs before the program, and does not import torch, which the logger's package does",
     "horovod.__main__": "the usage of a command",
     "supervision.failure": "flushes the streams at the end, and prints what the exception hook has left in a buffer",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
     from .session.api import *
     from .session.call_metrics import *
     from .session.recovery import *
+    from .session.reported_progress import *
 
 _SUBMODULES = ("distributed", "engine", "errors", "horovod", "nn", "parameterserver", "timeline")
 _CLASSES = {
@@ -59,6 +60,7 @@ _MODULES_OF_FUNCTIONS = (
     "session.api",
     "session.call_metrics",
     "session.recovery",
+    "session.reported_progress",
     "collectives.movements",
     "collectives.objects",
     "collectives.point_to_point",

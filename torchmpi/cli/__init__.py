@@ -1,4 +1,4 @@
-"""The command line: ``torchmpi run``, ``info``, ``doctor``, ``bench``, ``timeline``, ``dump`` and ``analyze``."""
+"""The command line: ``run``, ``info``, ``doctor``, ``bench``, ``timeline``, ``top``, ``dump`` and ``analyze``."""
 
 from .command_line import main
 

@@ -30,6 +30,7 @@ _RUN_EXAMPLES = """examples:
   torchmpi run -n 2 -m torchmpi doctor"""
 _INFO = """Report versions, MPI library, ranks, cores, devices, backends and settings. Under mpirun, rank 0
 reports for all ranks."""
+_TOP_KEYS = "keys: q ends; r, w, c, s, m and h sort; arrows scroll; n shows the next job; space stops and continues."
 _DOCTOR = """Check for common problems, and print remedies. Without mpirun it starts two ranks with the mpirun on
 PATH and checks that they work together; under mpirun it checks the ranks of that job. The exit status is 0 if
 there is no problem, and 1 otherwise."""
@@ -106,6 +107,26 @@ def _add_dump(commands: Any) -> None:
     _add_forms_of_records(dump)
 
 
+def _add_top(commands: Any) -> None:
+    summary = "show what the ranks of a running job do: steps, waits, the late rank and why"
+    top = commands.add_parser("top", help=summary, description=f"{summary.capitalize()}.", epilog=_TOP_KEYS)
+    option = top.add_argument
+    option(
+        "job",
+        nargs="?",
+        type=bench_options.count,
+        metavar="PROCESS",
+        help="process of a rank, or of a launcher (default: all jobs of this host that you may read)",
+    )
+    how = top.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print the state once, as text")
+    how.add_argument("--json", action="store_true", help="print the state once, as JSON")
+    how.add_argument("--web", action="store_true", help="show it as a page at an address of this host")
+    option("--port", type=bench_options.count, metavar="PORT", help="port of the page (default: any that is free)")
+    option("--seconds", type=bench_options.seconds, default=1.0, metavar="S",
+           help="time between two looks (default: %(default)g)")  # fmt: skip
+
+
 def _add_analyze(commands: Any) -> None:
     summary = "compare the last calls of all ranks: where they part"
     analyze = commands.add_parser("analyze", help=summary, description=f"{summary.capitalize()}.")
@@ -180,6 +201,8 @@ def _add_run(commands: Any) -> None:
     option("--timeout", type=bench_options.seconds, metavar="SECONDS",
            help="end the job after this time, with status 124")
     option("--log-dir", metavar="DIR", help="append the output of rank N to DIR/rankN.log; only rank 0 is shown")
+    option("--report", type=Path, metavar="FILE",
+           help="write a page at the end: where the time of the ranks of this host went (HTML, readable offline)")
     option("--option", action="append", default=[], metavar="WORDS", help="more options for mpirun; may be repeated")
     option("-v", "--verbose", action="store_true", help="print the command, then run it")
     option("--dry-run", action="store_true", help="print the command instead of running it")
@@ -206,6 +229,7 @@ COMMANDS = {
     "timeline": Command(".trace_commands", _add_timeline, reads_files=True),
     "staleness": Command(".staleness_report", _add_staleness, reads_files=True),
     "dump": Command(".flight_commands", _add_dump, reads_files=True),
+    "top": Command(".top.top_command", _add_top, reads_files=True),
     "analyze": Command(".flight_commands", _add_analyze, reads_files=True),
 }
 """All commands, in the order of the help."""

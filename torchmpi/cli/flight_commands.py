@@ -74,11 +74,11 @@ def dump(process: int, folder: Path) -> list[RankCalls]:
         TorchMPIError: The process does not exist, none of them is a rank that this user may read, or they are ranks of
             several jobs.
     """
-    paths = list(_records_of(process))
+    paths = list(records_of(process))
     records = {}
     processes: dict[str, set[str]] = {}
     for path in paths:  # one per rank: its children may have inherited the file, and those of earlier starts
-        with contextlib.suppress(OSError, TorchMPIError), _opened(path) as file:
+        with contextlib.suppress(OSError, TorchMPIError), opened(path) as file:
             record = parse(file, "the record")
             if not record.has_ended:
                 records[record.rank] = record, path
@@ -96,7 +96,7 @@ def dump(process: int, folder: Path) -> list[RankCalls]:
         )
     if not _are_in(folder, paths):
         for rank, (_, path) in records.items():
-            with _opened(path) as file:
+            with opened(path) as file:
                 write_copy(folder / f"rank{rank}{SUFFIX}", file)
     return [record for record, _ in records.values()]
 
@@ -109,14 +109,14 @@ def gather_other_hosts(process: int, folder: Path, about: dict[str, Any]) -> str
         folder: The folder with the records of this host, which the other hosts should have too.
         about: The description of a rank of this host, as its record has it.
     """
-    paths = list(_records_of(process))
+    paths = list(records_of(process))
     elsewhere = set(range(about["size"])) - set(from_ranges(str(about.get("on_host", ""))))
     if not elsewhere or _are_in(folder, paths):
         return ""
     before = {rank: _file_number(folder, rank) for rank in elsewhere}
     request = time.time_ns()
     for path in paths:
-        with contextlib.suppress(OSError), _opened(path, is_changed=True) as file:
+        with contextlib.suppress(OSError), opened(path, is_changed=True) as file:
             ask_for_records(file, folder.resolve(), request)
     limit = time.monotonic() + _GATHER_SECONDS
     while elsewhere and time.monotonic() < limit:
@@ -133,7 +133,7 @@ def gather_other_hosts(process: int, folder: Path, about: dict[str, Any]) -> str
     )
 
 
-def _opened(path: Path, *, is_changed: bool = False) -> BinaryIO:
+def opened(path: Path, *, is_changed: bool = False) -> BinaryIO:
     """Open a file that a process has open; raise OSError if the process could lead this one to a file of others.
 
     Its user may be another one who wants to stop this command, or to have it read or write what he may not.
@@ -166,18 +166,21 @@ def _file_number(folder: Path, rank: int) -> int:
         return 0
 
 
-def _records_of(process: int) -> Iterator[Path]:
+def records_of(process: int | None = None) -> Iterator[Path]:
     """Return the flight records that a process and its children have open, without their help: they may be stopped.
+
+    Args:
+        process: The process; None for all of this host.
 
     Raises:
         TorchMPIError: The process does not exist.
     """
     try:
-        root = psutil.Process(process)
-        processes = [process, *(child.pid for child in root.children(recursive=True))]
+        root = None if process is None else psutil.Process(process)
+        children = [] if root is None else [root.pid, *(child.pid for child in root.children(recursive=True))]
     except psutil.NoSuchProcess:
         raise TorchMPIError(f"There is no process {process} on this host.") from None
-    for folder in (Path(f"/proc/{pid}/fd") for pid in processes):
+    for folder in (Path(f"/proc/{pid}/fd") for pid in (psutil.pids() if process is None else children)):
         try:
             names = sorted(os.listdir(folder), key=int)
         except OSError:  # the process of another user, or gone

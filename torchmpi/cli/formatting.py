@@ -1,25 +1,11 @@
-"""Plain-text formatting: aligned columns and wrapped paragraphs of a fixed width; and lines of progress."""
+"""Plain-text formatting: aligned columns and wrapped paragraphs of a fixed width."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
 WIDTH = 110
-
-
-class StatusLine:
-    """Progress on standard error: one line that is overwritten on a terminal, plain lines elsewhere."""
-
-    def show(self, text: str) -> None:
-        """Replace the line, or add one."""
-        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else f"{text}\n", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Erase the line."""
-        if sys.stderr.isatty():
-            self.show("")
 
 
 def core_list(cores: Iterable[int]) -> str:

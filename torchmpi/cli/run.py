@@ -29,6 +29,15 @@ def run(options: argparse.Namespace) -> int:
     if options.spares and (is_elsewhere or options.on_lost_rank != "continue"):
         options.refuse("--spares is for Open MPI on one host: with --on-lost-rank continue, without --hosts")
     launcher.open_standard_streams()  # MPICH's mpirun does not start without
+    if options.report is not None and not options.dry_run:
+        from .top.run_report import RunReport  # with an HTTP server
+
+        with RunReport(options.report):
+            return _run(options)
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.without_mpi:
         os.environ.update(on_lost_rank(options))
         return separate_ranks.run(options, [*program_of(options), *options.arguments])
@@ -38,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(command), flush=True)
     if options.dry_run:
         return 0
-    if options.restarts or options.timeout is not None or job.continues:
+    if options.restarts or options.timeout is not None or job.continues or options.report is not None:
         limits = Limits(options.restarts, options.min_ranks or job.num_ranks, options.timeout)
         return Supervisor(job, limits).run()
     execute(command)

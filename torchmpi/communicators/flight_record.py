@@ -8,7 +8,8 @@ the machine code of the fast path. The fields are 64-bit numbers:
 head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the monotonic clock, the wall clock, ENDED,
              REQUEST, the group and the number of the call in which the rank is blocked (`RankStatus.blocked`); from
              TEXT_BYTES a JSON object: rank, size, host, process, program; on the second page another one: the request
-             of ``torchmpi dump`` with the number in REQUEST
+             of ``torchmpi dump`` with the number in REQUEST; until when ``torchmpi top`` looks, in LOOK, and on the
+             third page what the rank tells it; then the last steps (:mod:`.progress`)
 each ring    one page with STATE, KEY, KIND and a JSON object: name and ranks of the group; then RECORD_LENGTH entries,
              of calls or of channels (:mod:`.message_record`)
 ============ ======================================================================================================
@@ -33,17 +34,20 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import files
 from ..errors import TorchMPIError
 from ..log import logger
 from ..shared_memory.memory_layout import FIELD_BYTES, MAX_LOG_DIMS, RECORD_IS_NUMBER, RECORD_LENGTH, RecordFields
+from . import progress
 from .message_record import LoggedMessages, messages_in
 
 FILE_NAME = "torchmpi-flight-record"
 SUFFIX = ".flight"
 MAGIC = int.from_bytes(b"tmpiFR02", "little")
 _MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED, _REQUEST, _GROUP, _CALL = range(11)
+_LOOK = 11
 _STATE, _KEY, _KIND = range(3)
 _IN_USE, _FREED = 1, 2
 OF_CALLS, OF_MESSAGES = range(2)
@@ -53,6 +57,9 @@ _PAGE_BYTES = 4096
 _ENTRY_BYTES = RecordFields.FIELDS * FIELD_BYTES
 _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
+_ANSWER_START, _PROGRESS_START = 2 * _PAGE_BYTES, 3 * _PAGE_BYTES
+_MOST_LOOK_NS = 60_000_000_000
+"""For how long one request has the rank tell where it is: a reader that has been killed costs nothing after it."""
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
 _MOST_RANKS = 1 << 20
 """Of a job, and of all groups in a file, where each set of ranks counts once."""
@@ -217,6 +224,7 @@ class FlightRecord:
         self._fields[_WALL_NS] = time.time_ns() - now
         self._fields[_MAGIC] = MAGIC
         self._request = 0
+        progress.progress.attach(self._head[_PROGRESS_START : _PROGRESS_START + progress.NUM_BYTES])
 
     def _open(self) -> int | None:
         """Open the file; None if there is no memory for an anonymous one."""
@@ -329,6 +337,14 @@ class FlightRecord:
         is_valid = isinstance(folder, str) and isinstance(number, int)
         return {"folder": folder, "number": number} if is_valid else {}
 
+    def is_looked_at(self) -> bool:
+        """Return whether ``torchmpi top`` looks at this rank (:func:`look`)."""
+        return 0 < self._fields[_LOOK] - time.monotonic_ns() < _MOST_LOOK_NS
+
+    def tell(self, values: dict[str, Any]) -> None:
+        """Write what those see who look at this rank."""
+        _write_text(self._head[_ANSWER_START : _ANSWER_START + _PAGE_BYTES], values)
+
     def save(self, folder: Path) -> None:
         """Write a copy to a folder, unless the record itself is there, or has been closed.
 
@@ -363,6 +379,7 @@ class FlightRecord:
             if self._file is None:
                 return
             self._fields[_ENDED] = 1
+            progress.progress.detach()
             self._fields.release()
             self._head.release()
             for ring in (*self._rings, *self._unused):
@@ -433,6 +450,106 @@ def ask_for_records(record: BinaryIO, folder: Path, request: int) -> None:
     # Not by a mapping: the process of the record may shorten the file meanwhile.
     os.pwrite(record.fileno(), page, _PAGE_BYTES)
     os.pwrite(record.fileno(), request.to_bytes(FIELD_BYTES, "little"), _REQUEST * FIELD_BYTES)
+
+
+def look(record: BinaryIO, seconds: float) -> None:
+    """Have the rank with this flight record tell for some seconds where it is.
+
+    Args:
+        record: The flight record, opened to write.
+        seconds: For how long, at most a minute.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    until = time.monotonic_ns() + int(1e9 * seconds)
+    os.pwrite(record.fileno(), until.to_bytes(FIELD_BYTES, "little"), _LOOK * FIELD_BYTES)
+
+
+class LiveGroup(NamedTuple):
+    """The last calls of a rank on one group, one row per call, by their numbers."""
+
+    key: int
+    name: str
+    ranks: tuple[int, ...]
+    seq: npt.NDArray[np.int64]
+    code: npt.NDArray[np.int64]
+    shape: npt.NDArray[np.int64]
+    """`num_dims` as in the entry, and the dimensions."""
+    begin: npt.NDArray[np.float64]
+    """Nanoseconds of the monotonic clock."""
+    end: npt.NDArray[np.float64]
+    """Infinite while the call has not ended."""
+
+
+class LiveRank(NamedTuple):
+    """What a rank is doing, as read from its flight record while it runs."""
+
+    about: dict[str, Any]
+    has_ended: bool
+    groups: list[LiveGroup]
+    steps: progress.Steps
+    told: dict[str, Any]
+    """The last answer to :func:`look`; {} without one."""
+    since_ns: int = 0
+    """When the record begins, on the monotonic clock."""
+
+
+def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
+    """Read the flight record of a running rank as arrays, for readers that do so again and again.
+
+    Args:
+        record: The flight record.
+        most_groups: The number of groups that are read; the world and its parts are among the first ones. Freed groups
+            are read after the end of the rank only.
+
+    Raises:
+        OSError: The file cannot be read.
+        TorchMPIError: It is no flight record.
+    """
+    file = record.fileno()
+    data = os.pread(file, _PROGRESS_START + progress.NUM_BYTES, 0)
+    about = _shown(_read_text(data, 0))
+    head = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist() if len(data) >= _TEXT_BYTES else [0]
+    numbers = about.get("rank"), about.setdefault("size", 0)
+    if head[_MAGIC] != MAGIC or not all(type(each) is int and 0 <= each <= _MOST_RANKS for each in numbers):
+        raise TorchMPIError("The file is no flight record of this version of torchmpi.")
+    groups: list[LiveGroup] = []
+    known: dict[str, tuple[int, ...]] = {}
+    for index in range(min(max(head[_NUM_RINGS], 0), MOST_BYTES // _RING_BYTES)):
+        start = _HEAD_BYTES + index * _RING_BYTES
+        about_ring = os.pread(file, _PAGE_BYTES, start)
+        if len(groups) == most_groups or len(about_ring) < _PAGE_BYTES:
+            break
+        state, key, kind = np.frombuffer(about_ring, "<i8", 3).tolist()
+        is_read = kind == OF_CALLS and (state == _IN_USE or (state == _FREED and head[_ENDED]))
+        text = _shown(_read_text(about_ring, 0)) if is_read else {}
+        entries = os.pread(file, _RING_BYTES - _PAGE_BYTES, start + _PAGE_BYTES) if "name" in text else b""
+        if len(entries) == _RING_BYTES - _PAGE_BYTES:
+            ranks = _ranks(str(text.get("ranks", "")), known)
+            groups.append(_live_group(key, str(text["name"]), ranks, entries, head))
+    steps, told = progress.steps_in(data[_PROGRESS_START:]), _shown(_read_text(data, _ANSWER_START))
+    return LiveRank(about, bool(head[_ENDED]), groups, steps, told, head[FIRST_NS])
+
+
+def _live_group(key: int, name: str, ranks: tuple[int, ...], entries: bytes, head: Sequence[int]) -> LiveGroup:
+    fields = np.frombuffer(entries, "<i8").reshape(RECORD_LENGTH, RecordFields.FIELDS)
+    fields = fields[fields[:, RecordFields.sequence] > 0]
+    fields = fields[np.argsort(fields[:, RecordFields.sequence], kind="stable")]
+    ticks, nanoseconds = head[LAST_TICKS] - head[FIRST_TICKS], head[LAST_NS] - head[FIRST_NS]
+    begin, end = (
+        np.where(
+            (stored <= 0) | (ticks <= 0),
+            np.abs(stored).astype(np.float64),
+            head[LAST_NS] + (stored - head[LAST_TICKS]) * (nanoseconds / max(ticks, 1)),
+        )
+        for stored in (fields[:, RecordFields.begin], fields[:, RecordFields.end])
+    )
+    end = np.where(fields[:, RecordFields.end] == 0, np.inf, np.maximum(begin, end))
+    shape = fields[:, [RecordFields.num_dims, *range(RecordFields.dims, RecordFields.dims + MAX_LOG_DIMS)]]
+    return LiveGroup(
+        key, name, ranks, fields[:, RecordFields.sequence], fields[:, RecordFields.code], shape, begin, end
+    )
 
 
 def parse(record: BinaryIO, name: str) -> RankCalls:

@@ -16,6 +16,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ from torch import Tensor
 
 from .. import files
 from ..errors import CheckpointError
+from ..status_line import PLAIN_PERIOD_SECONDS, StatusLine
 from ..tensors import archive, buffers
 from .coordination import Coordinator
 from .data_loading import map_tensors
 
 _MARK = ("torchmpi_checkpoint", 3)
+_TELL_SECONDS = 0.5
 _MOST_METADATA_BYTES = 64 << 20  # some 300 bytes for a tensor
 _PLAIN, _DIGESTS = "engine.rank", "engine.digests"
 T = TypeVar("T")
@@ -104,11 +107,21 @@ class Saver:
         """Wait for the save in progress, and raise its failure on all ranks."""
         if self._is_saving:
             self._is_saving, pending, self._pending = False, self._pending, None
-            _on_rank_0(self._coordinator, lambda: pending and pending.result())
+            _on_rank_0(self._coordinator, lambda: None if pending is None else _await(pending))
 
     def close(self) -> None:
         """End the thread. A failed job of many ranks does not wait for a save: the previous checkpoint is complete."""
         self._thread.shutdown(wait=self._coordinator.size == 1)
+
+
+def _await(save: Future[None]) -> Any:
+    """Wait for a save, and say so if it takes long."""
+    status = StatusLine(quiet_seconds=PLAIN_PERIOD_SECONDS)
+    while not futures.wait([save], _TELL_SECONDS).done:
+        status.show(f"torchmpi: a checkpoint is being written, for {status.seconds:.0f} s")
+    if status.seconds > PLAIN_PERIOD_SECONDS:
+        status.clear()
+    return save.result()
 
 
 def exists(path: Path) -> bool:

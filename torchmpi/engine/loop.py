@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import timeline
+from ..communicators.progress import BY_PROGRAM, progress
 from ..errors import ArgumentError, TorchMPIError
 from .checkpoint import Saved
 from .coordination import Coordinator
@@ -153,9 +155,11 @@ class TrainingLoop:
         state.sample, state.output, state.loss = None, None, None
         coordinator.begin_update(state, num_active)
         state.optimizer.zero_grad()
+        num_rows = 0
         while sample is not None:
             state.sample = sample
             loss = self.forward()
+            num_rows += state.sample.num_rows
             with timeline.range("backward"):
                 update.backward(loss, state.sample)
             sample = None
@@ -175,6 +179,9 @@ class TrainingLoop:
             self.run.schedule.step("step")
         state.t += 1
         state.batch += update.num_batches > 0
+        # A loss on a device is not read: that would wait for the device.
+        loss_here = state.loss is not None and state.loss.device.type == "cpu"
+        progress.note(BY_PROGRAM, state.t, num_rows, state.loss.item() if loss_here and state.loss is not None else nan)
 
     def _agree_to_stop(self) -> bool:
         """Stop all ranks if one rank stops, since the others would wait for that rank; raise if a save has failed."""

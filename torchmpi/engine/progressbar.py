@@ -9,11 +9,9 @@ from typing import TextIO
 from torch import Tensor
 from tqdm import tqdm
 
+from ..status_line import PLAIN_PERIOD_SECONDS, TERMINAL_PERIOD_SECONDS
 from .data_loading import num_batches
 from .state import State
-
-TERMINAL_PERIOD_S = 0.1
-PLAIN_PERIOD_S = 10.0
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
@@ -62,7 +60,7 @@ class ProgressBar:
             unit=" batches",
             file=self._stream,
             leave=self._is_terminal,
-            mininterval=TERMINAL_PERIOD_S if self._is_terminal else PLAIN_PERIOD_S,
+            mininterval=TERMINAL_PERIOD_SECONDS if self._is_terminal else PLAIN_PERIOD_SECONDS,
             miniters=1,
             delay=0 if self._is_terminal else 1e-9,  # with a delay, tqdm does not display the bar at once
         )

@@ -17,6 +17,7 @@ from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
+from ..communicators.progress import BY_GRADIENTS, progress
 from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, streams
@@ -282,6 +283,7 @@ class AsyncBackward(Attachment):
         if not self.guard.is_inside_join:
             synchronizations.comm = self.comm
             synchronizations.count += 1
+            progress.note(BY_GRADIENTS)
         return True
 
     def _is_summed_already(self) -> bool:

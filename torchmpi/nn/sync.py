@@ -16,6 +16,7 @@ from ..argument_types import checks_types
 from ..collectives.tensor_lists import enqueues, reduce_fast, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
+from ..communicators.progress import BY_GRADIENTS, progress
 from ..errors import ArgumentError, GradientError, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
@@ -188,6 +189,7 @@ def synchronize_gradients(
     if join_state is None:
         synchronizations.comm = communicator
         synchronizations.count += 1
+        progress.note(BY_GRADIENTS)
 
 
 def reduce_gradients(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -14,6 +16,14 @@ from ..shared_memory.kernels import no_garbage_collection
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_FILES = (PACKAGE, os.path.dirname(torch.__file__) + os.sep)
+_ENGINE = os.path.join("torchmpi", "engine") + os.sep
+_WORK = (
+    ("torch/utils/data/", "data loading"),
+    ("torchmpi/engine/data_loading", "data loading"),
+    ("torchmpi/engine/checkpoint", "saving a checkpoint"),
+    ("torch/serialization", "loading or saving a file"),
+)
+"""Parts of names of files in a stack, and what the thread does if it is there."""
 
 
 @cache
@@ -34,13 +44,38 @@ def location() -> str:
     >>> "in" in location()
     True
     """
+    stack = _stack_of_main_thread()
+    return "its main thread has ended" if stack is None else line_of_program(stack)
+
+
+def activity() -> dict[str, Any]:
+    """Return where the main thread is, for those who look at a running rank.
+
+    Returns:
+        When this was (``at``, in nanoseconds), the ``line`` of the program, the ``work`` if the stack shows a kind of
+        it, and whether the thread is in a function of torchmpi (``is_inside``) without such work.
+    """
+    stack, at = _stack_of_main_thread(), time.monotonic_ns()
+    if stack is None:
+        return {"at": at, "line": "its main thread has ended", "work": "", "is_inside": False}
+    work = next((name for entry in reversed(stack) for part, name in _WORK if part in entry.filename), "")
+    # What follows the last line of the program; before it may be `torchmpi run`, or the loop of an engine.
+    last = max(
+        (index for index, entry in enumerate(stack) if not entry.filename.startswith(installed_files())), default=0
+    )
+    inner = (entry.filename for entry in stack[last + 1 :])
+    is_inside = any(name.startswith(PACKAGE) and _ENGINE not in name and name != __file__ for name in inner)
+    return {"at": at, "line": line_of_program(stack), "work": work, "is_inside": is_inside and not work}
+
+
+def _stack_of_main_thread() -> traceback.StackSummary | None:
     # Making the object of an outer frame may collect garbage in Python 3.11. A finalizer then lets the other thread
     # continue, and if the frame ends, its object refers to freed memory.
     with no_garbage_collection():
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = None if frame is None else traceback.extract_stack(frame)
         del frame  # in the main thread a cycle
-    return "its main thread has ended" if stack is None else line_of_program(stack)
+    return stack
 
 
 def line_of_program(stack: traceback.StackSummary) -> str:

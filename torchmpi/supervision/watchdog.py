@@ -23,6 +23,7 @@ from ..launch import mpi_library
 from ..launch.stacks import StackRequests, stacks
 from ..log import logger
 from ..shared_memory.memory_layout import Block
+from . import program_lines
 from .deadlock import ORDER, described, find_circle, waits_of
 from .report import about_others
 from .status_exchange import StatusExchange
@@ -98,11 +99,13 @@ class Watchdog(threading.Thread):
             self.end_job(f"{self._world.where}: {message}", 1)
 
     def _take_requests(self) -> None:
-        """Do what other processes have asked for: save the last calls, print the stacks."""
+        """Do what other processes have asked for: save the last calls, tell where the rank is, print the stacks."""
         if (record := self.context.flight_record) is not None:
             record.note_ticks()
             if (request := record.take_request()) and self._exchange.heartbeat is not None:
                 self._exchange.heartbeat.ask_for_records(request)
+            if record.is_looked_at():
+                record.tell(program_lines.activity())
         if self._stack_requests.take():
             logger.warning(self._state_and_stacks())
 

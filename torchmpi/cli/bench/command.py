@@ -21,7 +21,7 @@ from ...errors import ArgumentError, JobError, TorchMPIError
 from ...launch import affinity, launcher, mpi_library
 from ...log import log_fatal
 from ...session import runtime
-from ..formatting import StatusLine
+from ...status_line import StatusLine
 from ..launching import BOOTSTRAP, PACKAGE_PARENT, find_programs, launch_command, run_limited
 from ..supervision import handle_signals
 from . import call_bench, collective_bench, options, parallel, training

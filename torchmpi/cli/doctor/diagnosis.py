@@ -19,6 +19,7 @@ from typing import Any
 
 from ...errors import MissingMPIError
 from ...launch import launcher
+from ...status_line import StatusLine
 from ..facts import (
     Facts,
     Finding,
@@ -33,7 +34,7 @@ from ..facts import (
     mpi_facts,
     process_facts,
 )
-from ..formatting import StatusLine, counted, hanging
+from ..formatting import counted, hanging
 from ..launching import BOOTSTRAP, PACKAGE_PARENT, ProcessResult, find_programs, leave_job, run_limited
 from . import gpu_checks, host_checks, mpi_checks, software_checks
 from .self_test import self_test
@@ -140,8 +141,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 def run_trials(here: ProcessFacts, *, seconds: float) -> Facts:
     """Start a process alone and two ranks with mpirun, and gather their facts."""
     status = StatusLine()
-    status.show(f"torchmpi doctor: a process loads MPI; at most {seconds:g} s ...")
-    alone = _run([], seconds)
+    alone = _run([], seconds, status, f"a process loads MPI; at most {seconds:g} s")
     fields = _fields(alone.stdout)
     programs = find_programs()
     if "missing" in fields:
@@ -156,11 +156,8 @@ def run_trials(here: ProcessFacts, *, seconds: float) -> Facts:
     # The slots of Open MPI are cores; another check reports a single core.
     is_crowded = programs[0].library.startswith("Open MPI") and here.num_physical_cores < 2
     command = [programs[0].path, *(["--oversubscribe"] if is_crowded else []), "-n", "2"]
-    status.show(
-        f"torchmpi doctor: {shlex.join(command)} starts two ranks, which compile kernels the first time; at most "
-        f"{seconds:g} s ..."
-    )
-    result = _run(command, seconds)
+    what = f"{shlex.join(command)} starts two ranks, which compile kernels the first time; at most {seconds:g} s"
+    result = _run(command, seconds, status, what)
     status.clear()
     fields = _fields(result.stdout)
     launch = LaunchTrial(
@@ -181,9 +178,15 @@ def run_trials(here: ProcessFacts, *, seconds: float) -> Facts:
     )
 
 
-def _run(launch_command: list[str], seconds: float) -> ProcessResult:
+def _run(launch_command: list[str], seconds: float, status: StatusLine, what: str) -> ProcessResult:
     command = [*launch_command, sys.executable, "-c", BOOTSTRAP + _TRIAL, str(PACKAGE_PARENT), str(seconds)]
-    return run_limited(command, seconds=seconds + _GRACE_SECONDS)
+    status.begin(f"torchmpi doctor: {what} ...")
+    begin = status.seconds
+
+    def tick() -> None:
+        status.show(f"torchmpi doctor: {what} ... {status.seconds - begin:.0f} s")
+
+    return run_limited(command, seconds=seconds + _GRACE_SECONDS, tick=tick)
 
 
 def _fields(output: str) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""torchmpi top on a job that runs: another process names the late rank and its line, and the run leaves its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import job_environment, search_path
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import torch
+import torchmpi as mpi
+
+def load(rank):
+    if rank == 1:
+        time.sleep(0.1)
+
+mpi.start()
+folder = Path(sys.argv[1])
+for step in range(2000):
+    load(mpi.rank())
+    mpi.report_progress(samples=4, loss=1.0)
+    ends = mpi.allreduce(torch.tensor([float((folder / "done").exists())]), op="max")
+    if step == 20 and mpi.rank() == 0:
+        (folder / "ready").touch()
+    if ends.item():
+        break
+mpi.stop()
+"""
+
+
+def test_the_late_rank_is_named_while_the_job_runs_and_in_its_report(alone, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    report = tmp_path / "report.html"
+    command = [sys.executable, "-m", "torchmpi", "run", "-n", "2", "--timeout", "150", "--report", str(report)]
+    job = subprocess.Popen(
+        [*command, str(tmp_path / "train.py"), str(tmp_path)],  # forked ranks are no children of the launcher
+        env=job_environment(search_path()), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        while not (tmp_path / "ready").exists() and job.poll() is None:
+            time.sleep(0.05)
+        seen = alone("-m", "torchmpi", "top", "--json", job.pid)
+    finally:
+        (tmp_path / "done").touch()
+        _, errors = job.communicate(timeout=160)
+    assert job.returncode == 0, errors
+    assert seen.returncode == 0, seen.output
+    (view,) = json.loads(seen.stdout)
+    assert (view["job"]["size"], view["job"]["seen"], view["job"]["elsewhere"]) == (2, 2, [])
+    assert view["late"]["rank"] == 1, seen.stdout
+    by_rank = {each["rank"]: each for each in view["ranks"]}
+    assert by_rank[0]["waiting"] > by_rank[1]["waiting"]
+    assert by_rank[1]["step"] > 10 and by_rank[1]["loss"] == 1.0 and by_rank[1]["memory_bytes"] > 1 << 20
+    assert re.match(r"at .*train\.py:\d+ in (load|<module>)", by_rank[1]["line"]), seen.stdout
+    assert_is_page_of_run(report)
+
+
+def assert_is_page_of_run(report: Path) -> None:
+    (data,) = re.findall(r'id="data">(.*?)</script>', report.read_text())
+    (page,) = json.loads(data)
+    assert page["late"]["rank"] == 1
+    waits = page["waits"]["seconds"]
+    assert waits[0][1] > waits[1][0]
+    assert {"allreduce", "stop"} <= {each["call"] for each in page["calls"]}

@@ -1,0 +1,174 @@
+"""What is shown of a job, as one dictionary: for the terminal, ``--json`` and the page."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ...communicators.call_log import describe
+from ...communicators.flight_record import LiveRank
+from ...supervision.report import named
+from ..flight_analysis import is_step
+from ..formatting import core_list
+from .job_history import SECOND, Pace, pace_of
+from .lateness import cause_of, find_late
+from .rank_processes import RankProcess
+from .watched_job import WatchedJob
+
+WINDOW_SECONDS = 10.0
+_MOST_CALLS = 30
+_SHARES = ("computing", "communicating", "waiting")
+
+
+def view_of(job: WatchedJob) -> dict[str, Any]:
+    """Return the state of a job: about the job, one entry per rank, and the late rank with its cause."""
+    history = job.history
+    shares = history.shares(WINDOW_SECONDS)
+    known = shares.known.sum(axis=1)
+    parts = {name: getattr(shares, name).sum(axis=1) for name in _SHARES}
+    ranks = []
+    for row, number in enumerate(history.ranks):
+        if number in job.ranks:
+            facts = job.facts.get(number, RankProcess())
+            entry = _rank(job.ranks[number].live, job.ranks[number].process, facts, job.now)
+            entry.update({name: _share(each[row], known[row]) for name, each in parts.items()})
+            ranks.append(entry)
+    elsewhere = job.elsewhere()
+    late = _late(job, ranks)
+    view = {
+        "job": {
+            "program": job.name[1], "size": job.size, "seen": len(ranks), "elsewhere": elsewhere,
+            "note": _note(elsewhere) if elsewhere else "",
+        },
+        "time": time.time(), "window_seconds": min(WINDOW_SECONDS, history.num_parts * history.part_seconds),
+        "ranks": ranks, "late": late,
+    }  # fmt: skip
+    for each in ranks:
+        each["late"] = late is not None and each["rank"] == late["rank"]
+    return view
+
+
+def _note(elsewhere: list[int]) -> str:
+    return (
+        f"{named(elsewhere)} {'are' if len(elsewhere) > 1 else 'is'} on other hosts, whose memory this command cannot "
+        "read: call `torchmpi top` there too."
+    )
+
+
+def _share(part: float, known: float) -> float | None:
+    return float(part / known) if known > 0 else None
+
+
+def _rank(live: LiveRank, process: int, facts: RankProcess, now: float) -> dict[str, Any]:
+    pace, (call, seconds), line = pace_of(live, now), _call(live, now), str(live.told.get("line", ""))
+    return {
+        "rank": live.about["rank"], "host": str(live.about.get("host", "")), "process": process,
+        "cores": core_list(facts.cores), "memory_bytes": facts.memory_bytes, "state": facts.state,
+        **_pace(pace), "call": call, "call_seconds": seconds,
+        "line": line, "place": place_of(line), "work": str(live.told.get("work", "")),
+    }  # fmt: skip
+
+
+def _pace(pace: Pace) -> dict[str, Any]:
+    return {
+        "step": pace.step, "step_seconds": pace.step_seconds, "samples_per_second": pace.samples_per_second,
+        "loss": pace.loss, "step_is_guess": pace.is_guess,
+    }  # fmt: skip
+
+
+def _call(live: LiveRank, now: float) -> tuple[str, float]:
+    """Return the call of the program that has not ended, and for how long; '' without one."""
+    for group in live.groups:
+        if len(group.seq) and np.isinf(group.end[-1]) and not is_step(group.name):
+            try:
+                text = describe(int(group.code[-1]))
+            except (IndexError, ValueError):  # a damaged record
+                text = "unknown call"
+            return f"{text} on {group.name}", max(0.0, (now - float(group.begin[-1])) / SECOND)
+    return "", 0.0
+
+
+def _late(job: WatchedJob, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    history = job.history
+    found = find_late(history.shares(), history.part_seconds, WINDOW_SECONDS)
+    if found is None or (rank := history.ranks[found.rank]) not in job.ranks:
+        return None
+    looks = job.ranks[rank].looks
+    cause = cause_of(rank, job.facts, [work for _, work in looks], [_short(line) for line, _ in looks])
+    step_seconds = next((each["step_seconds"] for each in ranks if each["rank"] == rank), None)
+    by = f"{1e3 * found.share * step_seconds:.3g} ms a step" if step_seconds else f"{found.share:.0%} of the time"
+    return {
+        "rank": rank, "share": found.share, "seconds": found.seconds, "cause": cause,
+        "text": f"rank {rank} is late by {by}, for {found.seconds:.0f} s: {cause}",
+    }  # fmt: skip
+
+
+def _short(line: str) -> str:
+    """Return a line of the program with the name of its file, without folder and without its text.
+
+    >>> _short("at /home/me/train.py:31 in load: x = next(batches)")
+    'train.py:31 in load'
+    """
+    place = line.removeprefix("at ").rpartition("/")[2] if line.startswith("at ") else line
+    head, colon, rest = place.partition(":")
+    return f"{head}:{rest.partition(': ')[0]}" if colon else place
+
+
+def place_of(line: str) -> str:
+    """Return file and number of a line of the program.
+
+    >>> place_of("at /home/me/train.py:31 in load: x = next(batches)")
+    'train.py:31'
+    """
+    return _short(line).partition(" in ")[0]
+
+
+def page_of(job: WatchedJob, *, seconds: float | None = 60.0) -> dict[str, Any]:
+    """Return what the page shows in addition: the last seconds of each rank, waits, steps, losses and calls.
+
+    Args:
+        job: The job.
+        seconds: Of how much time; None for all of it.
+    """
+    history = job.history
+    shares = history.shares(seconds)
+    view = view_of(job)
+    by_time = sorted(history.calls.items(), key=lambda item: -item[1].seconds)[:_MOST_CALLS]
+    return {
+        **view,
+        "part_seconds": history.part_seconds,
+        "lanes": {
+            str(number): {
+                name: np.round(getattr(shares, name)[row] / history.part_seconds, 3).tolist() for name in _SHARES
+            }
+            for row, number in enumerate(history.ranks)
+        },
+        "waits": {"ranks": list(history.ranks), "seconds": history.waits(seconds).round(4).tolist()},
+        "steps": _series(job, view, -np.inf if seconds is None else job.now - seconds * SECOND),
+        "calls": [
+            {
+                "group": group, "call": name, "calls": each.calls, "seconds": each.seconds, "waited": each.waited,
+                "bytes": each.num_bytes if np.isfinite(each.num_bytes) else None,
+            }
+            for (group, name), each in by_time
+        ],
+    }  # fmt: skip
+
+
+def _series(job: WatchedJob, view: dict[str, Any], since: float) -> dict[int, Any]:
+    """Return step times and losses of two ranks: the late one, or else the first, and the first that reports a loss."""
+    late, losing = view["late"], (each["rank"] for each in view["ranks"] if each["loss"] is not None)
+    first = min(job.ranks, default=-1) if late is None else late["rank"]
+    series = {}
+    for number in dict.fromkeys((first, next(losing, first))):
+        steps = job.ranks[number].live.steps
+        recent = steps.ns >= since
+        ns, step, loss = steps.ns[recent], steps.step[recent], steps.loss[recent]
+        took = np.diff(ns) / SECOND / np.maximum(1, np.diff(step)) if len(ns) > 1 else np.zeros(0)
+        series[number] = {
+            "at": ((ns - job.now) / SECOND).round(3).tolist(), "took": took.round(6).tolist(),
+            "loss": [float(value) if np.isfinite(value) else None for value in loss],
+        }  # fmt: skip
+    return series

@@ -1,0 +1,99 @@
+"""Which rank is late, and why: a verdict in words. Pure functions of what is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .job_history import Shares
+from .rank_processes import RankProcess
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+_LEAST_SHARE = 0.03
+"""The share of the time for which the other ranks wait from which a rank counts as late."""
+_MOST_RANKS_LATE = 0.5
+"""If as many of the ranks are late, none is: these are two halves, and neither is the exception."""
+_DELAYED, _FAULTS, _SLEEPING, _OFTEN = 0.1, 20.0, 0.5, 0.5
+
+
+class Late(NamedTuple):
+    """The rank for which the others wait."""
+
+    rank: int
+    share: float
+    """The part of the time that the others wait more than this rank."""
+    seconds: float
+    """How long that has been so."""
+
+
+def find_late(shares: Shares, part_seconds: float, window_seconds: float) -> Late | None:
+    """Return the rank for which the others wait, over a window at the end of the time; None if they are even.
+
+    With two ranks, the one that waits less. A rank that waits as the others do is not late, whatever it does.
+
+    Args:
+        shares: The times of all ranks.
+        part_seconds: The length of their parts.
+        window_seconds: The length of the window.
+    """
+    parts = max(1, round(window_seconds / part_seconds))
+    known, waited = (each[:, -parts:].sum(axis=1) for each in (shares.known, shares.waiting))
+    ranks: Ints = np.flatnonzero(known > 0)
+    if len(ranks) < 2:
+        return None
+    share = waited[ranks] / known[ranks]
+    first = int(np.argmin(share))
+    others = np.delete(share, first)
+    lead = float(np.median(others) - share[first])
+    num_late = int((share < np.median(others) - lead / 2).sum())
+    if lead < _LEAST_SHARE or num_late >= max(2, _MOST_RANKS_LATE * len(ranks)):
+        return None
+    rank = int(ranks[first])
+    since = _parts_late(shares, rank, ranks, most_even=max(1, parts // 2))
+    return Late(rank, lead, max(since, 1) * part_seconds)
+
+
+def _parts_late(shares: Shares, rank: int, ranks: Ints, most_even: int) -> int:
+    """Return for how many parts, up to the last one, the others have waited more than this rank, but for short gaps."""
+    share = shares.waiting / np.where(shares.known > 0, shares.known, 1.0)
+    others = np.median(share[[each for each in ranks if each != rank]], axis=0)
+    late = np.flatnonzero(others - share[rank] >= _LEAST_SHARE)
+    if not len(late):
+        return 0
+    long_gaps = np.flatnonzero(np.diff(late) > most_even)
+    first = int(late[long_gaps[-1] + 1] if len(long_gaps) else late[0])
+    return int(share.shape[1]) - first
+
+
+def cause_of(rank: int, facts: Mapping[int, RankProcess], works: Sequence[str], lines: Sequence[str]) -> str:
+    """Return why a rank is late, as far as that can be seen.
+
+    Args:
+        rank: The rank.
+        facts: The processes of all ranks that were seen.
+        works: What its main thread did at the last looks at which it was in no call; '' for nothing particular.
+        lines: The lines of the program at these looks.
+    """
+    own = facts.get(rank, RankProcess())
+    others = [each for number, each in facts.items() if number != rank]
+    delay_of_others = median([each.main_delayed or 0.0 for each in others]) if others else 0.0
+    most_seen = max(set(lines), key=lines.count) if lines else ""
+    at = f", {most_seen}" if most_seen else ""
+    if own.state in ("T", "t"):
+        return "it is stopped by a signal or a debugger"
+    if own.main_delayed is not None and own.main_delayed >= max(_DELAYED, 2 * delay_of_others):
+        busy = f"{own.neighbors or 0} other busy process{'' if own.neighbors == 1 else 'es'}"
+        return f"shared cores: it waits for a core {own.main_delayed:.0%} of the time, beside {busy}"
+    if own.faults_per_second is not None and own.faults_per_second >= _FAULTS:
+        return f"memory: it reads back {own.faults_per_second:.0f} pages a second from a disk"
+    if works and (work := max(set(works), key=works.count)) and works.count(work) >= _OFTEN * len(works):
+        return f"{work}{at}"
+    if own.state == "D":
+        return f"it waits for a disk{at}"
+    if own.main_busy is not None and own.main_busy < _SLEEPING and (own.busy or 0.0) < _SLEEPING:
+        return f"it sleeps, as for a file, a device or another process{at}"
+    return f"it computes longer than the others{at}"

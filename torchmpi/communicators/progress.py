@@ -1,0 +1,100 @@
+"""The last steps of the program of this rank, in the head of the flight record, where `torchmpi top` looks.
+
+A report writes four numbers to memory, and nothing reads them until somebody looks. docs/design/top.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+LENGTH = 512
+"""How many reports are kept."""
+_ENTRY = struct.Struct("<qqqd")
+_WRITE = _ENTRY.pack_into
+_FIELDS_BEFORE = 8
+NUM_BYTES = 8 * _FIELDS_BEFORE + LENGTH * _ENTRY.size
+_NUMBER = struct.Struct("<q").pack_into
+_TYPE = np.dtype([("ns", "<i8"), ("step", "<i8"), ("samples", "<i8"), ("loss", "<f8")])
+BY_GRADIENTS, BY_OPTIMIZER, BY_PROGRAM = range(3)
+"""What has counted a step, each over the one before: one synchronization may be a part of a larger step."""
+
+
+class Steps(NamedTuple):
+    """The last steps of a rank, oldest first, one element per report."""
+
+    ns: npt.NDArray[np.int64]
+    """Nanoseconds of the monotonic clock."""
+    step: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.int64]
+    """Since `start()`."""
+    loss: npt.NDArray[np.float64]
+    """NaN where none was reported."""
+
+
+class Progress:
+    """Writes the steps of this rank, as the memory of a flight record or nowhere.
+
+    >>> memory = memoryview(bytearray(NUM_BYTES))
+    >>> progress = Progress()
+    >>> progress.attach(memory)
+    >>> progress.note(BY_PROGRAM, samples=32, loss=0.5)
+    >>> progress.note(BY_GRADIENTS)  # a part of the steps that the program reports
+    >>> steps = steps_in(memory)
+    >>> steps.step.tolist(), steps.samples.tolist(), steps.loss.tolist()
+    ([1], [32], [0.5])
+    """
+
+    def __init__(self) -> None:
+        self._memory: memoryview | None = None
+        self._count = self._step = self._samples = self._source = 0
+
+    def attach(self, memory: memoryview) -> None:
+        """Write to this memory from now on, and begin with step 0."""
+        self._memory = memory
+        self._count = self._step = self._samples = self._source = 0
+
+    def detach(self) -> None:
+        """Write nowhere."""
+        self._memory = None
+
+    def note(self, source: int, step: int | None = None, samples: int = 0, loss: float = math.nan) -> None:
+        """Write that a step has ended.
+
+        Args:
+            source: What reports it; others that count parts of its steps are left out from then on.
+            step: Its number; None for one more than the last.
+            samples: The examples of this rank in it.
+            loss: Its loss.
+        """
+        memory = self._memory
+        if memory is None or source < self._source:
+            return
+        if source > self._source and self._count:  # this step has been counted by a part of it
+            self._count, self._step = self._count - 1, self._step - 1
+        self._source = source
+        self._step = self._step + 1 if step is None else step
+        self._samples += samples
+        at = 8 * _FIELDS_BEFORE + self._count % LENGTH * _ENTRY.size
+        _WRITE(memory, at, time.monotonic_ns(), self._step, self._samples, loss)
+        self._count += 1
+        _NUMBER(memory, 0, self._count)  # last: a reader takes no entry that is being written for the newest one
+
+
+progress = Progress()
+"""That of this process."""
+
+
+def steps_in(memory: bytes | memoryview) -> Steps:
+    """Return the steps in the memory of a flight record; those of a damaged file are in the order of their times."""
+    count = int.from_bytes(memory[:8], "little", signed=True)
+    entries = np.frombuffer(memory, _TYPE, LENGTH, 8 * _FIELDS_BEFORE)[: max(0, min(count, LENGTH))]
+    # The one that is written next has perhaps been begun.
+    entries = np.delete(entries, count % LENGTH) if count > LENGTH else entries
+    entries = entries[np.argsort(entries["ns"], kind="stable")]
+    return Steps(*(np.ascontiguousarray(entries[name]) for name in Steps._fields))
