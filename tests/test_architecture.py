@@ -27,6 +27,7 @@ LEVELS = (
     ("session",),
     ("collectives",),
     ("nn",),
+    ("continuing",),
     ("engine", "parameterserver", "distributed", "horovod"),
     ("cli",),
     ("__init__", "__main__"),
