@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Lose ranks in many ways, and check that the others continue with right results, or that the job ends.
 
-    python scripts/losses.py [--ways openmpi,without-mpi] [--only REGEX] [--runs 20] [--output losses.md]
+    python scripts/losses.py [--ways openmpi,spares,without-mpi] [--only REGEX] [--runs 20] [--output losses.md]
+    TMPDIR=SHARED python scripts/losses.py --ways openmpi,spares --run-options="--hosts a:4,b:4"
 
 The ways are those of docs/recovery.md, and `spares` has a spare rank for each lost one; the Python of this script
 decides which MPI it is. Each cell of the table has the number of runs that did as documented, of all runs, and the
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -80,12 +82,12 @@ def cells() -> Iterator[Cell]:
                     yield Cell(way, moment, fault, victims)
 
 
-def run(cell: Cell, limit_seconds: float) -> Outcome:
+def run(cell: Cell, limit_seconds: float, run_options: list[str]) -> Outcome:
     """Run one job."""
     num_ranks = 2 + cell.num_victims
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryDirectory(prefix="torchmpi-losses-") as folder:
-        command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *WAYS[cell.way]]
+        command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *WAYS[cell.way], *run_options]
         if cell.way == "spares":
             command += ["--spares", str(cell.num_victims)]
         command += ["--timeout", str(limit_seconds), str(PROGRAM), cell.moment, cell.fault, cell.victims, folder]
@@ -112,6 +114,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="of 'way, moment, fault, victims'")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="after which a job hangs")
+    parser.add_argument("--run-options", default="", help="of `torchmpi run`, such as --hosts; for Open MPI")
     parser.add_argument("--output", type=Path, help="also write the table here, and the output of other jobs beside it")
     options = parser.parse_args()
     chosen = [each for each in cells() if each.way in options.ways.split(",") and re.search(options.only, str(each))]
@@ -123,7 +126,7 @@ def main() -> int:
     num_others = 0
     for cell in chosen:
         begin = time.monotonic()
-        outcomes = [run(cell, options.limit) for _ in range(options.runs)]
+        outcomes = [run(cell, options.limit, shlex.split(options.run_options)) for _ in range(options.runs)]
         others = Counter(each.problem for each in outcomes if each.problem)
         num_others += others.total()
         seconds = [most for each in outcomes if (most := max(each.seconds, default=0.0))]

@@ -65,6 +65,7 @@ def survive(request, tmp_path, warm_python):
 
 
 CALLS = """
+from torchmpi.session import runtime
 moment, victims = sys.argv[1], [int(text) for text in sys.argv[2].split(",")]
 small, large = torch.ones(10), torch.ones(1 << 22)
 call, num_lost, lost_seconds = 0, 0, []
@@ -95,6 +96,10 @@ while call < 40:
         call += 1
     except mpi.RankLostError as error:
         assert "is gone" in str(error), error
+        comm, end = runtime.current().world.comm, time.monotonic() + 60
+        while hasattr(comm, "Is_revoked") and not comm.Is_revoked():
+            assert time.monotonic() < end, "a call of MPI between hosts would never end"
+            time.sleep(0.01)
         former = mpi.recover()
         call = mpi.allreduce(call, op="max")
         num_lost += 1
