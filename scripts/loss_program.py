@@ -14,8 +14,11 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import torchmpi as mpi
+import torchmpi.nn as mpinn
 from torchmpi.engine.all_ranks import AllRanks
 
 CALLS, FIRST_CALL, NEXT_CALL = 30, 10, 20
@@ -93,7 +96,62 @@ def lose(is_victim, call):
         reduced(short, call)
 
 
+class Training:
+    """A loop of ``mpi.elastic()``. Its numbers are exact, so that the result does not depend on the number of ranks."""
+
+    def __init__(self):
+        self.data = torch.randint(-4, 5, (CALLS, 12, 4), generator=torch.Generator().manual_seed(1)).double()
+        self.network = nn.Linear(4, 1, bias=False).double()
+        nn.init.zeros_(self.network.weight)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=2.0**-10, momentum=0.5)
+        self.num_attempts, self.seconds = 0, 0.0
+
+    def step(self, rows, network, scale=1):
+        self.optimizer.zero_grad()
+        (scale * network(rows).sum()).backward()
+
+    def train(self, job):
+        self.num_attempts += 1
+        if moment == "elastic DDP":
+            dist.init_process_group("torchmpi")
+        network = nn.parallel.DistributedDataParallel(self.network) if dist.is_initialized() else self.network
+        while job.step < CALLS:
+            for begin, ranks in zip((FIRST_CALL, NEXT_CALL), victims, strict=False):
+                if own in ranks and job.step == begin:
+                    fail_soon()
+                if own in ranks and job.step == CALLS - 1:
+                    time.sleep(60)  # until the fault
+            time.sleep(0.002)
+            self.step(self.data[job.step, mpi.rank() :: mpi.size()], network, mpi.size())
+            if network is self.network:
+                mpinn.synchronize_gradients(network)
+            self.optimizer.step()
+            job.step += 1
+            if not self.seconds and (folder / "fault").exists() and self.num_attempts > 1:
+                self.seconds = time.monotonic() - float((folder / "fault").read_text())
+            if job.step % 4 == 0:
+                job.commit()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def run(self):
+        mpi.elastic(network=self.network, optimizer=self.optimizer, step=0)(self.train)()
+        result, alone = self.network.weight.clone(), Training()
+        for rows in alone.data:
+            alone.step(rows, alone.network)
+            alone.optimizer.step()
+        if not torch.equal(result, alone.network.weight):
+            print(f"WRONG first rank {own}: {result} instead of {alone.network.weight}", flush=True)
+
+
 mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False))
+if moment.startswith("elastic"):
+    training = Training()
+    training.run()
+    num_losses = training.num_attempts - 1
+    print(f"continued: first rank {own} of now {mpi.size()}, {num_losses} losses, {training.seconds:.3f} s", flush=True)
+    mpi.stop()
+    sys.exit(0)
 call, num_losses, seconds, is_agreed = 0, 0, 0.0, True
 while call < CALLS:
     try:

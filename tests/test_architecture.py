@@ -27,6 +27,7 @@ LEVELS = (
     ("session",),
     ("collectives",),
     ("datasets", "nn"),
+    ("continuing",),
     ("engine", "parameterserver", "distributed", "horovod"),
     ("cli",),
     ("__init__", "__main__"),

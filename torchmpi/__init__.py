@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
     from .communicators.communicator import NullCommunicator as NullCommunicator
     from .communicators.handle import Handle as Handle
     from .config import Config as Config
+    from .continuing.elastic_job import *
     from .datasets.shared_dataset import *
     from .errors import RankLostError as RankLostError
     from .errors import TorchMPIError as TorchMPIError
@@ -67,6 +68,7 @@ _MODULES_OF_FUNCTIONS = (
     "collectives.reductions",
     "collectives.tensor_lists",
     "collectives.tuning",
+    "continuing.elastic_job",
     "datasets.shared_dataset",
 )
 """Modules whose ``__all__`` is public here, in the order of the search: the first one loads what every start needs."""

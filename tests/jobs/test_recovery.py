@@ -65,6 +65,7 @@ def survive(request, tmp_path, warm_python):
 
 
 CALLS = """
+from torchmpi.session import runtime
 moment, victims = sys.argv[1], [int(text) for text in sys.argv[2].split(",")]
 small, large = torch.ones(10), torch.ones(1 << 22)
 call, num_lost, lost_seconds = 0, 0, []
@@ -95,6 +96,10 @@ while call < 40:
         call += 1
     except mpi.RankLostError as error:
         assert "is gone" in str(error), error
+        comm, end = runtime.current().world.comm, time.monotonic() + 60
+        while hasattr(comm, "Is_revoked") and not comm.Is_revoked():
+            assert time.monotonic() < end, "a call of MPI between hosts would never end"
+            time.sleep(0.01)
         former = mpi.recover()
         call = mpi.allreduce(call, op="max")
         num_lost += 1
@@ -213,16 +218,20 @@ print(f"steps {len(steps)}", flush=True)
 """
 
 
-@pytest.mark.parametrize(("number", "fewest"), [(0, 24), (1, 60)])
-def test_the_programs_of_the_page_survive_a_kill(survive, tmp_path, number, fewest):
+@pytest.mark.parametrize(("number", "fewest"), [(0, 24), (1, 60), (2, 60)], ids=["engine", "elastic", "ddp"])
+def test_the_programs_of_the_page_survive_a_kill(survive, request, tmp_path, number, fewest):
+    if number == 2 and "Open MPI" in request.node.name:
+        pytest.skip("process groups are made by the same code as without MPI; scripts/losses.py runs them")
     page = (ROOT / "docs" / "recovery.md").read_text().partition("## Continuing without a lost rank")[2]
     programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(programs) == 2
+    assert len(programs) == 3
     (tmp_path / "program.py").write_text(programs[number])
     result = survive(3, KILL, tmp_path / "program.py", start="")
     assert result.returncode == 0 and "continuing on 2 of 3 ranks" in result.stderr, result.output
     steps = [int(text) for text in re.findall(r"steps (\d+)", result.stdout)]
     assert len(steps) == 2 and min(steps) >= fewest, result.output
+    if number:  # the kill comes after step 12, and the last commit was after step 10
+        assert max(steps) <= fewest + 2 and "continuing from the last commit" in result.stderr, result.output
 
 
 def test_without_recover_the_error_ends_the_job(survive):
@@ -316,8 +325,8 @@ def replace(tmp_path, warm_python):
     if not is_open_mpi(launcher()):
         pytest.skip("only Open MPI has this")
 
-    def run(n: int, spares: int, code: str, *arguments: object) -> Result:
-        (tmp_path / "job.py").write_text(START + textwrap.dedent(code))
+    def run(n: int, spares: int, code: str, *arguments: object, start: str = START) -> Result:
+        (tmp_path / "job.py").write_text(start + textwrap.dedent(code))
         own = ["-m", "torchmpi", "run", "-n", str(n), "--spares", str(spares), *WAYS["Open MPI"], "--timeout", "120"]
         return launched(warm_python, own, tmp_path / "job.py", arguments)
 
@@ -335,6 +344,59 @@ def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbe
         assert result.stderr.count("a spare rank is now rank") == num_spares, result.output
 
 
+HOROVOD = """
+import os, signal, sys
+import torch
+from torch import nn
+import torchmpi.horovod as hvd
+
+is_victim = os.environ["RANK"] == "0"
+hvd.init()
+data = torch.randn(48, 8, generator=torch.Generator().manual_seed(3))
+
+def make():
+    torch.manual_seed(hvd.rank())
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    sampler = hvd.elastic.ElasticSampler(data, shuffle=True)
+    return hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, epoch=0, steps=0)
+
+def train(state):
+    while state.epoch < 2:
+        for index, rows in enumerate(torch.utils.data.DataLoader(data, batch_size=4, sampler=state.sampler)):
+            state.optimizer.zero_grad()
+            loss = state.model(rows).square().mean()
+            if is_victim and state.steps == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            state.optimizer.step()
+            state.scheduler.step()
+            state.sampler.record_batch(index, len(rows))
+            state.steps += 1
+            if state.steps % 2 == 0:
+                state.commit()
+        state.epoch += 1
+        state.sampler.set_epoch(state.epoch)
+        state.commit()
+    return state.steps, state.scheduler.get_last_lr(), state.model.weight.tolist()
+
+first = hvd.elastic.run(train)(make())
+again = hvd.elastic.run(train)(make())  # undisturbed
+print(f"rank {hvd.rank()} of {hvd.size()}: {first[0]} steps, {first == again}", flush=True)
+hvd.shutdown()
+"""
+
+
+def test_a_spare_rank_becomes_rank_0_of_an_elastic_program_of_horovod(replace):
+    """With the bits of an undisturbed run. Regression: the hooks of torch refused the first step after sync()."""
+    result = replace(2, 1, HOROVOD, start="")
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2: 12 steps, True" for rank in range(2)]
+    assert result.stderr.count("a spare rank is now rank 0") == 1, result.output
+
+
 def test_without_a_spare_rank_left_the_number_of_ranks_decreases(replace):
     result = replace(2, 1, SPARE, "0,2")
     assert result.returncode == 0, result.output
@@ -342,7 +404,16 @@ def test_without_a_spare_rank_left_the_number_of_ranks_decreases(replace):
     assert "continuing on 2 of 2 ranks" in result.stderr and "continuing on 1 of 2 ranks" in result.stderr
 
 
-REFUSED = "import torchmpi as mpi\nmpi.start(config=mpi.Config(on_lost_rank='raise'))"
+REFUSED = """
+import torchmpi as mpi
+mpi.start()
+try:
+    mpi.elastic(step=0)(print)()
+except mpi.errors.ArgumentError as error:
+    print("refused:", error, flush=True)
+mpi.stop()
+mpi.start(config=mpi.Config(on_lost_rank='raise'))
+"""
 
 
 def test_mpi_is_refused_without_fault_tolerance(job):
@@ -350,6 +421,8 @@ def test_mpi_is_refused_without_fault_tolerance(job):
     assert result.returncode != 0 and "ends the job when a rank is killed" in result.stderr, result.output
     ways = ["--without-mpi", "--restarts"] if not is_open_mpi(launcher()) else ["--on-lost-rank continue", "--with-ft"]
     assert all(way in result.stderr for way in ways), result.output
+    refused = re.findall(r"refused: rank \d: elastic\(\): (.*)", result.stdout)
+    assert len(refused) == 2 and all(way in text for way in ways for text in refused), result.output
 
 
 def test_open_mpi_that_was_initialized_before_is_refused(job):

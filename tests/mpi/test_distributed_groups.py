@@ -228,6 +228,19 @@ def test_a_destroyed_group_refuses_every_call(torch_world, agree):
     agree.equal(total_of(), float(sum(EVERYBODY)), "the others are as they were")
 
 
+def test_a_group_shrinks_to_its_other_ranks(torch_world, agree):
+    ranks = EVERYBODY[::-1]
+    group = dist.new_group(ranks) if SIZE > 1 else None
+    others = [rank for rank in EVERYBODY if rank != ranks[0]]
+    if RANK in others:
+        shrunk = dist.shrink_group([dist.get_group_rank(group, ranks[0])], group)
+        agree.equal((dist.get_process_group_ranks(shrunk), total_of(shrunk)), (others, float(sum(others))))
+        agree("not initialized in the world" in refusal(lambda: dist.all_reduce(torch.ones(3), group=group)))
+    agree.equal(total_of(), float(sum(EVERYBODY)), "the default group is as it was")
+    agree("lost" in refusal(lambda: dist.shrink_group([(RANK + 1) % SIZE])) or SIZE == 1, "no rank is lost")
+    agree("without this one" in refusal(lambda: dist.shrink_group([RANK])))
+
+
 def test_repeated_creation_leaves_nothing_behind(nothing_runs, agree):
     for number in range(7):
         dist.init_process_group("torchmpi")

@@ -33,6 +33,7 @@ from torchmpi.cli.doctor.mpi_checks import (
     check_thread_level,
     check_variables,
 )
+from torchmpi.cli.doctor.recovery_trial import check_recovery
 from torchmpi.cli.doctor.self_test import check_gpu_memory
 from torchmpi.cli.doctor.software_checks import (
     check_agreement,
@@ -42,7 +43,7 @@ from torchmpi.cli.doctor.software_checks import (
     check_settings,
     check_versions,
 )
-from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, Finding, Program, RankFacts, SelfTest
+from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, Finding, Program, RankFacts, RecoveryTrial, SelfTest
 from torchmpi.cli.info import _gpu_section
 from torchmpi.distributed import torch_names
 from torchmpi.launch.launcher import are_incompatible
@@ -61,6 +62,13 @@ FOREIGN = [Program("/usr/bin/mpiexec", "MPICH 4.0", True)]
 MPICH = replace(alone(is_root=True), mpi=replace(MPI, library="MPICH 5.0.2"), programs=FOREIGN)
 BOTH_FOR_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 ACCESS = [[True, False, True], [False, True, False], [True, False, True]]
+
+
+RIGHT = {"size": 2, "is_right": True, "seconds": 0.25}
+
+
+def recovery(status: int | None, *answers: dict[str, object]) -> Facts:
+    return replace(alone(), recovery=RecoveryTrial("", "torchmpi run", status, answers, "the output"))
 
 
 def on(*cores: int, **more: object) -> dict[str, object]:
@@ -165,6 +173,14 @@ CASES = [
     (check_threads, job({}, environment(NUMBA_NUM_THREADS="many")), "problem", "NUMBA_NUM_THREADS='many'"),
     (check_threads, job({}, environment(MKL_NUM_THREADS="512")), "warning", "=512 on node1, which has 8 CPUs"),
     (check_threads, job({}, {"settings": {"threads": 9}}), "warning", "TORCHMPI_THREADS=9"),
+    # recovery
+    (check_recovery, alone(), None, ""),
+    (check_recovery, replace(alone(), recovery=RecoveryTrial("MPICH cannot continue")), "warning", "--restarts"),
+    (check_recovery, recovery(0, RIGHT, RIGHT), "ok", "first call after it ended 0.25 s later"),
+    (check_recovery, recovery(0, RIGHT, RIGHT | {"is_right": False}), "problem", "--restarts"),
+    (check_recovery, recovery(0, RIGHT), "problem", "1 of 2 ranks continued. the output"),
+    (check_recovery, recovery(137, RIGHT, RIGHT), "problem", "ended with status 137"),
+    (check_recovery, recovery(None), "problem", "did not end in time"),
     # cores and binding
     (check_cores, job(*[{"num_cpus": 2}] * 3), "warning", "3 ranks share 2 cores on node1"),
     (check_cores, job({"num_cpus": 2}, {"num_cpus": 2}, OTHER | {"num_cpus": 2}), "ok",

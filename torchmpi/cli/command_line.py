@@ -94,6 +94,10 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="check for common problems, and print remedies", description=_DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
     doctor.add_argument(
+        "--recovery", action="store_true",
+        help="also kill a rank of a trial job, and check that the others continue; not in a job",
+    )  # fmt: skip
+    doctor.add_argument(
         "--timeout", type=bench_options.seconds, default=60.0, metavar="SECONDS",
         help="time limit of the trial, or of the test in a job (default: %(default)g)",
     )  # fmt: skip

@@ -156,6 +156,21 @@ class LaunchTrial:
 
 
 @dataclasses.dataclass(frozen=True)
+class RecoveryTrial:
+    """Result of a job of which a rank is killed."""
+
+    problem: str
+    """Why it was not started; '' if it was."""
+    command: str = ""
+    status: int | None = None
+    """None: it exceeded the time limit and was killed."""
+    answers: Sequence[dict[str, Any]] = ()
+    """Those of the ranks that continued."""
+    output: str = ""
+    """The end of its other output."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Facts:
     """The input of all checks."""
 
@@ -172,6 +187,8 @@ class Facts:
     """The ranks of this job, or of the trial."""
     self_test: SelfTest | None = None
     in_job: bool = False
+    recovery: RecoveryTrial | None = None
+    """None unless it is asked for."""
 
     @property
     def uses_open_mpi(self) -> bool:

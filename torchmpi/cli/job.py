@@ -35,8 +35,9 @@ class Job:
             known = hosts.parse_list(options.hosts)
         launcher.set_home()
         self._options = options
-        placed = hosts.place(known, options.ranks) if known else []
-        self.num_ranks: int = (sum(count for _, count in placed) or options.ranks) + options.spares
+        num_ranks = None if options.ranks is None else options.ranks + options.spares
+        placed = hosts.place(known, num_ranks) if known else []
+        self.num_ranks: int = sum(count for _, count in placed) or num_ranks or 0
         self.hosts = [hosts.Host(name, slots or dict(placed).get(name, 0)) for name, slots in known]
         """All hosts with the largest number of ranks on each; empty: this host."""
         self._program = _matching_program()

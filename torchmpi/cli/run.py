@@ -25,9 +25,8 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("-n N, the number of ranks, is needed without --hosts and --hostfile")
     if options.min_ranks is not None and not options.restarts:
         options.refuse("--min-ranks is for restarts: add --restarts N")
-    is_elsewhere = options.without_mpi or options.hosts or options.hostfile
-    if options.spares and (is_elsewhere or options.on_lost_rank != "continue"):
-        options.refuse("--spares is for Open MPI on one host: with --on-lost-rank continue, without --hosts")
+    if options.spares and (options.without_mpi or options.on_lost_rank != "continue" or options.ranks is None):
+        options.refuse("--spares is for Open MPI, with --on-lost-rank continue and -n N, the number of the other ranks")
     launcher.open_standard_streams()  # MPICH's mpirun does not start without
     if options.report is not None and not options.dry_run:
         from .top.run_report import RunReport  # with an HTTP server

@@ -7,6 +7,7 @@ The ranks of torch's world are those of MPI's world if an MPI launcher has start
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import zlib
 from typing import Any
@@ -20,7 +21,8 @@ from ..communicators.release import MessageCounter, register, retire
 from ..errors import ArgumentError, LaunchError
 from ..launch import launcher, mpi_library
 from ..launch.start_watch import StartWatch
-from ..session import runtime
+from ..session import recovery, runtime
+from .properties import GroupProperties
 from .torch_names import BackendOptions
 
 _TAG_BITS = 14  # MPI guarantees 15
@@ -34,7 +36,9 @@ class Membership:
         rank, size = options.group_rank, options.group_size
         self._stand_in: Any = None
         self._started = not runtime.is_running()
-        if self._started:
+        if _lost is not None and not self._started:  # recover() has started torchmpi again in its place
+            self._started, self._stand_in = _lost._started, _lost._stand_in
+        elif self._started:
             if not _is_started_by_mpi(size):
                 self._connect(options)
             runtime.start()
@@ -118,6 +122,22 @@ class Membership:
 
 
 _membership: Membership | None = None
+_lost: Membership | None = None
+"""The last one that ``recover()`` has ended."""
+
+
+def _end_groups() -> None:
+    """Destroy the process groups, as a rank is lost: the program makes them again on the remaining ranks."""
+    global _membership, _lost
+    if _membership is None:
+        return
+    _lost, _membership = _membership, None
+    if isinstance(dist.group.WORLD, GroupProperties):
+        dist.destroy_process_group()  # and all others
+    gc.collect()  # DDP refers to itself, and its hooks would reduce the gradients on the closed group
+
+
+recovery.when_abandoned.append(_end_groups)
 
 
 def current(options: BackendOptions) -> Membership:

@@ -13,7 +13,8 @@ from .torch_names import BackendOptions
 class GroupProperties(dist.ProcessGroup):
     """Properties of a process group, under the names by which torch asks for them."""
 
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+    supports_shrinking = True
 
     def __init__(self, options: BackendOptions, backend_name: str) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]

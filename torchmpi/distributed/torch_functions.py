@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError
+from ..session import recovery
 from . import torch_names
 from .process_group import ProcessGroup
 
@@ -22,6 +23,8 @@ def extend() -> None:
     """Extend the functions, once."""
     torch_names.extend_function("monitored_barrier", _monitored_barrier)
     torch_names.extend_function("split_group", _split_group)
+    if hasattr(dist, "shrink_group"):  # torch 2.9
+        torch_names.extend_function("shrink_group", _shrink_group)
     torch_names.extend_function("_set_pg_timeout", _set_timeout)
     torch_names.extend_function("_register_builtin_comm_hook", _register_builtin_hook, DistributedDataParallel)
     torch_names.extend_checkpointing(_save_on_own_group)
@@ -105,3 +108,41 @@ def _split_group(
     ranks = [dist.get_global_rank(parent, rank) for rank in mine]
     backend = dist.get_backend(parent)
     return dist.new_group(ranks, timeout, backend, pg_options, use_local_synchronization=True, group_desc=group_desc)
+
+
+def _shrink_group(
+    original: Callable[..., Any],
+    ranks_to_exclude: list[int],
+    group: Any = None,
+    shrink_flags: int = 0,
+    pg_options: Any = None,
+) -> Any:
+    """Replace a group by that of its other ranks, which alone call this.
+
+    The default group has all ranks of the job, so it shrinks only by those that are lost: by ``recover()``.
+    """
+    chosen = group or dist.group.WORLD
+    if not isinstance(chosen, ProcessGroup):
+        return original(ranks_to_exclude, group, shrink_flags, pg_options)
+    excluded, everyone = set(ranks_to_exclude), range(chosen.size())
+    if not excluded or not excluded < set(everyone) or chosen.rank() in excluded:
+        raise ArgumentError(
+            f"rank {dist.get_rank()}: shrink_group({ranks_to_exclude}): pass ranks of the group, which has "
+            f"{chosen.size()}, without this one."
+        )
+    backend = dist.get_backend(chosen)
+    if chosen is dist.group.WORLD:
+        if not recovery.is_rank_lost():
+            raise ArgumentError(
+                f"rank {dist.get_rank()}: shrink_group({ranks_to_exclude}): the default group shrinks only by ranks "
+                "that are lost, with on_lost_rank='raise'. Make a group without them by new_group()."
+            )
+        recovery.recover()
+        dist.init_process_group(backend)
+        return dist.group.WORLD
+    ranks = [dist.get_global_rank(chosen, rank) for rank in everyone if rank not in excluded]
+    shrunk = dist.new_group(ranks, backend=backend, pg_options=pg_options, use_local_synchronization=True)
+    if shrink_flags:  # SHRINK_ABORT
+        chosen.abort()
+    dist.destroy_process_group(chosen)
+    return shrunk

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from .. import collectives
 from .. import nn as mpinn
-from ..errors import ArgumentError, DeviceError, RankLostError
-from ..launch import mpi_library
+from ..errors import ArgumentError, DeviceError
 from ..nn.replica import attached
 from ..nn.sync import ASYNC_BACKWARD
 from ..session import api, recovery, runtime
@@ -137,23 +136,17 @@ class AllRanks:
         return runtime.current().context.loss
 
     def confirm(self) -> None:
-        """Return if all ranks are here and none is lost, so that all results of this rank are right; raise otherwise.
-
-        An MPI library may have returned from a call without an error although a rank had been lost.
-        """
-        running = runtime.current()
-        if loss := running.context.loss:
-            raise RankLostError(f"{loss}, before a copy of the state.")
-        running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
+        """Return if all ranks are here and none is lost, so that all results are right; raise otherwise."""
+        recovery.confirm()
 
     @property
     def is_newcomer(self) -> bool:
         """Whether this rank was a spare, has just taken the place of a lost rank, and has no state."""
-        return mpi_library.abilities(runtime.current().MPI).is_newcomer
+        return recovery.is_newcomer()
 
     def note_state(self) -> None:
         """Note that this rank has got the state of the others."""
-        mpi_library.abilities(runtime.current().MPI).is_newcomer = False
+        recovery.note_state()
 
     def recover(self, timeout: float) -> None:
         """Continue with the remaining ranks; ``begin()`` comes next."""

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import timeline
 from ..errors import CheckpointError
-from ..tensors import streams
+from ..tensors import random_states, streams
 from . import rng
 from .state import Sample, as_sample
 
@@ -211,10 +211,10 @@ class Prefetcher(Generic[T]):
 
     def _load_directly(self) -> T:
         watched = self._depth > 0 and self._num_direct == 1
-        before = rng.fingerprint() if watched else None
+        before = random_states.fingerprint() if watched else None
         item = self._load()
         self._num_direct += 1
-        if watched and rng.fingerprint() == before:
+        if watched and random_states.fingerprint() == before:
             self._thread = threading.Thread(target=self._run, name="torchmpi-prefetch", daemon=True)
             self._thread.start()
         return item
@@ -278,7 +278,7 @@ class Epoch:
     ) -> None:
         self._iterator, self._device_copy = iterator, device_copy
         if position is None:
-            self._rng = rng.capture(device_copy.device)
+            self._rng = random_states.capture(device_copy.device)
             self._generators = rng.capture_generators(iterator)
             self._state = iterator_state(iterator)
             self._batches = iter(iterator)
@@ -313,7 +313,7 @@ class Epoch:
         else:
             num_skipped = position["batch"]
             rng.restore_generators(self._iterator, self._generators)
-            rng.restore(self._rng, self._device_copy.device)
+            random_states.restore(self._rng, self._device_copy.device)
         self._batches = iter(self._iterator)
         for index in range(num_skipped):
             if next(self._batches, self) is self:
@@ -321,7 +321,7 @@ class Epoch:
                     f"the checkpoint was written after {num_skipped} batches of this epoch, but the iterator "
                     f"ended after {index}: resume with the same data and batch size"
                 )
-        rng.restore(position["rng"], self._device_copy.device)
+        random_states.restore(position["rng"], self._device_copy.device)
 
     def __enter__(self) -> Epoch:
         return self

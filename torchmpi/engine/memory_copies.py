@@ -6,6 +6,7 @@ import copy
 
 import torch
 
+from ..continuing.numbered_copies import NumberedCopies
 from ..errors import ArgumentError, RankLostError, TorchMPIError
 from ..log import logger
 from ..nn import DistributedOptimizer
@@ -18,7 +19,7 @@ from .training_run import TrainingRun, redivided_batch
 
 
 class MemoryCopies:
-    """The last two copies: when a rank is lost, the others may differ by one.
+    """The last copies of a run.
 
     copies = MemoryCopies()
     copies.take(run)
@@ -26,14 +27,11 @@ class MemoryCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, Content] = {}
-        self._num_taken = 0
+        self._copies = NumberedCopies[Content]()
 
     def take(self, run: TrainingRun) -> None:
         """Copy the state of a run. All ranks do so at the same points."""
-        self._copies = {number: self._copies[number] for number in sorted(self._copies)[-1:]}
-        self._copies[self._num_taken] = _copied(run.content())
-        self._num_taken += 1
+        self._copies.add(_copied(run.content()))
 
     def last_common(
         self, run: TrainingRun, num_lost: int, coordinator: Coordinator, *, is_newcomer: bool = False
@@ -44,24 +42,18 @@ class MemoryCopies:
         """
         if not (self._copies or is_newcomer):  # the rank was lost before the first copy, so nothing has changed yet
             self.take(run)
-        numbers = coordinator.gather(None if is_newcomer else max(self._copies))
-        number = min(each for each in numbers if each is not None)
-        if None in numbers:
-            root = next(rank for rank, each in enumerate(numbers) if each is not None)
-            given = (self._copies[number], num_lost) if coordinator.rank == root else None
-            received, num_lost = coordinator.broadcast(given, root)
-            if is_newcomer:
-                fresh = run.content().own["rng"]  # with those of another rank, both would have the same dropout
-                self._copies = {number: Content(received.common, received.own | {"rng": fresh}, received.trees)}
-                if "begin" in received.own:
-                    self._copies[number].own["begin"] = fresh
-        content = _copied(self._copies[number])
-        self._copies, self._num_taken = {number: self._copies[number]}, number + 1
+        kept = self._copies.agree(coordinator.gather, coordinator.broadcast, coordinator.rank)
+        assert kept is not None  # spare ranks alone do not continue
+        if is_newcomer:
+            fresh = run.content().own["rng"]  # with those of another rank, both would have the same dropout
+            kept.own.update({name: fresh for name in ("rng", "begin") if name in kept.own})
+        content = _copied(kept)
         own = content.own
-        everyone = coordinator.gather({name: own[name] for name in ("batch", "num_batches")})
+        progress = {name: own[name] for name in ("batch", "num_batches")}
+        everyone = coordinator.gather(progress | {"num_lost": num_lost})
         if content.common["in_epoch"]:
-            # How far the lost ranks were is not known; they took part in every update.
-            everyone += num_lost * everyone[:1]
+            # How far the lost ranks were is not known; they took part in every update. A newcomer has not counted them.
+            everyone += max(each["num_lost"] for each in everyone) * everyone[:1]
             own["batch"] = redivided_batch(everyone, coordinator.size, num_batches(run.state.iterator))
         own["iterator"] = None  # the position of an iterator over another part of the data
         return Saved(content.common, coordinator.size * [own], content.trees)

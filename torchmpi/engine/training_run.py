@@ -8,6 +8,7 @@ import torch
 
 from .. import log
 from ..errors import CheckpointError
+from ..tensors import random_states
 from . import rng
 from .checkpoint import Content, Saved, Saver, Stateful, digest
 from .coordination import Coordinator
@@ -66,7 +67,7 @@ class TrainingRun:
         own: dict[str, Any] = {
             "batch": state.batch,
             "num_batches": num_batches(state.iterator),
-            "rng": rng.capture(self._device_copy.device),
+            "rng": random_states.capture(self._device_copy.device),
             "kept": {name: value.state_dict() for name, value in self._all_kept().items()},
         }
         if in_epoch and self._epoch is not None:
@@ -106,7 +107,7 @@ class TrainingRun:
             return own
         rng.restore_generators(state.iterator, own["generators"])
         load_iterator_state(state.iterator, own["iterator"])
-        rng.restore(own["rng"], self._device_copy.device)
+        random_states.restore(own["rng"], self._device_copy.device)
         if self.validation is not None:
             self.validation.decide(state)
         return None
@@ -122,7 +123,7 @@ class TrainingRun:
         own = dict(saved.ranks[rank % len(saved.ranks)])
         own["kept"] = {name: _kept_state(name, value, saved, rank) for name, value in kept.items()}
         if rank >= len(saved.ranks):  # with the random numbers of another rank, both would have the same dropout
-            own["rng"] = own["begin"] = rng.capture(self._device_copy.device)
+            own["rng"] = own["begin"] = random_states.capture(self._device_copy.device)
         if saved.common["in_epoch"]:
             own["iterator"] = None  # the position of a rank that had another part of the data
             own["batch"] = redivided_batch(saved.ranks, size, length)

@@ -28,6 +28,8 @@ _SETTINGS = {
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "stall_abort_seconds",
 }
 """Variables of Horovod, and the settings that they have here; ``TORCHMPI_*`` takes precedence."""
+_arguments: tuple[Any, Sequence[ProcessSet] | str | None] = None, None
+"""Those of `init`, with which an elastic program starts again."""
 _owned = {"torchmpi": False}
 """Whether ``init()`` has started torchmpi, so that ``shutdown()`` stops it."""
 
@@ -47,8 +49,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     Example:
         hvd.init()
     """
+    global _arguments
     if is_initialized():
         return
+    _arguments = comm, process_sets
     if not api.is_started():
         _start()
     everyone = _communicator(comm)
@@ -105,6 +109,12 @@ def shutdown() -> None:
     if _owned["torchmpi"] and api.is_started():
         _owned["torchmpi"] = False
         runtime.stop()
+
+
+def init_again() -> None:
+    """Call `init` as before, after ``recover()`` has closed the communicators. Collective."""
+    _forget()
+    init(*_arguments)
 
 
 def _forget() -> None:

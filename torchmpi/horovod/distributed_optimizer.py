@@ -24,7 +24,7 @@ from .. import collectives
 from ..argument_types import checks_types
 from ..errors import rank_prefix
 from ..nn.gradient_guard import GradientGuard
-from ..session import runtime
+from ..session import recovery, runtime
 from ..tensors import bucket_plan
 from .basics import is_initialized, size
 from .compressors import Compression, Compressor
@@ -85,7 +85,8 @@ class SynchronizingOptimizer(_Base):
         included = settings.process_set.included()
         self._private: ProcessSet | None = None
         if size() > 1 and included and len(settings.process_set.ranks or ()) > 1:
-            self._buckets = self._plan()
+            if not recovery.is_newcomer():  # the others make the set anew with their first reduction, and so does this
+                self._own_set()
             own = weakref.ref(self)
             self._guard = GradientGuard(
                 None,
@@ -101,11 +102,15 @@ class SynchronizingOptimizer(_Base):
             self._hooks = [each.register_post_accumulate_grad_hook(hook) for each in self._requires_update]
 
     def _own_set(self) -> ProcessSet:
-        """Return the ranks with a communicator of this optimizer, made at first and after another ``init()``."""
+        """Return the ranks with a communicator of this optimizer, made at first and after another ``init()``.
+
+        Each time the ranks agree on the buckets.
+        """
         private = self._private
         if private is None or member_of(private).intra.call_queue.closed:
             self._private = private = private_set(self.process_set)
             weakref.finalize(self, release_private, private, self._reductions).atexit = False
+            self._buckets = self._plan(private)
         return private
 
     def _reset(self) -> None:
@@ -134,17 +139,18 @@ class SynchronizingOptimizer(_Base):
 
     def _launch_next(self, is_ready: Callable[[list[Tensor]], bool]) -> None:
         """Start the next buckets, up to the first that is not ready."""
+        self._own_set()
         while len(self._reductions) < len(self._buckets) and is_ready(self._buckets[len(self._reductions)]):
             self._launch(self._buckets[len(self._reductions)])
 
-    def _plan(self) -> list[list[Tensor]]:
+    def _plan(self, private: ProcessSet) -> list[list[Tensor]]:
         """Assign the parameters to buckets, the same on all ranks. Collective."""
         names = self._parameter_names
         # Backward computes the gradients of the last layers first.
         ordered = list(reversed(self._requires_update))
         own = [(names.get(each, ""), tuple(each.shape), each.dtype) for each in ordered]
         with internal_errors():
-            plans = collectives.allgather_object(own, comm=member_of(self._own_set()))
+            plans = collectives.allgather_object(own, comm=member_of(private))
         if any(plan != own for plan in plans):  # the ranks list their parameters in different orders
             ordered.sort(key=lambda each: names.get(each, ""))
             if any(sorted(plan, key=lambda each: each[0]) != sorted(own, key=lambda each: each[0]) for plan in plans):
@@ -262,6 +268,9 @@ class SynchronizingOptimizer(_Base):
         result = super().step(closure)
         self._synchronized = False
         return result
+
+    # Otherwise load_state_dict() puts torch's hooks around this method, and they refuse gradients that it synchronizes.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def _synchronized_loss(self, closure: Callable[[], Any]) -> Any:
         loss = closure()

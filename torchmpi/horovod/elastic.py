@@ -1,7 +1,7 @@
-"""Programs for elastic Horovod, with a fixed number of ranks.
+"""Programs for elastic Horovod: after a loss, the remaining ranks return to the last commit, and begin again.
 
-The states and the decorator have their interface: a program runs once through. A job under MPI neither loses nor gets
-ranks, so that nothing is ever restored but by the program itself.
+That needs ``on_lost_rank="raise"`` (``torchmpi run --on-lost-rank continue``). Otherwise the job ends when a rank is
+lost, and the function runs once. Ranks come back as spare ranks only; no hosts are added.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ import copy
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
+from ..continuing import attempts
+from ..session import recovery
 from . import basics
 from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from .state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .state_broadcast import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+_root: ContextVar[int] = ContextVar("root of sync", default=0)
+"""The rank whose state `sync` copies: 0, unless a spare rank that has no state has taken its place."""
 
 
 class ElasticState:
@@ -47,7 +54,7 @@ class ElasticState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: the hosts of a job under MPI do not change."""
+        """Do nothing: no hosts are added to a job."""
 
     def save(self) -> None:
         """Keep a copy in memory."""
@@ -58,7 +65,7 @@ class ElasticState:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks."""
+        """Copy the state of the first rank to all ranks."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -88,7 +95,7 @@ class ObjectState(ElasticState):
     def sync(self) -> None:
         """Copy the attributes of rank 0 to all ranks, and save them."""
         if self._saved:
-            self._saved = broadcast_object({name: getattr(self, name) for name in self._saved})
+            self._saved = broadcast_object({name: getattr(self, name) for name in self._saved}, _root.get())
             self.restore()
 
 
@@ -113,7 +120,7 @@ class StateHandler:
 
     def sync(self) -> None:
         """Copy the ``state_dict()`` of rank 0 to all ranks."""
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), _root.get()))
         self.save()
 
     def set_value(self, value: Any) -> None:
@@ -131,7 +138,7 @@ class ModelStateHandler(StateHandler):
 
     def sync(self) -> None:
         """Copy parameters and buffers of rank 0 to all ranks."""
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        broadcast_parameters(self.value.state_dict(), _root.get())
         self.save()
 
 
@@ -140,7 +147,7 @@ class OptimizerStateHandler(StateHandler):
 
     def sync(self) -> None:
         """Copy state and options of rank 0 to all ranks."""
-        broadcast_optimizer_state(self.value, root_rank=0)
+        broadcast_optimizer_state(self.value, _root.get())
         self.save()
 
 
@@ -308,7 +315,12 @@ class TorchState(ObjectState):
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the training function of an elastic program: it gets a synchronized state and runs once.
+    """Decorate the training function of an elastic program: it gets a synchronized state, again after each loss.
+
+    After the loss of a rank the others restore the last commit, get new numbers, and call the functions of
+    ``register_reset_callbacks()``; so does a spare rank that has taken the place of the lost one. `sync` then copies
+    the state of the first rank that has one. That needs the setting ``on_lost_rank="raise"``, which
+    ``torchmpi run --on-lost-rank continue`` sets; otherwise the job ends when a rank is lost.
 
     Args:
         func: ``func(state, *args, **kwargs)``.
@@ -317,7 +329,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         A function with the same parameters.
 
     Raises:
-        HorovodInternalError: A call failed. Elastic Horovod would continue with other ranks; here the job ends.
+        HorovodInternalError: A call failed, although no rank is lost; or a spare rank has become rank 0, and the state
+            is no `ObjectState`, whose `sync` copies that of another rank.
+        RankLostError: The other ranks continue without this one, or too few are left.
 
     Example:
         @hvd.elastic.run
@@ -327,21 +341,62 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def wrapped(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
-        state.sync()
+        attempt = partial(func, state, *args, **kwargs)
+        basics.rank()  # raises before init()
         try:
-            return func(state, *args, **kwargs)
+            if problem := recovery.why_not():
+                state.sync()
+                return attempt()
+            problem = "no rank is lost"
+            again = _Again(state)
+            return attempts.repeat(again.begin, attempt, again.recovered, _RECOVERY_SECONDS)
         except HostsUpdatedInterrupt as error:
-            raise HorovodInternalError(_REFUSAL) from error
+            raise HorovodInternalError(f"elastic.run: {_NO_HOSTS}") from error
         except HorovodInternalError as error:
-            raise HorovodInternalError(f"{error} {_REFUSAL}") from error
+            raise HorovodInternalError(f"{error} The training does not continue with other ranks: {problem}") from error
 
     return wrapped
 
 
-_REFUSAL = (
-    "A job under MPI cannot continue with other ranks, as elastic Horovod would: the number of ranks is fixed. Write "
-    "checkpoints and start the job again (torchmpi run --restarts), or see torchmpi.recover()."
+_RECOVERY_SECONDS = 60.0
+_NO_HOSTS = (
+    "hosts are not added to a job. Write checkpoints and start it again with other hosts, or start spare ranks: "
+    "torchmpi run --spares."
 )
+
+
+class _Again:
+    """What the attempts of an elastic program have in common."""
+
+    def __init__(self, state: ElasticState) -> None:
+        self._state = state
+        self._has_recovered = False
+
+    def recovered(self, former: tuple[int, ...]) -> None:
+        """Note that ranks have new numbers."""
+        self._has_recovered = True
+
+    def begin(self) -> None:
+        """Give all ranks the state of the first rank that has one. Collective."""
+        state = self._state
+        if self._has_recovered:
+            basics.init_again()
+            state.restore()
+            state.on_reset()
+        have_state = allgather_object(not recovery.is_newcomer())
+        root = have_state.index(True) if True in have_state else 0
+        if root > 0 and not isinstance(state, ObjectState):
+            raise HorovodInternalError(
+                f"rank {basics.rank()}: a spare rank has become rank 0, of which the sync() of {type(state).__name__} "
+                "copies the state. Derive it from ObjectState or TorchState."
+            )
+        token = _root.set(root)
+        try:
+            state.sync()
+        finally:
+            _root.reset(token)
+        recovery.note_state()
+        self._has_recovered = False
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..., Any]:
@@ -349,7 +404,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], object]) -> Callable[..
 
     Args:
         func: ``func(state, *args, **kwargs)``.
-        reset: Not used: ranks do not change.
+        reset: Not used: the ranks are those of ``torchmpi.recover()``.
 
     Returns:
         A function with the same parameters.

@@ -42,6 +42,9 @@ class Abilities:
         Collective over all ranks that were started.
         """
 
+    def before_groups(self) -> None:
+        """Do what must come before the first communicator is made, if the job is to continue. Collective."""
+
     def before_finalize(self) -> None:
         """Do what must come before MPI_Finalize. Collective."""
 

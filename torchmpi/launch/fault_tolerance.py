@@ -287,6 +287,10 @@ class FaultTolerantMPI(Continuing):
             if name in os.environ:
                 os.environ[name] = str(number)
 
+    def before_groups(self) -> None:
+        """Let communicators be known, so that a loss ends their calls: those of `COMM_WORLD` from now on."""
+        self.begin()
+
     def _is_released(self) -> bool:
         with contextlib.suppress(self._library.Exception):
             return any(self._first.Iprobe(rank, _RELEASE_TAG) for rank in self._places)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from collections.abc import Callable
 
 from ..communicators import release
 from ..errors import ArgumentError, RankLostError
+from ..launch import mpi_library
 from ..log import logger
 from . import runtime
 
 __all__ = ["recover"]
 
-_OWN_BACKEND = "torchmpi"
+has_recovered = False
+"""Whether ``recover()`` has given this rank its number, so that variables of the launcher have another one."""
+when_abandoned: list[Callable[[], object]] = []
+"""Called by ``recover()`` when everything of the former ranks is closed, and torchmpi has not started again."""
 
 
 def recover(timeout: float = 60.0) -> tuple[int, ...]:
@@ -20,7 +24,8 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
     Each remaining rank gets such an error from its next call, so all of them come here. They agree on the lost ranks
     and get new numbers, in the old order: ``rank()``, ``size()`` and the levels are those of a new ``start()`` with the
     same arguments. Everything made before is closed, as by ``stop()``: communicators, handles, registrations of
-    networks. Tensors remain, also shared ones, but those in which a failed call was receiving have undefined values.
+    networks, process groups of ``torch.distributed`` with the backend ``torchmpi``. Tensors remain, also shared ones,
+    but those in which a failed call was receiving have undefined values.
     The ranks may have failed in different steps of the program, by at most one, so they must agree on the step and on
     its state.
 
@@ -32,7 +37,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         the place of a lost one.
 
     Raises:
-        ArgumentError: No rank is lost, or a process group of ``torch.distributed`` has the backend ``torchmpi``.
+        ArgumentError: No rank is lost.
         NotStartedError: torchmpi is not started.
         RankLostError: The other ranks continue without this one, or too few are left, so that those which cannot be
             reached may continue too.
@@ -54,24 +59,23 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
                     model.load_state_dict(weights)
                     optimizer.load_state_dict(moments)
     """
+    global has_recovered
     old = runtime.current()
     if not old.context.loss:
         raise ArgumentError(
             f"rank {old.world.rank}: recover() without a lost rank. It is for the program to call after a "
             "RankLostError, which calls raise with the setting on_lost_rank='raise'."
         )
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == _OWN_BACKEND:
-        raise ArgumentError(
-            f"rank {old.world.rank}: recover() cannot replace the process groups of torch.distributed. Restart the job "
-            "from a checkpoint: torchmpi run --restarts N."
-        )
     for group in list(old.context.groups):
         group.drain()  # queued calls fail; none may begin when messages are possible again
     former = tuple(range(old.world.size))
     while True:
+        has_recovered = True
         former = tuple(former[rank] if rank >= 0 else -1 for rank in old.MPI.recover(timeout))
         runtime.abandon()
         release.forget()
+        for close in when_abandoned:
+            close()
         try:
             runtime.start(**old.arguments)
         except RankLostError as error:  # another one, meanwhile
@@ -84,3 +88,44 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
             numbers = f"{len(former)} of {old.world.size} ranks"
             logger.warning(f"continuing on {numbers}: {old.context.loss}{several}{spares}")
         return former
+
+
+def why_not() -> str:
+    """Return why the present job ends when a rank is lost, and what to do instead; '' if it may continue."""
+    running = runtime.current()
+    if running.context.raises_lost_ranks:
+        return ""
+    problem = mpi_library.why_no_recovery(running.MPI)
+    return problem or (
+        "it needs start(config=Config(on_lost_rank='raise')), or TORCHMPI_ON_LOST_RANK=raise: without it, the job ends "
+        "when a rank is lost."
+    )
+
+
+def is_rank_lost() -> bool:
+    """Return whether a rank is lost, after a call has failed; the library may learn of it a moment later."""
+    if not runtime.is_running():
+        return False
+    context = runtime.current().context
+    return context.raises_lost_ranks and bool(context.loss or mpi_library.loss_behind_error())
+
+
+def confirm() -> None:
+    """Return if all ranks are here and none is lost, so that all results of this rank are right; raise otherwise.
+
+    An MPI library may have returned from a call without an error although a rank had been lost. Collective.
+    """
+    running = runtime.current()
+    if loss := running.context.loss:
+        raise RankLostError(f"{loss}, before a copy of the state.")
+    running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
+
+
+def is_newcomer() -> bool:
+    """Return whether this rank was a spare, has just taken the place of a lost rank, and has no state."""
+    return mpi_library.abilities(runtime.current().MPI).is_newcomer
+
+
+def note_state() -> None:
+    """Note that this rank has got the state of the others."""
+    mpi_library.abilities(runtime.current().MPI).is_newcomer = False

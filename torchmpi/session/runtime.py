@@ -97,6 +97,8 @@ class Runtime:
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
                 raise ConfigError(problem)
+            if self.config.on_lost_rank == "raise":
+                mpi_library.abilities(self.MPI).before_groups()
             self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
             ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host([rank.place for rank in ranks])

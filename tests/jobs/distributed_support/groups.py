@@ -204,7 +204,14 @@ def _() -> None:
     equal(tensor, [3.0] * 3)
 
 
-@feature("Groups", "`shrink_group`", renews=True)
+@feature("Groups", "`shrink_group`, of a group that `new_group` has made")
+def _() -> None:
+    group = dist.new_group([0, 1])
+    if rank() == 0:
+        equal(dist.get_world_size(dist.shrink_group([1], group)), 1)
+
+
+@feature("Groups", "`shrink_group` of the default group, although no rank is lost", renews=True)
 def _() -> None:
     if rank() == 0:
         equal(dist.get_world_size(dist.shrink_group([1])), 1)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import MissingMPIError
+from ...errors import ArgumentError, MissingMPIError
 from ...launch import launcher
 from ...status_line import StatusLine
 from ..facts import (
@@ -28,6 +28,7 @@ from ..facts import (
     MPIFacts,
     ProcessFacts,
     RankFacts,
+    RecoveryTrial,
     SelfTest,
     gather_ranks,
     loaded_library,
@@ -36,7 +37,7 @@ from ..facts import (
 )
 from ..formatting import counted, hanging
 from ..launching import BOOTSTRAP, PACKAGE_PARENT, ProcessResult, find_programs, leave_job, run_limited
-from . import gpu_checks, host_checks, mpi_checks, software_checks
+from . import gpu_checks, host_checks, mpi_checks, recovery_trial, software_checks
 from .self_test import self_test
 
 CHECKS: tuple[Callable[[Facts], Findings], ...] = (
@@ -64,6 +65,7 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     software_checks.check_settings,
     software_checks.check_names,
     software_checks.check_self_test,
+    recovery_trial.check_recovery,
 )
 _MOST_FINDINGS = 4
 """Findings of one check that are shown, problems first: hosts are often alike."""
@@ -71,12 +73,20 @@ _GRACE_SECONDS = 5.0
 _TAIL_CHARACTERS = 1500
 _TIMEOUT_MARK = "Timeout ("  # printed by faulthandler in a trial process that exceeds its time limit
 _MESSAGE_MARK = "torchmpi-probe:"
+_RECOVERY = "from torchmpi.cli.doctor import diagnosis; diagnosis.recovery_process()"
+_RUN = "from torchmpi.cli.command_line import main; sys.exit(main(sys.argv[2:]))"
 _TRIAL = "from torchmpi.cli.doctor import diagnosis; diagnosis.trial_process(float(sys.argv[2]))"
 
 
 def run(options: argparse.Namespace) -> int:
     """Check this machine, or the job of which this process is a rank; return 1 if there is a problem."""
+    if options.recovery and launcher.is_rank():
+        raise ArgumentError(
+            "--recovery starts a job of its own, so it cannot be used in a job. Call it without mpirun."
+        )
     facts = gather(options.timeout)
+    if options.recovery:
+        facts = dataclasses.replace(facts, recovery=try_recovery(facts, options.timeout))
     findings = diagnose(facts)
     reports = _reports(facts)
     if reports:
@@ -178,8 +188,33 @@ def run_trials(here: ProcessFacts, *, seconds: float) -> Facts:
     )
 
 
+def try_recovery(facts: Facts, seconds: float) -> RecoveryTrial:
+    """Start three ranks with the MPI of this Python, of which one is killed."""
+    if facts.mpi is None or not facts.programs:
+        return RecoveryTrial("not tried, as ranks cannot be started with MPI")
+    if problem := recovery_trial.why_not(facts.mpi.library):
+        return RecoveryTrial(problem)
+    ranks = ["-n", str(recovery_trial.NUM_RANKS), "--on-lost-rank", "continue", "--timeout", f"{seconds:g}"]
+    program = [sys.executable, "-c", BOOTSTRAP + _RECOVERY, str(PACKAGE_PARENT)]
+    command = [sys.executable, "-c", BOOTSTRAP + _RUN, str(PACKAGE_PARENT), "run", *ranks, *program]
+    status = StatusLine()
+    result = _run_shown(command, seconds, status, f"a rank of a trial job is killed; at most {seconds:g} s")
+    status.clear()
+    return RecoveryTrial(
+        "",
+        shlex.join(["torchmpi", "run", *ranks, *program]),
+        result.status,
+        [message["recovered"] for message in messages(result.stdout) if "recovered" in message],
+        _tail(result),
+    )
+
+
 def _run(launch_command: list[str], seconds: float, status: StatusLine, what: str) -> ProcessResult:
     command = [*launch_command, sys.executable, "-c", BOOTSTRAP + _TRIAL, str(PACKAGE_PARENT), str(seconds)]
+    return _run_shown(command, seconds, status, what)
+
+
+def _run_shown(command: list[str], seconds: float, status: StatusLine, what: str) -> ProcessResult:
     status.begin(f"torchmpi doctor: {what} ...")
     begin = status.seconds
 
@@ -221,6 +256,11 @@ def trial_process(timeout_seconds: float) -> None:
     if mpi.rank == 0:
         _send(self_test=dataclasses.asdict(result))
     leave_job()
+
+
+def recovery_process() -> None:
+    """Report on a rank that continues after the loss of another one."""
+    _send(recovered=recovery_trial.run_rank())
 
 
 def _send(**message: Any) -> None:
