@@ -96,7 +96,7 @@ class MixtureOfExperts(nn.Module):
         for parameter in self.experts.parameters():
             set_sharded(parameter, comm=comm, data_comm=data_comm)
         self.balance_loss, self.num_dropped = torch.zeros(()), 0
-        self.register_load_state_dict_pre_hook(_leave_out_other_experts)
+        self.register_load_state_dict_pre_hook(_leave_out_other_experts)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the sum of the weighted results of the experts of each token, in the shape of the input."""

@@ -87,7 +87,7 @@ def _pipeline(job: BenchJob, model: nn.Module, x: Tensor, y: Tensor, group: Any)
     stage = PipelineStage(model, job.rank, job.size, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, _MICROBATCHES, loss_fn=_loss)
     inputs = (x,) if job.rank == 0 else ()
-    targets = {"target": y} if job.rank == job.size - 1 else {}
+    targets: dict[str, Any] = {"target": y} if job.rank == job.size - 1 else {}
 
     def step() -> None:
         model.zero_grad()
