@@ -62,6 +62,8 @@ from torchmpi.launch import meeting
 from torchmpi.launch.launcherless import mesh
 from torchmpi.launch.launcherless.step_file import StepFile
 from torchmpi.parameterserver import shard_checkpoint
+from torchmpi.parameterserver.runs import run_record
+from torchmpi.parameterserver.runs.run_record import RunRecord
 from torchmpi.parameterserver.shards import chunk_numel
 from torchmpi.shared_memory.compiler import native_code
 from torchmpi.supervision import prometheus
@@ -262,6 +264,22 @@ def read_tuning(folder: Path) -> Any:
     table, reason = saved_tables.load(folder / "tuning.json", JOB)
     assert table is not None or reason
     return table
+
+
+def prepare_run(folder: Path) -> None:
+    nan = math.nan
+    events = [
+        (0, rank, "w 0", "add", 10 * rank + step, 10 * rank + step + 1, 2.0 * step + rank, 1.0, 16, nan, -1, 0)
+        for rank in range(2)
+        for step in range(4)
+    ]
+    events += [(3, 0, "", "", step, step + 1, float(step), nan, 0, nan, -1, 0) for step in range(3)]
+    RunRecord.of(events, num_ranks=2).save(folder / "run.npz")
+
+
+def read_run(folder: Path) -> Any:
+    record = run_record.read_run(folder / "run.npz")
+    return record.text(), record.csv()
 
 
 def one_rank() -> Any:
@@ -579,6 +597,9 @@ TARGETS = (
     Target(
         "events with right checksums", prepare_report, read_report, (ArgumentError, OSError),
         structured={".gz": (damage_lines,), ".json": IN_JSON},
+    ),
+    Target(
+        "record of a run", prepare_run, read_run, (ArgumentError, OSError), structured={".npz": (damage_archive,)},
     ),
     Target("machine code", prepare_code, read_code, (), lambda found, true: found in (None, true)),
     Target("greetings", prepare_greeting, read_greetings, (OSError,), is_equal),
