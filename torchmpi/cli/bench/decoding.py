@@ -16,14 +16,14 @@ from torch.nn import functional
 from ... import nn as mpinn
 from ...launch import affinity
 from .bench_job import BenchJob
-from .divided_work import ONE_PROCESS, Contestant
+from .divided_work import ONE_PROCESS, ParallelContestant
 
 _NUM_TOKENS, _NUM_LAYERS, HEAD, _LENGTH = 1000, 4, 64, 64
 _COMPARED, _TOLERANCE = 8, 1e-3
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("o", "down")
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention with a cache of keys and values, and a feed-forward network."""
 
     def __init__(self, width: int) -> None:
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(_NUM_TOKENS, width), nn.Linear(width, _NUM_TOKENS, bias=False)
-        self.blocks, self.norm = nn.ModuleList(Block(width) for _ in range(_NUM_LAYERS)), nn.LayerNorm(width)
+        self.blocks, self.norm = nn.ModuleList(DecoderBlock(width) for _ in range(_NUM_LAYERS)), nn.LayerNorm(width)
 
     def forward(self, token: Tensor, caches: list[list[Tensor]]) -> Tensor:
         x = self.tokens(token)
@@ -120,22 +120,24 @@ def _by_torch(model: Decoder, group: Any) -> nn.Module:
     return model
 
 
-def decoders(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[Contestant]:
+def decoders(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
     """Make the contestants: one process, with one thread and with all cores, and the decoder divided over the ranks."""
     whole = make_decoder(width)
     alone = Generation(whole)
     expected = alone.first()
     cores = sorted({core for own in job.comm.allgather(sorted(affinity.current())) for core in own})
-    found = [Contestant(ONE_PROCESS, alone.step, alone=True)]
+    found = [ParallelContestant(ONE_PROCESS, alone.step, alone=True)]
     if job.one_clock and len(cores) > 1:
-        found.append(Contestant(f"{ONE_PROCESS}, {len(cores)} threads", _on_cores(cores, alone.step), alone=True))
+        found.append(
+            ParallelContestant(f"{ONE_PROCESS}, {len(cores)} threads", _on_cores(cores, alone.step), alone=True)
+        )
 
     def add(name: str, divide: Callable[[Decoder], nn.Module], why_not: str | None) -> None:
         generation = Generation(whole)
         if why_not is None:
             generation = Generation(divide(copy.deepcopy(whole)))
             why_not = _difference(generation.first(), expected)
-        found.append(Contestant(name, generation.step, why_not=why_not))
+        found.append(ParallelContestant(name, generation.step, why_not=why_not))
 
     add("tensor_parallel", lambda model: mpinn.tensor_parallel(model, plan(width)), None)
     uneven = f"DTensor cannot divide {width // HEAD} heads over {job.size} ranks" if width // HEAD % job.size else None

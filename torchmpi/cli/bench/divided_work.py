@@ -9,7 +9,7 @@ ONE_PROCESS = "one process"
 """The contestant that the others are compared with: rank 0 with one thread."""
 
 
-class Contestant(NamedTuple):
+class ParallelContestant(NamedTuple):
     """A way to do the work of one step."""
 
     name: str

@@ -14,26 +14,26 @@ from .bench_job import BenchJob, job_facts
 from .bench_report import Row, grouped, has_figure, header, reasons, timing_of
 from .contestants import open_group, why_absent
 from .decoding import decoders
-from .divided_work import ONE_PROCESS, Contestant
+from .divided_work import ONE_PROCESS, ParallelContestant
 from .pipelines import pipelines
 from .timing import TimedCall, measure_calls
 
 _POLL_SECONDS = 1e-3
 
 
-class Workload(NamedTuple):
+class ParallelWorkload(NamedTuple):
     """Work that several forms of parallelism can do."""
 
     title: str
     step: str
     """What a step is, a noun."""
-    make: Callable[[BenchJob, int, Mapping[str, Any]], list[Contestant]]
+    make: Callable[[BenchJob, int, Mapping[str, Any]], list[ParallelContestant]]
     """Makes the contestants for a size, with the process groups of torch.distributed by name. Collective."""
 
 
-WORKLOADS: Mapping[str, Workload] = {
-    "decoding": Workload("generation, batch 1, 4 layers of this width", "token", decoders),
-    "pipeline": Workload("training, 8 microbatches of 16 rows, blocks of this width", "step", pipelines),
+WORKLOADS: Mapping[str, ParallelWorkload] = {
+    "decoding": ParallelWorkload("generation, batch 1, 4 layers of this width", "token", decoders),
+    "pipeline": ParallelWorkload("training, 8 microbatches of 16 rows, blocks of this width", "step", pipelines),
 }
 """What is measured; the first contestant of each is the base of the ratios."""
 
@@ -101,7 +101,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])
 
 
-def _table(rows: Sequence[Row], workload: Workload) -> list[str]:
+def _table(rows: Sequence[Row], workload: ParallelWorkload) -> list[str]:
     times = {row["contestant"]: row["median_us"] for row in rows if has_figure(row)}
     base = times.get(ONE_PROCESS)
     lines = [["", "ms", "spread", f"{workload.step}s/s", f"x {ONE_PROCESS}"]]

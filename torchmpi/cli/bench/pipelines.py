@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ...tensors.partition import part_of
 from .bench_job import BenchJob
-from .divided_work import ONE_PROCESS, Contestant
+from .divided_work import ONE_PROCESS, ParallelContestant
 
 _NUM_BLOCKS, _MICROBATCHES, _ROWS = 4, 8, 16
 _TOLERANCE = 1e-4
 
 
-class Block(nn.Module):
+class PipelineBlock(nn.Module):
     """Two linear layers with a residual connection."""
 
     def __init__(self, width: int, number: int) -> None:
@@ -31,24 +31,26 @@ class Block(nn.Module):
         return x + nn.functional.gelu(self.down(torch.relu(self.up(x))))
 
 
-def pipelines(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[Contestant]:
+def pipelines(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
     """Make the contestants: one process, and a pipeline of all ranks on each group."""
     num_blocks = max(_NUM_BLOCKS, job.size)
     torch.manual_seed(0)
     x, y = torch.randn(2, _MICROBATCHES * _ROWS, width)
     begin, length = part_of(num_blocks, job.size, job.rank)
     norms: list[float] = []
-    found = [Contestant(ONE_PROCESS, lambda: None, alone=True)]
+    found = [ParallelContestant(ONE_PROCESS, lambda: None, alone=True)]
     if job.rank == 0:
         whole = _blocks(width, range(num_blocks))
         step = partial(_step, whole, x, y)
         step()
         norms = [_norm(block) for block in whole]
-        found = [Contestant(ONE_PROCESS, step, alone=True)]
+        found = [ParallelContestant(ONE_PROCESS, step, alone=True)]
     norms = job.comm.bcast(norms)
     for name, group in groups.items():
         if group is None:
-            found.append(Contestant(f"1F1B on {name}", lambda: None, why_not=f"this torch was built without {name}"))
+            found.append(
+                ParallelContestant(f"1F1B on {name}", lambda: None, why_not=f"this torch was built without {name}")
+            )
             continue
         stage = _blocks(width, range(begin, begin + length))
         step = _pipeline(job, stage, x, y, group)
@@ -56,12 +58,12 @@ def pipelines(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[Cont
         expected = norms[begin : begin + length]
         is_right = all(math.isclose(_norm(a), b, rel_tol=_TOLERANCE) for a, b in zip(stage, expected, strict=True))
         why_not = None if is_right else "wrong: the gradients differ from those of one process"
-        found.append(Contestant(f"1F1B on {name}", step, why_not=why_not))
+        found.append(ParallelContestant(f"1F1B on {name}", step, why_not=why_not))
     return found
 
 
 def _blocks(width: int, numbers: range) -> nn.Sequential:
-    return nn.Sequential(*(Block(width, number) for number in numbers))
+    return nn.Sequential(*(PipelineBlock(width, number) for number in numbers))
 
 
 def _norm(block: nn.Module) -> float:
