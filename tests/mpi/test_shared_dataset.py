@@ -232,6 +232,15 @@ def test_other_arguments_are_refused_before_the_function_is_called(world, agree)
     agree.raises(ArgumentError, lambda: mpi.shared_dataset([1, 2]), "expected a function")
 
 
+def test_rounds_are_shorter_than_a_stall(stopped, agree):
+    """Regression: with stall_warning_seconds=5, each wait for a slow function was reported as a stall."""
+    for settings, expected in (({"stall_warning_seconds": 1.5}, 0.5), ({"stall_abort_seconds": 0.0}, 20 / 3)):
+        given = {"stall_warning_seconds": 20.0, "stall_abort_seconds": 60.0, "verbose": False} | settings
+        with mpi.started(config=dataclasses.replace(Config.from_environment(), **given)):
+            building = module._Building(mpi.communicator(0), make, None, "host")
+            agree.equal(building.round_seconds, expected)
+
+
 def test_progress_while_the_function_runs(world, agree, monkeypatch):
     """The other ranks wait in short calls, and rank 0 says what the makers are doing."""
     monkeypatch.setattr(module, "_ROUND_SECONDS", 0.02)
@@ -249,6 +258,7 @@ def test_progress_while_the_function_runs(world, agree, monkeypatch):
         seen = shown.wait(60) if RANK == 0 else time.sleep(0.2)  # the line that is shown
         return torch.tensor([bool(seen)])
 
+    mpi.allgather(torch.ones(1))
     before = mpi.metrics()["calls"]["world"]["allgather"]["calls"]
     value = mpi.shared_dataset(slow)
     after = mpi.metrics()["calls"]["world"]["allgather"]["calls"]

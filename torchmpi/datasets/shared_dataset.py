@@ -30,7 +30,8 @@ __all__ = ["shared_dataset"]
 
 _T = TypeVar("_T")
 _ROUND_SECONDS = 10.0
-"""Less than stall_warning_seconds: the other ranks wait in calls, each of which ends in time."""
+_ROUNDS_PER_STALL = 3
+"""At least so many rounds are made before a wait of one round would be reported, or end the job."""
 _PIECE_BYTES = 64 << 20
 
 
@@ -111,6 +112,8 @@ class _Building:
         self.comm, self._make, self._cache, self._source = comm, make, cache, source
         group, running = comm.intra, runtime.current()
         self._where, self._host, self._has_threads = group.where, running.host_name, running.threads_allowed
+        limits = running.config.stall_warning_seconds, running.config.stall_abort_seconds
+        self.round_seconds = min([_ROUND_SECONDS, *(limit / _ROUNDS_PER_STALL for limit in limits if limit)])
         hosts = [group.context.hosts[rank] for rank in group.world_ranks]
         self._leader_of = [hosts.index(host) for host in hosts]
         """The first rank of the host of each rank."""
@@ -146,17 +149,21 @@ class _Building:
                 self._distribute()
         own = None if self._own is None else self._own.ticket
         ticket = collectives.allgather_object(own, comm=self.comm)[self._leader_of[self.comm.rank]]
-        self.attempt(lambda: self._open(ticket), "cannot open what the first rank of the host has made")
+        self.attempt(
+            lambda: self._open(ticket),
+            "cannot open what the first rank of the host has made",
+            "The ranks of a host must run as one user, and see each other's processes in /proc",
+        )
         assert self._own is not None
         return self._own
 
-    def attempt(self, act: Callable[[], object], what: str) -> None:
+    def attempt(self, act: Callable[[], object], what: str, remedy: str = "") -> None:
         """Do something on this rank; raise on all ranks if it fails on one. Collective."""
         failure: DatasetError | None = None
         try:
             act()
         except (OSError, ValueError) as error:
-            failure = DatasetError(f"{what}: {error}. {self._remedy()}")
+            failure = DatasetError(f"{what}: {error}. {remedy or self._remedy()}.")
             failure.__cause__ = error
         everywhere = collectives.allgather_object(self._described(failure), comm=self.comm)
         self._raise_first(everywhere, failure)
@@ -169,13 +176,15 @@ class _Building:
             self._own = ReadOnlyMemory.open(ticket, to_share=True)
 
     def _find(self) -> None:
-        if self._cache is None or not self._cache.exists():
+        if self._cache is None:
             return
         try:
+            if not self._cache.exists():
+                return
             self._own = data_format.open_file(self._cache)
             data_format.read(self._own)
         except (OSError, ValueError) as error:
-            raise DatasetError(f"cache={str(self._cache)!r} cannot be used: {error}. {self._remedy()}") from error
+            raise DatasetError(f"cache={str(self._cache)!r} cannot be used: {error}. {self._remedy()}.") from error
 
     def _find_or_make(self) -> None:
         self._find()
@@ -200,7 +209,7 @@ class _Building:
                 data_format.write(file, description, self._note_written)
         except OSError as error:
             size = _size(self._total_bytes)
-            raise DatasetError(f"{size} of data cannot be written: {error}. {self._remedy()}") from error
+            raise DatasetError(f"{size} of data cannot be written: {error}. {self._remedy()}.") from error
 
     def _note_written(self, num_bytes: int) -> None:
         self._written_bytes = num_bytes
@@ -271,7 +280,7 @@ class _Building:
         begin, show_at = time.monotonic(), _ROUND_SECONDS
         while True:
             if ended is not None:
-                ended.wait(_ROUND_SECONDS)
+                ended.wait(self.round_seconds)
                 if self._is_out_of_step:
                     return []
             states = collectives.allgather_object(state(), comm=self.comm)

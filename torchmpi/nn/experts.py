@@ -87,7 +87,7 @@ class MixtureOfExperts(nn.Module):
         _check(communicator, num_features, num_experts, top_k, capacity_factor)
         self.num_features, self.num_experts, self.top_k = num_features, num_experts, top_k
         self.capacity_factor = capacity_factor
-        self._exchange = _TokenExchange(communicator)
+        self.token_exchange = TokenExchange(communicator)
         self.router = nn.Linear(num_features, num_experts, bias=False)
         here = num_experts // communicator.size
         own = range(communicator.rank * here, (communicator.rank + 1) * here)
@@ -126,12 +126,12 @@ class MixtureOfExperts(nn.Module):
         choices = torch.arange(top_k, device=chosen.device).repeat_interleave(num_tokens)
         keys = choices * self.num_experts + experts
         own = keys.bincount(minlength=top_k * self.num_experts)
-        counts = self._exchange.gather(own.cpu()).view(-1, top_k, self.num_experts)
+        counts = self.token_exchange.gather(own.cpu()).view(-1, top_k, self.num_experts)
         kept = _with_place(counts, self.capacity_factor if self.training else None)
         order = keys.argsort(stable=True)
         keys = keys[order]
         places = torch.arange(len(keys), device=keys.device) - (own.cumsum(0) - own)[keys]
-        limits = kept[self._exchange.comm.rank].reshape(-1).to(keys.device)
+        limits = kept[self.token_exchange.comm.rank].reshape(-1).to(keys.device)
         order = order[places < limits[keys]]
         order = order[experts[order].argsort(stable=True)]
         per_expert = counts.sum((0, 1))
@@ -140,11 +140,11 @@ class MixtureOfExperts(nn.Module):
 
     def _run_experts(self, rows: Tensor, routes: _Routes) -> Tensor:
         """Send rows, which are in the order of their experts, to the ranks of these; return the results. Collective."""
-        comm = self._exchange.comm
+        comm = self.token_exchange.comm
         here, size = len(self.experts), comm.size
         per_rank = routes.kept.view(size, size, here).sum(2)
         sent, received = per_rank[comm.rank].tolist(), per_rank[:, comm.rank].tolist()
-        arrived = self._exchange.alltoall(rows, sent, received)
+        arrived = self.token_exchange.alltoall(rows, sent, received)
         # They come by rank, and an expert takes those of all ranks together.
         counts = routes.kept.view(size, size, here)[:, comm.rank]
         numbers = torch.arange(here).repeat(size).repeat_interleave(counts.reshape(-1))
@@ -154,7 +154,7 @@ class MixtureOfExperts(nn.Module):
         parts = arrived.split(counts.sum(0).tolist())
         results = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
         results = _scale_gradient(results, 1 / size)
-        return self._exchange.alltoall(results[order.argsort()], received, sent)
+        return self.token_exchange.alltoall(results[order.argsort()], received, sent)
 
     def extra_repr(self) -> str:
         """Describe the layer, for ``repr``."""
@@ -169,9 +169,9 @@ class MixtureOfExperts(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._exchange is None:  # a pickle contains no communicator, which would be invalid in another job
-            self._exchange = _TokenExchange(runtime.communicator(None))
-            _check(self._exchange.comm, self.num_features, self.num_experts, self.top_k, self.capacity_factor)
+        if self.token_exchange is None:  # a pickle contains no communicator, which would be invalid in another job
+            self.token_exchange = TokenExchange(runtime.communicator(None))
+            _check(self.token_exchange.comm, self.num_features, self.num_experts, self.top_k, self.capacity_factor)
             for parameter in self.experts.parameters():
                 set_sharded(parameter)
 
@@ -205,13 +205,13 @@ def _with_place(counts: Tensor, capacity_factor: float | None) -> Tensor:
     return torch.minimum((capacity - before).clamp(min=0), counts)
 
 
-class _TokenExchange(Attachment):
+class TokenExchange(Attachment):
     """What a layer asks of its communicator. Copies of the layer share it; pickles do not contain it."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TokenExchange:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenExchange:
         return self
 
     def gather(self, counts: Tensor) -> Tensor:
@@ -223,11 +223,12 @@ class _TokenExchange(Attachment):
         """Send `sent[j]` rows to rank j, and receive `received[j]` from it; the gradients go the other way."""
         return linear_map(
             rows,
-            lambda values: self._exchange(values, sent, received),
-            lambda values: self._exchange(values, received, sent),
+            lambda values: self.move(values, sent, received),
+            lambda values: self.move(values, received, sent),
         )
 
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def move(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent[j]` rows to rank j; return those that come, in the order of the ranks."""
         group = self.comm.intra
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         sources, parts = list(rows.detach().contiguous().split(sent)), list(result.split(received))
