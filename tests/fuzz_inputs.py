@@ -49,8 +49,8 @@ from torchmpi import files
 from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli import flight_analysis, flight_commands, torch_traces, trace_commands
-from torchmpi.cli.top.job_history import JobHistory, pace_of
 from torchmpi.cli.bench import bench_report
+from torchmpi.cli.top.job_history import JobHistory, pace_of
 from torchmpi.communicators.flight_record import OF_MESSAGES, FlightRecord, read_live
 from torchmpi.communicators.message_record import Channels
 from torchmpi.engine import checkpoint
