@@ -52,7 +52,8 @@ from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli import flight_analysis, flight_commands, torch_traces, trace_commands
 from torchmpi.cli.bench import bench_report
-from torchmpi.communicators.flight_record import OF_MESSAGES, FlightRecord
+from torchmpi.cli.top.job_history import JobHistory, pace_of
+from torchmpi.communicators.flight_record import OF_MESSAGES, FlightRecord, read_live
 from torchmpi.communicators.message_record import Channels
 from torchmpi.datasets import data_format
 from torchmpi.engine import checkpoint
@@ -342,6 +343,16 @@ def prepare_records(folder: Path) -> None:
 
 def read_records(folder: Path) -> Any:
     records = flight_commands.read_folder(folder)
+    live = {}
+    for path in sorted(folder.glob("*.flight")):
+        with path.open("rb") as file:
+            found = read_live(file)
+            live[found.about["rank"]] = found
+    history = JobHistory(live)
+    history.add(live, 1e18)
+    assert history.num_parts <= 120 and history.waits().shape == (len(live),) * 2
+    for each in live.values():
+        pace_of(each, 1e18)
     text = flight_analysis.report(records)
     assert all(each.isprintable() or each == "\n" for each in text), text
     json.dumps(flight_analysis.as_json(records))

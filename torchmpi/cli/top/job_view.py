@@ -19,6 +19,8 @@ from .watched_job import WatchedJob
 
 WINDOW_SECONDS = 10.0
 _MOST_CALLS = 30
+_STUCK = 0.95
+"""The share of the time from which the others do nothing but wait, so that there are no steps to be late in."""
 _SHARES = ("computing", "communicating", "waiting")
 
 
@@ -98,10 +100,15 @@ def _late(job: WatchedJob, ranks: list[dict[str, Any]]) -> dict[str, Any] | None
     looks = job.ranks[rank].looks
     cause = cause_of(rank, job.facts, [work for _, work in looks], [_short(line) for line, _ in looks])
     step_seconds = next((each["step_seconds"] for each in ranks if each["rank"] == rank), None)
-    by = f"{1e3 * found.share * step_seconds:.3g} ms a step" if step_seconds else f"{found.share:.0%} of the time"
+    if found.share >= _STUCK:
+        text = f"the other ranks wait for rank {rank}"
+    elif step_seconds:
+        text = f"rank {rank} is late by {1e3 * found.share * step_seconds:.3g} ms a step"
+    else:
+        text = f"rank {rank} is late by {found.share:.0%} of the time"
     return {
         "rank": rank, "share": found.share, "seconds": found.seconds, "cause": cause,
-        "text": f"rank {rank} is late by {by}, for {found.seconds:.0f} s: {cause}",
+        "text": f"{text}, for {found.seconds:.0f} s: {cause}",
     }  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from .rank_processes import RankProcess
 Ints = npt.NDArray[np.signedinteger[Any]]
 _LEAST_SHARE = 0.03
 """The share of the time for which the other ranks wait from which a rank counts as late."""
+_SPREADS = 4.0
+"""How many times the spread of the others (the median of their distances from their median) a late rank is away."""
 _MOST_RANKS_LATE = 0.5
 """If as many of the ranks are late, none is: these are two halves, and neither is the exception."""
 _DELAYED, _FAULTS, _SLEEPING, _OFTEN = 0.1, 20.0, 0.5, 0.5
@@ -49,8 +51,9 @@ def find_late(shares: Shares, part_seconds: float, window_seconds: float) -> Lat
     first = int(np.argmin(share))
     others = np.delete(share, first)
     lead = float(np.median(others) - share[first])
+    spread = float(np.median(np.abs(others - np.median(others))))
     num_late = int((share < np.median(others) - lead / 2).sum())
-    if lead < _LEAST_SHARE or num_late >= max(2, _MOST_RANKS_LATE * len(ranks)):
+    if lead < max(_LEAST_SHARE, _SPREADS * spread) or num_late >= max(2, _MOST_RANKS_LATE * len(ranks)):
         return None
     rank = int(ranks[first])
     since = _parts_late(shares, rank, ranks, most_even=max(1, parts // 2))
@@ -94,6 +97,7 @@ def cause_of(rank: int, facts: Mapping[int, RankProcess], works: Sequence[str], 
         return f"{work}{at}"
     if own.state == "D":
         return f"it waits for a disk{at}"
-    if own.main_busy is not None and own.main_busy < _SLEEPING and (own.busy or 0.0) < _SLEEPING:
+    wants_to_run = (own.main_delayed or 0.0) + max(own.main_busy or 0.0, own.busy or 0.0)
+    if own.main_busy is not None and wants_to_run < _SLEEPING:
         return f"it sleeps, as for a file, a device or another process{at}"
     return f"it computes longer than the others{at}"

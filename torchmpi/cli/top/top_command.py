@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -33,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
         jobs = [job for job in jobs if job.read()]
         time.sleep(_LOOK_SECONDS)
     views = [view_of(job) for job in jobs if job.read()]
+    if not views:
+        raise TorchMPIError("The job has ended.")
     if options.json:
         print(json.dumps(views, indent=1))
     else:
@@ -47,7 +50,10 @@ def watch(process: int | None) -> list[WatchedJob]:
     Raises:
         TorchMPIError: There is none.
     """
-    jobs = [WatchedJob(name, ranks) for name, ranks in find_jobs(process).items()]
+    jobs = []
+    for name, ranks in find_jobs(process).items():
+        with contextlib.suppress(TorchMPIError):  # it has ended meanwhile
+            jobs.append(WatchedJob(name, ranks))
     if not jobs:
         where = "on this host" if process is None else f"among process {process} and those that it has started"
         raise TorchMPIError(
