@@ -82,5 +82,7 @@ def legend(figure: Any, panels: Any, columns: int = 5) -> None:
 
 
 def save(figure: Any, path: object) -> None:
-    """Write a figure as PNG."""
-    figure.savefig(str(path), dpi=_DPI, format="png")
+    """Write a figure in the format of the suffix of a path; PNG if that is none of matplotlib's."""
+    suffix = str(path).rpartition(".")[2].lower()
+    known = figure.canvas.get_supported_filetypes()
+    figure.savefig(str(path), dpi=_DPI, format=suffix if suffix in known else "png")
