@@ -223,13 +223,32 @@ def as_text(runs: Sequence[Run], target: float) -> str:
     return "\n".join(table(lines))
 
 
+_COLORS = {
+    "DDP on gloo": plots.COLORS["gloo"],
+    "synchronize_gradients": plots.COLORS["torchmpi"],
+    "register_async_backward": "#7db3ea",
+    "gradients in bf16": "#14919b",
+    "gradients in 8 bits": "#7650b0",
+    "1 % of the gradients": "#b0306a",
+    "PowerSGD, rank 2": "#e08ab0",
+    "LocalSGD": "#2b8551",
+    "DiLoCo": "#8c564b",
+    "DiLoCo, overlapped": "#d62728",
+    "DiLoCo, overlapped, bf16": "#b8970f",
+    "DiLoCo, overlapped, 8 bits": "#3b3b98",
+}
+"""Colors of the methods, whichever of them a run has."""
+
+
 def draw(runs: Sequence[Run], path: str) -> None:
     """Plot the error over time, of the first seed."""
     figure, panels = plots.new_figure(8, 4)
     axes = panels[0, 0]
-    for index, run in enumerate(run for run in runs if run.seed == runs[0].seed):
+    for run in (run for run in runs if run.seed == runs[0].seed):
         seconds, values, _ = zip(*run.curve, strict=True)
-        style: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": "-" if index < 7 else "--", "linewidth": 1.2}
+        is_periodic = run.method.startswith(("LocalSGD", "DiLoCo"))
+        color = _COLORS.get(run.method) or plots.color_of(run.method)
+        style: dict[str, Any] = {"color": color, "linestyle": "--" if is_periodic else "-", "linewidth": 1.2}
         axes.plot(seconds, [100 * (1 - value) for value in values], marker=".", label=run.method, **style)
     axes.set(xlabel="seconds", ylabel="error on the test images, %", xscale="log", yscale="log")
     figure.legend(loc="outside right center", frameon=False)

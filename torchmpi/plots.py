@@ -72,7 +72,7 @@ def state(figure: Any, finding: str, source: str = "") -> None:
         figure.text(0.01, y, source, fontsize=8.5, color=_DIM, va="center")
 
 
-def legend(figure: Any, panels: Any, columns: int = 5) -> None:
+def legend(figure: Any, panels: Any, columns: int = 6) -> None:
     """Add one legend for all panels, below them."""
     found: dict[str, Any] = {}
     for panel in panels.flat:
@@ -82,5 +82,7 @@ def legend(figure: Any, panels: Any, columns: int = 5) -> None:
 
 
 def save(figure: Any, path: object) -> None:
-    """Write a figure as PNG."""
-    figure.savefig(str(path), dpi=_DPI, format="png")
+    """Write a figure in the format of the suffix of a path; PNG if that is none of matplotlib's."""
+    suffix = str(path).rpartition(".")[2].lower()
+    known = figure.canvas.get_supported_filetypes()
+    figure.savefig(str(path), dpi=_DPI, format=suffix if suffix in known else "png")

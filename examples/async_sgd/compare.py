@@ -32,8 +32,11 @@ class Snapshot(NamedTuple):
     center: Tensor
 
 
-def train(plan: Plan, data: Dataset, num_steps: int, interval: int) -> Run:
-    """One run of `num_steps` on each rank; its curve has a point for every `interval` steps of rank 0."""
+def train(plan: Plan, data: Dataset, num_steps: int, interval: int, slow: float) -> Run:
+    """One run of `num_steps` on each rank; its curve has a point for every `interval` steps of rank 0.
+
+    The last rank sleeps for `slow` seconds after each step.
+    """
     # Sequential training: rank 0 takes the steps of all ranks, while the others wait.
     is_alone = plan.method == "sequential"
     rank, size = (0, 1) if is_alone else (mpi.rank(), mpi.size())
@@ -52,6 +55,8 @@ def train(plan: Plan, data: Dataset, num_steps: int, interval: int) -> Run:
         if mpi.rank() == 0 and step and step % (interval * share) == 0:
             note(step, time.perf_counter() - begin)
         trainer.step(*next(source))
+        if slow and 0 < rank == size - 1:
+            time.sleep(slow)
     trainer.finish()
     seconds = mpi.allreduce(time.perf_counter() - begin, op="max")  # the end of the last rank
     if mpi.rank() == 0:
@@ -90,10 +95,13 @@ def main() -> None:
     say(f"data: {data.origin}")
     say(f"{len(plans)} runs of {num_steps * per_step} samples: {num_steps} steps of {BATCH_SIZE} on each rank")
 
-    train(plans[0], data, interval, interval)  # warm up
+    if options.slow:
+        say(f"rank {mpi.size() - 1} sleeps {options.slow:g} ms after each step")
+
+    train(plans[0], data, interval, interval, 0)  # warm up
     runs, begin = [], time.perf_counter()
     for number, plan in enumerate(plans, 1):
-        runs.append(train(plan, data, num_steps, interval))
+        runs.append(train(plan, data, num_steps, interval, options.slow / 1000))
         left = (time.perf_counter() - begin) / number * (len(plans) - number)
         if mpi.rank() == 0:
             say(f"{number:3d}/{len(plans)}  {describe(runs[-1])}; {left:3.0f} s left")

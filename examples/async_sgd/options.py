@@ -30,6 +30,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="S", help="(default: 1 2 3)")
     add("--epochs", type=float, default=45, help="passes over the images, by all ranks together (default: 45)")
     add("--lr", nargs="+", type=float, metavar="X", help="learning rates for all (default: one tuned for each)")
+    add("--slow", type=float, default=0, metavar="MS", help="the last rank sleeps so long after each of its steps")
     add("--tune", action="store_true", help="try a grid of learning rates, testing on a fifth of the training images")
     add("--quick", action="store_true", help="one seed, periods 4 and 16, a third of the epochs")
     add("--out", type=Path, default=Path("results/async_sgd"), metavar="DIR", help="(default: results/async_sgd)")

@@ -75,8 +75,9 @@ def test_quick(compare, digits):
 
 def test_plots(compare, digits):
     pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
-    options = ("--periods", "4", "8", "--seeds", "1", "2", "--epochs", "1", "--data", digits)
+    options = ("--periods", "4", "8", "--seeds", "1", "2", "--epochs", "1", "--slow", "0.5", "--data", digits)
     outcome = compare("--methods", "sequential", "diloco", *options, plots=True)
+    assert "rank 1 sleeps 0.5 ms after each step" in outcome.stdout.splitlines()
     for name in ("samples", "seconds", "megabytes", "summary"):
         assert (outcome.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert [row["method"] for row in outcome.table] == ["sequential", "diloco", "diloco"]

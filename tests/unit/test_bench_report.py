@@ -136,6 +136,8 @@ def test_plot_is_a_png(tmp_path):
     rows += [row("auto", 3.0, verb="barrier", dtype="", num_bytes=0)]
     draw(collectives(*rows), str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    draw(collectives(*rows), str(tmp_path / "plot.svg"))
+    assert b"<svg" in (tmp_path / "plot.svg").read_bytes()
     with pytest.raises(ArgumentError, match="nothing that was measured has a size"):
         draw(collectives(row("auto", 3.0, verb="barrier", dtype="", num_bytes=0)), str(tmp_path / "none.png"))
 
