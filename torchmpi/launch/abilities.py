@@ -36,10 +36,10 @@ class Abilities:
     def confirm(self) -> None:
         """Return: the loss of a rank ends the job."""
 
-    def take_place(self) -> None:
+    def take_place(self, prepare: Callable[[], object]) -> None:
         """Return when this rank has its number in `COMM_WORLD`; a spare rank waits until it takes that of a lost one.
 
-        Collective over all ranks that were started.
+        It calls `prepare` before. Collective over all ranks that were started.
         """
 
     def before_groups(self) -> None:

@@ -267,14 +267,17 @@ class FaultTolerantMPI(Continuing):
         """The first rank of each rank of `COMM_WORLD`."""
         return self._places
 
-    def take_place(self) -> None:
+    def take_place(self, prepare: Callable[[], object]) -> None:
         """Return when this rank has its number in `COMM_WORLD`; a spare rank waits until it takes that of a lost one.
 
-        A spare that is not needed ends its process. Collective over all ranks that were started, the first time.
+        It calls `prepare` before. A spare that is not needed ends its process. Collective over all ranks that were
+        started, the first time.
         """
         if not os.environ.get(SPARES_VARIABLE):
             return
         self.begin()
+        if self._first.rank not in self._places:
+            prepare()
         while self._first.rank not in self._places:
             self.is_newcomer = True
             if self._is_released():

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -44,7 +44,7 @@ from ..launch import affinity, launcher, mpi_library, network
 from ..launch.start_watch import StartWatch
 from ..log import HOST, logger, set_place
 from ..other_names import refuses_keywords, unknown_keyword
-from ..shared_memory import fast_path, process_vm, read_only
+from ..shared_memory import fast_path, kernels, process_vm, read_only
 from ..shared_memory.kernels import no_garbage_collection
 from ..shared_memory.shared_tensors import SharedHeap
 from ..supervision import children, clock_samples, host_ring, job_metrics, job_observers
@@ -92,7 +92,7 @@ class Runtime:
         launcher.open_standard_streams()
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
             self.MPI = mpi_library.initialize()
-        mpi_library.abilities(self.MPI).take_place()
+        mpi_library.abilities(self.MPI).take_place(_prepare_spare)
         with StartWatch(config):
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
@@ -385,6 +385,13 @@ class Runtime:
         self.world.call_log.compare()
         self.world.comm.Barrier()
         observer.meet_all()
+
+
+def _prepare_spare() -> None:
+    """Do what takes seconds the first time: a spare rank has them, and the others will wait for it."""
+    with suppress(Exception):  # start() reports it
+        kernels.load()
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler of torch
 
 
 @refuses_keywords
