@@ -38,6 +38,7 @@ _Bind = Literal["auto", "none"]
 _Check = Literal["auto", "strict", "board", "off"]
 _Hierarchical = Literal["auto", "on", "off"]
 _OnLostRank = Literal["end", "raise"]
+ReplicaCheck = Literal["raise", "warn", "mend"]
 
 # Variables with the same prefix that are not settings of a run.
 SET_BY_RUN = ("TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE", "TORCHMPI_SPARES")
@@ -110,6 +111,12 @@ class Config:
     share_ddp_buckets: bool = True
     """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that reductions copy
     nothing."""
+    replica_check_steps: int = setting(0, least=0, shared=True)
+    """Compare the parameters of each DistributedDataParallel over the ranks after so many steps of its optimizer
+    (docs/loss.md); 0: never."""
+    replica_check: ReplicaCheck = setting("raise", shared=True)
+    """What follows if they differ. ``raise``: an error on all ranks; ``warn``: a line in the log; ``mend``: the same,
+    and the ranks that differ get the tensors of the others."""
     staging_bytes: int = setting(32 << 20, least=0, shared=True)
     """Size of a staging area of backend `ipc`, the largest chunk of a CUDA tensor that a rank publishes to the others
     of its host. Each rank has two areas on its GPU for each communicator that uses them; 0: no backend `ipc`."""

@@ -312,10 +312,13 @@ def test_notes_on_the_board():
     try:
         assert board.read_note(0) is None
         note = Note(Pace(1, 2, 3), looks(0.25, loading=3), 4)
-        board.write_note(1, note.packed())
+        assert board.write_note(1, note.packed())
         assert Note.unpacked(board.read_note(1)) == note and board.read_note(0) is None
-        board.write_note(1, ["x" * 2000])  # for which there is no room
-        assert Note.unpacked(board.read_note(1)) == note
+        longest = {f"{lateness.ELSEWHERE}\t{number}{'x' * 200}": 10**6 for number in range(6)}
+        full = Note(Pace(*[10**18] * len(Pace._fields)), Looks(10**6, 1 / 3, longest), 10**6)
+        assert not board.write_note(1, full.packed()) and Note.unpacked(board.read_note(1)) == note
+        assert board.write_note(1, full.without_lines().packed())
+        assert Note.unpacked(board.read_note(1)) == full.without_lines()
         board.segment.memory[2 * BLOCK_BYTES - 900] ^= 1  # as while it is written
         assert board.read_note(1) is None
     finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import types
+
 import pytest
 import torch
 
@@ -29,15 +32,20 @@ def slow_checksum(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 7, 8, 33])
-def test_equals_the_slow_checksum(dtype, numel):
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 33, 259])
+def test_equals_the_slow_checksum(dtype, numel, monkeypatch):
+    """In machine code, and by the operations of torch."""
     tensor = (torch.arange(numel) % 5 - 2).to(dtype)
-    assert checksum(tensor) == slow_checksum(tensor)
+    expected = slow_checksum(tensor)
+    assert checksum(tensor) == expected
+    monkeypatch.setattr(replica_check, "_compiled", lambda: None)
+    assert checksum(tensor) == expected
 
 
 def test_chunks_do_not_matter(monkeypatch):
     tensor = torch.randn(1000)
     whole = checksum(tensor)
+    monkeypatch.setattr(replica_check, "_compiled", lambda: None)
     monkeypatch.setattr(replica_check, "_CHUNK_WORDS", 7)
     assert checksum(tensor) == whole
 
@@ -85,3 +93,40 @@ def test_a_single_element_of_a_larger_tensor(dtype):
     single = torch.arange(4).to(dtype)[2:][::2]
     assert single.stride() == (2,)
     assert checksum(single) == checksum(single.clone(memory_format=torch.contiguous_format))
+
+
+def test_tensors_of_a_device_are_summed_together(monkeypatch):
+    """The digest of tensors that are put together depends on each bit and each place, whatever is put together."""
+    monkeypatch.setattr(replica_check, "_MOST_TOGETHER_BYTES", 100)
+    on_device = [types.SimpleNamespace(is_cpu=False, device="cuda", nbytes=each.nbytes, words=each) for each in (
+        torch.arange(9), torch.arange(20), torch.arange(3)
+    )]  # fmt: skip
+    monkeypatch.setattr(replica_check, "_words", lambda each: getattr(each, "words", each))
+    digest = replica_check._digest(on_device)  # type: ignore[arg-type]
+    assert digest == replica_check._digest(on_device) != replica_check._digest(on_device[::-1])  # type: ignore[arg-type]
+    on_device[1].words[7] += 1
+    assert digest != replica_check._digest(on_device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_differences_name_the_same_tensors_on_all_ranks(seed):
+    """Ranks of two pairs of shards; each rank that differs is told which tensor it should have."""
+    choose = random.Random(seed)
+    shared, holder = [choose.randrange(2) for _ in range(4)], [1, 2, 1, 2]
+    found = [{"w": (shared[rank], 0), "part": (choose.randrange(2), holder[rank])} for rank in range(4)]
+    told = [replica_check.differences(found, rank) for rank in range(4)]
+    assert len({tuple((name, each.text) for name, each in of_rank.items()) for of_rank in told}) == 1
+    for rank, of_rank in enumerate(told):
+        for name in ("w", "part"):
+            alike = [other for other in range(4) if found[other][name][1] == found[rank][name][1]]
+            sums = [found[other][name][0] for other in alike]
+            assert (name in of_rank) == any(
+                found[one][name][0] != found[two][name][0] and found[one][name][1] == found[two][name][1]
+                for one in range(4) for two in range(4)
+            )  # fmt: skip
+            if len(set(sums)) > 1:
+                model = of_rank[name].model
+                assert model in alike and sums.count(found[model][name][0]) >= len(sums) / 2
+                assert all(told[other][name].model == model for other in alike)
+            elif name in of_rank:
+                assert of_rank[name].model is None

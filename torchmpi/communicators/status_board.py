@@ -68,13 +68,14 @@ class StatusBoard:
         except ValueError:
             return None
 
-    def write_note(self, rank: int, values: list[Any]) -> None:
-        """Write what this rank tells without being asked, in types of JSON; without room, what it has told remains."""
+    def write_note(self, rank: int, values: list[Any]) -> bool:
+        """Write what this rank tells without being asked, in types of JSON; return False if there is no room."""
         text = json.dumps(values).encode()
         data = b"%08x%s" % (zlib.crc32(text), text)
         if len(data) < _NOTE_BYTES:
             end = (rank + 1) * BLOCK_BYTES
             self.segment.memory[end - _NOTE_BYTES : end] = data.ljust(_NOTE_BYTES, b"\0")
+        return len(data) < _NOTE_BYTES
 
     def read_note(self, rank: int) -> Any:
         """Return what a rank tells; None if that is nothing, or if the rank writes now."""

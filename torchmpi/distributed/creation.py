@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..log import logger
 from ..session import runtime
-from . import membership, torch_functions, torch_names
+from . import membership, replica_checks, torch_functions, torch_names
 from .process_group import ProcessGroup
 from .torch_names import BackendOptions
 
@@ -20,7 +20,9 @@ def create(options: BackendOptions, backend_name: str = torch_names.NAME) -> Pro
     torch_names.check_version()
     torch_names.keep_works_of_join()
     torch_functions.extend()
-    return ProcessGroup(options, backend_name)
+    group = ProcessGroup(options, backend_name)
+    replica_checks.prepare()
+    return group
 
 
 def create_for_mpi(options: BackendOptions) -> ProcessGroup:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..collective_specs import SPECS, spec_of
 from ..collectives import dispatch
+from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle
 from ..communicators.plan import PlanKey
 from ..errors import ArgumentError
@@ -52,6 +53,11 @@ class GroupExecution(GroupProperties):
         self._awaited = partial(awaited_ranks, self._group)
         self._block: list[dist.Work] | None = None
         """The works of the calls so far in the block of a coalescing manager."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the group."""
+        return self._communicator
 
     def _on_plain(
         self,

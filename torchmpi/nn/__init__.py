@@ -21,6 +21,7 @@ from .local_sgd import LocalSGDUpdate
 from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer
 from .replica_check import check_with_allreduce
+from .replica_watch import watch_replicas
 from .sampler import DistributedSampler
 from .sharding import Sharding, set_sharded, sharding_of
 from .sync import synchronize_gradients, synchronize_parameters
@@ -59,6 +60,7 @@ __all__ = [
     "synchronize_parameters",
     "tensor_parallel",
     "unregister_async_backward",
+    "watch_replicas",
 ]
 
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import collectives
 from ..argument_types import checks_types
+from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ReplicaError
 from ..session import runtime
+from ..shared_memory import kernels
 from ..tensors.buffers import byte_view
 from .agreement import check_same_layout
 from .join_state import refuse_inside_join
+from .kernels import CHECKSUM
 from .replica import Net, Replica
+from .splitmix import FIRST, SECOND, STEP
 
 _CHUNK_WORDS = 1 << 20  # 64-bit words; limits the memory of intermediate results
-
-# Constants of the splitmix64 generator, as signed 64-bit numbers.
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND = 0x94D049BB133111EB - (1 << 64)
+_LEAST_CODE_BYTES = 256
+"""Shorter tensors are not worth a call of machine code."""
+_MOST_TOGETHER_BYTES = 64 << 20
+"""So many bytes of a device are put together, as each of the operations below takes microseconds to begin there."""
 _MAX_NAMED = 8
+ADVICE = "Call synchronize_parameters(net) before training, and synchronize gradients before every step."
 
 
 @checks_types
@@ -50,34 +56,128 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: Comm = None) -
     refuse_inside_join(net, "check_with_allreduce")
     communicator = runtime.communicator(comm)
     replica = Replica(net)
-    tensors = replica.parameters + (replica.buffers if buffers else [])
-    check_same_layout(replica, tensors, communicator)
-    holders = [0] * len(tensors)  # the first of the world ranks that must agree; for replicated tensors any constant
-    for part, comm in replica.shard_parts(communicator):
-        shards = part.parameters + (part.buffers if buffers else [])
-        tensors += shards
-        holders += [comm.intra.world_ranks[0]] * len(shards)
+    tensors = compared_tensors(replica, communicator, buffers=buffers)
+    check_same_layout(replica, replica.parameters + (replica.buffers if buffers else []), communicator)
+    if differing := compare(tensors, communicator):
+        raise ReplicaError(
+            f"rank {communicator.rank}: {in_words(differing, len(tensors))}:\n{listed(differing)}\n{ADVICE}"
+        )
+
+
+Compared = Mapping[str, tuple[Tensor, Communicator]]
+"""Tensors by name, each with the ranks that must have the same one."""
+
+
+def compared_tensors(replica: Replica, comm: Communicator, *, buffers: bool) -> dict[str, tuple[Tensor, Communicator]]:
+    """Return the parameters of a net, and the buffers if these are compared too, with those of its shards."""
+    found: list[tuple[Tensor, Communicator]] = []
+    for part, of_part in [(replica, comm), *replica.shard_parts(comm)]:
+        found += [(tensor, of_part) for tensor in part.parameters + (part.buffers if buffers else [])]
+    names = replica.names(tensor for tensor, _ in found)
+    return dict(zip(names, found, strict=True))
+
+
+class Difference(NamedTuple):
+    """A tensor that is not the same on ranks that should have the same one."""
+
+    text: str
+    """Which ranks agree, and which differ."""
+    model: int | None = None
+    """The rank whose tensor this rank should have, with most others; None if it has that, or if a rank has none."""
+    is_missing: bool = False
+    """Whether a rank has no such tensor."""
+
+
+@torch.no_grad()
+def compare(tensors: Compared, comm: Communicator) -> dict[str, Difference]:
+    """Compare tensors over the ranks by their checksums. Collective.
+
+    The ranks exchange one number for all tensors, which travels with the comparison of the call between hosts, and
+    through shared memory within a host. Only if it differs, they exchange the checksums of each.
+
+    Args:
+        tensors: The tensors.
+        comm: The communicator of the ranks.
+
+    Returns:
+        The differences by name, on all ranks of those of the same names.
+    """
     if not tensors:
-        return
-    sums = [checksum(tensor.detach()) for tensor in tensors]
-    table = collectives.allgather(torch.tensor([[sums, holders]]), comm=communicator)
-    suspects = (table[:, 0] != table[0, 0]).any(dim=0).nonzero().flatten().tolist()
-    described = {index: _describe(*table[:, :, index].t().tolist()) for index in suspects}
-    differing = [index for index in suspects if described[index]]
-    if not differing:
-        return
-    names = replica.names(tensors)
-    lines = [f"  {names[index]!r}: {described[index]}" for index in differing[:_MAX_NAMED]]
-    if len(differing) > _MAX_NAMED:
-        lines.append(f"  and {len(differing) - _MAX_NAMED} more")
-    raise ReplicaError(
-        f"rank {communicator.rank}: {len(differing)} of {len(tensors)} tensors differ between the ranks:\n"
-        + "\n".join(lines)
-        + "\nCall synchronize_parameters(net) before training, and synchronize gradients before every step."
-    )
+        return {}
+    holders = {name: 0 if of is comm else hash(tuple(of.intra.world_ranks)) for name, (_, of) in tensors.items()}
+    parts = sorted(set(holders.values()) - {0})
+    row = [
+        number
+        for part in (0, *parts)
+        for number in (part, _digest([tensors[name][0] for name, holder in holders.items() if holder == part]))
+    ]
+    table = collectives.allgather(torch.tensor([row]), comm=comm)
+    if bool((table == table[0]).all()):
+        return {}
+    pairs = {
+        (holder, digest) for ranks in table.tolist() for holder, digest in zip(ranks[::2], ranks[1::2], strict=True)
+    }
+    if len(pairs) == len({holder for holder, _ in pairs}):
+        return {}  # all ranks see the same table, so all return or continue
+    sums = {name: (checksum(tensor), holders[name]) for name, (tensor, _) in tensors.items()}
+    return differences(collectives.allgather_object(sums, comm=comm), comm.rank)
 
 
-def _describe(sums: Sequence[int], holders: Sequence[int]) -> str:
+def differences(found: Sequence[Mapping[str, tuple[int, int]]], rank: int) -> dict[str, Difference]:
+    """Return the differences among the checksums of all ranks.
+
+    Args:
+        found: Of each rank the checksums by name, each with a number that is equal on ranks that must agree.
+        rank: This rank.
+
+    >>> same, other = {"w": (7, 0), "b": (1, 0)}, {"w": (9, 0), "b": (1, 0)}
+    >>> differences([same, other, same], 1)
+    {'w': Difference(text='ranks 0, 2 agree; rank 1 differs', model=0, is_missing=False)}
+    >>> differences([same, {"b": (1, 0)}], 0)["w"].is_missing
+    True
+    """
+    different: dict[str, Difference] = {}
+    for name in dict.fromkeys(chain.from_iterable(found)):
+        sums, holders = zip(*(each.get(name, (None, 0)) for each in found), strict=True)
+        text = _describe(sums, holders)
+        if text:
+            alike = [each for each, holder in enumerate(holders) if holder == holders[rank]]
+            by_sum = {value: [each for each in alike if sums[each] == value] for value in dict.fromkeys(sums)}
+            model, is_missing = max(by_sum.values(), key=len)[0], None in sums
+            is_even = is_missing or len({sums[each] for each in alike}) == 1
+            different[name] = Difference(text, None if is_even else model, is_missing)
+    return different
+
+
+def in_words(differing: Mapping[str, Difference], num_tensors: int) -> str:
+    """Say how many tensors differ."""
+    return f"{len(differing)} of {num_tensors} tensors differ between the ranks"
+
+
+def listed(differing: Mapping[str, Difference]) -> str:
+    """List the first differences, one in a line."""
+    lines = [f"  {name!r}: {each.text}" for name, each in list(differing.items())[:_MAX_NAMED]]
+    return "\n".join([*lines, f"  and {len(differing) - _MAX_NAMED} more"] if len(differing) > _MAX_NAMED else lines)
+
+
+def _digest(tensors: Sequence[Tensor]) -> int:
+    """Return one checksum of many tensors."""
+    sums: list[int] = []
+    together: list[Tensor] = []
+    num_bytes = 0
+    for tensor in (*tensors, None):
+        if together and (tensor is None or tensor.device != together[0].device or num_bytes > _MOST_TOGETHER_BYTES):
+            sums.append(checksum(torch.cat(together)))
+            together, num_bytes = [], 0
+        if tensor is not None and tensor.is_cpu:
+            sums.append(checksum(tensor))
+        elif tensor is not None:
+            together.append(_words(tensor))
+            num_bytes += tensor.nbytes
+    return checksum(torch.tensor(sums, dtype=torch.int64))
+
+
+def _describe(sums: Sequence[int | None], holders: Sequence[int]) -> str:
     """Describe which ranks have the same checksum; '' if all ranks with the same entry in `holders` agree.
 
     >>> _describe([7, 9, 7], [0, 0, 0])
@@ -87,7 +187,7 @@ def _describe(sums: Sequence[int], holders: Sequence[int]) -> str:
     """
     texts = []
     for holder in sorted(set(holders)):
-        groups: dict[int, list[str]] = {}
+        groups: dict[int | None, list[str]] = {}
         for rank, value in enumerate(sums):
             if holders[rank] == holder:
                 groups.setdefault(value, []).append(str(rank))
@@ -118,22 +218,39 @@ def checksum(tensor: Tensor) -> int:
     >>> checksum(torch.tensor(0.0)) == checksum(torch.tensor(-0.0))
     False
     """
-    data = byte_view(tensor.resolve_conj().resolve_neg().contiguous())
+    total = tensor.numel()
+    words = _words(tensor)
+    if words.is_cpu and words.nbytes >= _LEAST_CODE_BYTES and (sum_words := _compiled()) is not None:
+        total += sum_words(words.data_ptr(), words.numel())
+    else:
+        for begin in range(0, words.numel(), _CHUNK_WORDS):
+            total += _scrambled_sum(words[begin : begin + _CHUNK_WORDS], begin)
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped to the range of int64
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as 64-bit words, the last one filled with zeros."""
+    data = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
     missing = -data.numel() % 8
     if missing or data.storage_offset() % 8:  # a view as int64 begins at a multiple of 8 bytes
         data = torch.cat([data, data.new_zeros(missing)])
-    total = tensor.numel()
-    for begin in range(0, data.numel() // 8, _CHUNK_WORDS):
-        words = data[begin * 8 : (begin + _CHUNK_WORDS) * 8].view(torch.int64)
-        total += _scrambled_sum(words, begin)
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped to the range of int64
+    return data.view(torch.int64)
+
+
+@cache
+def _compiled() -> Callable[..., int] | None:
+    """Return the kernel that adds scrambled words; None without a compiler."""
+    try:
+        return kernels.load(which=CHECKSUM)["sum_words"]
+    except (ImportError, OSError, RuntimeError):  # no LLVM, or none for this processor
+        return None
 
 
 def _scrambled_sum(words: Tensor, begin: int) -> int:
     index = torch.arange(begin + 1, begin + 1 + words.numel(), device=words.device)
-    mixed = index.mul_(_STEP).add_(words)  # int64 arithmetic wraps around
-    mixed = (mixed ^ _shifted(mixed, 30)).mul_(_FIRST)
-    mixed = (mixed ^ _shifted(mixed, 27)).mul_(_SECOND)
+    mixed = index.mul_(STEP).add_(words)  # int64 arithmetic wraps around
+    mixed = (mixed ^ _shifted(mixed, 30)).mul_(FIRST)
+    mixed = (mixed ^ _shifted(mixed, 27)).mul_(SECOND)
     return int((mixed ^ _shifted(mixed, 31)).sum().item())
 
 

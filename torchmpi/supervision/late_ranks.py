@@ -81,8 +81,8 @@ class LateRanks:
             self._look(notes[first].wanted)
         looks = Looks() if self._looks is None else self._looks.result()
         notes[self._rank] = own = Note(self._reader.read(), looks, self._wanted)
-        if board is not None and host is not None:
-            board.write_note(host.rank, own.packed())
+        if board is not None and host is not None and not board.write_note(host.rank, own.packed()):
+            board.write_note(host.rank, own.without_lines().packed())
         if heartbeat is not None and self._rank == 0:
             for (subject, rank), value in list(heartbeat.notices.items()):
                 if subject == _PACE and (note := Note.unpacked(value)) is not None:

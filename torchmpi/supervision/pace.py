@@ -21,7 +21,8 @@ from ..shared_memory.kernels import no_garbage_collection
 from .lateness import BACKWARD, ELSEWHERE, ENGINE, FORWARD, LOADING, OPTIMIZER, SAVING, SEPARATOR, Looks, Pace
 from .program_lines import PACKAGE, installed_files
 
-_MOST_PLACES = 8
+_MOST_PLACES, _MOST_CHARACTERS = 4, 60
+"""The lines that a rank tells, and the characters of each: a note has room for a thousand."""
 _PHASES = {
     (os.path.join("torch", "utils", "data", "dataloader.py"), ""): LOADING,
     (os.path.join("torchmpi", "engine", "data_loading.py"), ""): LOADING,
@@ -202,7 +203,9 @@ def _phase_of(file: str, function: str) -> str:
 
 def _describe(file: str, line: int, name: str) -> str:
     text = linecache.getline(file, line).strip()
-    return f"at {file[-80:]}:{line} in {name}: {text[:60]}".rstrip(": ")
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS - 3]}..."
+    return f"at {file[-60:]}:{line} in {name}: {text}".rstrip(": ")
 
 
 class Note(NamedTuple):
@@ -221,6 +224,18 @@ class Note(NamedTuple):
     def packed(self) -> list[Any]:
         """Return the note in types of JSON."""
         return [list(self.pace), [self.looks.num, self.looks.queued, dict(self.looks.places)], self.wanted]
+
+    def without_lines(self) -> Note:
+        r"""Return the note with the phases alone, for where there is no room.
+
+        >>> dict(Note(Pace(), Looks(9, 0.0, {f"a{SEPARATOR}x": 1, f"a{SEPARATOR}y": 2})).without_lines().looks.places)
+        {'a\t': 3}
+        """
+        places: dict[str, int] = {}
+        for place, count in self.looks.places.items():
+            phase = place.partition(SEPARATOR)[0] + SEPARATOR
+            places[phase] = places.get(phase, 0) + count
+        return self._replace(looks=self.looks._replace(places=places))
 
     @classmethod
     def unpacked(cls, values: Any) -> Note | None:
