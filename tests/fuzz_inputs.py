@@ -290,7 +290,7 @@ def prepare_shards(folder: Path) -> None:
     index["servers"] = [{"name": "s", "shape": [40], "dtype": "float32"}]
     (folder / "servers.json").write_text(json.dumps(index, indent=1))
     for rank in range(2):
-        counts = {name: torch.ones(1, dtype=torch.int64) for name in ("versions", "steps")}
+        counts = {name: torch.ones(1, dtype=torch.int64) for name in ("versions", "steps", "row_steps")}
         content = {"token": "abcd", "rank": rank, "0": {"values": torch.arange(20.0) + 20 * rank, **counts}}
         archive.write(folder / f"shards-abcd-{rank}.pt", dict([shard_checkpoint._FORMAT]) | content)
 

@@ -63,6 +63,29 @@ def test_training_continues_from_a_checkpoint(folder, agree):
     compare(agree, values(servers), expected)
 
 
+def test_states_and_steps_of_rows_are_saved(folder, agree):
+    """Of a table of which only rows have been sent."""
+    server = ps.init(torch.zeros(40, 1000))
+
+    def send_rows(number: int) -> torch.Tensor:
+        if mpi.rank() == number % mpi.size():
+            ps.send(server, torch.ones(3, 1000) * (1 + number), ps.adam(0.1), rows=[0, 17, 39 - number]).wait()
+        mpi.barrier()
+        result = ps.receive(server).wait()
+        mpi.barrier()
+        return result
+
+    send_rows(0)
+    saved = send_rows(1)
+    ps.save(folder)
+    expected = send_rows(2)
+    send_rows(3)
+    ps.load(folder)
+    agree.equal(ps.receive(server).wait(), saved)
+    mpi.barrier()
+    agree.equal(send_rows(2), expected, "with the saved states and step count")
+
+
 def test_clocks_are_not_saved(folder, agree):
     """A clock belongs to its ranks; restoring a finished one would disable it."""
     servers, clock = make(), ps.Clock(2)

@@ -193,7 +193,7 @@ def write_servers(folder: Path, size: int) -> None:
     (folder / "servers.json").write_text(json.dumps(index))
     numel = 40 // size
     for rank in range(size):
-        counts = {name: torch.ones(1, dtype=torch.int64) for name in ("versions", "steps")}
+        counts = {name: torch.ones(1, dtype=torch.int64) for name in ("versions", "steps", "row_steps")}
         content = {"token": "ab", "rank": rank, "0": {"values": torch.arange(1.0 * numel) + numel * rank, **counts}}
         archive.write(folder / f"shards-ab-{rank}.pt", dict([shard_checkpoint._FORMAT]) | content)
 

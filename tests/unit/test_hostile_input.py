@@ -38,7 +38,7 @@ from torchmpi.parameterserver.shards import chunk_numel
 from torchmpi.tensors import archive
 
 JOB = saved_tables.describe_job([0, 0], 2, 2, "Some MPI 1.0")
-MARK = ("torchmpi_shards", 2)
+MARK = ("torchmpi_shards", 3)
 FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MANY = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -138,6 +138,7 @@ def shard_bytes() -> bytes:
                 "values": torch.arange(40.0),
                 "versions": torch.zeros(1, dtype=torch.int64),
                 "steps": torch.zeros(1, dtype=torch.int64),
+                "row_steps": torch.zeros(1, dtype=torch.int64),
             },
         },
         buffer,
@@ -232,7 +233,7 @@ def one_rank(shape: tuple[int, ...] = (40,)) -> Any:
 
 
 INDEX = {
-    "torchmpi_shards": 2,
+    "torchmpi_shards": 3,
     "token": "abcd",
     "size": 1,
     "servers": [{"name": "s", "shape": [40], "dtype": "float32"}],
@@ -292,6 +293,7 @@ def test_an_index_of_servers_names_no_file_outside_its_folder(tmp_path):
         {"steps": torch.zeros(1, dtype=torch.int32)},
         {"versions": torch.zeros(2, dtype=torch.int64)},
         {"steps": None},
+        {"row_steps": None},
         {"values": torch.arange(39.0)},
         {"values": torch.arange(40.0, dtype=torch.float64)},
     ],

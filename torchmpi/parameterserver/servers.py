@@ -35,6 +35,7 @@ from .runs import observed_run
 from .server_rows import Rows, checked_index
 from .shards import (
     CLIENT,
+    NOBODY,
     SERVER,
     Actor,
     RuleFailure,
@@ -150,14 +151,18 @@ class Server:
         noted = 0 if observer is None else observer.begin_send(self, rule, data)
         if rule.function is not None:
             self.context.require_registered(self, rule)
-        versions, sender = self.versions.since(base), Sender(self.sender, self.num_clients)
+        versions = self.versions if base is None else self.versions.since(base)
+        sender = Sender(self.sender, self.num_clients) if rule.takes_context else NOBODY
         if rows is not None and rule.num_states:
             rows.steps = self.context.client.count_step(self.shards, (0, self.numel))
-        client = self.context.client
+        client, shards = self.context.client, self.shards
         try:
-            found = self._visit(
-                data, rows, partial(client.apply, self.shards, rule=rule, versions=versions, sender=sender, rows=rows)
-            )
+            if rows is None:
+                client.apply(shards, data.data_ptr(), (0, self.numel), rule, versions=versions, sender=sender)
+                found = Answer(client.versions, client.num_chunks, client.ages)
+            else:
+                visit = partial(client.apply, rule=rule, versions=versions, sender=sender, rows=rows)
+                found = self._visit(data, rows, visit)
         except RuleFailure as error:
             applied = (
                 applied_part(client.applied(self.shards), self.parts, self.shards.chunk_numel)
@@ -181,8 +186,12 @@ class Server:
         begin = 0 if events.recorder is None else events.now()
         observer = observed_run.active
         noted = 0 if observer is None else observer.begin_receive(self, data)
-        read = partial(self.context.client.read, self.shards, versions=self.versions, rows=rows)
-        found = self._visit(data, rows, read)
+        client, versions = self.context.client, self.versions
+        if rows is None:
+            client.read(self.shards, data.data_ptr(), (0, self.numel), versions=versions)
+            found = Answer(client.versions, client.num_chunks)
+        else:
+            found = self._visit(data, rows, partial(client.read, versions=versions, rows=rows))
         self.received_version, _ = self._finish_remotely(data, None, found, self.versions, rows)
         self.bytes_received += data.nbytes
         if observer is not None:
@@ -190,15 +199,11 @@ class Server:
         if begin:
             self._record("receive", begin, data, version=self.received_version)
 
-    def _visit(self, data: torch.Tensor, rows: Rows | None, visit: Callable[..., None]) -> Answer:
-        """Visit the shards in memory, or their elements of rows; return sums over their chunks."""
-        client, address = self.context.client, data.data_ptr()
-        if rows is None:
-            visit(data=address, span=(0, self.numel))
-            return Answer(client.versions, client.num_chunks, client.ages)
-        total = Answer()
+    def _visit(self, data: torch.Tensor, rows: Rows, visit: Callable[..., None]) -> Answer:
+        """Visit the elements of rows that are in shards in memory; return sums over their chunks."""
+        client, address, total = self.context.client, data.data_ptr(), Answer()
         for span in (rows.span(*part) for part in self._spans):
-            visit(data=address + span[0] * data.element_size(), span=span)
+            visit(shards=self.shards, data=address + span[0] * data.element_size(), span=span)
             total = total.plus(Answer(client.versions, client.num_chunks, client.ages))
         return total
 
@@ -519,7 +524,9 @@ def send(
     if selected is not None or base is not None:
         apply = partial(server.apply, rows=selected, base=base)
     if tensor.is_cpu:
-        data = _in_order(buffers.plain(tensor, to_host=True), selected, order)
+        data = buffers.plain(tensor, to_host=True)
+        if order is not None:
+            data = _in_order(data, selected, order)
         return server.context.call(server, partial(apply, data, prepared), what, tensor.nbytes)
     in_order = partial(_in_order, rows=selected, order=order)
     staged = partial(_send_staged, tensor, prepared, streams.fence(tensor), apply, in_order)

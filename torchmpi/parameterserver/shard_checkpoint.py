@@ -33,7 +33,7 @@ from .servers import Server, ServerContext, call_collectively
 
 __all__ = ["load", "save"]
 
-_FORMAT = ("torchmpi_shards", 2)
+_FORMAT = ("torchmpi_shards", 3)
 _INDEX = "servers.json"
 _MOST_RANKS = 1 << 20
 _LOCK_SECONDS = 60
@@ -169,13 +169,19 @@ def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
     for number, server in enumerate(_servers(context)):
         headers = server.shards.headers(index)
         # Reading states that no rule has written to would allocate their memory.
-        arrays = _ARRAYS if headers[:, Header.steps].any() else _ARRAYS[:1]
+        arrays = _ARRAYS if _has_states(headers) else _ARRAYS[:1]
         content[str(number)] = {
             "versions": headers[:, Header.version].clone(),
             "steps": headers[:, Header.steps].clone(),
+            "row_steps": headers[:, Header.row_steps].clone(),
             **{name: server.shards.array(index, array).clone() for array, name in enumerate(arrays)},
         }
     archive.write(folder / _file_name(token, context.group.rank), content)
+
+
+def _has_states(headers: torch.Tensor) -> bool:
+    """Return whether a rule with states has been applied to a shard, to all of it or to rows."""
+    return bool(headers[:, [Header.steps, Header.row_steps]].any())
 
 
 def _write_index(folder: Path, token: str, context: ServerContext) -> None:
@@ -250,7 +256,7 @@ def _check_shard(path: Path, saved: Any, numel: int, server: Server) -> None:
     num_chunks = -(-numel // server.shards.chunk_numel)
     tensors: dict[str, Any] = saved if isinstance(saved, dict) else {}
     arrays: list[Any] = [tensors.get(name) for name in _ARRAYS if name == "values" or name in tensors]
-    counts: list[Any] = [tensors.get("versions"), tensors.get("steps")]
+    counts: list[Any] = [tensors.get(name) for name in ("versions", "steps", "row_steps")]
     if not (
         all(isinstance(each, torch.Tensor) and each.shape == (numel,) for each in arrays)
         and all(isinstance(each, torch.Tensor) and each.dtype == torch.int64 for each in counts)
@@ -291,7 +297,7 @@ def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) ->
 
 def _most_bytes(lengths: list[int]) -> int:
     """Return the most bytes of a file with shards of these lengths: versions and steps take less than the values."""
-    return sum(_MOST_MORE_BYTES + numel * (len(_ARRAYS) + 2) * _MOST_BYTES_OF_VALUE for numel in lengths)
+    return sum(_MOST_MORE_BYTES + numel * (len(_ARRAYS) + 3) * _MOST_BYTES_OF_VALUE for numel in lengths)
 
 
 def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
@@ -301,7 +307,7 @@ def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
 def _fill(server: Server, own: int, parts: list[_Saved]) -> None:
     headers = server.shards.headers(own)
     own_begin, own_numel = server.parts[server.group.rank]
-    if headers[:, Header.steps].any() or any(_ARRAYS[1] in saved for _, saved in parts):
+    if _has_states(headers) or any(_ARRAYS[1] in saved for _, saved in parts):
         for array in range(1, len(_ARRAYS)):
             server.shards.array(own, array).zero_()
     headers[:, Header.version :] = 0
@@ -314,6 +320,9 @@ def _fill(server: Server, own: int, parts: list[_Saved]) -> None:
         for old, new in _common_chunks(server.shards.chunk_numel, (begin, own_begin), (first, last)):
             headers[new, Header.version] = max(int(headers[new, Header.version]), int(saved["versions"][old]))
             headers[new, Header.steps] = max(int(headers[new, Header.steps]), int(saved["steps"][old]))
+        if len(headers) and len(saved["row_steps"]):  # each shard has counted them
+            steps = int(saved["row_steps"][0])
+            headers[0, Header.row_steps] = max(int(headers[0, Header.row_steps]), steps)
 
 
 def _common_chunks(chunk: int, begins: tuple[int, int], span: tuple[int, int]) -> Iterator[tuple[int, int]]:
