@@ -149,7 +149,7 @@ def _known_since(group: LiveGroup) -> float:
     return float(group.begin[0]) if is_full else -np.inf
 
 
-class Pace(NamedTuple):
+class StepPace(NamedTuple):
     """How fast a rank goes."""
 
     step: int | None = None
@@ -161,7 +161,7 @@ class Pace(NamedTuple):
     """Whether a step is what repeats in the calls, since nothing reports steps."""
 
 
-def pace_of(rank: LiveRank, now: float, seconds: float = 10.0) -> Pace:
+def pace_of(rank: LiveRank, now: float, seconds: float = 10.0) -> StepPace:
     """Return how fast a rank goes, over the last seconds, or the last few steps if they take longer."""
     steps = rank.steps
     if len(steps.ns):
@@ -169,7 +169,7 @@ def pace_of(rank: LiveRank, now: float, seconds: float = 10.0) -> Pace:
         took = (steps.ns[-1] - steps.ns[first]) / SECOND
         num_steps, samples = int(steps.step[-1] - steps.step[first]), int(steps.samples[-1] - steps.samples[first])
         loss = float(steps.loss[-1])
-        return Pace(
+        return StepPace(
             int(steps.step[-1]),
             took / num_steps if num_steps > 0 else None,
             samples / took if samples > 0 and took > 0 else None,
@@ -178,7 +178,7 @@ def pace_of(rank: LiveRank, now: float, seconds: float = 10.0) -> Pace:
     busy = max(rank.groups, key=lambda group: len(group.seq) * (not is_step(group.name)), default=None)
     period = 0 if busy is None or is_step(busy.name) else period_of(busy)
     if busy is None or not period:
-        return Pace()
+        return StepPace()
     begins = busy.begin[::-1][::period][::-1]  # of the same call in each step
     begins = begins[max(0, min(len(begins) - 3, int(np.searchsorted(begins, now - seconds * SECOND)))) :]
-    return Pace(step_seconds=float(np.median(np.diff(begins))) / SECOND, is_guess=True)
+    return StepPace(step_seconds=float(np.median(np.diff(begins))) / SECOND, is_guess=True)

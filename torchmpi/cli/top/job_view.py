@@ -12,8 +12,8 @@ from ...communicators.flight_record import LiveRank
 from ...supervision.report import named
 from ..flight_analysis import is_step
 from ..formatting import core_list
-from .job_history import SECOND, Pace, pace_of
-from .lateness import cause_of, find_late
+from .job_history import SECOND, StepPace, pace_of
+from .late_cause import cause_of, find_late
 from .rank_processes import RankProcess
 from .watched_job import WatchedJob
 
@@ -73,7 +73,7 @@ def _rank(live: LiveRank, process: int, facts: RankProcess, now: float) -> dict[
     }  # fmt: skip
 
 
-def _pace(pace: Pace) -> dict[str, Any]:
+def _pace(pace: StepPace) -> dict[str, Any]:
     return {
         "step": pace.step, "step_seconds": pace.step_seconds, "samples_per_second": pace.samples_per_second,
         "loss": pace.loss, "step_is_guess": pace.is_guess,
