@@ -95,14 +95,14 @@ class Screen:
         sys.stdout.flush()
 
     def _foot(self, num_rows: int, num_shown: int) -> str:
-        parts = [_HELP, f"by {ORDERS[self._order].name}"]
+        parts = [f"by {ORDERS[self._order].name}"]
         if num_shown < num_rows:
             parts.append(f"{self._first + 1}-{self._first + num_shown} of {num_rows}")
         if len(self._jobs) > 1:
             parts.append(f"n: job {self._shown + 1} of {len(self._jobs)}")
         if self._is_paused:
             parts.insert(0, "STOPPED")
-        return "  ".join(parts)
+        return "  ".join([*parts, _HELP])  # what is cut off in a narrow terminal
 
 
 @contextlib.contextmanager
