@@ -72,7 +72,7 @@ def state(figure: Any, finding: str, source: str = "") -> None:
         figure.text(0.01, y, source, fontsize=8.5, color=_DIM, va="center")
 
 
-def legend(figure: Any, panels: Any, columns: int = 5) -> None:
+def legend(figure: Any, panels: Any, columns: int = 6) -> None:
     """Add one legend for all panels, below them."""
     found: dict[str, Any] = {}
     for panel in panels.flat:
