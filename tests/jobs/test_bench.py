@@ -85,6 +85,8 @@ def test_models_divided_over_the_ranks(launch, tmp_path):
     names.discard(("decoding", "one process, 2 threads"))  # if the ranks have two cores
     decoding = ("one process", "tensor_parallel", "DTensor on gloo", "DTensor on torchmpi")
     expected = {("decoding", name) for name in decoding}
+    experts = ("one process", "MixtureOfExperts", "torch.distributed on gloo", "torch.distributed on torchmpi")
+    expected |= {("experts", name) for name in experts}
     assert names == expected | {("pipeline", name) for name in ("one process", "1F1B on gloo", "1F1B on torchmpi")}
 
 

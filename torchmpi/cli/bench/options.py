@@ -28,7 +28,7 @@ NONE, ALL = "none", "all"
 MEMORIES = ("plain", "shared")
 COMPUTING_HERE = ("mlp", "cnn", "resnet", "transformer")
 QUICK_MODELS = ("mlp", "cnn")
-WORKLOADS = ("decoding", "pipeline")
+WORKLOADS = ("decoding", "experts", "pipeline")
 WIDTHS, QUICK_WIDTHS = (512, 1024, 2048), (512,)
 MODELS = (*COMPUTING_HERE, "offloaded")
 DEFAULT_SECONDS, QUICK_SECONDS = 60.0, 10.0
@@ -169,8 +169,9 @@ _TRAIN = """Time training steps of models without communication, with synchroniz
 register_async_backward and with DistributedDataParallel on gloo; then communication alone. The model
 offloaded has the parameters of ResNet-18 (cnn) in layers that take time but no core, as on an accelerator."""
 _PARALLEL = """Time forms of parallelism that divide one model over the ranks, against one process, with one thread and
-with all cores, and against PyTorch's. decoding: generation of tokens, with tensor_parallel and with DTensor. pipeline:
-training with PyTorch's schedule 1F1B, each rank with some of the blocks."""
+with all cores, and against PyTorch's. decoding: generation of tokens, with tensor_parallel and with DTensor. experts:
+training of a MixtureOfExperts, also with the exchanges of torch.distributed. pipeline: training with PyTorch's
+schedule 1F1B, each rank with some of the blocks."""
 _COMPARE = """Show the lines that both files contain, with the ratio of times B/A. A change is marked if the quartiles
 do not overlap."""
 

@@ -15,6 +15,7 @@ from .bench_report import Row, grouped, has_figure, header, reasons, timing_of
 from .contestants import open_group, why_absent
 from .decoding import decoders
 from .divided_work import ONE_PROCESS, ParallelContestant
+from .mixtures import mixtures
 from .pipelines import pipelines
 from .timing import TimedCall, measure_calls
 
@@ -33,6 +34,7 @@ class ParallelWorkload(NamedTuple):
 
 WORKLOADS: Mapping[str, ParallelWorkload] = {
     "decoding": ParallelWorkload("generation, batch 1, 4 layers of this width", "token", decoders),
+    "experts": ParallelWorkload("training, 2 experts of this width and 512 tokens on each rank", "step", mixtures),
     "pipeline": ParallelWorkload("training, 8 microbatches of 16 rows, blocks of this width", "step", pipelines),
 }
 """What is measured; the first contestant of each is the base of the ratios."""

@@ -1,0 +1,110 @@
+"""Training steps of a mixture of experts, in one process and divided over ranks, for ``torchmpi bench parallel``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchmpi
+
+from ... import nn as mpinn
+from ...nn.experts import TokenExchange
+from .bench_job import BenchJob
+from .divided_work import ONE_PROCESS, ParallelContestant
+
+_EXPERTS_PER_RANK, _TOKENS_PER_RANK = 2, 512
+_TOLERANCE = 1e-4
+
+Average = Callable[[Tensor], object]
+
+
+class TorchExchange(TokenExchange):
+    """The exchange of a layer through a process group of torch.distributed."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(torchmpi.communicator(0))
+        self.group = group
+
+    def gather(self, counts: Tensor) -> Tensor:
+        """Return the counts of all ranks."""
+        gathered = counts.new_empty(self.comm.size * len(counts))
+        dist.all_gather_into_tensor(gathered, counts, group=self.group)
+        return gathered
+
+    def move(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send rows to other ranks, and return the received ones."""
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
+        return result
+
+
+def mixtures(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
+    """Make the contestants: one process, the layer, and the same layer with the exchange of each group."""
+    num_experts = _EXPERTS_PER_RANK * job.size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(job.size, _TOKENS_PER_RANK, width, generator=generator)
+    layer = _make_layer(width, num_experts)
+    alone, found = partial(float), []
+    first = torchmpi.group([0])
+    job.resources.callback(first.free)
+    if first:
+        with torchmpi.use(first):
+            whole = _make_layer(width, num_experts)
+        alone = partial(_step, whole, tokens.view(-1, width), lambda gradient: gradient)
+    expected = torchmpi.broadcast(alone())
+    steps: dict[str, Callable[[], float] | None] = {
+        "MixtureOfExperts": partial(_step, layer, tokens[job.rank], partial(torchmpi.allreduce, op="avg"))
+    }
+    for name, group in groups.items():
+        steps[f"torch.distributed on {name}"] = (
+            None if group is None else _through_torch(layer, tokens[job.rank], group)
+        )
+    for name, step in steps.items():
+        if step is None:
+            why_not: str | None = "this torch was built without it"
+        else:
+            loss = torchmpi.allreduce(step(), op="avg")
+            is_right = math.isclose(loss, expected, rel_tol=_TOLERANCE)
+            why_not = None if is_right else f"wrong: the loss is {loss} instead of {expected}"
+        found.append(ParallelContestant(name, step or (lambda: None), why_not=why_not))
+    return [ParallelContestant(ONE_PROCESS, alone, alone=True), *found]
+
+
+def _through_torch(layer: mpinn.MixtureOfExperts, tokens: Tensor, group: Any) -> Callable[[], float]:
+    """Return the step of a copy of the layer that uses torch.distributed only."""
+    other = copy.deepcopy(layer)
+    other.token_exchange = TorchExchange(group)
+
+    def average(gradient: Tensor) -> None:
+        dist.all_reduce(gradient, group=group)
+        gradient /= dist.get_world_size(group)
+
+    return partial(_step, other, tokens, average)
+
+
+def _make_layer(width: int, num_experts: int) -> mpinn.MixtureOfExperts:
+    """Make the layer, with the same weights whatever ranks it is divided over."""
+    torch.manual_seed(1)
+
+    def make_expert() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    return mpinn.MixtureOfExperts(width, num_experts, make_expert, capacity_factor=1.25)
+
+
+def _step(layer: mpinn.MixtureOfExperts, tokens: Tensor, average: Average) -> float:
+    """Run forward and backward, and average the gradient of the router; return the loss of this rank."""
+    layer.zero_grad()
+    loss = (tokens + layer(tokens)).square().mean() + 0.01 * layer.balance_loss
+    loss.backward()
+    gradient = layer.router.weight.grad
+    assert gradient is not None
+    average(gradient)
+    return float(loss.detach())
