@@ -23,7 +23,7 @@ import torch
 from helpers.live_job import SECOND, running_job
 from torch import nn
 
-from torchmpi.cli.top import lateness, top_screen, top_server, top_text
+from torchmpi.cli.top import late_cause, top_screen, top_server, top_text
 from torchmpi.cli.top.call_waits import bytes_of, period_of, split_calls
 from torchmpi.cli.top.job_history import JobHistory, Shares, pace_of
 from torchmpi.cli.top.job_view import page_of, view_of
@@ -213,27 +213,27 @@ def test_without_reports_steps_are_what_repeats():
 )
 def test_causes(facts, works, expected):
     others = {rank: RankProcess("R", main_delayed=0.02, main_busy=1.0, busy=1.0) for rank in (0, 2)}
-    assert expected in lateness.cause_of(1, {1: facts, **others}, works, ["train.py:3 in load"] * len(works))
+    assert expected in late_cause.cause_of(1, {1: facts, **others}, works, ["train.py:3 in load"] * len(works))
 
 
 def test_ranks_that_all_wait_for_a_core_are_not_late_for_that():
     facts = {rank: RankProcess("R", main_delayed=0.4, main_busy=0.6, busy=0.6, neighbors=3) for rank in range(3)}
-    assert "computes longer" in lateness.cause_of(1, facts, (), ())
+    assert "computes longer" in late_cause.cause_of(1, facts, (), ())
     crowded = {rank: RankProcess("R", main_delayed=0.6, main_busy=0.3, busy=0.3) for rank in range(3)}
-    assert "computes longer" in lateness.cause_of(1, crowded, (), ())  # it does not sleep
+    assert "computes longer" in late_cause.cause_of(1, crowded, (), ())  # it does not sleep
 
 
 def test_half_of_the_ranks_are_not_one_late_rank():
     known, nothing = np.ones((6, 40)), np.zeros((6, 40))
     halves, one = nothing.copy(), nothing + 0.3
     halves[:3], one[4] = 0.3, 0.0
-    assert lateness.find_late(Shares(known, nothing, halves), 0.5, 10) is None
-    late = lateness.find_late(Shares(known, nothing, one), 0.5, 10)
+    assert late_cause.find_late(Shares(known, nothing, halves), 0.5, 10) is None
+    late = late_cause.find_late(Shares(known, nothing, one), 0.5, 10)
     assert late is not None and (late.rank, late.share, late.seconds) == (4, pytest.approx(0.3), 20)
     uneven = known * np.array([[0.42], [0.3], [0.36], [0.24], [0.15], [0.4]])
-    assert lateness.find_late(Shares(known, nothing, uneven), 0.5, 10) is None  # the others differ as much
+    assert late_cause.find_late(Shares(known, nothing, uneven), 0.5, 10) is None  # the others differ as much
     one[:, :30] = 0.3
-    late = lateness.find_late(Shares(known, nothing, one), 0.5, 10)
+    late = late_cause.find_late(Shares(known, nothing, one), 0.5, 10)
     assert late is not None and late.seconds == 5
 
 
