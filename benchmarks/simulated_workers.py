@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--periods", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--sleeps", type=float, default=0.01, help="median seconds of a step on ranks (default 0.01)")
+    parser.add_argument("--sleeps", type=float, default=0.02, help="median seconds of a step on ranks (default 0.02)")
     parser.add_argument("--cost", action="store_true", help="only measure the record of a call")
     options = parser.parse_args()
     if options.cost:

@@ -114,7 +114,7 @@ def simulate(
 
     Args:
         train: The training function, without arguments. It does not call ``mpi.start()``.
-        num_workers: The number of workers; a thousand is possible.
+        num_workers: The number of workers; some hundred are possible.
         compute: Seconds of a step: a number; or ``compute(worker, step, random)``, with a
             :class:`numpy.random.Generator` of the worker; or a record, whose times are repeated, by worker w those of
             rank w modulo the number of ranks.
