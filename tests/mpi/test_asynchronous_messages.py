@@ -14,6 +14,7 @@ import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.backends.ring_transport import RingTransport
 from torchmpi.collectives.message_handle import transport_of
+from torchmpi.collectives.short_messages import DeferredReceive
 from torchmpi.shared_memory import fast_path
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
@@ -65,6 +66,26 @@ def test_a_blocking_receive_does_not_overtake_a_deferred_one(agree):
             send.wait()
         agree.equal(first, values(left, 2 * turn), f"first, turn {turn}")
         agree.equal(second, values(left, 2 * turn + 1), f"second, turn {turn}")
+
+
+def test_a_message_does_not_overtake_a_receive_that_another_thread_begins(agree, monkeypatch):
+    """Regression: the progress thread had taken a deferred receive, and had not posted it yet."""
+    left, right = neighbors()
+    begin = DeferredReceive.begin
+
+    def slowly(receive: DeferredReceive) -> None:
+        time.sleep(0.05)
+        begin(receive)
+
+    monkeypatch.setattr(DeferredReceive, "begin", slowly)
+    for turn in range(3):
+        send = mpi.send_async(values(mpi.rank(), turn), right)
+        handle = mpi.recv_async(torch.zeros(8), left)
+        time.sleep(0.02)
+        got = mpi.sendreceive(values(mpi.rank(), turn + 100), left, right)
+        agree.equal(handle.wait(), values(left, turn), f"deferred, turn {turn}")
+        agree.equal(got, values(left, turn + 100), f"exchange, turn {turn}")
+        send.wait()
 
 
 def test_a_repeated_message_runs_in_machine_code(agree):

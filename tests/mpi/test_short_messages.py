@@ -34,9 +34,11 @@ def placement(request) -> Iterator[str]:
     name = "" if request.param == "one host" else str(MPI.COMM_WORLD.rank)
     mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=name))
     yield request.param
-    mpi.stop()
-    if was_running:
-        mpi.start()
+    try:
+        mpi.stop()
+    finally:
+        if was_running:
+            mpi.start()
 
 
 @pytest.fixture(autouse=True)

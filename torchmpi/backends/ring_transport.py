@@ -144,7 +144,7 @@ class RingTransport(GroupResource):
 
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
-        if self.deferred:
+        if self.lock.fields[LockFields.deferred]:  # also one that another thread is posting now
             self.begin_deferred()
         with self.lock:
             if self.is_closed:
