@@ -31,10 +31,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import files
 from ..errors import TorchMPIError
@@ -42,6 +41,9 @@ from ..log import logger
 from ..shared_memory.memory_layout import FIELD_BYTES, MAX_LOG_DIMS, RECORD_IS_NUMBER, RECORD_LENGTH, RecordFields
 from . import progress
 from .message_record import LoggedMessages, messages_in
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 FILE_NAME = "torchmpi-flight-record"
 SUFFIX = ".flight"

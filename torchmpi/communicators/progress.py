@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import struct
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 LENGTH = 512
 """How many reports are kept."""
