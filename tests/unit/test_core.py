@@ -73,7 +73,13 @@ def test_mpi_reduces_only_what_has_the_same_bits_in_every_order(dtype, op, size,
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
 def test_every_setting_is_read_from_the_environment(field):
     given = {bool: ("0", False), int: ("7", 7), float: ("7.5", 7.5), str: ("none", "none")}[type(field.default)]
-    names = {"check": "strict", "hierarchical": "off", "on_lost_rank": "raise", "backend": "p2p"}
+    names = {
+        "check": "strict",
+        "hierarchical": "off",
+        "on_lost_rank": "raise",
+        "backend": "p2p",
+        "replica_check": "warn",
+    }
     given = (names[field.name],) * 2 if field.name in names else given
     config = Config.from_environment({f"TORCHMPI_{field.name.upper()}": given[0], "HOME": "/root"})
     assert getattr(config, field.name) == given[1]

@@ -52,7 +52,8 @@ def group(*calls: tuple[int, int, float, float], ranks=(0, 1, 2)) -> LiveGroup:
 
 
 def watched() -> WatchedJob:
-    (found,) = find_jobs(os.getpid()).items()
+    """Return the job of `running_job` in this process, in which other tests may have left records."""
+    (found,) = ((name, ranks) for name, ranks in find_jobs(os.getpid()).items() if name[0] == "7")
     return WatchedJob(*found)
 
 
@@ -319,12 +320,13 @@ def test_the_screen_obeys_keys_and_restores_the_terminal(monkeypatch):
 
 def test_jobs_of_this_host_are_found_and_errors_say_where_to_look():
     with running_job(2):
-        ((name, ranks),) = find_jobs(os.getpid()).items()
-        assert name == ("7", "train.py") and [each.rank for each in ranks] == [0, 1]
+        assert [each.rank for each in find_jobs(os.getpid())["7", "train.py"]] == [0, 1]
         assert ("7", "train.py") in find_jobs()
     assert ("7", "train.py") not in find_jobs()
-    with pytest.raises(TorchMPIError, match=f"among process {os.getpid()} .* as the user of the job"):
-        watch(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as other:
+        with pytest.raises(TorchMPIError, match=f"among process {other.pid} .* as the user of the job"):
+            watch(other.pid)
+        other.kill()
     with pytest.raises(TorchMPIError, match="no process 4194304 on this host"):
         watch(1 << 22)
 
