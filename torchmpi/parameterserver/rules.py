@@ -46,7 +46,8 @@ class Rule:
     Args:
         name: Name of a built-in rule, or of one of :func:`register_rule`.
         coefficients: A tuple of at most six numbers. A registered rule gets them as its last arguments.
-        power, offset: See :func:`damped`.
+        power: See :func:`damped`.
+        offset: Likewise.
 
     Raises:
         ArgumentError: The coefficients are not a tuple.
