@@ -537,6 +537,7 @@ def test_communicators_that_each_rank_has_freed_by_itself_are_freed_with_the_nex
     agree(comm == null and side_comm == null)
 
 
+@pytest.mark.release  # a minute; fewer ones are freed in test_communicators.py
 @pytest.mark.any_mpi
 @pytest.mark.ranks(2)
 def test_thousands_of_groups_fit(agree):
