@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -16,6 +17,9 @@ from .execution import GroupExecution
 
 _watches: WeakKeyDictionary[torch.optim.Optimizer, ReplicaWatch | None] = WeakKeyDictionary()
 """The watch of each optimizer that has made a step; None for one whose parameters are not those of a DDP module."""
+_modules: WeakSet[DistributedDataParallel] = WeakSet()
+"""The modules that have been called. torch has no list of them, and looking for them among all objects of the program
+(`gc.get_objects`) breaks other threads, whose unfinished tuples it returns."""
 _is_prepared = False
 
 
@@ -24,7 +28,13 @@ def prepare() -> None:
     global _is_prepared
     if not _is_prepared and runtime.is_running() and runtime.current().config.replica_check_steps:
         _is_prepared = True
+        register_module_forward_pre_hook(_note_module)
         register_optimizer_step_post_hook(_after_step)
+
+
+def _note_module(module: nn.Module, _: object) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _modules.add(module)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -52,8 +62,7 @@ def _watch(optimizer: torch.optim.Optimizer) -> ReplicaWatch | None:
 def _module_of(optimizer: torch.optim.Optimizer) -> DistributedDataParallel | None:
     """Return the DDP module with the parameters of an optimizer, which torch does not tell."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and own & {id(each) for each in found.parameters()}:
-            module: DistributedDataParallel = found
+    for module in list(_modules):
+        if own & {id(each) for each in module.parameters()}:
             return module
     return None
