@@ -65,7 +65,7 @@ def main() -> None:
     won = mpi.allreduce(games[:, -1].mean(), op="avg").item()
     if rank == 0:
         print(f"actor_learner: {size - 1} actors, {BATCHES} batches, {won:.0%} of the games won")
-    assert won > 0.8  # 50 % at random
+    assert won > 0.85  # 50 % at random
     mpi.barrier()
     ps.free(server)
     mpi.stop()

@@ -153,7 +153,6 @@ def every_collective(numel, root):
 """
 
 
-@pytest.mark.release  # compiles all kernels with checks
 def test_collectives_pass_the_checks_of_the_kernels(job):
     code = f"""{START}{COLLECTIVES}
 for numel in (8, 28, 29, 3000, 40_000, 100_000, 700_001):

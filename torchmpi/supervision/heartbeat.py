@@ -34,6 +34,7 @@ _GONE_SECONDS = 2.0
 # Before a rank ends because another one has reported: until then the launcher usually ends this process.
 _GRACE_SECONDS = 4.0
 _SILENT_PROBES = 2.5
+_QUIET_SECONDS = 1.0  # without an answer, after which no notice is sent
 _TO_ALL = _NOBODY = -1
 
 
@@ -191,6 +192,9 @@ class Heartbeat:
                 messages, error = link.receive()
                 for message in messages:
                     self._take(message, link)
+                if self._is_far(link) and any(message["kind"] == "notice" for message in messages):
+                    # So both sides of a link that is cut in one direction wait for an acknowledgement, and notice.
+                    link.send({"kind": "heard", "to": link.peer, "from": self._rank})
                 if error is not None:
                     poll.unregister(descriptor)
                     link.is_closed = True
@@ -199,6 +203,8 @@ class Heartbeat:
                 self._end()
 
     def _take(self, message: Message, link: HostLink) -> None:
+        if message["kind"] == "heard":
+            return
         if message["kind"] == "goodbye":
             link.said_goodbye = True
         elif message["to"] == _TO_ALL:
@@ -245,7 +251,8 @@ class Heartbeat:
         hop = next_hop(self._hosts, self._rank, to, closed)
         problem = self._problem_with(to, hop)
         if hop is not None and not problem:
-            self._links[hop].send(message)
+            if message["kind"] != "notice" or self._takes_notices(self._links[hop]):
+                self._links[hop].send(message)
         elif message["kind"] == "request":
             reply = {"kind": "reply", "to": message["from"], "from": to, "number": message["number"]}
             reply["status"] = RankStatus(problem=problem).packed()
@@ -253,6 +260,13 @@ class Heartbeat:
                 self._take(reply, self._links[min(self._links)])
             else:
                 self._pass_on(reply)
+
+    def _takes_notices(self, link: HostLink) -> bool:
+        """Return whether notices may be sent: not to a host that is silent.
+
+        Through a link that is cut in one direction they would still arrive, and keep that host from noticing.
+        """
+        return not self._is_far(link) or network.silent_seconds(link.sock) < _QUIET_SECONDS
 
     def _problem_with(self, to: int, hop: int | None) -> str:
         """Return why a rank cannot be reached, if it is on this host or the next one; '' otherwise."""
@@ -273,6 +287,8 @@ class Heartbeat:
             return
         name = self._names[link.peer]
         seconds = network.silent_seconds(link.sock) if self._is_far(link) else 0.0
+        if error.errno == errno.ETIMEDOUT:  # nothing was acknowledged for as long, whatever has arrived meanwhile
+            seconds = max(seconds, self._limit_seconds)
         # Where a link is cut in one direction, the other host may notice first, and its reset arrives.
         if self._is_far(link) and (error.errno in _UNREACHABLE or seconds > self._silent_limit):
             ranks = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[link.peer]]
