@@ -7,13 +7,19 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from conftest import job_environment, search_path
 
+from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
+
 PROGRAM = """
-import sys, time
+import os, sys, time
 from pathlib import Path
+from mpi4py import MPI
+os.environ["TORCHMPI_HOST_NAME"] = "ab"[MPI.COMM_WORLD.rank]
 import torch
 import torchmpi as mpi
 
@@ -47,6 +53,7 @@ def test_the_late_rank_is_named_while_the_job_runs_and_in_its_report(alone, tmp_
         while not (tmp_path / "ready").exists() and job.poll() is None:
             time.sleep(0.05)
         seen = alone("-m", "torchmpi", "top", "--json", job.pid)
+        told = told_to_first(job.pid)
     finally:
         (tmp_path / "done").touch()
         _, errors = job.communicate(timeout=160)
@@ -59,7 +66,21 @@ def test_the_late_rank_is_named_while_the_job_runs_and_in_its_report(alone, tmp_
     assert by_rank[0]["waiting"] > by_rank[1]["waiting"]
     assert by_rank[1]["step"] > 10 and by_rank[1]["loss"] == 1.0 and by_rank[1]["memory_bytes"] > 1 << 20
     assert re.match(r"at .*train\.py:\d+ in (load|<module>)", by_rank[1]["line"]), seen.stdout
+    assert set(told) == {"0", "1"} and told["0"][2] == {}
+    host, _, of_far = told["1"]
+    assert host == "b" and of_far["step"] > 10 and of_far["loss"] == 1.0 and "train.py:" in of_far["line"]
+    assert of_far["memory_bytes"] > 1 << 20 and of_far["ran"] > 0
     assert_is_page_of_run(report)
+
+
+def told_to_first(launcher: int) -> Mapping[str, Any]:
+    """Look at rank 0 until it shows what the rank of the other host has told."""
+    (ranks,) = find_jobs(launcher).values()
+    watched = WatchedJob(("", ""), ranks)
+    while watched.read() and not (told := watched.ranks[0].live.told_of_all).get("1", ({},) * 3)[2]:
+        time.sleep(0.2)
+    watched.close()
+    return told
 
 
 def assert_is_page_of_run(report: Path) -> None:

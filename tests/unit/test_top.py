@@ -15,7 +15,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from torch import nn
 
 from torchmpi.cli.top import late_cause, top_screen, top_server, top_text
 from torchmpi.cli.top.call_waits import bytes_of, period_of, split_calls
+from torchmpi.cli.top.far_ranks import FarRank
 from torchmpi.cli.top.job_history import JobHistory, Shares, pace_of
 from torchmpi.cli.top.job_view import page_of, view_of
 from torchmpi.cli.top.rank_processes import ProcessWatch, RankProcess
@@ -37,6 +40,7 @@ from torchmpi.communicators.flight_record import FlightRecord, LiveGroup, look, 
 from torchmpi.engine import SGDEngine
 from torchmpi.errors import ArgumentError, NotStartedError, TorchMPIError
 from torchmpi.session.reported_progress import report_progress
+from torchmpi.supervision.lateness import Pace
 from torchmpi.supervision.program_lines import activity
 
 SUM, BARRIER = call_code("allreduce", "sum", 1), call_code("barrier")
@@ -331,17 +335,76 @@ def test_jobs_of_this_host_are_found_and_errors_say_where_to_look():
         watch(1 << 22)
 
 
-def test_ranks_of_other_hosts_are_named_as_not_seen():
+@contextmanager
+def running_on_two_hosts():
+    """The job of `running_job` whose ranks 2 and 3 are on another host."""
     with running_job(2) as records:
         for rank, record in enumerate(records):
-            about = {"rank": rank, "size": 4, "process": os.getpid(), "job": 7, "on_host": "0-1"}
-            flight_record._write_text(record._head, about)
+            values = {"rank": rank, "size": 4, "process": os.getpid(), "job": 7, "on_host": "0-1"}
+            flight_record._write_text(record._head[: flight_record._PAGE_BYTES], values)
         job = watched()
+        yield job, records[0]
+        job.close()
+
+
+@pytest.mark.parametrize(
+    "is_with_first, hint", [(1, "have not told rank 0 of themselves"), (0, "on the host of rank 0")]
+)
+def test_ranks_of_other_hosts_that_say_nothing_are_named(is_with_first, hint):
+    with running_on_two_hosts() as (job, _):
+        if not is_with_first:
+            job.ranks.pop(0).close()
         job.read()
         view = view_of(job)
-        job.close()
     assert view["job"]["elsewhere"] == [2, 3]
-    assert "ranks 2, 3 are on other hosts, whose memory this command cannot read" in top_text.page(view, 200)
+    assert "ranks 2, 3 are on other hosts" in view["job"]["note"] and hint in view["job"]["note"]
+
+
+def test_ranks_of_other_hosts_are_shown_by_what_they_tell_rank_0():
+    """The others wait for rank 2, which loads data."""
+    with running_on_two_hosts() as (job, record):
+        begin = time.monotonic_ns()
+        for second in range(9):
+            values = {}
+            for rank in range(4):
+                waited = 0 if rank == 2 else 0.6
+                told = {
+                    "step": 10 * second, "samples": 40 * second, "loss": 0.5, "call": "", "call_seconds": 0.0,
+                    "line": "at /home/me/train.py:31 in load: x = next(batches)", "work": "data loading",
+                    "memory_bytes": 1 << 20, "cores": [0, 1], "ran": second * SECOND // 2, "queued": 0,
+                }  # fmt: skip
+                pace = Pace(
+                    second * SECOND, 10 * second, int((waited + 0.1) * second * SECOND), int(waited * second * SECOND)
+                )
+                values[str(rank)] = ["far\x1b" if rank > 1 else "near", list(pace), told if rank == 2 else {}]
+            record.tell_of_all(values)
+            with pytest.MonkeyPatch.context() as patch:
+                clock = SimpleNamespace(monotonic_ns=lambda now=begin + second * SECOND: now)
+                patch.setattr("torchmpi.cli.top.watched_job.time", clock)
+                assert job.read()
+        view, page = view_of(job), page_of(job)
+    assert view["job"]["elsewhere"] == [] and not view["job"]["note"]
+    far = view["ranks"][2]
+    assert (far["host"], far["step"], far["step_seconds"], far["samples_per_second"]) == ("far\\x1b", 80, 0.1, 40)
+    assert (round(far["computing"], 2), round(far["communicating"], 2), far["waiting"]) == (0.9, 0.1, 0)
+    assert round(view["ranks"][3]["waiting"], 2) == round(view["ranks"][0]["waiting"], 2) == 0.6
+    assert view["late"]["rank"] == 2 and "data loading, train.py:31" in view["late"]["text"]
+    assert (job.facts[2].main_busy, job.facts[2].main_delayed, job.facts[2].memory_bytes) == (0.5, 0, 1 << 20)
+    assert "train.py:31" in top_text.page(view, 120) and max(page["lanes"]["2"]["computing"]) == 0.9
+
+
+@pytest.mark.parametrize("told", [None, [], ["a", [1], "b"], ["a", ["x"] * 9, {}], ["a", [1] * 9, {"step": []}]])
+def test_what_is_no_word_of_a_rank_is_ignored(told):
+    rank = FarRank(0)
+    rank.take(told, 0.0)
+    assert rank.times().shape == (0, 4) and rank.entry()["host"] == ""
+
+
+def test_what_ranks_tell_ends_where_there_is_no_room():
+    with running_job(1) as (record,):
+        record.tell_of_all({str(rank): ["x" * 1000, [], {}] for rank in range(100)})
+        (found,) = (each.live for each in watched().ranks.values())
+    assert 20 < len(found.told_of_all) < 40 and found.told_of_all["0"][0] == "x" * 1000
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 64, b"{}" * 300, bytes(4000)])

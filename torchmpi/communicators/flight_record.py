@@ -9,7 +9,8 @@ head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the 
              REQUEST, the group and the number of the call in which the rank is blocked (`RankStatus.blocked`); from
              TEXT_BYTES a JSON object: rank, size, host, process, program; on the second page another one: the request
              of ``torchmpi dump`` with the number in REQUEST; until when ``torchmpi top`` looks, in LOOK, and on the
-             third page what the rank tells it; then the last steps (:mod:`.progress`)
+             third page what the rank tells it; then the last steps (:mod:`.progress`); in the second half, on rank 0,
+             what the ranks of a job with other hosts tell ``torchmpi top``
 each ring    one page with STATE, KEY, KIND and a JSON object: name and ranks of the group; then RECORD_LENGTH entries,
              of calls or of channels (:mod:`.message_record`)
 ============ ======================================================================================================
@@ -29,8 +30,9 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -59,7 +61,7 @@ _PAGE_BYTES = 4096
 _ENTRY_BYTES = RecordFields.FIELDS * FIELD_BYTES
 _RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
 _HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
-_ANSWER_START, _PROGRESS_START = 2 * _PAGE_BYTES, 3 * _PAGE_BYTES
+_ANSWER_START, _PROGRESS_START, _ALL_START = 2 * _PAGE_BYTES, 3 * _PAGE_BYTES, _HEAD_BYTES // 2
 _MOST_LOOK_NS = 60_000_000_000
 """For how long one request has the rank tell where it is: a reader that has been killed costs nothing after it."""
 _RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
@@ -104,7 +106,7 @@ class Ring:
 
     def describe(self, key: int, name: str, ranks: Sequence[int], kind: int) -> None:
         """Write the group to which the ring belongs."""
-        _write_text(self.memory, {"name": name, "ranks": as_ranges(ranks)})
+        _write_text(self.memory[:_PAGE_BYTES], {"name": name, "ranks": as_ranges(ranks)})
         self.fields[_KEY], self.fields[_KIND], self.fields[_STATE] = key, kind, _IN_USE
 
     def enter(self, seq: int, code: int, shape: tuple[int, ...], *, is_number: bool = False) -> None:
@@ -220,7 +222,7 @@ class FlightRecord:
         self.read_ticks: Callable[[], int] | None = None
         """Reads the ticks with which the fast path measures time."""
         self._head = memoryview(bytearray(_HEAD_BYTES)) if self._file is None else self._map_head()
-        _write_text(self._head, about)
+        _write_text(self._head[:_PAGE_BYTES], about)
         self._fields = self._head.cast("q")
         self._fields[FIRST_NS] = self._fields[LAST_NS] = now = time.monotonic_ns()
         self._fields[_WALL_NS] = time.time_ns() - now
@@ -346,6 +348,16 @@ class FlightRecord:
     def tell(self, values: dict[str, Any]) -> None:
         """Write what those see who look at this rank."""
         _write_text(self._head[_ANSWER_START : _ANSWER_START + _PAGE_BYTES], values)
+
+    def tell_of_all(self, values: dict[str, Any]) -> None:
+        """Write what all ranks tell those who look at rank 0; if there is no room, not that of the last ranks."""
+        room, kept = _HEAD_BYTES - _ALL_START - _TEXT_BYTES, {}
+        for rank, value in values.items():
+            room -= len(json.dumps({rank: value}))  # two braces here, a comma and a space there
+            if room < 0:
+                break
+            kept[rank] = value
+        _write_text(self._head[_ALL_START:], kept)
 
     def save(self, folder: Path) -> None:
         """Write a copy to a folder, unless the record itself is there, or has been closed.
@@ -495,6 +507,8 @@ class LiveRank(NamedTuple):
     """The last answer to :func:`look`; {} without one."""
     since_ns: int = 0
     """When the record begins, on the monotonic clock."""
+    told_of_all: Mapping[str, Any] = MappingProxyType({})
+    """Of rank 0 of a job on several hosts: what all ranks have told it while somebody looks, by rank."""
 
 
 def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
@@ -510,7 +524,7 @@ def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
         TorchMPIError: It is no flight record.
     """
     file = record.fileno()
-    data = os.pread(file, _PROGRESS_START + progress.NUM_BYTES, 0)
+    data = os.pread(file, _HEAD_BYTES, 0)
     about = _shown(_read_text(data, 0))
     head = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist() if len(data) >= _TEXT_BYTES else [0]
     numbers = about.get("rank"), about.setdefault("size", 0)
@@ -531,7 +545,8 @@ def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
             ranks = _ranks(str(text.get("ranks", "")), known)
             groups.append(_live_group(key, str(text["name"]), ranks, entries, head))
     steps, told = progress.steps_in(data[_PROGRESS_START:]), _shown(_read_text(data, _ANSWER_START))
-    return LiveRank(about, bool(head[_ENDED]), groups, steps, told, head[FIRST_NS])
+    told_of_all = _read_text(data, _ALL_START, _HEAD_BYTES)
+    return LiveRank(about, bool(head[_ENDED]), groups, steps, told, head[FIRST_NS], told_of_all)
 
 
 def _live_group(key: int, name: str, ranks: tuple[int, ...], entries: bytes, head: Sequence[int]) -> LiveGroup:
@@ -636,16 +651,16 @@ def _as_call(entry: Sequence[int], time_of: Callable[[int], float]) -> LoggedCal
 
 
 def _write_text(memory: memoryview, values: dict[str, Any]) -> None:
-    data = json.dumps(values).encode()
-    if len(data) > _PAGE_BYTES - _TEXT_BYTES:  # names and lists of any length
+    data, room = json.dumps(values).encode(), len(memory) - _TEXT_BYTES
+    if len(data) > room:  # names and lists of any length
         short = {key: value[:500] if key in _CUT else value for key, value in values.items()}
         data = json.dumps(short).encode()
-    memory[_TEXT_BYTES:_PAGE_BYTES] = data[: _PAGE_BYTES - _TEXT_BYTES].ljust(_PAGE_BYTES - _TEXT_BYTES, b"\0")
+    memory[_TEXT_BYTES:] = data[:room].ljust(room, b"\0")
 
 
-def _read_text(data: bytes, start: int) -> dict[str, Any]:
+def _read_text(data: bytes, start: int, end: int = 0) -> dict[str, Any]:
     try:
-        values = files.parse_json(data[start + _TEXT_BYTES : start + _PAGE_BYTES].rstrip(b"\0"))
+        values = files.parse_json(data[start + _TEXT_BYTES : end or start + _PAGE_BYTES].rstrip(b"\0"))
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}

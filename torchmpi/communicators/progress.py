@@ -50,6 +50,8 @@ class Progress:
     >>> steps = steps_in(memory)
     >>> steps.step.tolist(), steps.samples.tolist(), steps.loss.tolist()
     ([1], [32], [0.5])
+    >>> progress.last()
+    (1, 32, 0.5)
     """
 
     def __init__(self) -> None:
@@ -86,6 +88,14 @@ class Progress:
         _WRITE(memory, at, time.monotonic_ns(), self._step, self._samples, loss)
         self._count += 1
         _NUMBER(memory, 0, self._count)  # last: a reader takes no entry that is being written for the newest one
+
+    def last(self) -> tuple[int | None, int, float]:
+        """Return the last step, the samples of all steps, and the loss of the last one (NaN: not reported)."""
+        memory, count = self._memory, self._count
+        if memory is None or not count:
+            return None, 0, math.nan
+        _, step, samples, loss = _ENTRY.unpack_from(memory, 8 * _FIELDS_BEFORE + (count - 1) % LENGTH * _ENTRY.size)
+        return step, samples, loss
 
 
 progress = Progress()

@@ -6,21 +6,26 @@ from collections.abc import Mapping, Sequence
 
 from ..communicators.group import GroupContext
 from ..log import logger
+from .heartbeat import Heartbeat
 from .lateness import NUM_WINDOWS, PERIODS_PER_WINDOW, Evidence, LateWatch, Looks, Verdict, likely_cause
-from .pace import Note, PaceReader, StackLooks
+from .pace import Note, PaceReader, StackLooks, account
 from .status_exchange import StatusExchange
 
 _LOOKS_PER_PERIOD = 25
 _PERIODS_OF_LOOKS = NUM_WINDOWS // 2 * PERIODS_PER_WINDOW - 1
 """Until the verdict after a suspicion."""
-_PACE, _LOOK = "pace", "look"
+_PACE, _LOOK, _WATCHED = "pace", "look", "watched"
+_WATCHED_PERIODS = 4
+"""For how many checks a question of rank 0 counts, which repeats it in each of its own."""
 
 
 class LateRanks:
     """Each rank publishes its pace on the status board of its host; rank 0 compares them, and logs what follows.
 
     The first rank of another host passes on what its host has published, over the connections of the heartbeat. When
-    rank 0 suspects a rank, all ranks look where their main threads are, until the verdict.
+    rank 0 suspects a rank, all ranks look where their main threads are, until the verdict. While ``torchmpi top`` looks
+    at rank 0 of a job on several hosts, the ranks of the others tell more, and all of it goes to the flight record of
+    rank 0.
 
     Args:
         context: The groups of this rank.
@@ -40,6 +45,8 @@ class LateRanks:
         self._looks: StackLooks | None = None
         self._wanted = 0
         """The number of the last request for looks."""
+        self._asked_at, self._watched_checks = 0, 0
+        """The last question of lookers, and for how many checks it still is to be answered."""
         self._has_failed = False
 
     def check(self) -> None:
@@ -49,6 +56,7 @@ class LateRanks:
         try:
             notes = self._exchange_notes()
             if self._rank == 0:
+                self._show(notes)
                 for verdict in self._watch.add({rank: note.pace for rank, note in notes.items()}):
                     self._act(verdict, notes)
         except ValueError:  # the group of the host was freed meanwhile: this rank is in stop()
@@ -77,10 +85,14 @@ class LateRanks:
         first = ranks[0]
         if self._rank == first and self._rank != 0 and heartbeat is not None:
             self._look(heartbeat.notices.get((_LOOK, 0), 0))
+            self._hear(heartbeat.notices.get((_WATCHED, 0), 0))
         elif first in notes:
             self._look(notes[first].wanted)
+            self._watched_checks = int(notes[first].is_watched)
         looks = Looks() if self._looks is None else self._looks.result()
-        notes[self._rank] = own = Note(self._reader.read(), looks, self._wanted)
+        is_watched = self._watched_checks > 0
+        told = account(self._exchange) if is_watched else {}
+        notes[self._rank] = own = Note(self._reader.read(), looks, self._wanted, is_watched, told)
         if board is not None and host is not None and not board.write_note(host.rank, own.packed()):
             board.write_note(host.rank, own.without_lines().packed())
         if heartbeat is not None and self._rank == 0:
@@ -91,6 +103,26 @@ class LateRanks:
             for rank, note in notes.items():
                 heartbeat.send_notice(0, _PACE, note.packed(), of=rank)
         return notes
+
+    def _hear(self, question: int) -> None:
+        """Note whether rank 0 has asked again for what lookers want to know."""
+        self._watched_checks = _WATCHED_PERIODS if question != self._asked_at else max(0, self._watched_checks - 1)
+        self._asked_at = question
+
+    def _show(self, notes: Mapping[int, Note]) -> None:
+        """On rank 0: show lookers what all ranks have told, and ask those of other hosts for more."""
+        record, heartbeat = self._exchange.context.flight_record, self._exchange.heartbeat
+        if record is None or heartbeat is None or not record.is_looked_at():
+            return
+        self._asked_at += 1
+        for leader in self._other_leaders(heartbeat):
+            heartbeat.send_notice(leader, _WATCHED, self._asked_at)
+        record.tell_of_all(
+            {str(rank): [self._names[rank], list(note.pace), dict(note.told)] for rank, note in sorted(notes.items())}
+        )
+
+    def _other_leaders(self, heartbeat: Heartbeat) -> set[int]:
+        return {rank for rank in heartbeat.leaders if self._hosts[rank] != self._hosts[0]}
 
     def _look(self, number: int) -> None:
         """Look where the main thread is, if that has been asked for since the last time."""
@@ -104,7 +136,7 @@ class LateRanks:
         self._look(self._wanted + 1)
         heartbeat = self._exchange.heartbeat
         if heartbeat is not None:
-            for leader in {rank for rank in heartbeat.leaders if self._hosts[rank] != self._hosts[0]}:
+            for leader in self._other_leaders(heartbeat):
                 heartbeat.send_notice(leader, _LOOK, self._wanted)
 
     def _act(self, verdict: Verdict, notes: Mapping[int, Note]) -> None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import linecache
+import math
 import os
 import resource
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from ..communicators.group import GroupContext
+from ..communicators.progress import progress
 from ..launch import affinity
 from ..shared_memory.kernels import no_garbage_collection
 from .lateness import BACKWARD, ELSEWHERE, ENGINE, FORWARD, LOADING, OPTIMIZER, SAVING, SEPARATOR, Looks, Pace
-from .program_lines import PACKAGE, installed_files
+from .program_lines import PACKAGE, activity, installed_files
+from .status_exchange import NO_CALL, StatusExchange
 
 _MOST_PLACES, _MOST_CHARACTERS = 4, 60
 """The lines that a rank tells, and the characters of each: a note has room for a thousand."""
@@ -91,6 +95,14 @@ def _opened(path: str | Path | None) -> int | None:
 def _read(file: int | None) -> str:
     try:
         return "" if file is None else os.pread(file, 4096, 0).decode()
+    except OSError:
+        return ""
+
+
+def _file_text(path: str) -> str:
+    """Return a short file of the kernel; '' if it cannot be read."""
+    try:
+        return Path(path).read_text()
     except OSError:
         return ""
 
@@ -208,6 +220,27 @@ def _describe(file: str, line: int, name: str) -> str:
     return f"at {file[-60:]}:{line} in {name}: {text}".rstrip(": ")
 
 
+def account(exchange: StatusExchange) -> dict[str, Any]:
+    """Return what this rank tells those who look at the job from another host, in types of JSON.
+
+    Its last step, samples and loss; its call, and for how long; the line of the program and the kind of work; memory,
+    cores, and for how long (in nanoseconds) its main thread has run, and waited for a core.
+    """
+    step, samples, loss = progress.last()
+    call, call_seconds = exchange.doing()
+    main = threading.main_thread()
+    ran, queued, *_ = (*_file_text(f"/proc/self/task/{main.native_id}/schedstat").split(), "0", "0")
+    pages = (*_file_text("/proc/self/statm").split(), "0", "0")[1]
+    seen = activity()
+    return {
+        "step": step, "samples": samples, "loss": loss if math.isfinite(loss) else None,
+        "call": call if call != NO_CALL else "", "call_seconds": call_seconds,
+        "line": seen["line"], "work": seen["work"],
+        "is_inside": seen["is_inside"], "memory_bytes": int(pages) * resource.getpagesize(),
+        "cores": sorted(os.sched_getaffinity(0)), "ran": int(ran), "queued": int(queued),
+    }  # fmt: skip
+
+
 class Note(NamedTuple):
     """What a rank tells of itself.
 
@@ -220,10 +253,15 @@ class Note(NamedTuple):
     looks: Looks = Looks()
     wanted: int = 0
     """The number of the last request for looks."""
+    is_watched: bool = False
+    """Whether ``torchmpi top`` looks at rank 0, and the ranks of this other host are to tell more."""
+    told: Mapping[str, Any] = MappingProxyType({})
+    """What they tell then (:func:`account`)."""
 
     def packed(self) -> list[Any]:
         """Return the note in types of JSON."""
-        return [list(self.pace), [self.looks.num, self.looks.queued, dict(self.looks.places)], self.wanted]
+        looks = [self.looks.num, self.looks.queued, dict(self.looks.places)]
+        return [list(self.pace), looks, self.wanted, self.is_watched, dict(self.told)]
 
     def without_lines(self) -> Note:
         r"""Return the note with the phases alone, for where there is no room.
@@ -235,13 +273,13 @@ class Note(NamedTuple):
         for place, count in self.looks.places.items():
             phase = place.partition(SEPARATOR)[0] + SEPARATOR
             places[phase] = places.get(phase, 0) + count
-        return self._replace(looks=self.looks._replace(places=places))
+        return self._replace(looks=self.looks._replace(places=places), told={})
 
     @classmethod
     def unpacked(cls, values: Any) -> Note | None:
         """Return the note of which `packed` has returned this; None if it is none."""
         try:
-            pace, (num, queued, places), wanted = values
-            return cls(Pace(*map(int, pace)), Looks(num, queued, dict(places)), wanted)
+            pace, (num, queued, places), wanted, is_watched, told = values
+            return cls(Pace(*map(int, pace)), Looks(num, queued, dict(places)), wanted, bool(is_watched), dict(told))
         except (TypeError, ValueError):
             return None

@@ -20,6 +20,8 @@ from .deadlock import WaitingRanks
 from .heartbeat import Heartbeat
 from .program_lines import location
 
+NO_CALL = "not in a call"
+
 
 class CallTimes:
     """Since when calls and messages wait, as the watchdog has seen them."""
@@ -78,11 +80,12 @@ class StatusExchange:
         }
         if self.context.failure:
             return RankStatus(self.context.failure, calls=calls)
-        doing, seconds = self._doing(groups)
+        doing, seconds = self.doing()
         return RankStatus(doing, seconds, location(), calls=calls, blocked=blocked)
 
-    def _doing(self, groups: Iterable[Group]) -> tuple[str, float]:
+    def doing(self) -> tuple[str, float]:
         """Return the call of the program and how long it has waited, not a step of it on a part of its group."""
+        groups = list(self.context.groups)
         parts = {part for group in groups for part in (group.intra_host, group.inter_host)}
         for group in groups:
             if group in parts:
@@ -93,7 +96,7 @@ class StatusExchange:
             for call_queue in list(group.peer_queues.values()):
                 if (doing := call_queue.doing) is not None:
                     return f"{doing} on communicator {group.name}", self.times.seconds(call_queue, doing)
-        return "not in a call", 0.0
+        return NO_CALL, 0.0
 
     def answer(self, group: Group) -> None:
         """Write the status of this rank to the status board of a group, if another rank has asked for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from ..flight_analysis import is_step
 from .call_waits import Floats, period_of, shared_out, split_calls
 
 SECOND = 1e9
+_TOLD_LATER_SECONDS = 1.5
+"""So old what a rank of another host has told may be: it does so twice a second, through the first rank of its host."""
 
 
 class CallSum(NamedTuple):
@@ -78,8 +81,16 @@ class JobHistory:
         since = -np.inf if seconds is None else self.until - seconds * SECOND
         return sum((matrix for until, matrix in self._waits if until > since), np.zeros((len(self.ranks),) * 2))
 
-    def add(self, ranks: Mapping[int, LiveRank], now: float) -> None:
-        """Add what has happened since the last look. `now`: before the first of these records was read."""
+    def add(self, ranks: Mapping[int, LiveRank], now: float, told: Mapping[int, Floats] = MappingProxyType({})) -> None:
+        """Add what has happened since the last look.
+
+        Args:
+            ranks: The records of the ranks of this host.
+            now: A time before the first of these records was read.
+            told: What ranks have told of their times (:meth:`FarRank.times`). If ranks are on other hosts, the records
+                here do not say how long this host waited for those. The times that are told are shown later, by
+                _TOLD_LATER_SECONDS.
+        """
         part = self.part_seconds * SECOND
         ranks = {rank: found for rank, found in ranks.items() if rank in self._row}
         if not self.until:
@@ -122,6 +133,8 @@ class JobHistory:
                     before.seconds + float((calls.end - calls.begin)[of_code].sum()) / SECOND,
                     before.waited + float((calls.arrived - calls.begin)[of_code].sum()) / SECOND,
                 )
+        for rank, known_times in told.items():
+            times[:, self._row[rank]] = _in_parts(known_times, edges - _TOLD_LATER_SECONDS * SECOND)
         in_calls = times[1] + times[2]
         # Calls on several groups may overlap.
         factor = np.minimum(1.0, times[0] / np.where(in_calls > 0, in_calls, 1.0))
@@ -141,6 +154,18 @@ class JobHistory:
         self._waits.append((until, waits))
         while self._waits[0][0] <= until - self._most * self.part_seconds * SECOND:
             self._waits.popleft()
+
+
+def _in_parts(rows: Floats, edges: Floats) -> Floats:
+    """Return the times of a rank between edges, from what it has told: known, moving data in calls, waiting in calls.
+
+    >>> _in_parts(np.array([[0, 0, 0, 0], [10, 20, 8, 6]]), np.array([-5.0, 0.0, 5.0, 10.0])).tolist()
+    [[0.0, 10.0, 10.0], [0.0, 1.0, 1.0], [0.0, 3.0, 3.0]]
+    """
+    if not len(rows):
+        return np.zeros((3, len(edges) - 1))
+    known, inside, waited = (np.diff(np.interp(edges, rows[:, 0], rows[:, column])) for column in (1, 2, 3))
+    return np.stack([known, np.maximum(0.0, inside - waited), waited])
 
 
 def _known_since(group: LiveGroup) -> float:

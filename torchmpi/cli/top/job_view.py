@@ -35,14 +35,18 @@ def view_of(job: WatchedJob) -> dict[str, Any]:
         if number in job.ranks:
             facts = job.facts.get(number, RankProcess())
             entry = _rank(job.ranks[number].live, job.ranks[number].process, facts, job.now)
-            entry.update({name: _share(each[row], known[row]) for name, each in parts.items()})
-            ranks.append(entry)
-    elsewhere = job.elsewhere()
+        elif number in job.told:
+            entry = _entry(**job.told[number].entry())
+        else:
+            continue
+        entry.update({name: _share(each[row], known[row]) for name, each in parts.items()})
+        ranks.append(entry)
+    elsewhere = [rank for rank in job.elsewhere if rank not in job.told]
     late = _late(job, ranks)
     view = {
         "job": {
             "program": job.name[1], "size": job.size, "seen": len(ranks), "elsewhere": elsewhere,
-            "note": _note(elsewhere) if elsewhere else "",
+            "note": _note(elsewhere, is_with_first=0 in job.ranks) if elsewhere else "",
         },
         "time": time.time(), "window_seconds": min(WINDOW_SECONDS, history.num_parts * history.part_seconds),
         "ranks": ranks, "late": late,
@@ -52,10 +56,13 @@ def view_of(job: WatchedJob) -> dict[str, Any]:
     return view
 
 
-def _note(elsewhere: list[int]) -> str:
+def _note(elsewhere: list[int], *, is_with_first: bool) -> str:
+    where = f"{named(elsewhere)} {'are' if len(elsewhere) > 1 else 'is'} on other hosts"
+    if not is_with_first:
+        return f"{where}: call `torchmpi top` on the host of rank 0, which shows all of them."
     return (
-        f"{named(elsewhere)} {'are' if len(elsewhere) > 1 else 'is'} on other hosts, whose memory this command cannot "
-        "read: call `torchmpi top` there too."
+        f"{where}, and have not told rank 0 of themselves: they do so within seconds, unless late_rank_share or "
+        "heartbeat_seconds is 0. `torchmpi top` on their hosts shows them."
     )
 
 
@@ -64,12 +71,29 @@ def _share(part: float, known: float) -> float | None:
 
 
 def _rank(live: LiveRank, process: int, facts: RankProcess, now: float) -> dict[str, Any]:
-    pace, (call, seconds), line = pace_of(live, now), _call(live, now), str(live.told.get("line", ""))
+    call, seconds = _call(live, now)
+    return _entry(
+        live.about["rank"], str(live.about.get("host", "")), process, facts, pace_of(live, now), call, seconds,
+        str(live.told.get("line", "")), str(live.told.get("work", "")),
+    )  # fmt: skip
+
+
+def _entry(
+    rank: int,
+    host: str,
+    process: int | None,
+    facts: RankProcess,
+    pace: StepPace,
+    call: str,
+    call_seconds: float,
+    line: str,
+    work: str,
+) -> dict[str, Any]:
     return {
-        "rank": live.about["rank"], "host": str(live.about.get("host", "")), "process": process,
+        "rank": rank, "host": host, "process": process,
         "cores": core_list(facts.cores), "memory_bytes": facts.memory_bytes, "state": facts.state,
-        **_pace(pace), "call": call, "call_seconds": seconds,
-        "line": line, "place": place_of(line), "work": str(live.told.get("work", "")),
+        **_pace(pace), "call": call, "call_seconds": call_seconds,
+        "line": line, "place": place_of(line), "work": work,
     }  # fmt: skip
 
 
@@ -95,9 +119,9 @@ def _call(live: LiveRank, now: float) -> tuple[str, float]:
 def _late(job: WatchedJob, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     history = job.history
     found = find_late(history.shares(), history.part_seconds, WINDOW_SECONDS)
-    if found is None or (rank := history.ranks[found.rank]) not in job.ranks:
+    if found is None or (rank := history.ranks[found.rank]) not in job.facts:
         return None
-    looks = job.ranks[rank].looks
+    looks = job.looks(rank)
     cause = cause_of(rank, job.facts, [work for _, work in looks], [_short(line) for line, _ in looks])
     step_seconds = next((each["step_seconds"] for each in ranks if each["rank"] == rank), None)
     if found.share >= _STUCK:
@@ -166,8 +190,9 @@ def page_of(job: WatchedJob, *, seconds: float | None = 60.0) -> dict[str, Any]:
 
 def _series(job: WatchedJob, view: dict[str, Any], since: float) -> dict[int, Any]:
     """Return step times and losses of two ranks: the late one, or else the first, and the first that reports a loss."""
-    late, losing = view["late"], (each["rank"] for each in view["ranks"] if each["loss"] is not None)
-    first = min(job.ranks, default=-1) if late is None else late["rank"]
+    late = view["late"]
+    losing = (each["rank"] for each in view["ranks"] if each["loss"] is not None and each["rank"] in job.ranks)
+    first = min(job.ranks, default=-1) if late is None or late["rank"] not in job.ranks else late["rank"]
     series = {}
     for number in dict.fromkeys((first, next(losing, first))):
         steps = job.ranks[number].live.steps

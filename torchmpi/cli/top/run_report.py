@@ -73,7 +73,7 @@ class RunReport:
                 found = WatchedJob(name, ranks, most_parts=_MOST_PARTS, merges=True)
             except TorchMPIError:  # it has ended meanwhile
                 continue
-            if len(ranks) == found.size or found.elsewhere():  # not while ranks are still starting
+            if len(ranks) == found.size or found.elsewhere:  # not while ranks are still starting
                 self._jobs[name, ranks[0].process] = found
             else:
                 found.close()

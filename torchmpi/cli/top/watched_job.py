@@ -6,13 +6,14 @@ import contextlib
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...communicators.flight_record import from_ranges, look, read_live
 from ...errors import TorchMPIError
 from ..flight_commands import opened, records_of
+from .far_ranks import FarRank
 from .job_history import JobHistory
 from .rank_processes import ProcessWatch, RankProcess
 
@@ -110,7 +111,12 @@ class WatchedJob:
             raise TorchMPIError("The job has ended.")
         self.first: dict[str, Any] = next(iter(self.ranks.values())).live.about
         self.size = int(self.first.get("size") or 0) or 1 + max(self.ranks)
-        self.history = JobHistory(self.ranks, **keeping)
+        here = {rank for each in self.ranks.values() for rank in from_ranges(str(each.live.about.get("on_host", "")))}
+        self.elsewhere = sorted(set(range(self.size)) - here - self.ranks.keys())
+        """The ranks of the job that are on other hosts, as far as the ranks here know."""
+        self.told: dict[int, FarRank] = {}
+        """What rank 0 tells of all ranks, if some are elsewhere."""
+        self.history = JobHistory([*self.ranks, *self.elsewhere], **keeping)
         self._processes = ProcessWatch()
         self.now = 0.0
 
@@ -118,19 +124,25 @@ class WatchedJob:
         """Look at all ranks; return whether some still run. Those that have ended are left out, unless all have."""
         self.now = float(time.monotonic_ns())
         ended = [number for number, rank in self.ranks.items() if not rank.read()]
-        self.history.add({number: rank.live for number, rank in self.ranks.items()}, self.now)
+        if self.elsewhere and 0 in self.ranks:
+            for text, told in self.ranks[0].live.told_of_all.items():
+                if text.isdecimal() and (rank := int(text)) in self.history.ranks:
+                    self.told.setdefault(rank, FarRank(rank)).take(told, self.now)
+        times = {number: told.times() for number, told in self.told.items()}
+        self.history.add({number: rank.live for number, rank in self.ranks.items()}, self.now, times)
         if len(ended) == len(self.ranks):
             return False
         for number in ended:
             self.ranks.pop(number).close()
         facts = self._processes.look(rank.process for rank in self.ranks.values())
-        self.facts = {n: facts[rank.process] for n, rank in self.ranks.items() if rank.process in facts}
+        self.facts = {number: self.told[number].facts() for number in self.elsewhere if number in self.told}
+        self.facts.update({n: facts[rank.process] for n, rank in self.ranks.items() if rank.process in facts})
         return True
 
-    def elsewhere(self) -> list[int]:
-        """Return the ranks of the job that are on other hosts, as far as the ranks here know."""
-        here = {rank for each in self.ranks.values() for rank in from_ranges(str(each.live.about.get("on_host", "")))}
-        return sorted(set(range(self.size)) - here - self.ranks.keys())
+    def looks(self, rank: int) -> Sequence[tuple[str, str]]:
+        """Return the line and the work of the main thread of a rank, at the looks at which it was in no call."""
+        seen = self.ranks.get(rank) or self.told.get(rank)
+        return () if seen is None else seen.looks
 
     def close(self) -> None:
         """Close the files."""
