@@ -625,6 +625,8 @@ class CachedCallRecord(Record):
     """Address of the object that identifies the call: the operation, the root, or both."""
     comm = Word()
     """Address of the communicator, or of None for the default one."""
+    backend = Word()
+    """Address of the name of the backend, or of None for that of the selection table."""
     dlpack_dtype = Word()
     """Dtype as in a DLTensor: code, bits and lanes in one number."""
     call = Pointer(KernelCall)
