@@ -47,7 +47,7 @@ from .host_calls import is_carried
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
-from .movement import rows_before
+from .movement import compare_only, rows_before
 from .records import (
     FLAT,
     NOT_FAST,
@@ -812,7 +812,10 @@ def entry(spec: FastPathKernel) -> Function:
         if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
         thread = release_gil()
-        status = run(cached_call.call, arguments)
+        if cached_call.call.only_compares != 0:
+            status = compare_only(cached_call.call, arguments.seq, arguments.signature)
+        else:
+            status = run(cached_call.call, arguments)
         take_gil(thread)
         if takes_list or takes_out_list:
             use_no_parts(cached_call.call)
