@@ -771,6 +771,14 @@ def test_tensors_with_gaps_are_packed(agree, dtype):
     agree(all(went), "not by the fast path")
 
 
+def test_a_call_with_gaps_is_cached(agree):
+    own = mpi.group(range(mpi.size()))
+    for _ in range(2):
+        mpi.allreduce(torch.ones(8)[::2], comm=own)
+    agree(fast_path.function_for("allreduce", Name("sum", torch.float32, own)) is not None, "not by the fast path")
+    own.free()
+
+
 def test_tensors_with_gaps_that_python_must_check(agree):
     for _ in range(2):
         mpi.allreduce(torch.ones(3))

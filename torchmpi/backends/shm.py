@@ -315,8 +315,7 @@ class SharedCalls:
     @property
     def seq(self) -> int:
         """The sequence number of the current call."""
-        assert self.call_log.current is not None
-        return self.call_log.current[0]
+        return self.call_log.seq
 
     def run(self, kernel: str, record: int, *arguments: int) -> int:
         """Run the kernel of the current call: 0, or UNEVEN; every other status is handled here or raises."""

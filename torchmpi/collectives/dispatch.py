@@ -19,6 +19,7 @@ from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.kernel_sets import COLLECTIVES as KERNELS
+from ..shared_memory.memory_layout import MOST_COPIED_BYTES
 from ..tensors import bucket_plan, buffers, partition
 from ..timeline import events
 from . import call_arguments
@@ -80,7 +81,8 @@ def call(
             if has_run:
                 return result if finish is None else finish(result)
     group, plan, given, root, _ = checked = check_call(collective, tensor, out, root, op, comm, backend)
-    may_be_cached = plan.cached_call is not None or given is None  # the plan of a call with None has no dtype
+    # The plan of a call with None has no dtype, that of a tensor with gaps no call for the fast path, which packs it.
+    may_be_cached = plan.cached_call is not None or given is None or _is_packed(spec, given, out)
     if may_be_cached and (comm is None or type(comm) in _LASTING):
         cache_call(group, spec, (given, out, root), op, comm, backend)
     subject = checked.subject(out) if plan.is_on_device else None
@@ -116,7 +118,7 @@ def submit(
     found = _fast_call(spec, root == group.rank, given, out, root, op, comm, backend)
     which, dtype = (None, None) if found is None else (found[0], found[1].dtype)
     if which == "receive" and buffers.is_plain(out):
-        plan = _plan_of_receiver(group, PlanKey(collective, op, dtype, PLAIN, backend, "async")) or plan
+        plan = _plain_plan(group, PlanKey(collective, op, dtype, PLAIN, backend, "async")) or plan
     bound = _bind(group, plan, which, root, dtype)
     return bound.begin(given, out, finish or of_number, checked.subject(out))
 
@@ -335,13 +337,19 @@ def cache_call(
         return
     which, name = found
     key = PlanKey(spec.name, op, name.dtype, PLAIN, backend)
-    if which == "receive" and _plan_of_receiver(group, key) is None:
+    if (which == "receive" or _is_packed(spec, tensor, out)) and _plain_plan(group, key) is None:
         return
     _cache(which, group, root, comm, key, name.key)
 
 
-def _plan_of_receiver(group: Group, key: PlanKey) -> Plan | None:
-    """Return the plan of a scatter for the dtype that this rank expects; None for one that cannot be sent."""
+def _is_packed(spec: CollectiveSpec, tensor: _Tensor | None, out: _Tensor | None) -> bool:
+    """Return whether the fast path packs such a tensor, if it has gaps between its elements."""
+    is_short = spec.in_place and tensor is not None and tensor.is_cpu and tensor.nbytes <= MOST_COPIED_BYTES
+    return is_short and out is None
+
+
+def _plain_plan(group: Group, key: PlanKey) -> Plan | None:
+    """Return the plan of a call on plain memory; None for a dtype, which a rank expects, that cannot be sent."""
     try:
         return plan_for(runtime.communicator(group), key)
     except DtypeError:  # raised when the call has ended on all ranks
