@@ -337,7 +337,8 @@ def cache_call(
         return
     which, name = found
     key = PlanKey(spec.name, op, name.dtype, PLAIN, backend)
-    if (which == "receive" or _is_packed(spec, tensor, out)) and _plain_plan(group, key) is None:
+    is_made = key in group.plans or not (which == "receive" or _is_packed(spec, tensor, out))
+    if not is_made and _plain_plan(group, key) is None:
         return
     _cache(which, group, root, comm, key, name.key)
 
