@@ -616,10 +616,8 @@ def test_calls_with_a_backend(agree):
         mpi.allreduce(tensor.fill_(1), backend="shm")
         mpi.allgather(rows, backend="shm")
         mpi.allreduce_many([tensor, rows.clone()], backend="shm")
-    went = [
-        fast_path.allreduce(tensor.fill_(1), None, "sum", None, backend) is not None
-        for backend in ("shm", "mpi", BY_PYTHON)
-    ]
+    names, _ = ("shm", "p2p", BY_PYTHON), tensor.fill_(1)
+    went = [fast_path.allreduce(tensor, None, "sum", None, name) is not None for name in names]
     agree.equal(went, [True, False, False], "allreduce")
     agree.equal(tensor, torch.full((3,), float(mpi.size())), "result")
     lists = [fast_path.allreduce_many([tensor, rows.clone()], None, "sum", None, each) for each in ("shm", BY_PYTHON)]
@@ -629,6 +627,24 @@ def test_calls_with_a_backend(agree):
     agree(find(tensor, None, "sum", None, "shm") is not None, "asynchronous")
     gathered = mpi.allgather_async(rows, backend="shm").wait()
     agree.equal(gathered, torch.ones(2 * mpi.size(), 3), "asynchronous allgather")
+
+
+@pytest.mark.parametrize("backend", ("mpi", "p2p"))
+def test_python_runs_calls_that_machine_code_compares(agree, backend):
+    rank, size = mpi.rank(), mpi.size()
+    rows, ones = torch.arange(2.0 * size) + rank, torch.ones(3)
+    for _ in range(3):
+        agree.equal(mpi.allreduce(ones.clone(), backend=backend), torch.full((3,), float(size)), "allreduce")
+        agree.equal(mpi.allreduce(ones, torch.zeros(3), backend=backend), torch.full((3,), float(size)), "into another")
+        agree.equal(mpi.allgather(rows[: 1 + rank], backend=backend).numel(), size * (size + 1) // 2, "uneven rows")
+        agree.equal(mpi.reduce_scatter(rows, backend=backend)[0], 2.0 * rank * size + size * (size - 1) / 2, "part")
+        agree.equal(mpi.allreduce(torch.ones(6)[::2], backend=backend), torch.full((3,), float(size)), "gaps")
+    went = fast_path.function_for("allreduce", Name("sum", torch.float32, None, backend)) is not None
+    agree(went or size == 1, "not by the fast path")
+    if size > 1:
+        with pytest.raises(errors.MismatchError):  # on all ranks, before the library has the call
+            mpi.allreduce(torch.ones(3 + rank), backend=backend)
+    agree.equal(mpi.allreduce(ones.clone(), backend=backend), torch.full((3,), float(size)), "after it")
 
 
 def test_results_in_memory_made_for_them(agree):
