@@ -11,7 +11,7 @@ import argparse
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -89,16 +89,17 @@ def num_levels(graph: Graph) -> int:
     return max(depth.values())
 
 
-NAMES = ("CollectiveName", "Operation", "NoAverage")
-"""The types in ``config.py`` whose values are names of collectives and of reduction operations."""
+NAMES = {"CollectiveName": "collective_specs.py", "Operation": "config.py", "NoAverage": "config.py"}
+"""The types whose values are names of collectives and of reduction operations, each with its file."""
 FACTS = {"combine", "prepare", "finish", "flow", "compared", "kind"}
 """Columns of the tables of facts: comparisons with their values are no comparisons with names."""
 
 
-def literals(package: Path, types: Iterable[str] = NAMES) -> set[str]:
-    """The strings in the definitions of types in ``config.py``."""
-    assignments = (node for node in ast.parse((package / "config.py").read_text()).body if isinstance(node, ast.Assign))
-    values = [node.value for node in assignments if {ast.unparse(target) for target in node.targets} & set(types)]
+def literals(package: Path) -> set[str]:
+    """The strings in the definitions of the types in `NAMES`."""
+    trees = [ast.parse((package / file).read_text()) for file in dict.fromkeys(NAMES.values())]
+    assignments = (node for tree in trees for node in tree.body if isinstance(node, ast.Assign))
+    values = [node.value for node in assignments if {ast.unparse(target) for target in node.targets} & set(NAMES)]
     return {
         node.value
         for value in values

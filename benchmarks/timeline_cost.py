@@ -7,7 +7,7 @@ Batches with and without a timeline alternate in one job; in the part `off`, wit
 same code without the comparisons that ask whether there is one. Reported are medians of the slowest rank, the median of
 the differences of neighboring batches, and the difference of the fastest batches. Times are those of the processor: of
 one thread for calls, which should be measured on one rank, and of all threads for steps. The threads of asynchronous
-calls do not take turns: the worker waits until some calls have been queued, and each wait finds a call that has just
+calls do not take turns: the helper waits until some calls have been queued, and each wait finds a call that has just
 ended.
 """
 
@@ -89,8 +89,8 @@ def measure_calls(rounds: int, *sides: Side) -> None:
     for name, call in asynchronous.items():
         of_torch: Any = torch.distributed.group.WORLD
         group = runtime.communicator(None).intra if name == "asynchronous" else of_torch._group
-        batches[f"{name}, the call"] = partial(queued, call, group.call_queue, repeats, in_worker=False)
-        batches[f"{name}, the worker"] = partial(queued, call, group.call_queue, repeats, in_worker=True)
+        batches[f"{name}, the call"] = partial(queued, call, group.call_queue, repeats, in_helper=False)
+        batches[f"{name}, the helper"] = partial(queued, call, group.call_queue, repeats, in_helper=True)
     batches["a wait"] = partial(waited, repeats)
     for name, batch in batches.items():
         values = [1e9 * value / repeats for value in compared(batch, rounds, *sides)]
@@ -103,9 +103,9 @@ def repeated(call: Callable[[], object], repeats: int) -> None:
         call()
 
 
-def queued(call: Callable[[], object], calls: CallQueue, repeats: int, *, in_worker: bool) -> float:
-    """Return the seconds that asynchronous calls take in the calling thread, or in the worker."""
-    own, of_worker, at_once = 0.0, 0.0, 20
+def queued(call: Callable[[], object], calls: CallQueue, repeats: int, *, in_helper: bool) -> float:
+    """Return the seconds that asynchronous calls take in the calling thread, or in the helper."""
+    own, of_helper, at_once = 0.0, 0.0, 20
     for _ in range(repeats // at_once):
         with calls.run_lock:
             first = calls.submit(time.thread_time, "begin")
@@ -114,8 +114,8 @@ def queued(call: Callable[[], object], calls: CallQueue, repeats: int, *, in_wor
                 call()
             own += time.thread_time() - begin
             last = calls.submit(time.thread_time, "end")
-        of_worker += last.wait() - first.wait()
-    return of_worker if in_worker else own
+        of_helper += last.wait() - first.wait()
+    return of_helper if in_helper else own
 
 
 def waited(repeats: int) -> float:

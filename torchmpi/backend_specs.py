@@ -1,6 +1,6 @@
 """The facts about each backend that are needed without its class, one row each, in order of preference.
 
-A new backend is a row here, its name in :data:`torchmpi.config.BackendName`, and a file with a class that states which
+A new backend is a row here, its name in :data:`BackendName`, and a file with a class that states which
 collectives it has and is made from the facts about the job (`torchmpi/backends/job_facts.py`).
 """
 
@@ -46,6 +46,8 @@ BACKENDS = {row.name: row for row in (
     _Row("gloo", "gloo_backend", "GlooBackend", is_library=True),
 )}  # fmt: skip
 """All backends by name: a call uses the first one that can run it."""
+BackendName = Literal["mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo"]
+"""The same names, as a type."""
 GPU_BACKENDS = tuple(row.name for row in BACKENDS.values() if row.on_device)
 """Backends that run on the device itself."""
 HOST_BACKENDS = tuple(row.name for row in BACKENDS.values() if not row.on_device)

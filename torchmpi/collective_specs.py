@@ -1,6 +1,6 @@
 """The facts about each collective, one row each. All that the package knows of a collective by its name, it reads here.
 
-A new collective is a row here, its name in :data:`torchmpi.config.CollectiveName`, a public function, and a method of
+A new collective is a row here, its name in :data:`CollectiveName`, a public function, and a method of
 each backend that has it. The number of a row is its code in the signatures that ranks compare: new rows go to the end.
 """
 
@@ -194,6 +194,10 @@ CODES = names(_COMPARED)
 """The name of each code in signatures."""
 COLLECTIVES = names(row for row in _COMPARED if row.kind == "collective")
 """The collectives with public functions."""
+CollectiveName = Literal[
+    "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall"
+]
+"""The same names, as a type."""
 IN_PLACE = names(row for row in _COMPARED if row.kind == "collective" and row.in_place)
 SAME_SHAPE = names(row for row in _COMPARED if row.kind == "collective" and row.compared == "shape")
 """Collectives whose tensors have the same shape on all ranks, so that all ranks select the same line of a rule."""

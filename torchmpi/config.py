@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from . import log
 from .backend_specs import GPU_BACKENDS
+from .backend_specs import BackendName as BackendName
+from .collective_specs import CollectiveName as CollectiveName
 from .errors import ConfigError
 
 _T = TypeVar("_T")
@@ -24,13 +26,9 @@ PREFIX = "TORCHMPI_"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
-# The names that calls and settings accept, as types.
+# The names that calls and settings accept, as types; those of backends and collectives are beside their rows.
 NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]  # also of integers
 Operation = Literal[NoAverage, "avg"]
-BackendName = Literal["mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo"]
-CollectiveName = Literal[
-    "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall"
-]
 DeviceType = Literal["cpu", "cuda"]
 Span = Literal["host", "across", "hosts"]
 Mode = Literal["sync", "async"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torchmpi.session import runtime
 from torchmpi.shared_memory import memory_layout
 
 PAGE_SLOTS, LARGE_SLOTS = 4096, 64 << 10
+BY_PYTHON: Any = "".join(("sh", "m"))
+"""The name of the backend as another object: fast paths compare addresses, so that Python runs each call."""
 
 
 def start(**settings: object) -> None:

@@ -13,13 +13,14 @@ import torch
 from helpers import contract
 from helpers.interrupts import fails_or_is_interrupted
 from helpers.joint import try_together
-from helpers.shm_rig import start, stopped
+from helpers.shm_rig import BY_PYTHON, start, stopped
 from hypothesis import strategies
 from torch.overrides import TorchFunctionMode
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.shared_memory import fast_path
+from torchmpi.shared_memory.fast_path import Name
 from torchmpi.shared_memory.memory_layout import Block
 
 __all__ = ["stopped"]
@@ -58,12 +59,12 @@ def test_collectives_in_place_equal_those_through_python(agree, shape, dtype):
         mpi.reduce(values(shape, dtype, rank), root)
     quick, plain = values(shape, dtype, rank), values(shape, dtype, rank)
     went = entered("allreduce", quick, None, "sum")
-    mpi.allreduce(plain, backend="shm")
+    mpi.allreduce(plain, backend=BY_PYTHON)
     sent = values(shape, dtype, rank)
     went_too = entered("broadcast", sent, None, root)
     reduced, as_before = values(shape, dtype, rank), values(shape, dtype, rank)
     went_as_well = entered("reduce", reduced, None, fast_path.joint_key("sum", root))
-    mpi.reduce(as_before, root, backend="shm")
+    mpi.reduce(as_before, root, backend=BY_PYTHON)
     agree(went and went_too and went_as_well, "not by the fast path")
     agree.bits(reduced, as_before, "reduce")
     agree.bits(quick, plain, "allreduce")
@@ -74,7 +75,7 @@ def test_collectives_in_place_equal_those_through_python(agree, shape, dtype):
 @pytest.mark.parametrize("shape", [*SHAPES[:-1], (5000,)], ids=str)
 def test_collectives_into_a_target_equal_those_in_place(agree, shape, dtype):
     rank, root = mpi.rank(), mpi.size() - 1
-    source, total = values(shape, dtype, rank), mpi.allreduce(values(shape, dtype, rank), backend="shm")
+    source, total = values(shape, dtype, rank), mpi.allreduce(values(shape, dtype, rank), backend=BY_PYTHON)
     for _ in range(2):  # the first one is cached
         mpi.allreduce(source, torch.empty_like(source))
         mpi.broadcast(source, root, torch.empty_like(source))
@@ -168,9 +169,9 @@ def test_collectives_with_a_target_equal_those_through_python(agree, shape):
         entered("alltoall", rows, parts.zero_(), 0),
     ]
     agree.equal(went, [True] * 3, "by the fast path")
-    agree.equal(everything, mpi.allgather(source, backend="shm"), "allgather")
-    agree.equal(part, mpi.reduce_scatter(rows, backend="shm"), "reduce_scatter")
-    agree.equal(parts, mpi.alltoall(rows, backend="shm"), "alltoall")
+    agree.equal(everything, mpi.allgather(source, backend=BY_PYTHON), "allgather")
+    agree.equal(part, mpi.reduce_scatter(rows, backend=BY_PYTHON), "reduce_scatter")
+    agree.equal(parts, mpi.alltoall(rows, backend=BY_PYTHON), "alltoall")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8), ids=str)
@@ -195,8 +196,8 @@ def test_collectives_with_a_root_equal_those_through_python(agree, shape, dtype)
         agree.equal(went, [True] * 2, "by the fast path")
         agree(mpi.gather(source, root, gathered) is gathered and mpi.scatter(scattered, root, part) is part, "returned")
         agree.equal(source._version, version, "what is only read is as it was for autograd")
-        agree.equal(gathered, mpi.gather(source, root, backend="shm"), "gather")
-        agree.equal(part, mpi.scatter(scattered, root, backend="shm"), "scatter")
+        agree.equal(gathered, mpi.gather(source, root, backend=BY_PYTHON), "gather")
+        agree.equal(part, mpi.scatter(scattered, root, backend=BY_PYTHON), "scatter")
 
 
 def test_ranks_with_and_without_a_target(agree):
@@ -591,9 +592,9 @@ def test_numbers_by_the_fast_path(agree):
 
     try_together(check, strategies.one_of(*[strategies.lists(each, min_size=3, max_size=3) for each in NUMBERS]))
     went = [
-        fast_path.function_for("allreduce", ("sum", dtype, None)) is not None for dtype in (torch.int64, torch.float64)
+        fast_path.function_for("allreduce", Name("sum", dtype)) is not None for dtype in (torch.int64, torch.float64)
     ]
-    went.append(fast_path.function_for("allgather_made", (0, torch.float64, None)) is not None)
+    went.append(fast_path.function_for("allgather_made", Name(0, torch.float64)) is not None)
     agree.equal(went, [True] * 3)
 
 
@@ -606,6 +607,44 @@ def test_a_number_within_a_call_with_a_number(agree):
     agree.equal(mpi.allreduce(2.0), 2.0 * mpi.size())
     handle.wait()
     agree.equal(seen, [3.0 * mpi.size()])
+
+
+def test_calls_with_a_backend(agree):
+    """Those of one that machine code runs; the same name as another object is left to Python."""
+    tensor, rows = torch.ones(3), torch.ones(2, 3)
+    for _ in range(2):
+        mpi.allreduce(tensor.fill_(1), backend="shm")
+        mpi.allgather(rows, backend="shm")
+        mpi.allreduce_many([tensor, rows.clone()], backend="shm")
+    names, _ = ("shm", "p2p", BY_PYTHON), tensor.fill_(1)
+    went = [fast_path.allreduce(tensor, None, "sum", None, name) is not None for name in names]
+    agree.equal(went, [True, False, False], "allreduce")
+    agree.equal(tensor, torch.full((3,), float(mpi.size())), "result")
+    lists = [fast_path.allreduce_many([tensor, rows.clone()], None, "sum", None, each) for each in ("shm", BY_PYTHON)]
+    agree.equal([each is None for each in lists], [False, True], "lists")
+    agree(fast_path.function_for("allgather_made", Name(0, torch.float32, None, "shm")) is not None, "allgather")
+    find = fast_path.finders["allreduce", True, False][0]
+    agree(find(tensor, None, "sum", None, "shm") is not None, "asynchronous")
+    gathered = mpi.allgather_async(rows, backend="shm").wait()
+    agree.equal(gathered, torch.ones(2 * mpi.size(), 3), "asynchronous allgather")
+
+
+@pytest.mark.parametrize("backend", ("mpi", "p2p"))
+def test_python_runs_calls_that_machine_code_compares(agree, backend):
+    rank, size = mpi.rank(), mpi.size()
+    rows, ones = torch.arange(2.0 * size) + rank, torch.ones(3)
+    for _ in range(3):
+        agree.equal(mpi.allreduce(ones.clone(), backend=backend), torch.full((3,), float(size)), "allreduce")
+        agree.equal(mpi.allreduce(ones, torch.zeros(3), backend=backend), torch.full((3,), float(size)), "into another")
+        agree.equal(mpi.allgather(rows[: 1 + rank], backend=backend).numel(), size * (size + 1) // 2, "uneven rows")
+        agree.equal(mpi.reduce_scatter(rows, backend=backend)[0], 2.0 * rank * size + size * (size - 1) / 2, "part")
+        agree.equal(mpi.allreduce(torch.ones(6)[::2], backend=backend), torch.full((3,), float(size)), "gaps")
+    went = fast_path.function_for("allreduce", Name("sum", torch.float32, None, backend)) is not None
+    agree(went or size == 1, "not by the fast path")
+    if size > 1:
+        with pytest.raises(errors.MismatchError):  # on all ranks, before the library has the call
+            mpi.allreduce(torch.ones(3 + rank), backend=backend)
+    agree.equal(mpi.allreduce(ones.clone(), backend=backend), torch.full((3,), float(size)), "after it")
 
 
 def test_results_in_memory_made_for_them(agree):
@@ -624,7 +663,7 @@ def test_results_in_memory_made_for_them(agree):
         part = torch.tensor_split(contract.reduced(rows, "sum"), size)[rank]
         agree.equal(mpi.reduce_scatter(rows[rank]), part, "reduce_scatter")
     names = [("allgather_made", 0), ("alltoall_made", 0), ("reduce_scatter_made", "sum")]
-    went = [fast_path.function_for(which, (key, torch.float32, None)) is not None for which, key in names]
+    went = [fast_path.function_for(which, Name(key, torch.float32)) is not None for which, key in names]
     agree.equal(went, [True] * 3, "not by the fast path")
 
 
@@ -647,7 +686,7 @@ def test_lists_equal_those_through_python(agree, dtype):
         tensors = inputs[rank]
         versions = [tensor._version for tensor in tensors]
         if rank == python_rank:
-            mpi.allreduce_many(tensors, op=op, backend="shm")
+            mpi.allreduce_many(tensors, op=op, backend=BY_PYTHON)
         else:
             went.append(fast_path.allreduce_many(tensors, None, op, None, None) is tensors)
         assert all(tensor._version == before + 1 for tensor, before in zip(tensors, versions, strict=True))
@@ -748,6 +787,14 @@ def test_tensors_with_gaps_are_packed(agree, dtype):
     agree(all(went), "not by the fast path")
 
 
+def test_a_call_with_gaps_is_cached(agree):
+    own = mpi.group(range(mpi.size()))
+    for _ in range(2):
+        mpi.allreduce(torch.ones(8)[::2], comm=own)
+    agree(fast_path.function_for("allreduce", Name("sum", torch.float32, own)) is not None, "not by the fast path")
+    own.free()
+
+
 def test_tensors_with_gaps_that_python_must_check(agree):
     for _ in range(2):
         mpi.allreduce(torch.ones(3))
@@ -766,7 +813,7 @@ def test_tensors_with_gaps_that_python_must_check(agree):
 
 def test_a_freed_group_leaves_the_calls_of_others(agree):
     def known(comm):
-        names = [("allreduce", ("sum", torch.float32, comm)), ("barrier", (None, None, comm))]
+        names = [("allreduce", Name("sum", torch.float32, comm)), ("barrier", Name(None, None, comm))]
         return [fast_path.function_for(*name) is not None for name in names]
 
     groups = [mpi.group(range(mpi.size())) for _ in range(3)]

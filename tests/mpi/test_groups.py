@@ -280,10 +280,10 @@ def test_the_fast_path_takes_calls_on_groups(agree):
         for _ in range(3):
             mpi.allreduce(torch.ones(2), comm=comm)
         known = fast_path._fast_paths["allreduce"].cached_calls if has_fast_path else {}
-        agree.equal(any(name[-1] is comm for name in known), has_fast_path)
+        agree.equal(any(name.comm is comm for name in known), has_fast_path)
     before = comm.intra.call_log.seq
     comm.free()
-    agree(all(name[-1] is not comm for name in known), "a cached call of a freed communicator")
+    agree(all(name.comm is not comm for name in known), "a cached call of a freed communicator")
     agree.raises(errors.CommunicatorError, lambda: mpi.allreduce(torch.ones(2), comm=comm), "freed")
     agree.equal(comm.intra.call_log.seq, before + 1, "calls after free()")
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import contract
-from helpers.shm_rig import inputs_of, numels, shared, start
+from helpers.shm_rig import BY_PYTHON, inputs_of, numels, shared, start
 
 import torchmpi as mpi
 from torchmpi.shared_memory import memory_layout
@@ -36,11 +36,11 @@ def test_reductions_of_every_length(slots, agree, dtype, op):
     for number, numel in enumerate(numels(dtype.itemsize, slots)):
         inputs, root = inputs_of((numel,), dtype), number % size
         mine, expected, case = inputs[rank], contract.reduced(inputs, op), f"{numel} {dtype} {op}"
-        result = mpi.allreduce(mine.clone(), op=op, backend="shm")
+        result = mpi.allreduce(mine.clone(), op=op, backend=BY_PYTHON)
         agree.bits(result, expected, f"allreduce of {case}")
-        result = mpi.reduce(mine.clone(), root, op=op, backend="shm")
+        result = mpi.reduce(mine.clone(), root, op=op, backend=BY_PYTHON)
         agree.bits(result, expected if rank == root else mine, f"reduce of {case}, root {root}")
-        result = mpi.reduce_scatter(mine.clone(), op=op, backend="shm")
+        result = mpi.reduce_scatter(mine.clone(), op=op, backend=BY_PYTHON)
         agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter of {case}")
 
 
@@ -50,17 +50,17 @@ def test_movements_of_every_length(slots, agree, dtype):
     for number, numel in enumerate(numels(dtype.itemsize, slots)):
         inputs, root = inputs_of((numel,), dtype), number % size
         mine, everything = inputs[rank], torch.cat(inputs)
-        result = mpi.allgather(mine, backend="shm")
+        result = mpi.allgather(mine, backend=BY_PYTHON)
         agree.bits(result, everything, f"allgather of {numel}")
-        result = mpi.alltoall(mine, backend="shm")
+        result = mpi.alltoall(mine, backend=BY_PYTHON)
         wanted = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
         agree.bits(result, wanted, f"alltoall of {numel}")
-        result = mpi.broadcast(mine.clone(), root, backend="shm")
+        result = mpi.broadcast(mine.clone(), root, backend=BY_PYTHON)
         agree.bits(result, inputs[root], f"broadcast of {numel}, root {root}")
-        result = mpi.gather(mine, root, backend="shm")
+        result = mpi.gather(mine, root, backend=BY_PYTHON)
         fits = result is None if rank != root else contract.same_bits(result, everything)
         agree(fits, f"gather of {numel}, root {root}")
-        result = mpi.scatter(mine if rank == root else None, root, backend="shm")
+        result = mpi.scatter(mine if rank == root else None, root, backend=BY_PYTHON)
         agree.bits(result, contract.rows(inputs[root], rank, size), f"scatter of {numel} by {root}")
 
 
@@ -76,7 +76,7 @@ def test_short_lengths_that_differ_again_and_again(agree, stopped):
             everything = torch.cat(inputs)
             if collective == "alltoall":
                 everything = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
-            if not torch.equal(getattr(mpi, collective)(inputs[rank], backend="shm"), everything):
+            if not torch.equal(getattr(mpi, collective)(inputs[rank], backend=BY_PYTHON), everything):
                 wrong.append((number, collective, unit))
     agree.equal(wrong, [], "calls with wrong numbers")
 
@@ -87,12 +87,12 @@ def test_rows_of_odd_length(slots, agree):
     for num_rows in (1, 2, size + 1, 500, slots // 4 + 1):
         inputs = inputs_of((num_rows, 3), torch.float32)
         expected = contract.reduced(inputs, "sum")
-        result = mpi.reduce_scatter(inputs[rank].clone(), backend="shm")
+        result = mpi.reduce_scatter(inputs[rank].clone(), backend=BY_PYTHON)
         agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter of {num_rows} rows")
-        result = mpi.alltoall(inputs[rank], backend="shm")
+        result = mpi.alltoall(inputs[rank], backend=BY_PYTHON)
         wanted = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
         agree.bits(result, wanted, f"alltoall of {num_rows} rows")
-        result = mpi.scatter(inputs[rank] if rank == 0 else None, 0, backend="shm")
+        result = mpi.scatter(inputs[rank] if rank == 0 else None, 0, backend=BY_PYTHON)
         agree.bits(result, contract.rows(inputs[0], rank, size), f"scatter of {num_rows} rows")
 
 
@@ -107,13 +107,13 @@ def test_ranks_with_different_lengths(slots, agree):
     for numbers in lengths:
         inputs = [contract.values((numbers[r], 2), torch.float32, r) for r in range(size)]
         everything = torch.cat(inputs)
-        result = mpi.allgather(inputs[rank], backend="shm")
+        result = mpi.allgather(inputs[rank], backend=BY_PYTHON)
         agree.bits(result, everything, f"allgather of {numbers} rows")
-        result = mpi.alltoall(inputs[rank], backend="shm")
+        result = mpi.alltoall(inputs[rank], backend=BY_PYTHON)
         wanted = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
         agree.bits(result, wanted, f"alltoall of {numbers} rows")
         for root in range(size):
-            result = mpi.gather(inputs[rank], root, backend="shm")
+            result = mpi.gather(inputs[rank], root, backend=BY_PYTHON)
             fits = result is None if rank != root else contract.same_bits(result, everything)
             agree(fits, f"gather of {numbers} rows, root {root}")
 
@@ -121,7 +121,7 @@ def test_ranks_with_different_lengths(slots, agree):
 def test_a_scatter_of_more_dimensions_than_can_be_announced_is_refused_on_all_ranks(slots, agree):
     tensor = torch.ones((1,) * 13)
     try:
-        mpi.scatter(tensor if mpi.rank() == 0 else None, 0, backend="shm")
+        mpi.scatter(tensor if mpi.rank() == 0 else None, 0, backend=BY_PYTHON)
     except mpi.TorchMPIError as error:
         agree(("13 dimensions" in str(error)) == (mpi.rank() == 0), str(error))
     else:
@@ -135,7 +135,7 @@ def test_settings_of_any_slot_size(stopped, agree):
         start(slot_bytes=slot_bytes)
         for numel in (2500, 2501, 10_000):
             inputs = inputs_of((numel,), torch.float32)
-            result = mpi.allreduce(inputs[mpi.rank()].clone(), backend="shm")
+            result = mpi.allreduce(inputs[mpi.rank()].clone(), backend=BY_PYTHON)
             agree.bits(result, contract.reduced(inputs, "sum"), f"{numel} with slots of {slot_bytes}")
         mpi.stop()
 
@@ -150,12 +150,12 @@ def test_bits_do_not_depend_on_transfer_or_length(slots, agree, dtype):
         expected = mpi.allreduce(inputs.clone(), op=op, backend="mpi")
         pieces = inputs.clone().split([1, 2, 28, 29, 1000, inputs.numel() - 1060])
         results = {
-            "shm": mpi.allreduce(inputs.clone(), op=op, backend="shm"),
-            "async": mpi.allreduce_async(inputs.clone(), op=op, backend="shm").wait(),
-            "shared": mpi.allreduce(shared(inputs), op=op, backend="shm"),
-            "pieces": torch.cat([mpi.allreduce(piece.clone(), op=op, backend="shm") for piece in pieces]),
+            "shm": mpi.allreduce(inputs.clone(), op=op, backend=BY_PYTHON),
+            "async": mpi.allreduce_async(inputs.clone(), op=op, backend=BY_PYTHON).wait(),
+            "shared": mpi.allreduce(shared(inputs), op=op, backend=BY_PYTHON),
+            "pieces": torch.cat([mpi.allreduce(piece.clone(), op=op, backend=BY_PYTHON) for piece in pieces]),
             "many": torch.cat(list(mpi.allreduce_many([piece.clone() for piece in pieces], op=op))),
-            "scattered": mpi.allgather(mpi.reduce_scatter(inputs.clone(), op=op, backend="shm")),
+            "scattered": mpi.allgather(mpi.reduce_scatter(inputs.clone(), op=op, backend=BY_PYTHON)),
         }
         for way, result in results.items():
             agree.bits(result, expected, f"{op}, {way}")
@@ -164,10 +164,10 @@ def test_bits_do_not_depend_on_transfer_or_length(slots, agree, dtype):
 def test_memory_that_overlaps(slots, agree):
     size = mpi.size()
     base = torch.arange(float(slots * (size + 1)))
-    result = mpi.allgather(base[5 : 5 + slots], base[: slots * size], backend="shm")
+    result = mpi.allgather(base[5 : 5 + slots], base[: slots * size], backend=BY_PYTHON)
     agree.equal(result, torch.arange(5.0, 5.0 + slots).repeat(size), "allgather")
     base = torch.arange(float(2 * slots))
-    result = mpi.allreduce(base[: slots + 1], base[1 : slots + 2], backend="shm")
+    result = mpi.allreduce(base[: slots + 1], base[1 : slots + 2], backend=BY_PYTHON)
     agree.equal(result, torch.arange(float(slots + 1)) * size, "allreduce")
 
 
@@ -183,11 +183,11 @@ def test_non_temporal_copies_give_the_same_bits(agree, slots, who):
         inputs = [contract.values((numel,), torch.float32, r) for r in range(size)]
         expected = contract.reduced(inputs, "sum")
         group.status_board.set(rank, memory_layout.Block.fetches_slowly, int(who == "all" or rank == 0))
-        agree.bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), expected, f"allreduce {numel}")
-        agree.bits(mpi.broadcast(inputs[rank].clone(), size - 1, backend="shm"), inputs[-1], "broadcast")
-        agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), f"allgather {numel}")
+        agree.bits(mpi.allreduce(inputs[rank].clone(), backend=BY_PYTHON), expected, f"allreduce {numel}")
+        agree.bits(mpi.broadcast(inputs[rank].clone(), size - 1, backend=BY_PYTHON), inputs[-1], "broadcast")
+        agree.bits(mpi.allgather(inputs[rank], backend=BY_PYTHON), torch.cat(inputs), f"allgather {numel}")
         mine = contract.rows(expected, rank, size)
-        agree.bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine, "reduce_scatter")
+        agree.bits(mpi.reduce_scatter(inputs[rank].clone(), backend=BY_PYTHON), mine, "reduce_scatter")
         group.status_board.set(rank, memory_layout.Block.fetches_slowly, 0)
 
 
@@ -206,7 +206,7 @@ def test_ranks_that_change_the_transfer_during_calls(agree, slots):
     with ThreadPoolExecutor(1) as pool:
         changing = pool.submit(change)
         try:
-            results = [mpi.allreduce(inputs[rank].clone(), backend="shm") for _ in range(200)]
+            results = [mpi.allreduce(inputs[rank].clone(), backend=BY_PYTHON) for _ in range(200)]
         finally:
             over.set()
         changing.result()
@@ -224,20 +224,20 @@ def test_long_streams_by_either_transfer(agree, stopped, slow):
     root = size - 1
     if mpi.communicator().intra.status_board is not None:
         mpi.communicator().intra.status_board.set(rank, memory_layout.Block.fetches_slowly, slow)
-    agree.bits(mpi.broadcast(inputs[rank].clone(), root, backend="shm"), inputs[root], "broadcast")
-    agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), "allgather")
+    agree.bits(mpi.broadcast(inputs[rank].clone(), root, backend=BY_PYTHON), inputs[root], "broadcast")
+    agree.bits(mpi.allgather(inputs[rank], backend=BY_PYTHON), torch.cat(inputs), "allgather")
     room = torch.zeros(numel * size + 2, dtype=torch.int64)
-    mpi.allgather(inputs[rank], room[1:-1], backend="shm")
+    mpi.allgather(inputs[rank], room[1:-1], backend=BY_PYTHON)
     nothing = torch.zeros(1, dtype=torch.int64)
     agree.bits(room, torch.cat([nothing, *inputs, nothing]), "allgather to an odd place")
     parts = [contract.rows(source, rank, size) for source in inputs]
-    agree.bits(mpi.alltoall(inputs[rank], backend="shm"), torch.cat(parts), "alltoall")
+    agree.bits(mpi.alltoall(inputs[rank], backend=BY_PYTHON), torch.cat(parts), "alltoall")
     if size == 2:  # parts that are long too
         longer = [torch.arange(2 * numel + 1, dtype=torch.int64) * size + r for r in range(size)]
         parts = [contract.rows(source, rank, size) for source in longer]
-        agree.bits(mpi.alltoall(longer[rank], backend="shm"), torch.cat(parts), "alltoall of long parts")
-    uneven = mpi.allgather(inputs[rank][rank:], backend="shm")
+        agree.bits(mpi.alltoall(longer[rank], backend=BY_PYTHON), torch.cat(parts), "alltoall of long parts")
+    uneven = mpi.allgather(inputs[rank][rank:], backend=BY_PYTHON)
     agree.bits(uneven, torch.cat([part[r:] for r, part in enumerate(inputs)]), "uneven allgather")
-    gathered = mpi.gather(inputs[rank], root, backend="shm")
+    gathered = mpi.gather(inputs[rank], root, backend=BY_PYTHON)
     agree.bits(gathered if rank == root else torch.cat(inputs), torch.cat(inputs), "gather")
-    agree.bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), contract.reduced(inputs, "sum"), "allreduce")
+    agree.bits(mpi.allreduce(inputs[rank].clone(), backend=BY_PYTHON), contract.reduced(inputs, "sum"), "allreduce")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import contract
 from helpers.joint import try_together
-from helpers.shm_rig import PAGE_SLOTS, any_slots, shared, start
+from helpers.shm_rig import BY_PYTHON, PAGE_SLOTS, any_slots, shared, start
 from hypothesis import strategies
 
 import torchmpi as mpi
@@ -155,10 +155,10 @@ def test_four_communicators_from_four_threads(slots, agree):
 def test_a_sync_call_keeps_its_place_behind_asynchronous_ones(slots, agree):
     rank, size = mpi.rank(), mpi.size()
     tensor = torch.full((slots,), float(rank))
-    handles = [mpi.allreduce_async(tensor, backend="shm") for _ in range(3)]
-    mpi.broadcast(tensor, 0, backend="shm")
-    handles.append(mpi.allreduce_async(tensor, op="avg", backend="shm"))
-    total = mpi.allreduce(tensor, backend="shm")
+    handles = [mpi.allreduce_async(tensor, backend=BY_PYTHON) for _ in range(3)]
+    mpi.broadcast(tensor, 0, backend=BY_PYTHON)
+    handles.append(mpi.allreduce_async(tensor, op="avg", backend=BY_PYTHON))
+    total = mpi.allreduce(tensor, backend=BY_PYTHON)
     agree.equal(total[0].item(), float(sum(range(size)) * size**2 * size))
     agree(all(handle.done() for handle in handles))
 
@@ -220,7 +220,7 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots,
     agree(all(name in message for name in names), f"instead of {names}: {message!r}")
     for collective in COLLECTIVES:
         call = Call(collective, 3 * slots, 0, 1)
-        agree(call.fits(call.make(backend="shm")), f"the next {collective}")
+        agree(call.fits(call.make(backend=BY_PYTHON)), f"the next {collective}")
 
 
 @any_slots
@@ -239,9 +239,9 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
             patch.setattr(shm, "destination_for", no_memory)
         try:
             if when == "before the kernel":
-                mpi.gather(torch.ones(700), 0, backend="shm")
+                mpi.gather(torch.ones(700), 0, backend=BY_PYTHON)
             else:
-                mpi.scatter(torch.ones(700) if mpi.rank() == 0 else None, 0, backend="shm")
+                mpi.scatter(torch.ones(700) if mpi.rank() == 0 else None, 0, backend=BY_PYTHON)
         except MemoryError:
             agree(mpi.rank() == 0)
             was_told = True
@@ -253,13 +253,13 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
     everybody_knows = all(MPI.COMM_WORLD.allgather(was_told))
     refused = False
     try:
-        mpi.allreduce(torch.ones(LONG), backend="shm")
+        mpi.allreduce(torch.ones(LONG), backend=BY_PYTHON)
     except MismatchError as error:
         refused = "an earlier call failed" in str(error)
     agree(refused is not everybody_knows, "ranks went on as if nothing had happened")
     for collective in COLLECTIVES:
         call = Call(collective, 3 * slots, 0, 1)
-        agree(call.fits(call.make(backend="shm")), f"the next {collective}")
+        agree(call.fits(call.make(backend=BY_PYTHON)), f"the next {collective}")
 
 
 @pytest.mark.parametrize("collective", ("allgather", "alltoall", "gather"))
@@ -291,17 +291,17 @@ def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monk
                 patch.setattr(shm, "destination_for", fail_second)
             try:
                 where = (root,) if collective == "gather" else ()
-                result = call(inputs[rank], *where, backend="shm")
+                result = call(inputs[rank], *where, backend=BY_PYTHON)
                 if result is not None and not torch.equal(result, expected):
                     wrong.append((number, result.unique().tolist()))
             except (MemoryError, MismatchError):
                 pass
         for _ in range(2):  # the first call fails unless all ranks have detected the abort
             with suppress(MismatchError):
-                mpi.allgather(torch.full((1000,), -7.0), backend="shm")
+                mpi.allgather(torch.full((1000,), -7.0), backend=BY_PYTHON)
         MPI.COMM_WORLD.Barrier()
     agree.equal(wrong, [], "values of another call")
-    agree.equal(float(mpi.allreduce(torch.ones(LONG), backend="shm")[0]), float(size), "the next call")
+    agree.equal(float(mpi.allreduce(torch.ones(LONG), backend=BY_PYTHON)[0]), float(size), "the next call")
 
 
 @pytest.mark.parametrize("check", ("off", "strict"))
@@ -312,12 +312,12 @@ def test_kernels_among_other_transports_with_any_checking(stopped, agree, check)
     for number_of_others in (1, 31, 32, 100):
         for collective in COLLECTIVES:
             call = Call(collective, 3000, number_of_others, 1)
-            agree(call.fits(call.make(backend="shm")), f"{collective} after {number_of_others} others")
+            agree(call.fits(call.make(backend=BY_PYTHON)), f"{collective} after {number_of_others} others")
         for _ in range(number_of_others):
             mpi.broadcast(torch.ones(3), 0, backend="mpi")
     if check == "strict" and size > 1:
         try:
-            mpi.allreduce(torch.ones(3 + mpi.rank()), backend="shm")
+            mpi.allreduce(torch.ones(3 + mpi.rank()), backend=BY_PYTHON)
         except MismatchError as error:
             agree("float32 [3]" in str(error) and "float32 [4]" in str(error), str(error))
         else:
@@ -330,7 +330,7 @@ def test_an_abort_on_one_rank_reaches_the_others_without_checking(stopped, agree
     start(slot_bytes=PAGE_SLOTS, check="off")
     if mpi.size() > 1:
         try:
-            mpi.scatter(torch.ones((1,) * 13) if mpi.rank() == 0 else None, 0, backend="shm")
+            mpi.scatter(torch.ones((1,) * 13) if mpi.rank() == 0 else None, 0, backend=BY_PYTHON)
         except mpi.TorchMPIError:
             pass
         else:

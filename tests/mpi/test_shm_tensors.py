@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers import contract
-from helpers.shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
+from helpers.shm_rig import BY_PYTHON, PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -46,12 +46,12 @@ def test_shared_tensors_have_the_bits_of_others(slots, agree, number):
             def mine(inputs=inputs):
                 return shared(inputs[rank], rank + 1) if rank in chosen else inputs[rank].clone()
 
-            result = mpi.allreduce(mine(), op=op, backend="shm")
+            result = mpi.allreduce(mine(), op=op, backend=BY_PYTHON)
             agree.bits(result, expected, f"allreduce of {case}")
-            result = mpi.allreduce_async(mine(), op=op, backend="shm").wait()
+            result = mpi.allreduce_async(mine(), op=op, backend=BY_PYTHON).wait()
             agree.bits(result, expected, f"allreduce_async of {case}")
             root = size - 1
-            result = mpi.reduce(mine(), root, op=op, backend="shm")
+            result = mpi.reduce(mine(), root, op=op, backend=BY_PYTHON)
             agree.bits(result, expected if rank == root else inputs[rank], f"reduce of {case}")
 
 
@@ -60,7 +60,7 @@ def test_shared_memory_beside_a_view_is_unchanged(slots, agree):
     for kind in ("allreduce", "reduce"):
         memory = mpi.empty_shared(numel + 20).fill_(-1.0)
         view = memory[7 : 7 + numel].fill_(1.0)
-        getattr(mpi, kind)(view, backend="shm")
+        getattr(mpi, kind)(view, backend=BY_PYTHON)
         wanted = float(mpi.size()) if kind == "allreduce" or mpi.rank() == 0 else 1.0
         agree.equal(view, torch.full((numel,), wanted), kind)
         agree.equal(memory[:7].tolist() + memory[7 + numel :].tolist(), [-1.0] * 20, kind)
@@ -227,7 +227,7 @@ def test_freed_shared_tensors_leave_nothing_behind(slots, agree):
     def use(times: int) -> None:
         for index in range(times):
             tensor = mpi.empty_shared(slots + index).fill_(1.0)
-            mpi.allreduce(tensor, backend="shm")
+            mpi.allreduce(tensor, backend=BY_PYTHON)
             agree(bool((tensor == mpi.size()).all()), f"wrong sum in round {index}")
 
     use(100)
@@ -244,7 +244,7 @@ def test_more_shared_tensors_than_a_group_remembers(slots, agree):
     tensors = [mpi.empty_shared(slots) for _ in range(70)]
     for _ in range(2):
         for index, tensor in enumerate(tensors):
-            mpi.allreduce(tensor.fill_(rank + index), backend="shm")
+            mpi.allreduce(tensor.fill_(rank + index), backend=BY_PYTHON)
     for index, tensor in enumerate(tensors):
         agree(bool((tensor == sum(range(size)) + size * index).all()), f"tensor {index}")
 

@@ -12,6 +12,7 @@ import re
 import pytest
 
 import torchmpi as mpi
+from torchmpi import horovod
 
 PACKAGES = (
     "torchmpi", "torchmpi.nn", "torchmpi.nn.functional", "torchmpi.engine", "torchmpi.parameterserver",
@@ -47,10 +48,10 @@ METHODS = [getattr(mpi.Handle, name) for name in ("completed", "done", "wait", "
 
 
 def _described_by(documented) -> str:
-    """The text that describes the parameters: for a form in the background, that of the function which it runs."""
+    """The text that describes the parameters: for another form of a function, that of the function."""
     text = inspect.getdoc(documented) or ""
-    same = re.match(r"Run :func:`~torchmpi\.(\w+)` in the background, with the same parameters\.", text)
-    return (inspect.getdoc(getattr(mpi, same[1])) or "") if same else text
+    same = re.match(r"Run :func:`(~torchmpi\.)?(\w+)` [^.]*, with the same parameters( but `\w+`)?\.", text)
+    return (inspect.getdoc(getattr(mpi if same[1] else horovod, same[2])) or "") if same else text
 
 
 def _undescribed(documented, function) -> list[str]:

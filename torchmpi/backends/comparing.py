@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
 from ..collective_specs import SPECS
 from ..communicators.group import Group
@@ -10,7 +10,14 @@ from .base import Operation, announced, refusal
 from .shm import SharedMemoryBackend
 
 
-def compared(operation: Operation, group: Group, collective: str, shared: SharedMemoryBackend | None) -> Operation:
+def compared(
+    operation: Operation,
+    group: Group,
+    collective: str,
+    dtype: torch.dtype | None,
+    op: str | None,
+    shared: SharedMemoryBackend | None,
+) -> Operation:
     """Return an operation that publishes the current call first, and in shared memory compares it among all ranks.
 
     MPI raises on the ranks alone that receive too much: the others return, or wait for those that have raised. Calls in
@@ -22,10 +29,4 @@ def compared(operation: Operation, group: Group, collective: str, shared: Shared
     waits_for_all = SPECS[collective].flow == "all to all"
     if not waits_for_all or group.log_board is None or shared is None or refusal(shared, "barrier", "cpu", group):
         return announced(group, operation)
-    compare = shared.comparison(group)
-
-    def run(source: Any, destination: Any, root: int) -> Any:
-        compare()
-        return operation.run(source, destination, root)
-
-    return Operation(run)
+    return shared.compared(operation.run, group, collective, dtype, op)

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,15 +55,11 @@ def prepare(
     backends make while their calls run, would come too late.
     """
     work = _work(config, group, torch_group, collective, dtype, op)
-    if group.log_board is None:  # compared by a message already, or not at all
-        compare: Callable[[], None] = _nothing
-    elif refusal(shared, collective, "cpu", group) is None:
-        compare = shared.comparison(group)
-    else:
-        compare = partial(_compare_by_message, group)
+    compares_by_message = group.log_board is not None and refusal(shared, collective, "cpu", group) is not None
 
     def run(source: Any, destination: Any, root: int) -> Any:
-        compare()
+        if compares_by_message:
+            _compare_by_message(group)
         try:
             return work(source, destination, root)
         except BaseException as error:
@@ -72,7 +68,9 @@ def prepare(
                 torch_group.abort(error)
             raise
 
-    return Operation(run)
+    if group.log_board is None or compares_by_message:  # otherwise compared by a message already, or not at all
+        return Operation(run)
+    return shared.compared(run, group, collective, dtype, op)
 
 
 def _work(
@@ -87,10 +85,6 @@ def _work(
         return range_reduction.operation(group, reduction, collective).run
     movement: Run = getattr(RowMovement(group, torch_group), collective)
     return movement
-
-
-def _nothing() -> None:
-    """Compare no calls."""
 
 
 def _compare_by_message(group: Group) -> None:

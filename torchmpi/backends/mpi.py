@@ -93,7 +93,7 @@ class MPIBackend(Backend):
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        return compared(self._bind(group, collective, dtype, op), group, collective, self.shared)
+        return compared(self._bind(group, collective, dtype, op), group, collective, dtype, op, self.shared)
 
     def _bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         if not SPECS[collective].reduces:

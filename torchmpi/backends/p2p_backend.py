@@ -47,4 +47,4 @@ class P2PBackend(Backend):
         """Prepare a collective on a group."""
         from .p2p import prepare
 
-        return compared(prepare(self.config, group, collective, dtype, op), group, collective, self.shared)
+        return compared(prepare(self.config, group, collective, dtype, op), group, collective, dtype, op, self.shared)

@@ -118,6 +118,7 @@ class CompiledPieces(RoundMessages):
             window_step=sizes.piece,
             messages=self._long.ctypes.data,
         )
+        self._cells = self.queue.cells
         self._set_pieces(np.zeros((_NUM_PIECES, records.Piece.FIELDS), np.int64))
 
     def _set_pieces(self, pieces: np.ndarray) -> None:
@@ -143,7 +144,7 @@ class CompiledPieces(RoundMessages):
 
     def make_room(self, num_pieces: int) -> None:
         """Allocate the records of more pieces, unless there are enough."""
-        done, added = self.queue.done, self.queue.added
+        done, added = self._cells[records.Queue.done], self._cells[records.Queue.added]
         num_pieces += added - done
         if num_pieces > len(self._pieces):
             larger = np.zeros((1 << (num_pieces - 1).bit_length(), records.Piece.FIELDS), np.int64)
@@ -191,21 +192,22 @@ class CompiledAllreduce:
             size=group.size,
             operands=self._operands.ctypes.data,
         )
+        self._address, self._cells = int(self._record), self._record.cells
         # Of the two exchanges and the two rounds of results that are in progress together.
         part_numel = chunk_numel if group.size == 2 else -(-chunk_numel // group.size)
         self._most_pieces = 4 * (group.size - 1) * -(-part_numel * dtype.itemsize // piece_bytes)
 
     def run(self, flat: torch.Tensor) -> None:
         """Reduce in place on all ranks."""
-        numel, record = flat.numel(), self._record
+        numel, cells = flat.numel(), self._cells
         for number in range(2):
             part = min(self._chunk_numel, max(0, numel - number * self._chunk_numel))
             memory = self._chunks.take(number, part + self._size)  # the lengths of the parts of all ranks, rounded up
-            record.memory[number] = memory.data_ptr()
+            cells[records.Chunks.memory + number] = memory.data_ptr()
         self._messages.make_room(self._most_pieces)
         times = np.zeros((-(-numel // self._chunk_numel), 2) if call_parts.begin() else (0, 2), np.int64)
-        record.write(times=times.ctypes.data if len(times) else 0)
-        self._messages.check(self._kernel(int(record), flat.data_ptr(), numel))
+        cells[records.Chunks.times] = times.ctypes.data if len(times) else 0
+        self._messages.check(self._kernel(self._address, flat.data_ptr(), numel))
         call_parts.add("combining", times.tolist())
 
 

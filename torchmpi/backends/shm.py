@@ -144,13 +144,22 @@ class SharedMemoryBackend(Backend):
         cached_list = CallsOfFastPath(calls, collective, call_log.as_many(code), run_list).cached_call
         return replace(operation, run_list=run_list, cached_list=cached_list)
 
-    def comparison(self, group: Group) -> Callable[[], None]:
-        """Return a function that compares the current call of a group, which another backend runs, between all ranks.
+    def compared(self, run: Run, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Return an operation of another backend that compares each call between all ranks before it runs.
 
-        It returns on no rank before all ranks have made the call, and raises on all ranks if they differ.
+        It runs on no rank before all ranks have made the call, and raises on all ranks if they differ.
         """
         self._share(group)
-        return SharedComparison(group, self.kernels, None, None).compare
+        calls = SharedComparison(group, self.kernels, dtype, None)
+
+        def compare_and_run(source: Any, destination: Any, root: int) -> Any:
+            calls.compare()
+            return run(source, destination, root)
+
+        if SPECS[collective].flow != "all to all" or (SPECS[collective].tensors and dtype is None):
+            return Operation(compare_and_run)
+        code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code)
+        return Operation(compare_and_run, cached_call=CallsOfFastPath(calls, collective, code, run).cached_call)
 
     def _share(self, group: Group) -> None:
         with group.binding:
@@ -266,6 +275,8 @@ class SharedCalls:
 
     mark = call_log.NATIVE
     """Set in the signatures of the calls."""
+    only_compares = False
+    """Whether another backend runs the calls."""
 
     def __init__(self, group: Group, kernels: Kernels, dtype: torch.dtype | None, op: str | None) -> None:
         self.group, self.call_log, self.call_queue, self.kernels = group, group.call_log, group.call_queue, kernels
@@ -295,6 +306,7 @@ class SharedCalls:
                 transfers=self.transfers.ctypes.data,
                 message=self.message.ctypes.data,
                 dtype=self._dtype,
+                only_compares=self.only_compares,
             )
             # Another thread may have made one meanwhile, and machine code may have its address: the first one stays.
             known = self._records.setdefault(root, made)
@@ -303,8 +315,7 @@ class SharedCalls:
     @property
     def seq(self) -> int:
         """The sequence number of the current call."""
-        assert self.call_log.current is not None
-        return self.call_log.current[0]
+        return self.call_log.seq
 
     def run(self, kernel: str, record: int, *arguments: int) -> int:
         """Run the kernel of the current call: 0, or UNEVEN; every other status is handled here or raises."""
@@ -383,6 +394,7 @@ class SharedComparison(SharedCalls):
     """The comparison of the calls of another backend."""
 
     mark = call_log.NATIVE | call_log.COMPARED
+    only_compares = True
 
     def compare(self) -> None:
         """Wait until all ranks have made the current call; raise if the calls differ."""
@@ -391,7 +403,13 @@ class SharedComparison(SharedCalls):
         except BaseException:
             self.shared.abort()
             raise
-        self.shared.status_board.set(self.rank, Block.left, self.seq - 1)  # the kernel has ended, but the call has not
+        self.settle(records.COMPARED)
+
+    def settle(self, status: int) -> None:
+        """Handle the status of a kernel; COMPARED: the kernel has ended, but the call has not."""
+        if status != records.COMPARED:
+            super().settle(status)
+        self.shared.status_board.set(self.rank, Block.left, self.seq - 1)
         self.call_log.log_fields[LogFields.algorithm] = 0
 
 
@@ -616,7 +634,7 @@ class CallsOfFastPath:
             calls.call_log,
             calls.call_queue.run_lock,
             code,
-            code ^ call_log.NATIVE,
+            code ^ calls.mark,
             partial(self._settle, root),
             self._abort,
         )

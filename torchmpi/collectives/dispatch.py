@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.kernel_sets import COLLECTIVES as KERNELS
+from ..shared_memory.memory_layout import MOST_COPIED_BYTES
 from ..tensors import bucket_plan, buffers, partition
 from ..timeline import events
 from . import call_arguments
@@ -75,14 +76,15 @@ def call(
     if out is None and spec.is_everywhere:
         if type(tensor) is not _Tensor:
             tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
-        if backend is None and (finish is not None or not spec.in_place):
-            has_run, result = _run_fast(spec, tensor, root, op, comm)
+        if finish is not None or not spec.in_place:
+            has_run, result = _run_fast(spec, tensor, root, op, comm, backend)
             if has_run:
                 return result if finish is None else finish(result)
     group, plan, given, root, _ = checked = check_call(collective, tensor, out, root, op, comm, backend)
-    may_be_cached = plan.cached_call is not None or given is None  # the plan of a call with None has no dtype
-    if may_be_cached and backend is None and (comm is None or type(comm) in _LASTING):
-        cache_call(group, spec, (given, out, root), op, comm)
+    # The plan of a call with None has no dtype, that of a tensor with gaps no call for the fast path, which packs it.
+    may_be_cached = plan.cached_call is not None or given is None or _is_packed(spec, given, out)
+    if may_be_cached and (comm is None or type(comm) in _LASTING):
+        cache_call(group, spec, (given, out, root), op, comm, backend)
     subject = checked.subject(out) if plan.is_on_device else None
     describe = group.described_call
     result = group.call_queue.run(group.perform, plan, given, out, root, subject=subject, describe=describe)
@@ -111,12 +113,12 @@ def submit(
             return begun
     checked = check_call(collective, tensor, out, root, op, comm, backend, "async")
     group, plan, given, root, of_number = checked
-    if backend is None and (comm is None or type(comm) in _LASTING):
-        cache_call(group, spec, (given, out, root), op, comm)
-    found = _fast_call(spec, root == group.rank, given, out, root, op, comm)
-    which, dtype = (None, None) if found is None else (found[0], found[1][1])
+    if comm is None or type(comm) in _LASTING:
+        cache_call(group, spec, (given, out, root), op, comm, backend)
+    found = _fast_call(spec, root == group.rank, given, out, root, op, comm, backend)
+    which, dtype = (None, None) if found is None else (found[0], found[1].dtype)
     if which == "receive" and buffers.is_plain(out):
-        plan = _plan_of_receiver(group, PlanKey(collective, op, dtype, PLAIN, backend, "async")) or plan
+        plan = _plain_plan(group, PlanKey(collective, op, dtype, PLAIN, backend, "async")) or plan
     bound = _bind(group, plan, which, root, dtype)
     return bound.begin(given, out, finish or of_number, checked.subject(out))
 
@@ -268,7 +270,14 @@ def plan_of(
 
 
 def _fast_call(
-    spec: CollectiveSpec, is_root: bool, tensor: Any, out: Any, root: Any, op: str | None, comm: Comm
+    spec: CollectiveSpec,
+    is_root: bool,
+    tensor: Any,
+    out: Any,
+    root: Any,
+    op: str | None,
+    comm: Comm,
+    backend: str | None,
 ) -> tuple[str, fast_path.Name] | None:
     """Return the fast path for a call, and the identity of the call; None if there is none."""
     which, given = spec.name, out if tensor is None else tensor
@@ -285,19 +294,23 @@ def _fast_call(
     elif spec.in_place == (out is not None):
         which += fast_path.INTO if spec.in_place else fast_path.MADE
     key = root if op is None else fast_path.joint_key(op, root) if spec.is_rooted else op
-    return which, (key, given.dtype, comm)
+    return which, fast_path.Name(key, given.dtype, comm, backend)
 
 
-def _run_fast(spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm) -> tuple[bool, Any]:
+def _run_fast(
+    spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm, backend: str | None
+) -> tuple[bool, Any]:
     """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
     group = runtime.communicator(comm).intra
-    found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm) if type(tensor) is _Tensor else None
+    if type(tensor) is not _Tensor:
+        return False, None
+    found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm, backend)
     run = None if found is None else fast_path.function_for(*found)
     if found is None or run is None or not tensor.is_cpu or tensor.is_nested:  # which has no shape
         return False, None
-    which, (key, *_) = found
+    which, name = found
     made = _memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None
-    result = run(tensor, made, key, comm, None)
+    result = run(tensor, made, name.key, comm, backend)
     return result is not None, result if spec.in_place or made is not None else None
 
 
@@ -309,21 +322,35 @@ def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _
     return tensor.new_empty((num_rows * group.size if spec.gathers else num_rows, *row))
 
 
-def cache_call(group: Group, spec: CollectiveSpec, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
+def cache_call(
+    group: Group,
+    spec: CollectiveSpec,
+    arguments: tuple[Any, Any, int],
+    op: str | None,
+    comm: Comm,
+    backend: str | None,
+) -> None:
     """Cache a call for the fast path, so that the next equal call does not run Python code."""
     tensor, out, root = arguments
-    found = _fast_call(spec, group.rank == root, tensor, out, root, op, comm)
+    found = _fast_call(spec, group.rank == root, tensor, out, root, op, comm, backend)
     if found is None:
         return
     which, name = found
-    key = PlanKey(spec.name, op, name[1], PLAIN)
-    if which == "receive" and _plan_of_receiver(group, key) is None:
+    key = PlanKey(spec.name, op, name.dtype, PLAIN, backend)
+    is_made = key in group.plans or not (which == "receive" or _is_packed(spec, tensor, out))
+    if not is_made and _plain_plan(group, key) is None:
         return
-    _cache(which, name, group, root, comm, key)
+    _cache(which, group, root, comm, key, name.key)
 
 
-def _plan_of_receiver(group: Group, key: PlanKey) -> Plan | None:
-    """Return the plan of a scatter for the dtype that this rank expects; None for one that cannot be sent."""
+def _is_packed(spec: CollectiveSpec, tensor: _Tensor | None, out: _Tensor | None) -> bool:
+    """Return whether the fast path packs such a tensor, if it has gaps between its elements."""
+    is_short = spec.in_place and tensor is not None and tensor.is_cpu and tensor.nbytes <= MOST_COPIED_BYTES
+    return is_short and out is None
+
+
+def _plain_plan(group: Group, key: PlanKey) -> Plan | None:
+    """Return the plan of a call on plain memory; None for a dtype, which a rank expects, that cannot be sent."""
     try:
         return plan_for(runtime.communicator(group), key)
     except DtypeError:  # raised when the call has ended on all ranks
@@ -357,7 +384,7 @@ class BoundCode:
 
     def cache(self) -> None:
         """Let machine code run the next call, if it can; Python is about to run this one."""
-        fast_path.cache_call(self._which, (self, self._dtype, self._group), self._cached_call)
+        fast_path.cache_call(self._which, fast_path.Name(self, self._dtype, self._group), self._cached_call)
 
     def _cached_call(self) -> fast_path.CachedCall | None:
         return None if self._group.call_queue.closed else self._find()
@@ -379,26 +406,21 @@ def _bind(group: Group, plan: Plan, which: str | None, root: int, dtype: torch.d
 def cache_barrier(group: Group, comm: Comm) -> None:
     """Cache the barrier of a group for the fast path."""
     if comm is None or type(comm) in _LASTING:
-        _cache("barrier", (None, None, comm), group, 0, comm, BARRIER)
+        _cache("barrier", group, 0, comm, BARRIER, None)
 
 
 def cache_list(group: Group, key: PlanKey, comm: Comm, of_list: OfList) -> None:
     """Cache the allreduce of a list for the fast path."""
     if comm is None or type(comm) in _LASTING:
-        _cache("allreduce_many", (key.op, key.dtype, comm), group, 0, comm, key, of_list)
+        _cache("allreduce_many", group, 0, comm, key, key.op, of_list)
 
 
 def _cache(
-    which: str,
-    name: fast_path.Name,
-    group: Group,
-    root: int,
-    comm: Comm,
-    key: PlanKey,
-    of_list: OfList | None = None,
+    which: str, group: Group, root: int, comm: Comm, key: PlanKey, call_key: Hashable, of_list: OfList | None = None
 ) -> None:
     plan: Plan | None = group.plans.get(key)
     if plan is not None and plan.cached_call is not None:
+        name = fast_path.Name(call_key, key.dtype, comm, key.backend)
         fast_path.cache_call(which, name, partial(_cached_call, group, plan, which, root, comm, key, of_list))
 
 

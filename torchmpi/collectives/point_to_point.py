@@ -262,8 +262,7 @@ class _Call:
         communicator, key = runtime.communicator(self.group), _background_key(src)
         if self.is_number or not (buffers.is_plain(self.tensor) and fast_path.takes_calls()):
             return self.message(src, is_receive=True)
-        name = key, self.tensor.dtype, communicator
-        cache_message(self.name, self.group, self.tensor, name, src, -1, is_background=True)
+        cache_message(self.name, self.group, self.tensor, key, communicator, src, -1, is_background=True)
         return DeferredHandle(DeferredReceive(communicator, self.tensor, src, NO_TAG, key).start())
 
     def exchange(self, src: int, dst: int, *, is_background: bool) -> Handle[Any]:
@@ -292,8 +291,7 @@ class _Call:
         )
         is_plain = self.tensor.device.type == "cpu" and not self.tensor.dtype.is_complex and not self.is_number
         if is_meant and is_plain and type(src) is int and type(dst) is int:
-            name = key, self.tensor.dtype, comm
-            cache_message(self.name, group, self.tensor, name, src, dst, is_background=is_background)
+            cache_message(self.name, group, self.tensor, key, comm, src, dst, is_background=is_background)
 
     def _described(self) -> events.ShownCall:
         return self.group.described((self.name, "", dtypes.short_name(self.tensor.dtype), -1), self.tensor)

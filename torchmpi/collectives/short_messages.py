@@ -52,7 +52,8 @@ def cache_message(
     name: str,
     group: Group,
     tensor: torch.Tensor,
-    key: fast_path.Name,
+    key: Hashable,
+    comm: Any,
     src: int,
     dst: int,
     tag: int = NO_TAG,
@@ -65,19 +66,21 @@ def cache_message(
         name: ``send``, ``recv`` or ``sendreceive``.
         group: The group.
         tensor: The tensor, in host memory.
-        key: The identity of the call.
+        key: The ranks, and the tag if there is one.
+        comm: The communicator that the program passes.
         src: The rank to receive from, -1 for none.
         dst: The rank to send to, likewise.
         tag: The tag.
         is_background: Whether the program goes on: the fast path returns a message that has not ended.
     """
+    call = fast_path.Name(key, tensor.dtype, comm)
     if isinstance(transport_of(group), RingTransport):
         make = partial(_RingMessage, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
         kind = tensor.dtype, tag, is_background
-        fast_path.cache_call(name, key, partial(_cached, make, group, src, dst, kind))
+        fast_path.cache_call(name, call, partial(_cached, make, group, src, dst, kind))
     elif tag == NO_TAG and not (is_background and src >= 0) and can_call_from_kernels(group):
         make_message = partial(_MpiMessage, name, group, src, dst, tensor.dtype, is_background=is_background)
-        fast_path.cache_call(name, key, partial(_cached, make_message, group, src, dst, (tensor.dtype, is_background)))
+        fast_path.cache_call(name, call, partial(_cached, make_message, group, src, dst, (tensor.dtype, is_background)))
 
 
 def _cached(make: Any, group: Group, src: int, dst: int, kind: Hashable) -> fast_path.CachedCall | None:

@@ -184,7 +184,7 @@ def reduce_fast(tensors: Sequence[_Tensor], comm: Communicator, op: str) -> bool
 def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator, op: str) -> None:
     """Reduce lists with plans that need no packing, in place, and let the fast path run the next ones."""
     group = comm.intra
-    _cache(lists, group, op, comm)
+    _cache(lists, group, op, comm, None)
     for members in lists:
         _run_unpacked(members, group)
 
@@ -196,11 +196,12 @@ def _run_unpacked(members: TensorList, group: Group) -> None:
     members.write_back()
 
 
-def _cache(lists: Sequence[TensorList], group: Group, op: str, comm: Comm) -> None:
+def _cache(lists: Sequence[TensorList], group: Group, op: str, comm: Comm, backend: str | None) -> None:
     """Let the fast path run the next call with a list of this dtype."""
     if len(lists) == 1 and lists[0].is_plain:
         dtype = lists[0].tensors[0].dtype
-        dispatch.cache_list(group, PlanKey("allreduce", op, dtype, PLAIN), comm, partial(_of_list, dtype))
+        key = PlanKey("allreduce", op, dtype, PLAIN, backend)
+        dispatch.cache_list(group, key, comm, partial(_of_list, dtype))
 
 
 def _of_list(dtype: torch.dtype, group: Group, plan: Plan, of_table: fast_path.CachedCall) -> fast_path.CachedCall:
@@ -342,8 +343,7 @@ def _start(
                 f"{where}: allreduce_many: two tensors share memory, which could be reduced twice. Pass views "
                 "that do not overlap, or copies."
             )
-    if backend is None:
-        _cache(lists, group, op, comm)
+    _cache(lists, group, op, comm, backend)
     started: list[Handle[Any]] = []
     for members in lists:
         if len(members.tensors) == 1 or members.plan.many is None:

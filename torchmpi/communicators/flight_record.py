@@ -641,12 +641,13 @@ def _calls_in(fields: Sequence[int], time_of: Callable[[int], float]) -> list[Lo
 
 def _as_call(entry: Sequence[int], time_of: Callable[[int], float]) -> LoggedCall | None:
     """Return the call of an entry; None for an empty one, or one that is being written."""
-    seq, num_dims = entry[RecordFields.sequence], entry[RecordFields.num_dims] & (RECORD_IS_NUMBER - 1)
+    seq, flags = entry[RecordFields.sequence], entry[RecordFields.num_dims]
+    num_dims = flags & (RECORD_IS_NUMBER - 1)
     if seq <= 0 or num_dims > MAX_LOG_DIMS:
         return None
     shape = tuple(entry[RecordFields.dims : RecordFields.dims + num_dims])
-    is_number, has_failed = (bool(entry[RecordFields.num_dims] & flag) for flag in (RECORD_IS_NUMBER, _HAS_FAILED))
-    begin, end = (time_of(entry[field]) for field in (RecordFields.begin, RecordFields.end))
+    begin, end = time_of(entry[RecordFields.begin]), time_of(entry[RecordFields.end])
+    is_number, has_failed = bool(flags & RECORD_IS_NUMBER), bool(flags & _HAS_FAILED)
     return LoggedCall(seq, entry[RecordFields.code], shape, is_number, begin, end, has_failed)
 
 

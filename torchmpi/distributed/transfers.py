@@ -29,7 +29,7 @@ def send(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int) 
     if message is None:
         _check(group, tensor, "send", peer, tag)
         if buffers.is_plain(tensor):
-            cache_message("send", group, tensor, (key, tensor.dtype, communicator), -1, peer, tag, is_background=True)
+            cache_message("send", group, tensor, key, communicator, -1, peer, tag, is_background=True)
         message = MessageHandle(group, "send", tensor, peer, tag, is_receive=False).start()
     return MessageWork(message, tensor, group.timeout_seconds)
 
@@ -43,7 +43,7 @@ def receive(communicator: Communicator, tensor: torch.Tensor, peer: int | None, 
         message = MessageHandle(group, "recv", tensor, peer, tag, is_receive=True).start()
         return MessageWork(message, tensor, group.timeout_seconds)
     key = fast_path.joint_key(peer, tag)
-    cache_message("recv", group, tensor, (key, tensor.dtype, communicator), peer, -1, tag, is_background=True)
+    cache_message("recv", group, tensor, key, communicator, peer, -1, tag, is_background=True)
     deferred = DeferredReceive(communicator, tensor, peer, tag, key).start()
     return DeferredWork(deferred, tensor, group.timeout_seconds)
 

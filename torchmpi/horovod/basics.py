@@ -1,4 +1,7 @@
-"""Start, stop, ranks and capabilities."""
+"""Start, stop, ranks and capabilities.
+
+All but `init`, `is_initialized` and the names that end in ``_built`` or ``_enabled`` raise ValueError before `init`.
+"""
 
 from __future__ import annotations
 
@@ -132,15 +135,7 @@ def _at_exit() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called, and `shutdown` has not been called since.
-
-    Returns:
-        True if the functions that need `init` can be used.
-
-    Example:
-        if not hvd.is_initialized():
-            hvd.init()
-    """
+    """Return whether `init` has been called, and `shutdown` has not been called since."""
     try:
         world()
     except ValueError:
@@ -149,32 +144,12 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this rank.
-
-    Returns:
-        A number from 0 to ``size() - 1``.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        data = dataset[hvd.rank() :: hvd.size()]
-    """
+    """Return the number of this rank, from 0 to ``size() - 1``."""
     return world().rank
 
 
 def size() -> int:
-    """Return the number of ranks.
-
-    Returns:
-        The number of the ranks that `init` was given; all ranks of the job by default.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        learning_rate = 0.1 * hvd.size()
-    """
+    """Return the number of the ranks that `init` was given; all ranks of the job by default."""
     return world().size
 
 
@@ -191,32 +166,12 @@ def _local_ranks() -> list[int]:
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those on its host.
-
-    Returns:
-        A number from 0 to ``local_size() - 1``.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        torch.cuda.set_device(hvd.local_rank())
-    """
+    """Return the number of this rank among those on its host, from 0 to ``local_size() - 1``."""
     return _local_ranks()[rank()]
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host.
-
-    Returns:
-        The number, of those ranks that `init` was given.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        torch.set_num_threads(os.cpu_count() // hvd.local_size())
-    """
+    """Return the number of ranks on this host, of those that `init` was given."""
     hosts = _hosts()
     return hosts.count(hosts[rank()])
 
@@ -228,171 +183,68 @@ def _hosts_with_local_rank() -> list[int]:
 
 
 def cross_rank() -> int:
-    """Return the number of this host among those that have this local rank.
-
-    Returns:
-        A number from 0 to ``cross_size() - 1``.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        is_first_host = hvd.cross_rank() == 0
-    """
+    """Return the number of this host among those that have this local rank, from 0 to ``cross_size() - 1``."""
     return _hosts_with_local_rank().index(_hosts()[rank()])
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local rank.
-
-    Returns:
-        The number of hosts.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        num_hosts = hvd.cross_size()
-    """
+    """Return the number of hosts that have a rank with this local rank."""
     return len(_hosts_with_local_rank())
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have the same number of ranks.
-
-    Returns:
-        True if they have.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        assert hvd.is_homogeneous()
-    """
+    """Return whether all hosts have the same number of ranks."""
     hosts = _hosts()
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may call MPI at the same time.
-
-    Returns:
-        True if MPI was initialized with ``MPI_THREAD_MULTIPLE``.
-
-    Raises:
-        ValueError: `init` has not been called.
-
-    Example:
-        assert hvd.mpi_threads_supported()
-    """
+    """Return whether several threads may call MPI at the same time (``MPI_THREAD_MULTIPLE``)."""
     return world().intra.context.threaded
 
 
 def mpi_enabled() -> bool:
-    """Return whether the calls are those of MPI.
-
-    Returns:
-        True.
-
-    Example:
-        print(hvd.mpi_enabled())
-    """
+    """Return True: the calls are those of MPI."""
     return True
 
 
 def mpi_built() -> bool:
-    """Return whether the calls are those of MPI.
-
-    Returns:
-        True.
-
-    Example:
-        print(hvd.mpi_built())
-    """
+    """Return True: the calls are those of MPI."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Return whether the ranks are started by gloo.
-
-    Returns:
-        False: they are started by MPI or torchrun.
-
-    Example:
-        print(hvd.gloo_enabled())
-    """
+    """Return False: ranks are started by MPI or torchrun, not by gloo."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return whether the ranks can be started by gloo.
-
-    Returns:
-        False: they are started by MPI or torchrun.
-
-    Example:
-        print(hvd.gloo_built())
-    """
+    """Return False: ranks are started by MPI or torchrun, not by gloo."""
     return False
 
 
 def ddl_built() -> bool:
-    """Return whether IBM's DDL is used.
-
-    Returns:
-        False.
-
-    Example:
-        print(hvd.ddl_built())
-    """
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return whether Intel's oneCCL is used.
-
-    Returns:
-        False.
-
-    Example:
-        print(hvd.ccl_built())
-    """
+    """Return False: Intel's oneCCL is not used."""
     return False
 
 
 def cuda_built() -> bool:
-    """Return whether torch has CUDA.
-
-    Returns:
-        True if it has; there may be no GPU.
-
-    Example:
-        print(hvd.cuda_built())
-    """
+    """Return whether torch has CUDA; there may be no GPU."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Return whether torch has ROCm.
-
-    Returns:
-        True if it has; there may be no GPU.
-
-    Example:
-        print(hvd.rocm_built())
-    """
+    """Return whether torch has ROCm; there may be no GPU."""
     return torch.version.hip is not None
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL in torch.
-
-    Returns:
-        A number such as 21805; 0 if torch has none.
-
-    Example:
-        has_nccl = hvd.nccl_built() > 0
-    """
+    """Return the version of NCCL in torch, a number such as 21805; 0 if torch has none."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]

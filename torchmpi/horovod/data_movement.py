@@ -60,18 +60,10 @@ def _start_gather(
 
 @checks_types
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Run :func:`allgather` in the background.
-
-    Args:
-        tensor: A tensor with at least one dimension; the length of dim 0 may differ between ranks.
-        name: Name of the operation.
-        process_set: The ranks that take part.
+    """Run :func:`allgather` in the background, with the same parameters.
 
     Returns:
         A handle for `synchronize` and `poll`.
-
-    Raises:
-        ValueError: The tensor has no dimension, or the name is in use.
 
     Example:
         everything = hvd.synchronize(hvd.allgather_async(tensor))
@@ -83,18 +75,10 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Run :func:`grouped_allgather` in the background.
-
-    Args:
-        tensors: Tensors with at least one dimension, the same number on every rank; the length of dim 0 may differ.
-        name: Name of the operation.
-        process_set: The ranks that take part.
+    """Run :func:`grouped_allgather` in the background, with the same parameters.
 
     Returns:
         A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
-
-    Raises:
-        ValueError: A tensor has no dimension, or the name is in use.
 
     Example:
         rows, labels = hvd.synchronize(hvd.grouped_allgather_async([rows, labels]))
@@ -127,19 +111,10 @@ def _start_broadcast(target: Tensor, root_rank: int, name: str | None, process_s
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Run :func:`broadcast` in the background, into a new tensor.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank.
-        root_rank: The rank, among all ranks, whose values are copied.
-        name: Name of the operation.
-        process_set: The ranks that take part.
+    """Run :func:`broadcast` in the background, into a new tensor, with the same parameters.
 
     Returns:
         A handle for `synchronize` and `poll`.
-
-    Raises:
-        ValueError: The root is not in the process set, or the name is in use.
 
     Example:
         handle = hvd.broadcast_async(tensor, root_rank=0)
@@ -151,19 +126,10 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Run :func:`broadcast` in the background, in place.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank; overwritten by the root's values.
-        root_rank: The rank, among all ranks, whose values are copied.
-        name: Name of the operation.
-        process_set: The ranks that take part.
+    """Run :func:`broadcast` in the background, in place, with the same parameters.
 
     Returns:
         A handle for `synchronize` and `poll`.
-
-    Raises:
-        ValueError: The root is not in the process set, or the name is in use.
 
     Example:
         hvd.synchronize(hvd.broadcast_async_(parameter.data, root_rank=0))
@@ -175,20 +141,10 @@ def broadcast_async_(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Run :func:`broadcast` in place.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank; overwritten by the root's values.
-        root_rank: The rank, among all ranks, whose values are copied.
-        name: Name of the operation.
-        process_set: The ranks that take part.
+    """Run :func:`broadcast` in place, with the same parameters.
 
     Returns:
         The tensor.
-
-    Raises:
-        ValueError: The root is not in the process set, or the name is in use.
-        HorovodInternalError: The ranks made different calls; raised on all ranks.
 
     Example:
         hvd.broadcast_(parameter.data, root_rank=0)
@@ -217,19 +173,10 @@ def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Run :func:`alltoall` in the background.
-
-    Args:
-        tensor: The tensor to split along dim 0. Rows after the last split are not sent.
-        splits: How many rows each rank gets: a list, or a tensor of int32; None to split evenly.
-        name: Name of the operation.
-        process_set: The ranks that take part.
+    """Run :func:`alltoall` in the background, with the same parameters.
 
     Returns:
         A handle; `synchronize` returns the received rows and a tensor with their number from each rank.
-
-    Raises:
-        ValueError: The splits do not fit, or the name is in use.
 
     Example:
         rows, received_splits = hvd.synchronize(hvd.alltoall_async(tensor, [1, 2]))
@@ -312,22 +259,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Run :func:`reducescatter` in the background.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank.
-        name: Name of the operation.
-        op: Average or Sum.
-        process_set: The ranks that take part.
-        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
-        postscale_factor: Factor for the result; the same on all ranks.
+    """Run :func:`reducescatter` in the background, with the same parameters but `compression`.
 
     Returns:
         A handle for `synchronize` and `poll`.
-
-    Raises:
-        ValueError: The tensor has no dimension, or the name is in use.
-        HorovodInternalError: The operation is another one.
 
     Example:
         mine = hvd.synchronize(hvd.reducescatter_async(tensor, op=hvd.Sum))
@@ -345,22 +280,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Run :func:`grouped_reducescatter` in the background.
-
-    Args:
-        tensors: The tensors, the same number, shapes and dtypes on every rank.
-        name: Name of the operation.
-        op: Average or Sum.
-        process_set: The ranks that take part.
-        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
-        postscale_factor: Factor for the results; the same on all ranks.
+    """Run :func:`grouped_reducescatter` in the background, with the same parameters but `compression`.
 
     Returns:
         A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
-
-    Raises:
-        ValueError: A tensor has no dimension, or the name is in use.
-        HorovodInternalError: The operation is another one.
 
     Example:
         mine = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Sum))

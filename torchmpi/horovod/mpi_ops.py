@@ -130,22 +130,10 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Run :func:`allreduce` in the background, into a new tensor.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank.
-        average: Deprecated, use `op`.
-        name: Name of the operation, not used by another one that has not ended.
-        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
-        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
-        postscale_factor: Factor for the result; the same on all ranks.
-        process_set: The ranks that take part.
+    """Run :func:`allreduce` in the background, into a new tensor, with the same parameters but `compression`.
 
     Returns:
         A handle for `synchronize` and `poll`.
-
-    Raises:
-        ValueError: The arguments cannot be used, or the name is in use. Errors of the call are raised by `synchronize`.
 
     Example:
         handle = hvd.allreduce_async(tensor, op=hvd.Sum)
@@ -165,22 +153,10 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Run :func:`allreduce` in the background, in place.
-
-    Args:
-        tensor: The tensor, of the same shape and dtype on every rank; overwritten by the result.
-        average: Deprecated, use `op`.
-        name: Name of the operation, not used by another one that has not ended.
-        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
-        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
-        postscale_factor: Factor for the result; the same on all ranks.
-        process_set: The ranks that take part.
+    """Run :func:`allreduce` in the background, in place, with the same parameters but `compression`.
 
     Returns:
         A handle for `synchronize` and `poll`.
-
-    Raises:
-        ValueError: The arguments cannot be used, or the name is in use. Errors of the call are raised by `synchronize`.
 
     Example:
         hvd.synchronize(hvd.allreduce_async_(parameter.grad, name="weight"))
@@ -200,23 +176,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Run :func:`allreduce` in place.
-
-    Args:
-        tensor: The tensor, of the same shape and dtype on every rank; overwritten by the result.
-        average: Deprecated, use `op`.
-        name: Name of the operation, not used by another one that has not ended.
-        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
-        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
-        postscale_factor: Factor for the result; the same on all ranks.
-        process_set: The ranks that take part.
+    """Run :func:`allreduce` in place, with the same parameters but `compression`.
 
     Returns:
         The tensor.
-
-    Raises:
-        ValueError: The arguments cannot be used, or the name is in use.
-        HorovodInternalError: The ranks made different calls; raised on all ranks.
 
     Example:
         hvd.allreduce_(parameter.grad)
@@ -236,22 +199,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Run :func:`grouped_allreduce` in the background, into new tensors.
-
-    Args:
-        tensors: The tensors, the same number, shapes and dtypes on every rank.
-        average: Deprecated, use `op`.
-        name: Name of the operation, not used by another one that has not ended.
-        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
-        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
-        postscale_factor: Factor for the results; the same on all ranks.
-        process_set: The ranks that take part.
+    """Run :func:`grouped_allreduce` in the background, into new tensors, with the same parameters but `compression`.
 
     Returns:
         A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
-
-    Raises:
-        ValueError: The arguments cannot be used, or the name is in use. Errors of the call are raised by `synchronize`.
 
     Example:
         loss, accuracy = hvd.synchronize(hvd.grouped_allreduce_async([loss, accuracy]))
@@ -271,22 +222,10 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Run :func:`grouped_allreduce` in the background, in place.
-
-    Args:
-        tensors: The tensors, the same number, shapes and dtypes on every rank; overwritten by the results.
-        average: Deprecated, use `op`.
-        name: Name of the operation, not used by another one that has not ended.
-        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
-        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
-        postscale_factor: Factor for the results; the same on all ranks.
-        process_set: The ranks that take part.
+    """Run :func:`grouped_allreduce` in the background, in place, with the same parameters but `compression`.
 
     Returns:
         A handle for `poll`, and for `synchronize`, which returns a tuple of the tensors.
-
-    Raises:
-        ValueError: The arguments cannot be used, or the name is in use. Errors of the call are raised by `synchronize`.
 
     Example:
         handle = hvd.grouped_allreduce_async_(gradients)
@@ -306,23 +245,10 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Run :func:`grouped_allreduce` in place.
-
-    Args:
-        tensors: The tensors, the same number, shapes and dtypes on every rank; overwritten by the results.
-        average: Deprecated, use `op`.
-        name: Name of the operation, not used by another one that has not ended.
-        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
-        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
-        postscale_factor: Factor for the results; the same on all ranks.
-        process_set: The ranks that take part.
+    """Run :func:`grouped_allreduce` in place, with the same parameters but `compression`.
 
     Returns:
         The tensors.
-
-    Raises:
-        ValueError: The arguments cannot be used, or the name is in use.
-        HorovodInternalError: The ranks made different calls; raised on all ranks.
 
     Example:
         hvd.grouped_allreduce_([parameter.grad for parameter in model.parameters()])

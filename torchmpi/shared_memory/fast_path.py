@@ -112,8 +112,17 @@ finders: dict[Form, list[_Entry]] = {}
 must check the call."""
 
 
-Name = tuple[Hashable, torch.dtype | None, Any]
-"""Identity of a call: operation, root, or both; dtype, None for a barrier; communicator, None for the default one."""
+class Name(NamedTuple):
+    """Identity of a call on a fast path."""
+
+    key: Hashable
+    """Operation, root, or both."""
+    dtype: torch.dtype | None
+    """None for a barrier."""
+    comm: Any = None
+    """None for the default one."""
+    backend: str | None = None
+    """None for that of the selection table."""
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -196,7 +205,7 @@ class _FastPath:
 
     def forget(self, comms: Sequence[object]) -> None:
         """Drop the cached calls with these values of ``comm=``."""
-        dropped = [name for name in self.cached_calls if name[2] is not None and name[2] in comms]
+        dropped = [name for name in self.cached_calls if name.comm is not None and name.comm in comms]
         if not dropped:
             return
         # Each of these writes leaves a chain of all calls that are kept, for machine code that looks through it.
@@ -221,11 +230,12 @@ class _FastPath:
         return self._retired[address][0]
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
-        key, dtype, comm = name
+        dtype, backend = name.dtype, None if name.backend is None else sys.intern(str(name.backend))
         record = records.CachedCallRecord.new().write(
             following=self.record.first_call,
-            key=id(key),
-            comm=id(comm),
+            key=id(name.key),
+            comm=id(name.comm),
+            backend=id(backend),
             dlpack_dtype=0 if dtype is None else dlpack.dtype_number(dtype),
             call=cached_call.record,
             call_log=cached_call.call_log.address,

@@ -1,7 +1,7 @@
 """Machine code of the fast path: tensors in, one call of a kernel, the result out (docs/design/fast-path.md).
 
 `entry` has torch describe the tensors as DLTensors. `find_cached_call` then looks for a cached call of the
-same dtype, key and communicator, and one of the `enter_*` functions
+same dtype, key, communicator and backend, and one of the `enter_*` functions
 
 1. checks the tensors: contiguous, on the host, of the cached dtype, and with an `out` made for the result;
 2. writes the arguments of the kernel that follow the call record (from `rest` on);
@@ -47,7 +47,7 @@ from .host_calls import is_carried
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
-from .movement import rows_before
+from .movement import compare_only, rows_before
 from .records import (
     FLAT,
     NOT_FAST,
@@ -218,11 +218,11 @@ def fits(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, num_
 
 
 @kernel
-def find_cached_call(first: CachedCallRecord, tensor: DLTensor, key, comm) -> CachedCallRecord:
-    """Return the cached call for this dtype, key and communicator, or 0."""
+def find_cached_call(first: CachedCallRecord, tensor: DLTensor, key, comm, backend) -> CachedCallRecord:
+    """Return the cached call for this dtype, key, communicator and backend, or 0."""
     dtype, cached_call = dtype_of(tensor), first
     while cached_call:
-        is_like_it = cached_call.key == key and cached_call.comm == comm
+        is_like_it = cached_call.key == key and cached_call.comm == comm and cached_call.backend == backend
         if is_like_it and cached_call.dlpack_dtype == dtype:
             break
         cached_call = cached_call.following
@@ -745,11 +745,9 @@ def parts_in(path: FastPath, item, takes_list, room: Words) -> Words:
 
 
 @inner
-def describe(
-    path: FastPath, tensor, out, backend, takes, first: DLTensor, last: DLTensor, given: Words, received: Words
-):
+def describe(path: FastPath, tensor, out, takes, first: DLTensor, last: DLTensor, given: Words, received: Words):
     """Describe the tensors of a call; False if Python must run it, perhaps because an exception is set."""
-    if not path.first_call or backend != path.none:
+    if not path.first_call:
         return False
     takes_tensor, takes_out = takes & _TENSOR, takes & _OUT
     if (not takes_tensor and tensor != path.none) or (not takes_out and out != path.none):
@@ -790,11 +788,11 @@ def entry(spec: FastPathKernel) -> Function:
     def fast_call(path: FastPath, tensor, out, key, comm, backend):
         first, last = DLTensor(_described()), DLTensor(_described())
         given_parts, received_parts = Words(_parts()), Words(_parts())
-        if not describe(path, tensor, out, backend, takes, first, last, given_parts, received_parts):
+        if not describe(path, tensor, out, takes, first, last, given_parts, received_parts):
             return leave_to_python(path)
         source = first if takes_tensor or not takes_out else last
         target = last if takes_out else first
-        cached_call, arguments = find_cached_call(path.first_call, source, key, comm), Arguments(_written())
+        cached_call, arguments = find_cached_call(path.first_call, source, key, comm, backend), Arguments(_written())
         if not cached_call:
             return new_reference(path.none)
         given, received = Words(_dims()), Words(_dims())
@@ -814,7 +812,10 @@ def entry(spec: FastPathKernel) -> Function:
         if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
         thread = release_gil()
-        status = run(cached_call.call, arguments)
+        if cached_call.call.only_compares != 0:
+            status = compare_only(cached_call.call, arguments.seq, arguments.signature)
+        else:
+            status = run(cached_call.call, arguments)
         take_gil(thread)
         if takes_list or takes_out_list:
             use_no_parts(cached_call.call)
@@ -832,9 +833,9 @@ def find_bound(path: FastPath, tensor, out, key, comm, backend):
     first, last = DLTensor(_described()), DLTensor(_described())
     has_tensor, has_out, no_lists = tensor != path.none, out != path.none, Words(0)
     takes = (_TENSOR if has_tensor else 0) | (_OUT if has_out else 0)
-    if not describe(path, tensor, out, backend, takes, first, last, no_lists, no_lists):
+    if not describe(path, tensor, out, takes, first, last, no_lists, no_lists):
         return leave_to_python(path)
-    cached_call = find_cached_call(path.first_call, first if has_tensor else last, key, comm)
+    cached_call = find_cached_call(path.first_call, first if has_tensor else last, key, comm, backend)
     if not cached_call or cached_call.bound == 0:
         return new_reference(path.none)
     if (has_tensor and plain_numel(cached_call, first) < 0) or (has_out and plain_numel(cached_call, last) < 0):

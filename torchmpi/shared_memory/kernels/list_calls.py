@@ -121,7 +121,7 @@ def list_entry(*, finds: bool = False) -> Function:
     """
 
     def list_call(path: FastPath, tensors, out, key, comm, backend):
-        if not path.first_call or backend != path.none or PyObject(tensors).kind != path.list_type:
+        if not path.first_call or PyObject(tensors).kind != path.list_type:
             return new_reference(path.none)
         count = list_size(tensors)
         if count < 2 or count > MOST_TENSORS:
@@ -131,7 +131,7 @@ def list_entry(*, finds: bool = False) -> Function:
         tensor, arguments = DLTensor(_described()), Arguments(_written())
         if describe_with(path.describe, list_item(tensors, 0), tensor) != 0:
             return leave_to_python(path)
-        cached_call = find_cached_call(path.first_call, tensor, key, comm)
+        cached_call = find_cached_call(path.first_call, tensor, key, comm, backend)
         if not cached_call:
             return new_reference(path.none)
         rows, shape = TensorRecord(_rows()), Words(_shape())

@@ -77,7 +77,7 @@ from .peer_memory import (
     shared_tensor_of,
     show_memory,
 )
-from .records import PART_SIZES, UNEVEN, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
+from .records import COMPARED, PART_SIZES, UNEVEN, UNREADABLE, GroupRecord, KernelCall, TensorMessage, Transfer
 from .reduce_kernels import combine, part_begin, set_operand
 
 _SHORT_BROADCAST_BYTES = 128 << 10  # shorter broadcasts bypass the caches, which was never slower
@@ -92,6 +92,13 @@ def barrier(call: KernelCall, seq, signature, message, num_bytes):
         copy_to_payload(group, seq, 0, message, num_bytes)
         status = arrive(group, seq, signature)
     return leave(group, seq, status)
+
+
+@kernel
+def compare_only(call: KernelCall, seq, signature):
+    """Compare a call that Python runs: COMPARED, or the status of `barrier`."""
+    status = barrier(call, seq, signature, 0, 0)
+    return COMPARED if status == 0 else status
 
 
 @inner

@@ -474,6 +474,8 @@ class KernelCall(Record):
     """Number of the dtype, the same on all ranks; 0 if unknown."""
     hosts = Pointer(Hosts)
     """For a call over hosts; 0 for a call within a host."""
+    only_compares = Word()
+    """Whether kernels only compare the call, and Python runs it then, by a library."""
     given_parts = Pointer(Words)
     received_parts = Pointer(Words)
     """The addresses of the parts of each rank, if they are tensors of a list; 0 if they are rows of one tensor."""
@@ -625,6 +627,8 @@ class CachedCallRecord(Record):
     """Address of the object that identifies the call: the operation, the root, or both."""
     comm = Word()
     """Address of the communicator, or of None for the default one."""
+    backend = Word()
+    """Address of the name of the backend, or of None for that of the selection table."""
     dlpack_dtype = Word()
     """Dtype as in a DLTensor: code, bits and lanes in one number."""
     call = Pointer(KernelCall)
@@ -727,6 +731,8 @@ UNREADABLE = 6 << 20
 """A rank could not read the memory of another. Internal to the kernels, which use the slots instead."""
 VIOLATION = 7 << 20
 """Checked build only: a check failed on this rank; the group record has its number."""
+COMPARED = 8 << 20
+"""All ranks have made the same call, which Python runs (`only_compares` of a KernelCall)."""
 STATUS_KINDS = ~((1 << 20) - 1)
 NOT_FAST = -1
 """Of the functions of the fast path: the arguments must take the path through Python."""
