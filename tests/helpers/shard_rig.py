@@ -40,12 +40,12 @@ class Rig:
         """Apply a rule; `data` holds the elements of the span."""
         span = span or (0, self.numel)
         assert data.numel() == span[1] - span[0] and data.dtype is self.dtype and data.is_contiguous()
-        actor.apply(self.shards, data.data_ptr(), span, rules.prepare(rule, self.dtype))
+        actor.visit(self.shards, data.data_ptr(), span, rules.prepare(rule, self.dtype))
 
     def read(self, actor: Actor, span: tuple[int, int] | None = None) -> torch.Tensor:
         span = span or (0, self.numel)
         data = torch.empty(span[1] - span[0], dtype=self.dtype)
-        actor.read(self.shards, data.data_ptr(), span)
+        actor.visit(self.shards, data.data_ptr(), span, None)
         return data
 
     def arrays(self, which: int = 0) -> torch.Tensor:

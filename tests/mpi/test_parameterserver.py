@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import math
 import os
 import random
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import contract
@@ -20,6 +24,8 @@ from helpers.shard_rig import Twin
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi import errors
+from torchmpi.communicators.flight_record import parse
+from torchmpi.communicators.handle import EndedHandle, Handle
 from torchmpi.parameterserver.servers import INLINE_BYTES
 from torchmpi.parameterserver.shards import MESSAGE_BYTES
 from torchmpi.session import runtime
@@ -362,6 +368,165 @@ def test_calls_requests_and_applied_updates_are_in_the_timeline(transport, agree
                 sorted((name, rank) for name in ("read", "apply") for rank in 2 * remote))  # fmt: skip
     rules = {each["args"]["rule"] for each in served if each["name"] == "apply"}
     agree.equal(rules, {"add"} if remote else set())
+
+
+# --- requests that are repeated
+
+
+def repeated(server: ps.Server, call: Callable[[], Handle]) -> bool:
+    """Make a request; return whether machine code has made it."""
+    handle = call()
+    handle.wait()
+    return type(handle) is EndedHandle
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int16), ids=str)
+def test_repeated_requests_do_what_python_does(transport, agree, dtype):
+    """Machine code and its readable twin: the same random requests, the same bits, and the same records."""
+    numel, draws = 40_001, random.Random(f"{dtype}")  # some chunks, of up to three shards
+    rules = ["add", "copy", "max", "zero"]
+    if dtype.is_floating_point:
+        rules += [ps.sgd(0.1, 0.9), ps.adam(0.01), ps.damped(ps.scaled_add(0.5), 0.5, offset=1), "doubles"]
+    fast, plain = (ps.init(contract.values((numel,), dtype, 7)) for _ in range(2))
+    plain.repeater.close()
+    values = [contract.values((numel,), dtype, index) for index in range(3)]
+    targets = [(torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)) for _ in range(2)]
+    made, wrong = 0, []
+    for turn in range(80):
+        rule, sent, (one, other) = draws.choice(rules), draws.choice(values), draws.choice(targets)
+        kind, sender = draws.choice(("send", "receive", "new")), draws.randrange(mpi.size())
+        if kind == "send" and mpi.rank() == sender:
+            made += repeated(fast, lambda: ps.send(fast, sent, rule))  # noqa: B023
+            wrong += [turn] if repeated(plain, lambda: ps.send(plain, sent, rule)) else []  # noqa: B023
+        elif kind == "receive":
+            versions = one._version - other._version
+            made += repeated(fast, lambda: ps.receive(fast, one))  # noqa: B023
+            wrong += [turn] if repeated(plain, lambda: ps.receive(plain, other)) else []  # noqa: B023
+            same = torch.equal(one, other) and one._version - other._version == versions
+            wrong += [] if same else [turn]
+        elif kind == "new":
+            found = [ps.receive(server).wait() for server in (fast, plain)]
+            wrong += [] if torch.equal(*found) else [turn]
+        mpi.barrier()
+    agree.equal(wrong, [])
+    for name in ("num_sent", "bytes_sent", "bytes_received", "sent_version", "received_version"):
+        agree.equal(getattr(fast, name), getattr(plain, name), name)
+    agree(fast.sent_staleness == plain.sent_staleness or math.isnan(fast.sent_staleness), "staleness")
+    agree.equal(fast.base.tolist(), plain.base.tolist())
+    agree(made > 10 if fast.is_local else made == 0, f"{made} requests by machine code")
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_what_machine_code_must_not_make(transport, agree, tmp_path):
+    server, sent, target = ps.init(torch.zeros(10)), torch.ones(10), torch.zeros(10)
+
+    def send() -> bool:
+        return repeated(server, lambda: ps.send(server, sent))
+
+    is_fast = [send() for _ in range(3)][-1]
+    agree.equal(is_fast, server.is_local)
+    agree.equal([repeated(server, lambda: ps.receive(server, target)) for _ in range(3)][-1], server.is_local)
+    before = server.num_sent
+    for wrong, kind in (
+        (lambda: ps.send(server, torch.ones(11)), errors.ArgumentError),
+        (lambda: ps.send(server, torch.ones(10).double()), errors.DtypeError),
+        (lambda: ps.send(server, sent, None), errors.ArgumentError),
+        (lambda: ps.send(server, [1.0] * 10), errors.DtypeError),
+        (
+            lambda: ps.receive(server, torch.from_numpy(np.memmap(read_only(tmp_path), np.float32, "r"))),
+            errors.ArgumentError,
+        ),
+    ):
+        with pytest.raises(kind):
+            wrong()
+    agree.equal(server.num_sent, before)
+    folder = mpi.broadcast_object(str(tmp_path))
+    with mpi.timeline.start(folder):
+        agree(not (send() or send() or send()), "by machine code while a timeline reads")
+    with ps.record(Path(folder) / "run.npz"):
+        agree(not (send() or send() or send()), "by machine code while a run is recorded")
+    agree.equal([send() for _ in range(3)][-1], is_fast, "afterwards")
+    agree.equal(server.num_sent, before + 9)
+    mpi.barrier()
+    agree.equal(ps.receive(server).wait(), torch.full((10,), 12.0 * mpi.size()))
+    mpi.barrier()
+    ps.free(server)
+    with pytest.raises(errors.CommunicatorError, match="has been freed"):
+        ps.send(server, sent)
+    agree.equal(server.num_sent, before + 9, "of a freed server")
+
+
+def read_only(folder: Path) -> Path:
+    np.zeros(10, np.float32).tofile(folder / "values")
+    return folder / "values"
+
+
+def test_a_repeated_request_waits_for_a_lock(transport, agree):
+    """Its wait is continued in Python: nothing is applied twice, and the holder is named if it has ended."""
+    server, sent = ps.init(torch.zeros(40_000)), torch.ones(40_000)
+    for _ in range(3):
+        ps.send(server, sent).wait()
+    mpi.barrier()
+    if server.is_local and mpi.rank() == 0:
+        lock = server.shards.headers(0)[-1]  # of the last chunk of the first shard
+        lock[0] = 2 * os.getppid()
+        server.actor.on_wait = lambda rank: lock[0].zero_()
+        handle = ps.send(server, sent)
+        agree(type(handle) is Handle and handle.done())
+        handle.wait()
+        agree.equal(server.num_sent, 4)
+        ended = os.fork()
+        if not ended:
+            os._exit(0)
+        os.waitpid(ended, 0)
+        lock[0] = 2 * ended
+        handle = ps.send(server, sent)
+        with pytest.raises(errors.TransportError, match="has ended while it changed a chunk"):
+            handle.wait()
+        lock[0] = 0
+        agree.equal((server.num_sent, server.doing()), (4, None), "the failed one does not count")
+        agree(repeated(server, lambda: ps.send(server, sent, "zero")) is False)
+        ps.send(server, 4 * sent, "copy").wait()
+    mpi.barrier()
+    if server.is_local:
+        agree.equal(received(server), torch.full((40_000,), 4.0))
+
+
+def test_a_short_request_does_not_wait_for_long_ones_to_others(transport, agree):
+    long, short = ps.init(torch.zeros(LARGE)), ps.init(torch.zeros(3))
+    if short.is_local:
+        with long.lock:  # as if one of them ran
+            handles = [ps.send(long, torch.ones(LARGE)) for _ in range(3)]
+            one = ps.send(short, torch.ones(3))
+            agree(one.done() and not any(handle.has_ended for handle in handles))
+            late = ps.send(long, torch.ones(LARGE)[:LARGE], "copy")
+            agree(not late.has_ended, "a later one to the same server")
+        late.wait()
+        agree(all(handle.has_ended for handle in handles))
+    mpi.barrier()
+
+
+def test_requests_are_in_the_flight_record_and_in_the_metrics(transport, agree):
+    server, sent = ps.init(torch.zeros(5)), torch.ones(5)
+    kinds = ("parameterserver.send", "parameterserver.receive")
+
+    def counted() -> list[int]:
+        found = mpi.metrics()["messages"].get("world", {})
+        return [int(found.get(kind, {}).get(what, 0)) for kind in kinds for what in ("calls", "bytes")]
+
+    before = counted()
+    for _ in range(5):  # by Python, then by machine code
+        ps.send(server, sent).wait()
+    ps.receive(server).wait()
+    record = runtime.current().flight_record
+    calls = parse(io.BytesIO(os.pread(record._file, 1 << 30, 0)), "own").requests
+    found = [(each.is_receive, each.num_begun, each.num_ended, each.num_bytes, each.dtype)
+             for each in calls if each.tag == server.number and each.group == "world"]  # fmt: skip
+    agree.equal(sorted(found), [(False, 5, 5, 20, "float32"), (True, 1, 1, 20, "float32")])
+    added = [5, 100, 1, 20]
+    agree.equal([after - each for after, each in zip(counted(), before, strict=True)], added)
+    ps.free(server)
+    agree.equal([after - each for after, each in zip(counted(), before, strict=True)], added, "of a freed server")
 
 
 # --- invalid arguments

@@ -108,7 +108,7 @@ def test_long_reads_that_bypass_the_caches():
     actor, sent = rig.actor(0), torch.arange((2 << 20) + 100005, dtype=torch.float32)
     rig.apply(actor, "copy", sent)
     target = torch.full((rig.numel + 3,), -1.0)
-    actor.read(rig.shards, target[1:].data_ptr(), (0, rig.numel))
+    actor.visit(rig.shards, target[1:].data_ptr(), (0, rig.numel), None)
     assert torch.equal(target[1:-2], sent) and target[0] == target[-1] == target[-2] == -1
     rig.close()
 
@@ -131,7 +131,7 @@ def test_passes_over_rows(seed):
         rule = rules.prepare(adagrad(0.5) if step % 2 else "add", torch.float32)
         if rule.num_states:
             rows.steps = actor.count_step(rig.shards, (0, numel))
-        actor.apply(rig.shards, sent.data_ptr(), (0, rows.numel), rule, versions=known, rows=rows)
+        actor.visit(rig.shards, sent.data_ptr(), (0, rows.numel), rule, versions=known, rows=rows)
         if step % 2:
             state[elements] += sent * sent
             expected[elements] -= 0.5 * sent / (state[elements].sqrt() + 1e-10)
@@ -142,7 +142,7 @@ def test_passes_over_rows(seed):
         assert actor.num_chunks == len(touched)
         torch.testing.assert_close(rig.arrays(), expected)
         found = torch.full_like(sent, -1.0)
-        actor.read(rig.shards, found.data_ptr(), (0, rows.numel), rows=rows)
+        actor.visit(rig.shards, found.data_ptr(), (0, rows.numel), None, rows=rows)
         torch.testing.assert_close(found, expected[elements])
         pieces = [rows.message_spans(begin, size, rig.shards.chunk_numel, 70) for begin, size in rig.shards.parts]
         joined = [span for piece in pieces for span in piece]
@@ -320,7 +320,7 @@ def test_an_interrupt_in_a_registered_rule_leaves_no_lock(fails):
         sys.settrace(trace)
         try:
             for _ in range(2):
-                actor.apply(rig.shards, sent.data_ptr(), (0, 10), prepared)
+                actor.visit(rig.shards, sent.data_ptr(), (0, 10), prepared)
         except KeyboardInterrupt:
             pass
         except RuleFailure:

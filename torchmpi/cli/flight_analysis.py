@@ -242,6 +242,10 @@ def report(records: Sequence[RankCalls]) -> str:
             lines.append(f"  {name} #{call.seq} {text_of(call)}: {_how_it_ended(call)}")
         for each in sorted(record.messages, key=lambda each: each.begin)[-_MOST_LAST_CALLS:]:
             lines.append(f"  {each.group} message #{each.num_begun}, {each}: {_how_messages_ended(each)}")
+        for each in sorted(record.requests, key=lambda each: each.begin)[-_MOST_LAST_CALLS:]:
+            call, what = "receive" if each.is_receive else "send", f"{each.dtype}, {each.num_bytes} bytes"
+            about_it = f"server {each.tag} {call} #{each.num_begun} ({what}): {_how_messages_ended(each)}"
+            lines.append(f"  {each.group} {about_it}")
     return "\n".join(lines)
 
 
@@ -281,6 +285,7 @@ def as_json(records: Sequence[RankCalls]) -> dict[str, Any]:
                 for group in record.groups
             ],
             "messages": [each._asdict() for each in record.messages],
+            "requests": [each._asdict() for each in record.requests],
         }
         for record in records
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,7 @@ class CallCounts:
         self._freed: dict[Key, CallCount] = {}
         self._messages: dict[MessageKey, MessageCount] = {}
         self._exchanges: dict[CallLog, tuple[str, bool]] = {}
+        self._requests: dict[object, tuple[str, Callable[[], Mapping[str, MessageCount]]]] = {}
         self._totals: dict[CallLog, tuple[int, Totals]] = {}
         """The totals of each group, with the number of the last call that they include."""
         self._freed_totals: Totals = (0, 0, 0, 0)
@@ -112,7 +113,7 @@ class CallCounts:
             key = name, kind
             if key not in self._messages and len(self._messages) >= _MOST_NAMES:
                 key = OTHERS, kind
-            self._messages[key] = _sum_of_messages(self._messages.get(key), added)
+            self._messages[key] = sum_of_messages(self._messages.get(key), added)
 
     def add_exchanges(self, name: str, call_log: CallLog, *, receives: bool) -> None:
         """Count the messages that the fast path makes; `receives`: whether it knows how long they wait."""
@@ -125,6 +126,27 @@ class CallCounts:
             name, receives = self._exchanges.pop(call_log)
         for kind, count in _counts_of_exchanges(call_log, receives=receives):
             self._add(name, kind, count)
+
+    def add_requests(self, owner: object, name: str, read: Callable[[], Mapping[str, MessageCount]]) -> None:
+        """Count the requests to parameter servers, by kind, as `read` returns them."""
+        with self._lock:
+            self._requests[owner] = name, read
+
+    def keep_requests(self, owner: object, remove: Callable[[], object] | None = None) -> None:
+        """Keep the counts of what `remove` takes away from the requests of an owner, or of all of them."""
+        with self._lock:
+            name, read = self._requests[owner]
+            before = read()
+            if remove is None:
+                del self._requests[owner]
+            else:
+                remove()
+            after = {} if remove is None else read()
+        for kind, count in before.items():
+            kept = after.get(kind)
+            self._add(
+                name, kind, count if kept is None else MessageCount(*(a - b for a, b in zip(count, kept, strict=True)))
+            )
 
     def totals(self) -> tuple[int, int, int, int]:
         """Return the number of calls that have ended, and their ticks, nanoseconds, and nanoseconds waited.
@@ -151,7 +173,10 @@ class CallCounts:
             found = dict(self._messages)
             for call_log, (name, receives) in self._exchanges.items():
                 for kind, count in _counts_of_exchanges(call_log, receives=receives):
-                    found[name, kind] = _sum_of_messages(found.get((name, kind)), count)
+                    found[name, kind] = sum_of_messages(found.get((name, kind)), count)
+            for name, read in self._requests.values():
+                for kind, count in read().items():
+                    found[name, kind] = sum_of_messages(found.get((name, kind)), count)
             return found
 
     def read(self) -> dict[Key, CallCount]:
@@ -185,7 +210,8 @@ def _counts_of_exchanges(call_log: CallLog, *, receives: bool) -> list[tuple[str
     ]
 
 
-def _sum_of_messages(known: MessageCount | None, added: MessageCount) -> MessageCount:
+def sum_of_messages(known: MessageCount | None, added: MessageCount) -> MessageCount:
+    """Return the sum of two counts, of which the first may be missing."""
     return added if known is None else MessageCount(*(a + b for a, b in zip(known, added, strict=True)))
 
 

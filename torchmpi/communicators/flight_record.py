@@ -12,7 +12,8 @@ head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the 
              third page what the rank tells it; then the last steps (:mod:`.progress`); in the second half, on rank 0,
              what the ranks of a job with other hosts tell ``torchmpi top``
 each ring    one page with STATE, KEY, KIND and a JSON object: name and ranks of the group; then RECORD_LENGTH entries,
-             of calls or of channels (:mod:`.message_record`)
+             of calls, of channels (:mod:`.message_record`), or of the sends or receives to a parameter server, whose
+             entries are like those of channels
 ============ ======================================================================================================
 
 The fields of an entry are those of :class:`torchmpi.shared_memory.memory_layout.RecordFields`.
@@ -54,7 +55,7 @@ _MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED
 _LOOK = 11
 _STATE, _KEY, _KIND = range(3)
 _IN_USE, _FREED = 1, 2
-OF_CALLS, OF_MESSAGES = range(2)
+OF_CALLS, OF_MESSAGES, OF_REQUESTS = range(3)
 """Kinds of rings."""
 _TEXT_BYTES = 128
 _PAGE_BYTES = 4096
@@ -196,6 +197,8 @@ class RankCalls(NamedTuple):
     blocked: tuple[int, int] = (0, 0)
     """The group and the number of the last call in which the main thread has waited for seconds, see `RankStatus`. That
     call may have ended."""
+    requests: Sequence[LoggedMessages] = ()
+    """Those to parameter servers: the tag is the number of a server."""
 
 
 class FlightRecord:
@@ -588,7 +591,7 @@ def parse(record: BinaryIO, name: str) -> RankCalls:
     if head[_MAGIC] != MAGIC or not all(type(each) is int and 0 <= each <= _MOST_RANKS for each in (rank, size)):
         raise problem
     groups: list[GroupCalls] = []
-    messages: list[LoggedMessages] = []
+    messages: dict[int, list[LoggedMessages]] = {OF_MESSAGES: [], OF_REQUESTS: []}
     known: dict[str, tuple[int, ...]] = {}
     for _ in range(min(max(head[_NUM_RINGS], 0), MOST_BYTES // _RING_BYTES)):
         data = record.read(_RING_BYTES)
@@ -599,13 +602,14 @@ def parse(record: BinaryIO, name: str) -> RankCalls:
         if "name" not in text:
             continue
         fields = np.frombuffer(data, "<i8").tolist()
-        if kind == OF_MESSAGES:
-            messages += messages_in(key, str(text["name"]), fields) if state == _IN_USE else []
+        if kind in messages:
+            messages[kind] += messages_in(key, str(text["name"]), fields) if state == _IN_USE else []
         else:
             ranks = _ranks(str(text.get("ranks", "")), known)
             groups.append(GroupCalls(key, str(text["name"]), ranks, state == _FREED, _calls_in(fields, _clock(head))))
-    blocked = head[_GROUP], head[_CALL]
-    return RankCalls(about["rank"], about, bool(head[_ENDED]), head[_WALL_NS], groups, head[LAST_NS], messages, blocked)
+    numbers, blocked = (head[_WALL_NS], groups, head[LAST_NS]), (head[_GROUP], head[_CALL])
+    listed = messages[OF_MESSAGES], blocked, messages[OF_REQUESTS]
+    return RankCalls(about["rank"], about, bool(head[_ENDED]), *numbers, *listed)
 
 
 def _shown(values: dict[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Group:
         record = context.flight_record
         ring = None if record is None else record.ring(self.key, name, world_ranks)
         self.call_log = CallLog(name, self.rank, self.size, self.log_board, ring)
-        self.channels = Channels(self._memory_of_channels)
+        self.channels = Channels(partial(self.record_memory, OF_MESSAGES))
         context.call_counts.add(name, is_step, self.call_log)
         self.shared: Any = None
         self.binding = threading.Lock()
@@ -261,11 +261,12 @@ class Group:
             call_queue = self.peer_queues.setdefault((direction, peer), call_queue)
         return call_queue
 
-    def _memory_of_channels(self) -> Ring:
+    def record_memory(self, kind: int) -> Ring:
+        """Return memory of the flight record for messages or requests of this group."""
         record = self.context.flight_record
         if record is None or self not in self.context.groups:  # without a record, or freed
             return Ring.private()
-        return record.ring(self.key, self.name, self.world_ranks, OF_MESSAGES)
+        return record.ring(self.key, self.name, self.world_ranks, kind)
 
     @cached_property
     def comparison(self) -> Comparison | None:

@@ -237,14 +237,17 @@ class RemoteClient:
             for part in parts
         ]
         pending, backoff = list(requests), _Backoff()
-        while pending:
-            progressed = [request.advance() for request in pending]
-            for request in pending:
-                if request.is_complete and header.operation != _LOOK_UP:
-                    request.record(call, server.name, world_ranks[request.rank])
-            pending = [request for request in pending if not request.is_complete]
-            if pending:
-                backoff.sleep(_MAX_BUSY_SLEEP, progressed=any(progressed))
+        try:
+            while pending:
+                progressed = [request.advance() for request in pending]
+                for request in pending:
+                    if request.is_complete and header.operation != _LOOK_UP:
+                        request.record(call, server.name, world_ranks[request.rank])
+                pending = [request for request in pending if not request.is_complete]
+                if pending:
+                    backoff.sleep(_MAX_BUSY_SLEEP, progressed=any(progressed))
+        finally:
+            self._queue.doing = None
         return requests
 
 
@@ -512,11 +515,8 @@ class _Session:
             return
         try:
             shards, address, known, rows = self._server.shards, int(memory.ctypes.data), self._known, self._rows
-            if self._rule is None:
-                self._actor.read(shards, address, span, versions=known, rows=rows)
-            else:
-                sender = self._sender
-                self._actor.apply(shards, address, span, self._rule, versions=known, sender=sender, rows=rows)
+            sender = self._sender
+            self._actor.visit(shards, address, span, self._rule, versions=known, sender=sender, rows=rows)
         except BaseException as error:  # otherwise the thread would end, and the job with it
             self._num_chunks += self._actor.num_chunks
             described = "".join(traceback.format_exception_only(type(error), error)).strip()

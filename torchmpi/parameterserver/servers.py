@@ -1,52 +1,44 @@
 """Parameter servers: `init`, `send`, `receive`, `free`.
 
-`send` and `receive` check their arguments, then run `Server.apply` or `Server.read`, in the calling thread or in a
-call queue of the servers. Both access the shards of this host through memory (:class:`.shards.Actor`) and
-the shards of other hosts by messages (:class:`.remote.RemoteClient`).
+`send` and `receive` pass on what a program repeats to machine code (:mod:`.repeated`). Otherwise they check their
+arguments and make a :class:`.requests.Request`, which runs in the calling thread or in a call queue of the servers. It
+accesses the shards of this host through memory (:class:`.shards.Actor`) and those of other hosts by messages
+(:class:`.remote.RemoteClient`).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..communicators.call_queue import CallQueue
+from ..communicators.call_counts import MessageCount, sum_of_messages
+from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group, GroupResource, share
-from ..communicators.handle import Handle
+from ..communicators.handle import EndedHandle, Handle
 from ..communicators.levels import Comm, communicator_of_block
 from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
 from ..session import runtime
-from ..tensors import buffers, streams, writable
+from ..shared_memory.memory_layout import LockFields
+from ..tensors import buffers, writable
 from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
-from ..timeline import events
 from .kernels.server_rules import state_dtype
-from .remote import Answer, RemoteClient, ServerThread
+from .remote import RemoteClient, ServerThread
+from .repeated import Repeater
+from .requests import Request, RequestQueue, RequestRecords, check_open
 from .rules import PreparedRule, Rule, RuleBoard, prepare
-from .runs import observed_run
 from .server_rows import Rows, checked_index
-from .shards import (
-    CLIENT,
-    NOBODY,
-    SERVER,
-    Actor,
-    RuleFailure,
-    Sender,
-    Shards,
-    Versions,
-    applied_part,
-    joined_parts,
-    layout,
-    private_segment,
-)
+from .shards import CLIENT, SERVER, Actor, Shards, Versions, joined_parts, layout, private_segment
 
 __all__ = ["Server", "free", "free_all", "init", "receive", "send"]
 
@@ -57,6 +49,7 @@ T = TypeVar("T")
 INLINE_BYTES = 256 << 10
 """Calls of up to this size run in the calling thread, if this rank accesses all shards through memory."""
 _MAX_PREPARED_RULES = 64
+_counting = threading.Lock()
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
@@ -95,17 +88,46 @@ class Server:
         self.parts = even_partition(self.numel, context.group.size)
         self.is_local = context.remote is None
         self.is_open = self.is_saved = True
-        self.bytes_sent = self.bytes_received = self.num_sent = 0
-        self.sent_version = self.received_version = 0.0
         group = context.group
         self.world_rank = group.world_ranks[group.rank]
         self.label = name if group.size == len(group.context.hosts) else f"{name} ({group.name})"
-        self.sent_staleness = math.nan
         self.sender, self.num_clients = group.rank, group.size
         self.versions = Versions(shards.first_chunks[-1])
         """What this client knows of the chunks."""
         self._spans = joined_parts(shards.parts)
         self._rules: dict[str | Rule, PreparedRule] = {}
+        self.lock = RunLock()
+        """Held while a request runs, so that a short one to this server does not wait for long ones to others."""
+        self.actor = context.make_client()
+        self.actor.on_wait = self._note_wait
+        self.sends, self.receives = (context.records.take(number, is_receive=kind) for kind in (False, True))
+        self._holder: tuple[tuple[str, int], int] = ("", 0), 0
+        self._described: tuple[object, str] = None, ""
+        self.repeater = Repeater(self)
+
+    @property
+    def num_sent(self) -> int:  # noqa: D102, as those that follow: see the attributes of the class
+        return self.sends.count
+
+    @property
+    def bytes_sent(self) -> int:  # noqa: D102
+        return self.sends.num_bytes
+
+    @property
+    def bytes_received(self) -> int:  # noqa: D102
+        return self.receives.num_bytes
+
+    @property
+    def sent_version(self) -> float:  # noqa: D102
+        return self.sends.version
+
+    @property
+    def sent_staleness(self) -> float:  # noqa: D102
+        return self.sends.staleness if self.sends.count else math.nan
+
+    @property
+    def received_version(self) -> float:  # noqa: D102
+        return self.receives.version
 
     @property
     def group(self) -> Group:
@@ -137,108 +159,44 @@ class Server:
                 self._rules[rule] = known
         return known
 
-    def apply(
-        self,
-        data: torch.Tensor,
-        rule: PreparedRule,
-        *,
-        rows: Rows | None = None,
-        base: NDArray[np.float64] | None = None,
-    ) -> None:
-        """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
-        begin = 0 if events.recorder is None else events.now()
-        observer = observed_run.active
-        noted = 0 if observer is None else observer.begin_send(self, rule, data)
-        if rule.function is not None:
-            self.context.require_registered(self, rule)
-        versions = self.versions if base is None else self.versions.since(base)
-        sender = Sender(self.sender, self.num_clients) if rule.takes_context else NOBODY
-        if rows is not None and rule.num_states:
-            rows.steps = self.context.client.count_step(self.shards, (0, self.numel))
-        client, shards = self.context.client, self.shards
-        try:
-            if rows is None:
-                client.apply(shards, data.data_ptr(), (0, self.numel), rule, versions=versions, sender=sender)
-                found = Answer(client.versions, client.num_chunks, client.ages)
-            else:
-                visit = partial(client.apply, rule=rule, versions=versions, sender=sender, rows=rows)
-                found = self._visit(data, rows, visit)
-        except RuleFailure as error:
-            applied = (
-                applied_part(client.applied(self.shards), self.parts, self.shards.chunk_numel)
-                if rows is None
-                else f"The rule has been applied to {client.num_chunks} of the chunks with these rows."
-            )
-            raise TorchMPIError(
-                f"{self.group.where}: parameterserver.send: failed on {self.group.where}: {error}\n{applied}"
-            ) from error.__cause__
-        self.sent_version, self.sent_staleness = self._finish_remotely(data, rule, found, versions, rows)
-        self.num_sent += 1
-        self.bytes_sent += data.nbytes
-        if observer is not None:
-            observer.note_send(self, rule.name, data, noted)
-        if begin:
-            known = {} if math.isnan(self.sent_staleness) else {"staleness": self.sent_staleness}
-            self._record("send", begin, data, rule=rule.name, version=self.sent_version, **known)
+    def spans_of(self, rows: Rows) -> list[tuple[int, int]]:
+        """Return the positions of rows whose elements are in memory."""
+        return [rows.span(*part) for part in self._spans]
 
-    def read(self, data: torch.Tensor, *, rows: Rows | None = None) -> None:
-        """Copy all shards to contiguous host memory; the caller holds the run lock."""
-        begin = 0 if events.recorder is None else events.now()
-        observer = observed_run.active
-        noted = 0 if observer is None else observer.begin_receive(self, data)
-        client, versions = self.context.client, self.versions
-        if rows is None:
-            client.read(self.shards, data.data_ptr(), (0, self.numel), versions=versions)
-            found = Answer(client.versions, client.num_chunks)
-        else:
-            found = self._visit(data, rows, partial(client.read, versions=versions, rows=rows))
-        self.received_version, _ = self._finish_remotely(data, None, found, self.versions, rows)
-        self.bytes_received += data.nbytes
-        if observer is not None:
-            observer.note_receive(self, data, noted)
-        if begin:
-            self._record("receive", begin, data, version=self.received_version)
+    def doing(self) -> str | None:
+        """Describe the request that is being made, by the same string as long as it is; None if none is."""
+        if not (begun := self.sends.begun or self.receives.begun):
+            return None
+        call = "send" if self.sends.begun else "receive"
+        waiting, rank = self._holder
+        holder = f", for a chunk that rank {rank} has locked," if waiting == (call, begun) else ""
+        if self._described[0] != (call, begun, holder):
+            self._described = (call, begun, holder), f"parameterserver.{call} ({self.name}){holder}"
+        return self._described[1]
 
-    def _visit(self, data: torch.Tensor, rows: Rows, visit: Callable[..., None]) -> Answer:
-        """Visit the elements of rows that are in shards in memory; return sums over their chunks."""
-        client, address, total = self.context.client, data.data_ptr(), Answer()
-        for span in (rows.span(*part) for part in self._spans):
-            visit(shards=self.shards, data=address + span[0] * data.element_size(), span=span)
-            total = total.plus(Answer(client.versions, client.num_chunks, client.ages))
-        return total
+    def _note_wait(self, rank: int) -> None:
+        """Note which rank holds the lock that a request waits for."""
+        is_send = self.sends.begun
+        self._holder = ("send" if is_send else "receive", is_send or self.receives.begun), rank
 
-    def _record(self, name: str, begin: int, data: torch.Tensor, **details: object) -> None:
-        """Report a call that ends now to the recorder, if there still is one."""
-        recorder, context = events.recorder, self.context
-        if recorder is None:
-            return
-        origin = events.origin_of(context.call_queue.origin or recorder.origin(0))
-        details |= {"server": self.name, "bytes": data.nbytes, "dtype": dtype_table.short_name(self.dtype)}
-        details |= {"communicator": self.group.name, "in memory of ranks": context.local_world_ranks}
-        details |= {"line": origin.line} if origin.line else {}
-        details |= {"label": origin.label} if origin.label else {}
-        details |= {"queued us": (begin - origin.queued) / 1000} if origin.queued else {}
-        recorder.slice(name, events.SERVER_CALL, begin, context.call_queue.name, **details)
-
-    def _finish_remotely(
-        self, data: torch.Tensor, rule: PreparedRule | None, found: Answer, versions: Versions, rows: Rows | None
-    ) -> tuple[float, float]:
-        """Send the request to remote shards, if there are any; return means over the chunks: of versions, staleness."""
-        remote = self.context.remote
-        if remote is not None:
-            more = remote.request(self, data, rule, versions=versions, num_clients=self.num_clients, rows=rows)
-            found = found.plus(more)
-        num_chunks = max(found.num_chunks, 1)
-        return found.versions / num_chunks, found.ages / num_chunks
+    def refuse(self) -> None:
+        """Refuse further requests."""
+        self.is_open = False
+        self.repeater.close()
 
     def close(self) -> None:
         """Unmap the shards."""
-        self.is_open = False
+        self.refuse()
+        self.context.records.give_back(self.sends)
+        self.context.records.give_back(self.receives)
         self.shards.close()
 
 
 class ServerContext(GroupResource):
     """The state shared by all servers of a group; made by the first `init` on the group and closed with it."""
+
+    repeats = True
+    """Whether machine code may make requests."""
 
     def __init__(self, group: Group) -> None:
         context = group.context
@@ -252,17 +210,18 @@ class ServerContext(GroupResource):
         """Ranks whose shards this rank accesses through memory; the others are remote."""
         self.local_world_ranks = [group.world_ranks[rank] for rank in self.local_ranks]
         ranks = dict(zip(self.local_comm.allgather(os.getpid()), self.local_world_ranks, strict=True))
-        make_actor = partial(Actor, index=self.local_comm.rank, ranks=ranks, is_crowded=context.is_crowded)
+        self._make_actor = partial(Actor, index=self.local_comm.rank, ranks=ranks, is_crowded=context.is_crowded)
         self.remote_ranks = tuple(rank for rank in range(group.size) if rank not in self.local_ranks)
-        self.client = make_actor(CLIENT)
-        self.client.on_wait = self._note_wait
-        # Without messages, calls may run in a thread even if MPI does not support threads.
-        queue = CallQueue(f"{group.name} parameter server", threaded=context.threaded or not self.remote_ranks)
-        # Under the number of this rank: the calls do not wait for a call of another one.
-        self.call_queue = group.peer_queues.setdefault(("parameter server", group.rank), queue)
         self.servers: dict[int, Server] = {}
         """Servers that have not been freed, by number."""
         self.num_made = 0
+        # Without messages, requests may run in a thread even if MPI does not support threads.
+        threaded = context.threaded or not self.remote_ranks
+        self.call_queue: CallQueue = RequestQueue(f"{group.name} parameter server", self.servers, threaded=threaded)
+        # Under the number of this rank: the requests do not wait for a call of another one.
+        group.peer_queues["parameter server", group.rank] = self.call_queue
+        self.records = RequestRecords(group)
+        context.call_counts.add_requests(self, group.name, self._counted)
         size = self.local_comm.size * RuleBoard.BYTES
         # Without shared memory for it, the first server of the group cannot be allocated either.
         self._board_memory = (share(self.local_comm, "rules", size) if shares_memory else None) or private_segment(size)
@@ -273,7 +232,7 @@ class ServerContext(GroupResource):
         if self.remote_ranks:
             self.remote = RemoteClient(context.MPI, self.comm, group, self.remote_ranks, self.call_queue)
             self._thread = ServerThread(
-                context.MPI, self.comm, make_actor(SERVER), self.servers,
+                context.MPI, self.comm, self._make_actor(SERVER), self.servers,
                 name=group.name, end_job=runtime.current().failures.end_job, world_ranks=group.world_ranks,
             )  # fmt: skip
             self._thread.start()
@@ -315,34 +274,77 @@ class ServerContext(GroupResource):
             )
         self._registered_everywhere.add(rule.name)
 
-    def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle[T]:
-        """Run a small task on a local server in the calling thread if nothing is queued, others in the call queue."""
-        queue, run = self.call_queue, partial(self._run, server, task, what)
-        is_inline = server.is_local and num_bytes <= INLINE_BYTES
-        if not (is_inline and queue.pending == 0 and queue.run_lock.acquire(False)):
-            return queue.submit(run, what)
-        handle: Handle[T] = Handle(what)
+    def make_client(self) -> Actor:
+        """Return what applies rules for a server."""
+        return self._make_actor(CLIENT)
+
+    def call(self, request: Request, key: object) -> Handle[Any]:
+        """Run a short request in the calling thread if none to its server is queued, others in the call queue.
+
+        `key` identifies requests that are alike (:mod:`.repeated`).
+        """
+        server, lock = request.server, request.server.lock
+        fields = lock.fields
+        is_short = server.is_local and request.tensor.is_cpu and request.tensor.nbytes <= INLINE_BYTES
+        if not (is_short and fields[LockFields.pending] == fields[LockFields.ended] and lock.acquire(False)):
+            return self._queue(request)
+        handle: Handle[Any] = Handle(request.what)
         try:
-            handle.set_result(run())
-        except Exception as error:  # wait() raises the error, as for a queued call
-            queue.failed = [*(other for other in queue.failed if other.unseen_error is not None), handle]
-            handle.set_error(error)
+            result = request.run()
+            server.repeater.remember(request, key)
+        except Exception as error:  # wait() raises the error, as for a queued request
+            self.note_failed(handle, error)
+        else:
+            handle.set_result(result)
         finally:
-            queue.run_lock.release()
+            lock.release()
         return handle
 
-    def _run(self, server: Server, task: Callable[[], T], what: str) -> T:
+    def _queue(self, request: Request) -> Handle[Any]:
+        fields = request.server.lock.fields
+        with _counting:
+            fields[LockFields.pending] += 1
         try:
-            _check_open(server, what)  # again: another thread may have freed it
-            observer = observed_run.active
-            return task() if observer is None or observer.order is None else observer.order.run(server, task)
-        finally:
-            self.call_queue.doing = None
+            # A thread that waits may run it, unless an interrupt could end it amid messages or code of the program.
+            is_plain = request.server.is_local and request.tensor.is_cpu
+            in_any_thread = is_plain and (request.rule is None or request.rule.function is None)
+            run = partial(self._run_queued, request)
+            return self.call_queue.submit(run, request.what, in_any_thread=in_any_thread)
+        except BaseException:
+            with _counting:
+                fields[LockFields.pending] -= 1
+            raise
 
-    def _note_wait(self, rank: int) -> None:
-        """Let the watchdog report which rank holds the lock that this rank waits for."""
-        if self.call_queue.doing is None:
-            self.call_queue.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
+    def _run_queued(self, request: Request) -> Any:
+        lock = request.server.lock
+        with lock:
+            try:
+                return request.run()
+            finally:
+                lock.fields[LockFields.ended] += 1
+
+    def note_failed(self, handle: Handle[Any], error: Exception) -> None:
+        """End a request that has failed."""
+        queue = self.call_queue
+        queue.failed = [*(other for other in queue.failed if other.unseen_error is not None), handle]
+        handle.set_error(error)
+
+    def _counted(self) -> dict[str, MessageCount]:
+        """Return the counts of the requests to all servers that have not been freed."""
+        found: dict[str, MessageCount] = {}
+        for server in list(self.servers.values()):
+            for kind, record in (("parameterserver.send", server.sends), ("parameterserver.receive", server.receives)):
+                found[kind] = sum_of_messages(found.get(kind), record.counted())
+        return found
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Context manager during which no request of this client runs, after all that it has made."""
+        self.call_queue.drain()
+        with ExitStack() as locks:
+            for lock in (self.call_queue.run_lock, *(server.lock for server in self.servers.values())):
+                locks.enter_context(lock)
+            yield
 
     def pause(self, server: Server, seconds: float, is_over: Callable[[torch.Tensor], bool]) -> None:
         """Wait before the values of a server are read again: for a time, or until a condition on them is true."""
@@ -355,22 +357,25 @@ class ServerContext(GroupResource):
     def free(self, server: Server) -> None:
         """Complete all calls and unmap a server. Collective."""
         self.call_queue.drain()
-        with self.call_queue.run_lock:  # other threads may be about to call
-            server.is_open = False
+        with server.lock:  # other threads may be about to call
+            server.refuse()
         self.comm.Barrier()
-        del self.servers[server.number]
+        self.group.context.call_counts.keep_requests(self, lambda: self.servers.pop(server.number))
         server.close()
 
     def close(self) -> None:
         """Close all servers after a barrier, since other ranks may send until then. Collective."""
         for server in self.servers.values():
-            server.is_open = False  # the group has closed the call queue: no call is running
+            server.lock.acquire()  # never released: a thread may be about to make a request
+            server.refuse()
         self.comm.Barrier()
+        self.group.context.call_counts.keep_requests(self)
         if self._thread is not None:
             self._thread.stop()
         for server in list(self.servers.values()):
             server.close()
         self.servers.clear()
+        self.records.close()
         self._board.close()
         del self._board
         self._board_memory.close()
@@ -509,6 +514,10 @@ def send(
         handle.wait()
         ps.send(table, values, ps.adagrad(0.1), rows=[3, 17]).wait()
     """
+    if rows is None and base is None and isinstance(server, Server):
+        made = server.repeater.send(tensor, rule)
+        if made is not None:
+            return EndedHandle(None) if made is tensor else made
     what = _check_server(server, "send")
     prepared = prepared_for(server, rule, what)
     selected, order = (None, None) if rows is None else _selected(server, rows, what, unique=True)
@@ -520,17 +529,8 @@ def send(
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what, selected)
-    apply = server.apply
-    if selected is not None or base is not None:
-        apply = partial(server.apply, rows=selected, base=base)
-    if tensor.is_cpu:
-        data = buffers.plain(tensor, to_host=True)
-        if order is not None:
-            data = _in_order(data, selected, order)
-        return server.context.call(server, partial(apply, data, prepared), what, tensor.nbytes)
-    in_order = partial(_in_order, rows=selected, order=order)
-    staged = partial(_send_staged, tensor, prepared, streams.fence(tensor), apply, in_order)
-    return server.context.call(server, staged, what, INLINE_BYTES + 1)
+    request = Request(server, tensor, prepared, what, rows=selected, order=order, base=base)
+    return server.context.call(request, rule)
 
 
 def _selected(server: Server, index: object, what: str, *, unique: bool) -> tuple[Rows, torch.Tensor | None]:
@@ -550,10 +550,6 @@ def _selected(server: Server, index: object, what: str, *, unique: bool) -> tupl
     return Rows(found, server.row_numel), torch.from_numpy(places if unique else order.reshape(-1))
 
 
-def _in_order(data: torch.Tensor, rows: Rows | None, order: torch.Tensor | None) -> torch.Tensor:
-    return data if rows is None or order is None else data.reshape(-1, rows.row_numel)[order]
-
-
 def prepared_for(server: Server, rule: str | Rule, what: str) -> PreparedRule:
     """Return the rule for this server, or raise an error that begins with `what`."""
     try:
@@ -561,16 +557,6 @@ def prepared_for(server: Server, rule: str | Rule, what: str) -> PreparedRule:
     except (ArgumentError, TypeError) as error:  # TypeError: an object that cannot be hashed
         kind = type(error) if isinstance(error, ArgumentError) else ArgumentError
         raise kind(f"{what}: {error}") from None
-
-
-def _send_staged(
-    tensor: torch.Tensor,
-    rule: PreparedRule,
-    mark: streams.Mark | None,
-    apply: Callable[[torch.Tensor, PreparedRule], None],
-    in_order: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    apply(in_order(streams.run_after(mark, tensor.device, partial(buffers.plain, tensor, to_host=True))), rule)
 
 
 def receive(
@@ -598,6 +584,12 @@ def receive(
         weights = ps.receive(server).wait()
         few = ps.receive(table, rows=[3, 17]).wait()
     """
+    key = tensor
+    if rows is None and isinstance(server, Server):
+        target = torch.empty(server.shape, dtype=server.dtype, device="cpu") if tensor is None else tensor
+        made = server.repeater.receive(target, key)
+        if made is not None:
+            return EndedHandle(target) if made is target else made
     what = _check_server(server, "receive")
     selected, order = (None, None) if rows is None else _selected(server, rows, what, unique=False)
     if tensor is None:
@@ -609,32 +601,7 @@ def receive(
         buffers.check(tensor, what, written=True)
     writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
     _check_fits(server, tensor, what, selected, None if order is None else len(order))
-    if tensor.is_cpu and buffers.is_direct(tensor) and order is None:
-        return server.context.call(server, partial(_receive_directly, server, tensor, selected), what, tensor.nbytes)
-    shape = tensor.shape if selected is None else torch.Size([selected.numel])
-    host = torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
-    staged = partial(_receive_staged, server, tensor, host, streams.fence(tensor), selected, order)
-    return server.context.call(server, staged, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
-
-
-def _receive_directly(server: Server, tensor: torch.Tensor, rows: Rows | None) -> torch.Tensor:
-    server.read(tensor, rows=rows)
-    buffers.touch(tensor)
-    return tensor
-
-
-def _receive_staged(
-    server: Server,
-    tensor: torch.Tensor,
-    host: torch.Tensor,
-    mark: streams.Mark | None,
-    rows: Rows | None,
-    order: torch.Tensor | None,
-) -> torch.Tensor:
-    server.read(host, rows=rows)
-    values = _in_order(host, rows, order).reshape(tensor.shape)
-    streams.run_after(mark, tensor.device, partial(buffers.overwrite, tensor, values))
-    return tensor
+    return server.context.call(Request(server, tensor, None, what, rows=selected, order=order), key)
 
 
 def _check_server(server: object, call: str) -> str:
@@ -645,15 +612,10 @@ def _check_server(server: object, call: str) -> str:
             "Pass the result of parameterserver.init."
         )
     what = f"{server.group.where}: parameterserver.{call}"
-    _check_open(server, what)
+    check_open(server, what)
     runtime.current()  # raises in a forked child, whose locks would be attributed to its parent
     communicator_of_block()  # raises in a rule
     return what
-
-
-def _check_open(server: Server, what: str) -> None:
-    if not server.is_open:
-        raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
 
 
 def _check_fits(

@@ -99,8 +99,7 @@ def _collectively(collective: str, action: Callable[[ServerContext], None], comm
 
 
 def _exclusively(context: ServerContext, action: Callable[[ServerContext], None]) -> None:
-    context.call_queue.drain()
-    with context.call_queue.run_lock:  # other threads of this rank wait
+    with context.quiet():  # other threads of this rank wait
         context.comm.Barrier()  # no rank has a call in progress
         action(context)
         context.comm.Barrier()

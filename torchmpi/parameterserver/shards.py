@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import traceback
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -73,9 +74,9 @@ def layout(numels: tuple[int, ...], item_bytes: int, state_bytes: int) -> Layout
         headers.append(position)
         position += _whole_pages(-(-numel // chunk) * fields.Header.BYTES)
         own = []
-        for array in range(fields.NUM_ARRAYS):
+        for which in range(fields.NUM_ARRAYS):
             own.append(position)
-            position += _whole_pages(numel * (state_bytes if array else item_bytes))
+            position += _whole_pages(numel * (state_bytes if which else item_bytes))
         arrays.append(tuple(own))
     return Layout(max(position, _PAGE_BYTES), tuple(headers), tuple(arrays))
 
@@ -189,7 +190,7 @@ class Shards:
             self.table, parts, layout.headers, layout.arrays, strict=True
         ):
             entry[fields.Shard.headers] = address + headers
-            entry[fields.Shard.arrays : fields.Shard.begin] = [address + array for array in arrays]
+            entry[fields.Shard.arrays : fields.Shard.begin] = [address + place for place in arrays]
             entry[fields.Shard.begin], entry[fields.Shard.numel] = begin, numel
         self.first_chunks = first_chunks(all_parts or parts, self.chunk_numel)
         """Number of the first chunk of each shard of the server; last, the number of all chunks."""
@@ -294,7 +295,7 @@ class Actor:
         self._scratch = np.empty(fields.NUM_ARRAYS * fields.CHUNK_BYTES, np.uint8)
         self._ranks = ranks or {}
         self._rows: Rows | None = None
-        self._index, self._address = index, int(self._plan.ctypes.data)
+        self._index, self.address = index, int(self._plan.ctypes.data)
         spins = _CROWDED_SPINS if is_crowded else _SPINS
         addresses = self._scratch.ctypes.data, self._coefficients.ctypes.data
         self._plan[fields.Pass.actor : fields.Pass.yields + 1] = 2 * os.getpid() + kind, *addresses, spins, _YIELDS
@@ -326,44 +327,34 @@ class Actor:
             left -= chunks
         return ranges
 
-    def apply(
+    def visit(
         self,
         shards: Shards,
         data: int,
         span: tuple[int, int],
-        rule: PreparedRule,
+        rule: PreparedRule | None,
         *,
         versions: Versions | None = None,
         sender: Sender = NOBODY,
         rows: Rows | None = None,
     ) -> None:
-        """Apply a rule to the elements of `span` that are in `shards`, with the sent values at address `data`.
+        """Apply a rule to the elements of `span` that are in `shards`, or copy them, without a rule.
 
         Args:
             shards: The shards.
-            data: Address of the sent values.
+            data: Address of the sent values, or of those to receive.
             span: Their range of elements; with `rows` the range of elements of these rows.
-            rule: The rule.
-            versions: What the sender knows of the chunks; its own sends are counted.
+            rule: The rule; None to read.
+            versions: What the client knows of the chunks: its own sends are counted, or the versions read are noted.
             sender: Who has sent the values.
-            rows: The rows to which the rule is applied; these shards have all elements of `span`.
+            rows: The rows to which the rule is applied, or that are read; these shards have all elements of `span`.
 
         Raises:
             RuleFailure: A registered rule has raised; it has been applied to the first `num_chunks` chunks.
             TransportError: A process was killed while it changed one of the chunks.
         """
-        numbers = self._coefficients
-        if rule.coefficients:
-            numbers[: len(rule.coefficients)] = rule.coefficients
-        if rule.halves:
-            numbers[fields.OFFSET] = rule.offset
-        numbers[fields.AGES] = 0.0 if versions is not None else math.nan
-        compiled = rule.function is None
-        self._prepare(
-            shards, data, span, rule.num_states, rule.address if compiled else fields.IN_PYTHON,
-            versions=versions, rows=rows, halves=rule.halves,
-        )  # fmt: skip
-        if compiled:
+        self._prepare(shards, data, span, rule, versions=versions, rows=rows)
+        if rule is None or rule.function is None:
             self._run()
             return
         # An interrupt may come before any instruction, and not all of them are in the try block that they are written
@@ -372,35 +363,31 @@ class Actor:
         try:
             self._apply_function(_Call(shards, data, span[0], rule, versions, sender))
         finally:
-            self._end_chunk(self._address, 0)
+            self._end_chunk(self.address, 0)
 
     def _apply_function(self, call: _Call) -> None:
         """Apply a registered rule to all chunks, and release the chunk that is still locked after an exception."""
         try:
             self._visit_chunks(call)
         finally:
-            self._end_chunk(self._address, 0)
+            self._end_chunk(self.address, 0)
 
     def _visit_chunks(self, call: _Call) -> None:
         while self._run() == fields.TAKEN:
             self._call_function(call)
-            self._end_chunk(self._address, 1)
+            self._end_chunk(self.address, 1)
 
-    def read(
-        self,
-        shards: Shards,
-        data: int,
-        span: tuple[int, int],
-        *,
-        versions: Versions | None = None,
-        rows: Rows | None = None,
-    ) -> None:
-        """Copy the elements of `span` that are in `shards` to memory at address `data`; note their `versions`.
+    def prepared(
+        self, shards: Shards, span: tuple[int, int], rule: PreparedRule | None, versions: Versions
+    ) -> tuple[array[int], array[int]]:
+        """Return what machine code stores in the plan, and in the numbers, for a call that is repeated."""
+        self._prepare(shards, 0, span, rule, versions=versions)
+        plan = array("q", self._plan[fields.Pass.shards : fields.Pass.rows].tobytes())
+        return plan, array("q", self._coefficients.tobytes())
 
-        Raises:
-            TransportError: A process was killed while it changed one of the chunks.
-        """
-        self._prepare(shards, data, span, 0, fields.READING, versions=versions, rows=rows)
+    def finish(self) -> None:
+        """Continue a call that machine code has begun, and that waits for a lock."""
+        self._rows = None
         self._run()
 
     def count_step(self, shards: Shards, span: tuple[int, int]) -> NDArray[np.int64]:
@@ -410,9 +397,9 @@ class Actor:
             Its number in each of the shards.
         """
         numbers = np.zeros(len(shards.parts), np.int64)
-        self._prepare(shards, 0, span, 0, fields.READING)
+        self._prepare(shards, 0, span, None)
         self._plan[fields.Pass.row_steps] = numbers.ctypes.data
-        self._count_step(self._address)
+        self._count_step(self.address)
         return numbers
 
     def _prepare(
@@ -420,15 +407,19 @@ class Actor:
         shards: Shards,
         data: int,
         span: tuple[int, int],
-        num_states: int,
-        rule: int,
+        rule: PreparedRule | None,
         *,
         versions: Versions | None = None,
         rows: Rows | None = None,
-        halves: int = 0,
     ) -> None:
-        num_shards = len(shards.parts)
-        plan = self._plan
+        num_shards, plan, numbers = len(shards.parts), self._plan, self._coefficients
+        num_states, halves, address = 0, 0, fields.READING
+        if rule is not None:
+            num_states, halves = rule.num_states, rule.halves
+            address = rule.address if rule.function is None else fields.IN_PYTHON
+            numbers[: len(rule.coefficients)] = rule.coefficients
+            numbers[fields.OFFSET] = rule.offset
+        numbers[fields.AGES] = 0.0 if versions is not None else math.nan
         if rows is not None:
             plan[fields.Pass.rows : fields.Pass.cursor_end + 1] = (*rows.cells, *span)
         elif self._rows is not None:
@@ -441,7 +432,7 @@ class Actor:
             shards.dtype.itemsize,
             shards.state_dtype.itemsize,
             num_states,
-            rule,
+            address,
             data,
             *span,
             *(0, 0, 0, 0, 0, 0),  # position to header
@@ -452,7 +443,7 @@ class Actor:
 
     def _run(self) -> int:
         pass_over = self._pass_over if self._rows is None else self._pass_over_rows
-        while (status := pass_over(self._address)) == fields.HELD:
+        while (status := pass_over(self.address)) == fields.HELD:
             process = int(self._plan[fields.Pass.holder]) // 2
             rank = self._ranks.get(process, -1)
             if has_ended(process):
@@ -475,8 +466,8 @@ class Actor:
         sent = _tensor_at(address, end - begin, shards.dtype).clone()  # may be changed
         scratch = int(plan[fields.Pass.scratch])
         arrays = [
-            _tensor_at(scratch + array * fields.CHUNK_BYTES, end - begin, shards.state_dtype if array else shards.dtype)
-            for array in range(1 + rule.num_states)
+            _tensor_at(scratch + which * fields.CHUNK_BYTES, end - begin, shards.state_dtype if which else shards.dtype)
+            for which in range(1 + rule.num_states)
         ]
         forbidden = CallsForbidden(
             f"rule {rule.name!r} of the parameter server has called torchmpi. A rule runs under the lock of a chunk, "

@@ -284,6 +284,8 @@ class _FastPath:
 
 
 _fast_paths: dict[str, _FastPath] = {}
+when_invalidated: list[Callable[[], None]] = []
+"""Drop what others repeat in machine code of their own."""
 _is_enabled = True
 _is_paused = False
 _num_traces = 0
@@ -352,7 +354,19 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
 
 def takes_calls() -> bool:
     """Return whether calls can be cached."""
-    return _is_enabled and not _is_paused and bool(_fast_paths)
+    return _is_enabled and not (_is_paused or _num_traces) and bool(_fast_paths)
+
+
+def objects_for(settle: Callable[..., Any]) -> records.FastPath:
+    """Return the Python objects that machine code uses, for some that is not of a collective, with its `settle`.
+
+    Raises:
+        StopIteration: There is no fast path.
+    """
+    known = next(iter(_fast_paths.values())).record
+    made = records.FastPath.new()
+    made.cells[:] = known.cells
+    return made.write(settle=id(settle), first_call=0)
 
 
 def pause(paused: bool) -> None:
@@ -368,6 +382,8 @@ def invalidate() -> None:
     with _changing:
         for fast_path in _fast_paths.values():
             fast_path.invalidate()
+    for drop in when_invalidated:
+        drop()
 
 
 def forget(*comms: object) -> None:

@@ -256,7 +256,7 @@ class Watchdog(threading.Thread):
         elif waited >= self.config.stall_warning_seconds and self._reported.get(call_queue) is not doing:
             self._reported[call_queue] = doing
             self.context.num_stalls += 1
-            self.context.call_counts.add_message_stall(group.name, doing.partition("(")[0])
+            self.context.call_counts.add_message_stall(group.name, doing.partition("(")[0].rstrip())
             place = self._place(peer)
             where = f" rank {peer} is {place}" if place else ""
             logger.warning(f"{message}{where}\n{self._how_to_compare()}")

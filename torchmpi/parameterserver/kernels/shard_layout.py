@@ -1,10 +1,12 @@
-"""The records of the parameter server's kernels: shared memory of the shards, and a private pass over them.
+"""The records of the parameter server's kernels: shared memory of the shards, a private pass over them, and requests.
 
 docs/design/parameterserver.md describes the protocol.
 """
 
 from __future__ import annotations
 
+from ...shared_memory.kernels.records import FastPath
+from ...shared_memory.memory_layout import ChannelFields, LockFields
 from ...shared_memory.typed_records import Array, Atomic, Pointer, Record, Word
 
 CHUNK_BYTES = 64 << 10
@@ -129,6 +131,54 @@ class Pass(Record):
     """Addresses of its arrays."""
     run_arrays = Array(NUM_ARRAYS)
     """The same, from the first of adjacent rows on."""
+
+
+class RequestFields(ChannelFields):
+    """The record of the sends of a client to a server, or of its receives: an entry of the flight record."""
+
+    total_bytes = Word()
+    total_ns = Word()
+    """Of all requests that have ended."""
+    versions = Word()
+    """Of the last one: sum of the versions that it has found,"""
+    num_chunks = Word()
+    """over so many chunks,"""
+    ages = Word()
+    """and sum of the staleness, a float64."""
+
+
+class RepeatedRequest(Record):
+    """A request that a program repeats, as the path through Python has prepared it."""
+
+    following: Pointer[RepeatedRequest] = Pointer("RepeatedRequest")
+    """0 for none."""
+    key = Word()
+    """Address of what identifies it: the object given as rule, or the tensor that receives."""
+    address = Word()
+    """Of the memory of that tensor; 0 for any."""
+    prepared = Array(Pass.rows - Pass.shards)
+    """What is stored in the fields of a pass from `shards` to `halves`,"""
+    numbers = Array(NUM_NUMBERS)
+    """and in the numbers of its actor."""
+
+
+class RepeatedRequests(Record):
+    """The requests of a client to a server that it repeats."""
+
+    path = Pointer(FastPath)
+    first_send = Pointer(RepeatedRequest)
+    first_receive = Pointer(RepeatedRequest)
+    """0 for none, so that every request takes the path through Python."""
+    run_lock = Pointer(LockFields)
+    plan = Pointer(Pass)
+    """Of the actor."""
+    sends = Pointer(RequestFields)
+    receives = Pointer(RequestFields)
+    numel = Word()
+    num_bytes = Word()
+    dlpack_dtype = Word()
+    dtype = Word()
+    """Number of the dtype in records."""
 
 
 # Values of `rule` other than addresses.

@@ -79,7 +79,7 @@ class CallNumbers:
             values += 1
 
         with self._in_process:
-            self._actor.apply(self._shards, self._unused.data_ptr(), (0, 1), PreparedRule("order", (), 0, 0, run))
+            self._actor.visit(self._shards, self._unused.data_ptr(), (0, 1), PreparedRule("order", (), 0, 0, run))
         if errors:
             raise errors[0]
         return results[0]
@@ -98,13 +98,9 @@ class NumberedCalls:
         """Of the call that runs."""
         self._checksum: int | None = None
 
-    def begin_send(self, server: ObservedServer, rule: ObservedRule, data: torch.Tensor) -> None:
-        """Note what is sent."""
-        self._checksum = checksum(data, rule.numbers)
-
-    def begin_receive(self, server: ObservedServer, data: torch.Tensor) -> None:
-        """Note that values follow."""
-        self._checksum = None
+    def begin(self, server: ObservedServer, rule: ObservedRule | None, data: torch.Tensor) -> None:
+        """Note what is sent, or that values follow."""
+        self._checksum = None if rule is None else checksum(data, rule.numbers)
 
     def end(self, data: torch.Tensor) -> tuple[int, int]:
         """Return the number of the call, and the checksum of its values."""
@@ -235,18 +231,14 @@ class ComparedCalls(NumberedCalls):
         """Begin the turn of a call."""
         self.position, self._row = position, row
 
-    def begin_send(self, server: ObservedServer, rule: ObservedRule, data: torch.Tensor) -> None:
-        """Raise unless this is the recorded send."""
-        self._server = None
-        super().begin_send(server, rule, data)
-        found = {"kind": KINDS[SEND], "rule": rule.name, "bytes": data.nbytes, "checksum": self._checksum}
+    def begin(self, server: ObservedServer, rule: ObservedRule | None, data: torch.Tensor) -> None:
+        """Raise unless this is the recorded request."""
+        super().begin(server, rule, data)
+        self._server = server if rule is None else None
+        found = {"kind": KINDS[RECEIVE], "bytes": data.nbytes}
+        if rule is not None:
+            found = {"kind": KINDS[SEND], "rule": rule.name, "bytes": data.nbytes, "checksum": self._checksum}
         self.rows.compare(server, self._row, found)
-
-    def begin_receive(self, server: ObservedServer, data: torch.Tensor) -> None:
-        """Raise unless this is the recorded receive."""
-        self._server = server
-        super().begin_receive(server, data)
-        self.rows.compare(server, self._row, {"kind": KINDS[RECEIVE], "bytes": data.nbytes})
 
     def end(self, data: torch.Tensor) -> tuple[int, int]:
         """Raise if received values differ from the recorded ones; return position and checksum."""

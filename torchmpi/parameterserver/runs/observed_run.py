@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,9 +26,18 @@ class ObservedServer(Protocol):
 
     world_rank: int
     label: str
-    sent_version: float
-    sent_staleness: float
-    received_version: float
+
+    @property
+    def sent_version(self) -> float:
+        """Of the last send."""
+
+    @property
+    def sent_staleness(self) -> float:
+        """Of the last send."""
+
+    @property
+    def received_version(self) -> float:
+        """Of the last receive."""
 
 
 class ObservedRule(Protocol):
@@ -42,17 +52,26 @@ class ObservedRule(Protocol):
         """All numbers on which its result depends."""
 
 
+class ObservedRequest(Protocol):
+    """What observers read of a request."""
+
+    @property
+    def server(self) -> ObservedServer:
+        """Its server."""
+
+    @property
+    def rule(self) -> ObservedRule | None:
+        """The rule of a send; None of a receive."""
+
+
 class CallsInOrder(Protocol):
     """An order of the calls of all ranks."""
 
     def run(self, server: ObservedServer, task: Callable[[], T]) -> T:
         """Run a call when it is its turn."""
 
-    def begin_send(self, server: ObservedServer, rule: ObservedRule, data: torch.Tensor) -> None:
-        """Begin the send whose turn it is."""
-
-    def begin_receive(self, server: ObservedServer, data: torch.Tensor) -> None:
-        """Begin the receive whose turn it is."""
+    def begin(self, server: ObservedServer, rule: ObservedRule | None, data: torch.Tensor) -> None:
+        """Begin the request whose turn it is: a send, or without a rule a receive."""
 
     def end(self, data: torch.Tensor) -> tuple[int, int]:
         """End the call; return its position, and the checksum of its values."""
@@ -80,30 +99,21 @@ class RunObserver:
         self.order: CallsInOrder | None = None
         """The order of all calls of the job, if that is recorded or repeated."""
 
-    def begin_send(self, server: ObservedServer, rule: ObservedRule, data: torch.Tensor) -> int:
-        """Begin to apply a rule; return the time."""
+    def begin(self, request: ObservedRequest, data: torch.Tensor) -> Callable[[], None]:
+        """Begin a request; return what ends it."""
         if self.order is not None:
-            self.order.begin_send(server, rule, data)
-        return self.now()
+            self.order.begin(request.server, request.rule, data)
+        return partial(self._end, request, data, self.now())
 
-    def begin_receive(self, server: ObservedServer, data: torch.Tensor) -> int:
-        """Begin to read; return the time."""
-        if self.order is not None:
-            self.order.begin_receive(server, data)
-        return self.now()
-
-    def note_send(self, server: ObservedServer, rule: str, data: torch.Tensor, begin: int) -> None:
-        """Note that a rule has been applied."""
-        place = SEND, server.world_rank, server.label, rule, begin, self.now(), server.sent_version
+    def _end(self, request: ObservedRequest, data: torch.Tensor, begin: int) -> None:
+        server, rule, end = request.server, request.rule, self.now()
+        kind, name, version, staleness = RECEIVE, "", server.received_version, NO_NUMBER
+        if rule is not None:
+            kind, name, version, staleness = SEND, rule.name, server.sent_version, server.sent_staleness
         mark = NOT_ORDERED if self.order is None else self.order.end(data)
-        norm = self._norm_of(data) if self.norms else NO_NUMBER
-        self.events.append((*place, server.sent_staleness, data.nbytes, norm, *mark))
-
-    def note_receive(self, server: ObservedServer, data: torch.Tensor, begin: int) -> None:
-        """Note that values have been read."""
-        place = RECEIVE, server.world_rank, server.label, "", begin, self.now(), server.received_version
-        mark = NOT_ORDERED if self.order is None else self.order.end(data)
-        self.events.append((*place, NO_NUMBER, data.nbytes, NO_NUMBER, *mark))
+        norm = self._norm_of(data) if self.norms and rule is not None else NO_NUMBER
+        place = kind, server.world_rank, server.label, name, begin, end, version
+        self.events.append((*place, staleness, data.nbytes, norm, *mark))
 
     def _norm_of(self, data: torch.Tensor) -> float:
         """Return the norm of sent values; of integers there is none."""
@@ -128,3 +138,13 @@ class RunObserver:
 
 
 active: RunObserver | None = None
+when_changed: list[Callable[[], None]] = []
+"""Called when `active` has changed."""
+
+
+def observe(observer: RunObserver | None) -> None:
+    """Let an observer see the calls and steps of this process, or none."""
+    global active
+    active = observer
+    for change in when_changed:
+        change()

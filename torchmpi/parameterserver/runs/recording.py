@@ -107,11 +107,11 @@ def _observed(
 ) -> Iterator[None]:
     """Let an observer see a block, and write what it has seen. Collective."""
     begin = _common_begin(world)
-    observed_run.active = observer
+    observed_run.observe(observer)
     try:
         yield
     finally:
-        observed_run.active = None
+        observed_run.observe(None)
     collectives.barrier(world)  # no rank makes an ordered call any more
     if numbers is not None:
         numbers.close()

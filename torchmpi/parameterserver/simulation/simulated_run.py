@@ -162,11 +162,11 @@ def simulate(
         drawn = _compute_times(compute, [np.random.default_rng([seed, rank]) for rank in range(num_workers)])
         observer = _Simulation(job.turns, drawn, failures=failures, joins=joins, norms=norms)
         observer.order = NumberedServing() if job.order is None and ordered else job.order
-        observed_run.active = observer
+        observed_run.observe(observer)
         try:
             results = run_workers(job.turns, [partial(job.work, rank) for rank in range(num_workers)], job.missing)
         finally:
-            observed_run.active = None
+            observed_run.observe(None)
             job.close()
     if rows is not None:
         for rank in range(num_workers):

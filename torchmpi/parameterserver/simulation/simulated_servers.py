@@ -12,6 +12,7 @@ from ...communicators.call_queue import CallQueue
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ..kernels.server_rules import state_dtype
+from ..requests import Request, RequestRecords
 from ..rules import PreparedRule
 from ..runs import observed_run
 from ..runs.call_order import ComparedCalls, NumberedCalls, RecordedRows
@@ -106,7 +107,7 @@ class ServedGroup:
     def values(self, server: Server) -> torch.Tensor:
         """Return the values of a server, at no cost of simulated time."""
         values = torch.empty(server.numel, dtype=server.dtype)
-        self.actor.read(server.shards, values.data_ptr(), (0, server.numel))
+        self.actor.visit(server.shards, values.data_ptr(), (0, server.numel), None)
         return values
 
     def wake(self, server: Server, time: float) -> None:
@@ -125,12 +126,16 @@ class ServedGroup:
 class SimulatedServerContext(ServerContext):
     """The servers of one worker. Its calls follow each other, as on ranks, and are served at simulated times."""
 
+    repeats = False
+
     def __init__(self, group: Group, served: ServedGroup) -> None:
         self.group, self._served = group, served
         self.comm = self.local_comm = cast("MPIComm", group.comm)
         self.local_ranks, self.remote_ranks = tuple(range(group.size)), ()
         self.local_world_ranks = list(group.world_ranks)
-        self.client, self.remote = served.actor, None
+        self.remote = None
+        self.records = RequestRecords(group)
+        group.context.call_counts.add_requests(self, group.name, self._counted)
         self.call_queue = CallQueue(f"{group.name} parameter server")
         self.servers, self.num_made = {}, 0
         self._free_at = 0.0
@@ -150,15 +155,18 @@ class SimulatedServerContext(ServerContext):
     def require_registered(self, server: Server, rule: PreparedRule) -> None:
         """Return: the workers are one process."""
 
-    def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle[T]:
-        """Run a task at the simulated time at which the call reaches the servers."""
-        turns, network = self._served.turns, self._served.network
-        handle: SimulatedHandle[T] = SimulatedHandle(what)
+    def make_client(self) -> Actor:
+        """Return what applies rules for all workers."""
+        return self._served.actor
+
+    def call(self, request: Request, key: object) -> Handle[Any]:
+        """Run a request at the simulated time at which it reaches the servers."""
+        turns, network, server = self._served.turns, self._served.network, request.server
+        handle: SimulatedHandle[Any] = SimulatedHandle(request.what)
         handle.queue = self
-        begin, is_send = max(turns.clock, self._free_at), what.endswith("send")
-        served_at, end = network.times(begin, num_bytes, is_send=is_send)
-        run = partial(self._run, server, task, what)
-        serve = partial(self._serve, server if is_send else None, handle, run, (begin, end - served_at))
+        begin, is_send = max(turns.clock, self._free_at), request.rule is not None
+        served_at, end = network.times(begin, request.tensor.nbytes, is_send=is_send)
+        serve = partial(self._serve, server if is_send else None, handle, request.run, (begin, end - served_at))
         self._free_at = end
         if self._served.repeated is None:
             turns.at(served_at, serve)
@@ -226,6 +234,7 @@ class SimulatedServerContext(ServerContext):
 
     def close(self) -> None:
         """Unmap all servers, without the barrier of ranks: a worker that has failed is in none."""
+        self.group.context.call_counts.keep_requests(self)
         for server in list(self.servers.values()):
             server.close()
         self.servers.clear()

@@ -154,6 +154,8 @@ def _module(which: KernelSet, number: int, announce: Callable[[str], object]) ->
         if number == 0:
             finders = {"find_bound": compilation.kernels["find_bound"], "find_list": list_entry(finds=True)}
             wrappers += [entry_wrapper(f"{_PREFIX}{name}", function) for name, function in finders.items()]
+    if which.entries and number == 0:
+        wrappers += importlib.import_module(f"{which.package}.{which.entries}").wrappers(_PREFIX)
     return compilation.link(_PREFIX, wrappers)
 
 
@@ -172,17 +174,18 @@ _definitions: dict[str, _Definition] = {}
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
     """Return the fast path of a collective; `fields`: the address of its record (records.FastPath)."""
-    return _with_record(f"enter_{which}", f"enter_{which}", fields)
+    return with_record(f"enter_{which}", f"enter_{which}", fields)
 
 
 def finder(which: str, fields: int) -> Callable[..., Any]:
     """Return the function that finds what begins an asynchronous call like one that its fast path makes."""
     spec = COLLECTIVES.fast_paths.get(which)
     code = "find_list" if spec is not None and spec.is_of_list else "find_bound"
-    return _with_record(f"find_{which}", code, fields)
+    return with_record(f"find_{which}", code, fields)
 
 
-def _with_record(name: str, code: str, fields: int) -> Callable[..., Any]:
+def with_record(name: str, code: str, fields: int) -> Callable[..., Any]:
+    """Return a function of this name around machine code, whose first argument is the address of a record."""
     from ..compiler import native_code
 
     return function_at(name, native_code.compiler().find(_PREFIX + code), fields)

@@ -558,7 +558,7 @@ class Error(Record):
 _MOST_ARGUMENTS = 8
 _SHAPE_FIELDS = 3
 """Two lengths, and two strides of which the first is the second length."""
-_described, _dims, _written, _error, _word, _parts = (
+described_tensor, _dims, _written, _error, _word, _parts = (
     on_stack(num_fields)
     for num_fields in (
         DLTensor.FIELDS,
@@ -786,7 +786,7 @@ def entry(spec: FastPathKernel) -> Function:
     takes = _TENSOR * takes_tensor | _OUT * takes_out | _LIST * takes_list | _OUT_LIST * takes_out_list
 
     def fast_call(path: FastPath, tensor, out, key, comm, backend):
-        first, last = DLTensor(_described()), DLTensor(_described())
+        first, last = DLTensor(described_tensor()), DLTensor(described_tensor())
         given_parts, received_parts = Words(_parts()), Words(_parts())
         if not describe(path, tensor, out, takes, first, last, given_parts, received_parts):
             return leave_to_python(path)
@@ -830,7 +830,7 @@ def entry(spec: FastPathKernel) -> Function:
 @kernel
 def find_bound(path: FastPath, tensor, out, key, comm, backend):
     """Return what begins an asynchronous call; None if Python must check its arguments, 0 if it has raised."""
-    first, last = DLTensor(_described()), DLTensor(_described())
+    first, last = DLTensor(described_tensor()), DLTensor(described_tensor())
     has_tensor, has_out, no_lists = tensor != path.none, out != path.none, Words(0)
     takes = (_TENSOR if has_tensor else 0) | (_OUT if has_out else 0)
     if not describe(path, tensor, out, takes, first, last, no_lists, no_lists):

@@ -48,6 +48,8 @@ class KernelSet(NamedTuple):
     fast_paths: Mapping[str, FastPathKernel] = MappingProxyType({})
     brief: frozenset[str] = frozenset()
     """Kernels that neither wait nor move data, so that they keep the GIL."""
+    entries: str = ""
+    """The module whose ``wrappers(prefix)`` returns further functions for Python."""
 
     @property
     def names(self) -> tuple[str, ...]:
