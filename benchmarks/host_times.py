@@ -1,6 +1,6 @@
 """Measure every call between the hosts of a job, native, asynchronous and through torch.distributed, against MPI.
 
-    mpirun --hostfile hosts -n 4 python benchmarks/host_times.py [--sizes 1K,32K,1M] [--only alltoall,gather] [--json FILE]
+    mpirun --hostfile hosts -n 4 python benchmarks/host_times.py [--only alltoall,gather] [--json FILE]
 
 Prints, for each call and size, the median time of batches in microseconds, in alternating order, each over that of the
 MPI library's call in the same run, and how many Python functions of the package rank 0 enters in a call: 0 to 3 if it
