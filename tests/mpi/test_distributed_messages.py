@@ -34,12 +34,13 @@ LONG = 400_000
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="torch refuses messages to oneself")
 
 
-@pytest.fixture(scope="module", params=("whole", "in blocks"), autouse=True)
+@pytest.fixture(scope="module", params=("one host", "a host each", "in blocks"), autouse=True)
 def torch_world(request) -> Iterator[str]:
     """torch's default group; torchmpi is restarted for the group, and restored for the other files."""
     was_running = runtime.is_running()
     mpi.stop()
     settings = {"message_bytes": 64} if request.param == "in blocks" else {}
+    settings |= {} if request.param == "one host" else {"host_name": str(RANK)}
     mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False, **settings))
     dist.init_process_group("torchmpi")
     yield request.param
@@ -326,10 +327,16 @@ def test_refused_before_anything_is_sent(agree, call, remedy):
 # --- Repeated messages, which machine code makes --------------------------------------------------------------------
 
 
+def in_rings() -> bool:
+    """Return whether messages go through shared memory."""
+    return isinstance(transport_of(dist.group.WORLD._group), RingTransport)
+
+
 @pytest.fixture
-def num_handles(monkeypatch) -> list[int]:
+def num_handles(monkeypatch, torch_world) -> list[int]:
     """How many messages Python has begun."""
-    if not fast_path.takes_calls() or not isinstance(transport_of(dist.group.WORLD._group), RingTransport):
+    passes_through_python = torch_world == "in blocks" or runtime.current().context.sleeps_before_mpi
+    if not fast_path.takes_calls() or passes_through_python:
         pytest.skip("messages of these ranks all pass through Python")
     made, make = [0], MessageHandle.__init__
 
@@ -359,7 +366,8 @@ def test_repeated_messages_have_the_same_bits(agree, num_handles, numel):
         agree.equal((received.source_rank(), work.source_rank()), (PREVIOUS, RANK))
         agree(work.get_future().wait()[0] is sent and received.get_future().wait()[0] is target)
         dist.barrier()  # the ring has no message of another turn
-    agree(0 in num_made, f"no turn was made by machine code: {num_made}")
+    # The MPI library may wait for the receiver of a message that is not very short.
+    agree(0 in num_made or not (numel <= 1 or in_rings()), f"no turn was made by machine code: {num_made}")
 
 
 def test_repeated_messages_keep_their_order(agree, num_handles):
@@ -409,7 +417,10 @@ def test_a_repeated_message_of_another_length_raises(agree, num_handles):
         error = error_of(dist.irecv(target, PREVIOUS, tag=2))
         work.wait()
         agree("MismatchError" in error and f"rank {PREVIOUS}" in error if turn == 2 else not error, f"{turn}: {error}")
-        agree.equal(target, torch.zeros(5) if turn == 2 else numbers(5, turn))
+        if turn != 2:
+            agree.equal(target, numbers(5, turn))
+        elif in_rings():  # MPI writes a shorter message into the memory of the tensor
+            agree.equal(target, torch.zeros(5))
 
 
 def test_a_receive_that_nobody_waits_for_does_not_keep_its_sender(agree, num_handles):
@@ -441,6 +452,8 @@ def test_a_receive_ends_at_the_timeout_of_its_group(agree, num_handles):
 
 
 def test_a_receive_of_a_destroyed_group_raises(agree, num_handles):
+    if not in_rings():
+        pytest.skip("what MPI has begun to receive does not end with the group")
     short = dist.new_group()
     work = dist.irecv(torch.empty(2), PREVIOUS, group=short)
     dist.barrier()

@@ -32,7 +32,7 @@ from torchmpi import errors
 from torchmpi.backends import saved_tables
 from torchmpi.collective_specs import CODES
 from torchmpi.communicators import call_log
-from torchmpi.communicators.call_queue import CallQueue
+from torchmpi.communicators.call_queue import CallQueue, LeftToHelper
 from torchmpi.communicators.group import Group
 from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
@@ -262,6 +262,28 @@ def test_calls_for_which_the_program_waits_at_once_need_no_other_thread():
     threads = [call_queue.submit(threading.get_ident, "call", in_any_thread=True).wait() for _ in range(200)]
     assert threads.count(here) > 100  # the helper may come first in some
     assert here not in [call_queue.submit(threading.get_ident, "task").wait() for _ in range(5)]
+    call_queue.close()
+
+
+def test_a_call_that_a_thread_which_waits_must_not_run_is_run_by_the_helper_before_the_next():
+    call_queue, seen, here = CallQueue("test"), [], threading.get_ident()
+
+    def call(number):
+        if number % 2 and call_queue.is_run_by_waiter:
+            raise LeftToHelper
+        seen.append((number, threading.get_ident() == here))
+
+    for turn in range(0, 200, 4):
+        handles = [call_queue.submit(partial(call, turn + each), "call", in_any_thread=True) for each in range(4)]
+        handles[3].wait()
+        assert call_queue.pending == 0 and all(handle.done() for handle in handles)
+    assert [number for number, _ in seen] == list(range(200))
+    assert not any(is_here for number, is_here in seen if number % 2) and any(is_here for _, is_here in seen)
+    handle = call_queue.submit(lambda: None, "call", in_any_thread=True)
+    nested = []
+    handle.when_done(lambda: nested.append(call_queue.is_run_by_waiter))
+    handle.wait()
+    assert nested == [False]
     call_queue.close()
 
 

@@ -165,6 +165,22 @@ def test_16_bit_floats_survive_widening_and_rounding(dtype):
         assert (result[everything.isnan()].view(torch.int16) == -1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex32], ids=dtypes.short_name)
+def test_partial_results_are_those_of_torch_in_any_place(dtype):
+    wide = dtypes.info(dtype).accumulator
+    everything = torch.arange(1 << 16).to(torch.uint16)[: (1 << 16) - 3 * (dtype is not torch.complex32)].view(dtype)
+    widened = torch.empty_like(everything, dtype=wide)
+    reduction.called(reduction.converter(dtype, wide))([widened.data_ptr()], [everything.data_ptr()], len(everything))
+    assert not differing(widened, everything.to(wide))
+    for divisor in (1, 2, 3):
+        total = widened.view(torch.float32) * 1.7
+        expected = torch.empty_like(everything)
+        expected.view(dtype.to_real() if dtype.is_complex else dtype).copy_(total / divisor)
+        finish = reduction.called(reduction.converter(wide, dtype, divides=divisor > 1))
+        finish([total.data_ptr()] * divisor, [total.data_ptr()], len(everything))  # in place
+        assert not differing(total.view(torch.uint8)[: everything.nbytes].view(dtype), expected), divisor
+
+
 @pytest.mark.parametrize("op", ["sum", "prod", "avg", "max"])
 def test_half_precision_without_instructions_of_the_processor(op):
     compiler = native_code.Compiler()

@@ -49,6 +49,7 @@ class CallComparison:
         most_carried: The size of the longest vectors that are sent between the hosts in the messages of a comparison,
             to be combined.
         scratch: Memory of this rank for such blocks.
+        rows_memory: Memory of this rank for rows in the place of lists of tensors: given and received ones.
         wait: The wait of machine code for messages of other hosts.
     """
 
@@ -71,6 +72,7 @@ class CallComparison:
         size = len(self.split.groups)
         self.most_carried = most_carried(size, in_steps=self.in_steps)
         self.scratch = np.empty(max(self.most_carried, most_together(size)), np.uint8)
+        self.rows_memory = np.empty((2, most_together(size)), np.uint8)
         self._number = CallNumber()
         self._waiting = self.runner(None)
         self.wait = _Wait(group, self.intra)

@@ -27,13 +27,14 @@ from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, LogFields
 from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
-from .base import Operation
+from .base import Operation, on_rows
 from .call_comparison import CallComparison, CompiledSteps, Settle
 from .mpi_messages import destination_for, rows_of
 from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
 from .rank_order import PartialResults, combiner
 
+_KINDS = "collective", "exchange"
 _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
 _LONG = 1 << CALL_NUMBER_BITS - 1
@@ -49,8 +50,10 @@ def with_comparison(
     """
     comparison, spec = group.comparison, SPECS[collective]
     # A rank without a tensor knows no length of what it receives.
-    if spec.kind != "collective" or spec.only_root_passes or not isinstance(comparison, CallComparison):
+    if spec.kind not in _KINDS or spec.only_root_passes or not isinstance(comparison, CallComparison):
         return Operation(longer)
+    if spec.kind == "exchange":
+        longer = on_rows(longer, group.size)
     if spec.reduces and comparison.in_steps != by_host:
         return Operation(longer)
     call = ComparedCall(group, comparison, collective, dtype, op, longer)
@@ -85,16 +88,17 @@ class ComparedCall:
         self.group, self.comparison, self.longer, self.op = group, comparison, longer, op
         self.spec, self.runner = SPECS[collective], comparison.runner(op)
         self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
-        self.code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code)
-        self.kind = _OF_ROWS if self.spec.compared == "rows" else 0
-        self.partial_results, self.has_kernel = None, True
+        self.code = call_code(self.spec.form_of or collective, op, 0 if dtype is None else dtypes.info(dtype).code)
+        self.has_parts = self.spec.kind == "exchange"
+        """Whether a rank may pass lists of parts, which may differ in length: short calls have equal parts."""
+        self.kind = _OF_ROWS if self.spec.compared == "rows" or self.has_parts else 0
+        self.partial_results, self.divides = None, False
         if op is not None:
             if comparison.in_steps:
                 self.partial_results = PartialResults(self.dtype, op, group.size)
-                # The kernel does not divide or round after the steps.
-                self.has_kernel = not (self.partial_results.is_rounded or OPERATIONS[op].finish)
-                self.sent_dtype, op = self.partial_results.accumulator, OPERATIONS[op].partial
-            self.combine = combiner(self.sent_dtype, op)
+                self.divides = OPERATIONS[op].finish == "divide"
+                self.sent_dtype, self.op = self.partial_results.accumulator, OPERATIONS[op].partial
+            self.combine = combiner(self.sent_dtype, self.op)
         self.memory = ChunkBuffers(self.sent_dtype)
         split = comparison.split
         self.hosts, member = split.groups, split.members[group.rank]
@@ -124,46 +128,61 @@ class ComparedCall:
         together = unit_bytes if self.is_vector else block_bytes * len(self.hosts)
         return Blocks(unit_bytes, block_bytes, together, numel * self.dtype.itemsize * self.passed_units)
 
-    def run(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
-        """Run a call; in place if the collective is."""
-        blocks = self.blocks_of(source)
-        if source is not None and not 0 < blocks.together <= self.most_bytes:
+    def run(self, source: Any, destination: Any, root: int) -> Any:
+        """Run a call on a tensor, or on parts; in place if the collective is."""
+        call = self.call(source, destination, root)
+        if self.spec.tensors and not 0 < call.blocks.together <= self.most_bytes:
             self._compare_long(source)
             return self.longer(source, destination, root)
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
-        call = _Call(self, blocks, source, destination, root)
-        return self._result(call, self.comparison.run(call.number, call.before, call.between, call.after))
+        is_equal = self.comparison.run(call.number, call.before, call.between, call.after)
+        return self._result(call, is_equal, source, destination)
 
-    def _compare_long(self, source: torch.Tensor) -> None:
+    def call(self, source: Any, destination: Any, root: int) -> _Call:
+        """Return a call on a tensor, or on a copy of parts; without a tensor if these differ in length."""
+        if isinstance(source, (list, tuple)):
+            are_equal = len({part.numel() for part in (*source, *destination)}) == 1
+            source = torch.cat([part.detach().reshape(-1) for part in source]) if are_equal else None
+            destination = None
+        elif self.has_parts:
+            source, destination = source.view(-1), destination.view(-1)
+        return _Call(self, self.blocks_of(source), source, destination, root)
+
+    def _compare_long(self, source: Any) -> None:
         """Compare a call that is too long for these messages, and find out whether all ranks have as many rows."""
-        group = self.group
+        group, num_rows = self.group, 0 if self.has_parts else rows_of(source)[0]
         if not self.kind:
             group.announce()
-        elif self.comparison.agree(group.call_number ^ (_LONG | rows_of(source)[0])):
+        elif self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
             group.even_seq = group.call_log.seq
         else:
             group.refuse_call(self.kind)
         group.call_log.count_wait()
 
-    def finish(self, call: _Call, compiled: CompiledSteps, status: int) -> Any:
+    def finish(self, compiled: CompiledSteps, status: int, source: Any, destination: Any, root: int) -> Any:
         """Run the rest of a call of the fast path, from the step that has failed."""
+        call = self.call(source, destination, root)
         is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
-        return self._result(call, is_equal)
+        return self._result(call, is_equal, source, destination)
 
-    def _result(self, call: _Call, is_equal: bool) -> Any:
+    def _result(self, call: _Call, is_equal: bool, source: Any, destination: Any) -> Any:
         """Return the result; raise on all ranks if the calls differ, and take the longer way if only lengths do."""
         if not is_equal:
             self.group.refuse_call(self.kind)
-            return self.longer(call.source, call.destination, call.root)
+            return self.longer(source, destination, call.root)
         if self.comparison.exchange is None:  # the other hosts have arrived when the result has
             self.group.call_log.count_wait()
-        return call.target
+        if isinstance(destination, (list, tuple)):
+            assert call.target is not None
+            for part, row in zip(destination, call.target.chunk(len(destination)), strict=True):
+                buffers.overwrite(part, row.view(part.shape))
+        return destination if self.has_parts else call.target
 
     # --- the fast path ---------------------------------------------------------------------------------------
 
     def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
-        if not (self.has_kernel and self.comparison.has_kernels):
+        if not self.comparison.has_kernels:
             return None
         intra, planned = self.comparison.intra, self.steps(root)
         found = [self._cached_step(intra, step) for step in planned if intra is not None]
@@ -176,7 +195,7 @@ class ComparedCall:
     def _cached_step(self, intra: Group, step: splits.Step) -> fast_path.CachedCall | None:
         """Return a step within the host for the fast path."""
         spec = SPECS[step.collective]
-        tensor = torch.empty(0, dtype=self.dtype if spec.reduces else torch.uint8) if spec.tensors else None
+        tensor = torch.empty(0, dtype=self.sent_dtype if spec.reduces else torch.uint8) if spec.tensors else None
         return self.runner.cached_call(intra, step.collective, tensor, step.root or 0)
 
 
@@ -378,6 +397,10 @@ class _KernelCall:
             value_bytes=most_bytes,
             call_log=group.call_log.address,
             code=self._code,
+            sent_item_bytes=plan.sent_dtype.itemsize,
+            widen=reduction.converter(plan.dtype, plan.sent_dtype),
+            finish=reduction.converter(plan.sent_dtype, plan.dtype, divides=plan.divides),
+            divisor=group.size,
             reduces=spec.reduces,
             divides=spec.divides,
             gathers=spec.gathers,
@@ -391,12 +414,14 @@ class _KernelCall:
             place=plan.place,
             block_units=plan.block_units,
             passed_units=plan.passed_units,
+            given_memory=plan.comparison.rows_memory[0].ctypes.data,
+            received_memory=plan.comparison.rows_memory[1].ctypes.data,
         )
         self._ranks_of_group = records.GroupRecord.new().write(rank=group.rank, size=group.size)
         self._call = records.KernelCall.new().write(
             group=self._ranks_of_group,
             item_bytes=plan.dtype.itemsize,
-            reducer=0 if plan.op is None else reduction.address(plan.dtype, plan.op),
+            reducer=0 if plan.op is None else reduction.address(plan.sent_dtype, plan.op),
             root=root if spec.is_rooted else -1,
             hosts=self._compiled.record,
         )
@@ -406,13 +431,8 @@ class _KernelCall:
         call_log, run_lock = self._group.call_log, self._group.call_queue.run_lock
         return fast_path.CachedCall(int(self._call), call_log, run_lock, self._code, 0, self._settle, self._abort)
 
-    def _settle(self, status: int, source: torch.Tensor | None, destination: Any) -> Any:
-        plan = self._plan
-
-        def finish() -> Any:
-            call = _Call(plan, plan.blocks_of(source), source, destination, self._root)
-            return plan.finish(call, self._compiled, status)
-
+    def _settle(self, status: int, source: Any, destination: Any) -> Any:
+        finish = partial(self._plan.finish, self._compiled, status, source, destination, self._root)
         return self._group.settle(self._read_ticks(), finish)
 
     def _abort(self) -> None:

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..communicators.call_queue import CallQueue
+from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group
 from ..shared_memory.memory_layout import LockFields
 from ..tensors import buffers, dtypes, partition
 from ..timeline import events
+from .mpi_messages import can_call_from_kernels
 
 HEADER_TAG, PAYLOAD_TAG = 1, 2
 MOST_HEADER_BYTES = 8 * 66  # dtype, number of dims, and up to 64 dims, the limit of torch
@@ -96,23 +97,83 @@ class PostedMessage(Protocol):
         """Sleep, at most until it has ended."""
 
 
-class Transport(Protocol):
-    """How the messages of a group are carried."""
+class Deferred(Protocol):
+    """A receive that begins later, but before all messages that are posted after it."""
+
+    def begin(self) -> None:
+        """Post the receive."""
+
+
+class Transport:
+    """How the messages of a group are carried, and the receives that have been made and not begun.
+
+    Attributes:
+        lock: Of rings, held while a thread continues the messages of the group. Its fields tell machine code how many
+            receives are deferred, also one that a thread is posting now.
+        deferring: Held while deferred receives change, and while the fast path makes one.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.deferring = RunLock(), threading.RLock()
+        self.deferred: deque[Deferred] = deque()
+        self._is_beginning = False
 
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
+        raise NotImplementedError
 
     def proceed(self, message: PostedMessage, turn: int) -> bool:
-        """Continue a message for a while; return whether its thread has waited long."""
+        """Continue messages for a while, in the thread that waits for one.
+
+        Args:
+            message: The message.
+            turn: How often this has been called for it.
+
+        Returns:
+            Whether the caller has waited so long that it describes the call for the watchdog.
+        """
+        raise NotImplementedError
 
     def test(self, message: PostedMessage) -> None:
-        """Continue a message if that is possible at once."""
+        """Continue a message, and those before it, if that is possible at once."""
+        raise NotImplementedError
 
     def cancel(self, message: PostedMessage) -> bool:
         """Withdraw a message; return False if it has begun."""
+        raise NotImplementedError
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages are under way."""
+        return self.lock.fields[LockFields.pending] != 0
+
+    def defer(self, receive: Deferred) -> bool:
+        """Note a receive that begins later; return False if it must begin now, because other messages are under way."""
+        with self.deferring:
+            if self.has_messages:
+                return False
+            self.deferred.append(receive)
+            self.count_deferred()
+            return True
+
+    def count_deferred(self) -> None:
+        """Tell machine code of the deferred receives; the caller holds `deferring`."""
+        self.lock.fields[LockFields.deferred] = len(self.deferred)
 
     def begin_deferred(self) -> None:
-        """Begin the receives that have been made and not begun."""
+        """Post all deferred receives, in their order."""
+        if not self.lock.fields[LockFields.deferred]:
+            return
+        with self.deferring:
+            if self._is_beginning:  # this thread posts one
+                return
+            self._is_beginning = True
+            try:
+                while self.deferred:
+                    self.deferred.popleft().begin()
+                    self.count_deferred()
+            finally:
+                self._is_beginning = False
 
 
 Then = Callable[[Any], "Stage | Received | None"]
@@ -135,10 +196,11 @@ class _Open:
     error: BaseException | None = None
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """The messages of a group as messages of MPI."""
 
     def __init__(self, group: Group) -> None:
+        super().__init__()
         self.group, self.MPI, self.comm = group, group.context.MPI, group.side_comm
         self._lock = threading.Lock()
         """Held while a thread tests messages."""
@@ -146,8 +208,15 @@ class MpiTransport:
 
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
+        self.begin_deferred()
         message.begin_record()
         self.start(message, self._first_stage)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages are under way, or machine code or a progress thread cannot make deferred receives."""
+        can_defer = self.group.context.threaded and can_call_from_kernels(self.group)
+        return any(list(self._open.values())) or not can_defer
 
     def post_values(self, message: PostedMessage, received: Received | None) -> None:
         """Begin to send the values of a message whose frame has been sent, or to receive those behind a frame."""
@@ -176,9 +245,6 @@ class MpiTransport:
         queue = message.call_queue
         queue.run_lock.fields[LockFields.pending] += 1
         self._open.setdefault(queue, deque()).append(_Open(message, stage))
-
-    def begin_deferred(self) -> None:
-        """Do nothing: every receive begins at once."""
 
     def proceed(self, message: PostedMessage, turn: int) -> bool:
         """Continue a message for a while; return whether its thread has waited long."""
@@ -275,7 +341,7 @@ class MpiTransport:
         return self.header_stage(message, self.comm.Irecv((header, self.MPI.BYTE), peer, HEADER_TAG), header)
 
     def header_stage(self, message: PostedMessage, request: Any, header: np.ndarray) -> Stage:
-        """Receive a message into this memory: its header, and short values behind it."""
+        """Receive a message into this memory: its header, and short values behind it; without a request it has come."""
 
         def take(_: Any) -> Stage | Received:
             self.group.messages.add(-1)
@@ -283,7 +349,17 @@ class MpiTransport:
             received = described(header, message.peer or 0)
             return received if received.num_bytes <= PACKED_BYTES else self._values_stage(message, received)
 
-        return Stage([request], take)
+        return Stage([] if request is None else [request], take)
+
+    def begun_values_stage(self, request: Any, header: np.ndarray | None, source: int) -> Stage:
+        """Receive values into their place, which machine code has begun, behind this header if there is one."""
+
+        def take(_: Any) -> Received:
+            self.group.messages.add(-1)
+            assert header is not None
+            return described(header, source)._replace(memory=None)
+
+        return Stage([request], self._take_whole if header is None else take)
 
     def _values_stage(self, message: PostedMessage, received: Received) -> Stage:
         """Receive long values, into memory that is dropped if they do not fit."""

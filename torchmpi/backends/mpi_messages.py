@@ -21,6 +21,8 @@ STATUS_BYTES = 64
 """More than an MPI_Status has in any library."""
 NONBLOCKING = {"irecv": "MPI_Irecv", "isend": "MPI_Isend", "test": "MPI_Test"}
 """The functions that kernels call: a wait for the message can end."""
+OF_MESSAGES = NONBLOCKING | {"get_count": "MPI_Get_count"}
+"""Those of messages between two ranks."""
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int, int]:

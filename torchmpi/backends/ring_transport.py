@@ -10,21 +10,19 @@ docs/design/messages.md has the protocol; :mod:`torchmpi.shared_memory.kernels.r
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..communicators.call_queue import RunLock
 from ..communicators.group import Group, GroupResource
 from ..errors import CommunicatorError
 from ..shared_memory import kernels, memory_layout
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LockFields, MessageRing
-from .message_transport import PostedMessage, Received
+from .message_transport import PostedMessage, Received, Transport
 
 MOST_DIMS = 64
 """The limit of torch."""
@@ -93,29 +91,21 @@ class _MessageRequest:
         return bool(self.cells[_FROM_ANY])
 
 
-class Deferred(Protocol):
-    """A receive that begins later, but before all messages that are posted after it."""
-
-    def begin(self) -> None:
-        """Post the receive."""
-
-
 _STATE, _FROM_ANY = records.MessageRequest.state, records.MessageRequest.is_from_any
 _DIRECTION = records.MessageRequest.direction
 
 
-class RingTransport(GroupResource):
+class RingTransport(Transport, GroupResource):
     """The rings of a group, and the messages of this rank."""
 
     def __init__(self, group: Group) -> None:
         assert group.status_board is not None
+        super().__init__()
         self.group, self.size = group, group.size
         segment = group.status_board.segment
         self.capacity = memory_layout.ring_capacity(self.size)
         self._rings = segment.address + segment.ticket.num_bytes - memory_layout.rings_bytes(self.size)
         self.polls = _CROWDED_POLLS if group.context.is_crowded else _POLLS
-        self.lock = RunLock()
-        """Held while a thread continues the messages of the group."""
         self.is_closed = False
         self._advance = kernels.load()["advance"]
         self._directions = records.Direction.new(extra=(2 * self.size - 1) * records.Direction.FIELDS)
@@ -126,10 +116,6 @@ class RingTransport(GroupResource):
         self._unused: list[_MessageRequest] = []
         self._early: list[deque[_MessageRequest]] = [deque() for _ in range(self.size)]
         """By sender: messages that have arrived before a receive was posted for them."""
-        self.deferred: deque[Deferred] = deque()
-        self.deferring = threading.RLock()
-        """Held while deferred receives change, and while the fast path makes one."""
-        self._is_beginning = False
         for peer in range(self.size):
             sends, receives = self._directions[peer], self._directions[self.size + peer]
             sends.ring, receives.ring = self.ring(group.rank, peer), self.ring(peer, group.rank)
@@ -144,8 +130,7 @@ class RingTransport(GroupResource):
 
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
-        if self.lock.fields[LockFields.deferred]:  # also one that another thread is posting now
-            self.begin_deferred()
+        self.begin_deferred()
         with self.lock:
             if self.is_closed:
                 raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
@@ -168,32 +153,6 @@ class RingTransport(GroupResource):
                 ended = self._continue()
         self._end(ended)
 
-    def defer(self, receive: Deferred) -> bool:
-        """Note a receive that begins later; return False if it must begin now, because other messages are under way."""
-        with self.deferring:
-            if self.lock.fields[LockFields.pending]:
-                return False
-            self.deferred.append(receive)
-            self.count_deferred()
-            return True
-
-    def count_deferred(self) -> None:
-        """Tell machine code of the deferred receives; the caller holds `deferring`."""
-        self.lock.fields[LockFields.deferred] = len(self.deferred)
-
-    def begin_deferred(self) -> None:
-        """Post all deferred receives, in their order."""
-        with self.deferring:
-            if self._is_beginning:  # this thread posts one
-                return
-            self._is_beginning = True
-            try:
-                while self.deferred:
-                    self.deferred.popleft().begin()
-                    self.count_deferred()
-            finally:
-                self._is_beginning = False
-
     def adopt(self, message: PostedMessage, frames: Frames, record: records.MessageRequest) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record."""
         request = _MessageRequest(frames, record)
@@ -201,15 +160,7 @@ class RingTransport(GroupResource):
         self._enter(request)
 
     def proceed(self, message: PostedMessage, turn: int) -> bool:
-        """Continue the messages of the group for a while, in the thread that waits for one.
-
-        Args:
-            message: The message.
-            turn: How often this has been called for it.
-
-        Returns:
-            Whether the caller has waited so long that it describes the call for the watchdog.
-        """
+        """Continue the messages of the group for a while, in the thread that waits for one."""
         if not self.lock.acquire(False):  # another thread does
             message.pause(_LEAST_SLEEP / 1e6)
             return turn > 0

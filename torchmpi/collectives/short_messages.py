@@ -20,12 +20,14 @@ from ..backends.message_transport import (
     HEADER_TAG,
     MOST_HEADER_BYTES,
     PACKED_BYTES,
+    PAYLOAD_TAG,
     MpiTransport,
+    Received,
     Stage,
     described,
     end_send,
 )
-from ..backends.mpi_messages import NONBLOCKING, STATUS_BYTES, can_call_from_kernels, kernel_fields
+from ..backends.mpi_messages import OF_MESSAGES, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from ..backends.ring_transport import Frames, RingTransport
 from ..communicators.call_log import CallLog, call_code, describe
 from ..communicators.call_queue import CallQueue, RunLock
@@ -34,6 +36,7 @@ from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.message_record import NO_TAG
 from ..errors import TorchMPIError
+from ..session import runtime
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LockFields
@@ -43,6 +46,7 @@ from .message_handle import MessageHandle, adopt, adopt_from_mpi, continue_in_ba
 _MOST_MESSAGES = 64  # of a group, as the fast path looks through all of them
 _YIELD_NANOSECONDS = 300_000
 """How long the fast path waits for the other rank, after the polls."""
+_MOST_EXCHANGED_BYTES = 4 << 20  # of which the fast path keeps a copy
 _POLL_NANOSECONDS, _BRIEF_NANOSECONDS = 1_000_000, 10_000
 """How long for one on another host, and until what is sent in the background has left. On a core that another program
 wants, a thread that lets it go waits for its next turn."""
@@ -73,14 +77,16 @@ def cache_message(
         tag: The tag.
         is_background: Whether the program goes on: the fast path returns a message that has not ended.
     """
-    call = fast_path.Name(key, tensor.dtype, comm)
+    make: type[_RingMessage | _MpiMessage]
     if isinstance(transport_of(group), RingTransport):
-        make = partial(_RingMessage, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
-        kind = tensor.dtype, tag, is_background
-        fast_path.cache_call(name, call, partial(_cached, make, group, src, dst, kind))
-    elif tag == NO_TAG and not (is_background and src >= 0) and can_call_from_kernels(group):
-        make_message = partial(_MpiMessage, name, group, src, dst, tensor.dtype, is_background=is_background)
-        fast_path.cache_call(name, call, partial(_cached, make_message, group, src, dst, (tensor.dtype, is_background)))
+        make = _RingMessage
+    elif can_call_from_kernels(group):
+        make = _MpiMessage
+    else:
+        return
+    made = partial(make, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
+    call = fast_path.Name(key, tensor.dtype, comm)
+    fast_path.cache_call(name, call, partial(_cached, made, group, src, dst, (tensor.dtype, tag, is_background)))
 
 
 def _cached(make: Any, group: Group, src: int, dst: int, kind: Hashable) -> fast_path.CachedCall | None:
@@ -264,8 +270,7 @@ class DeferredReceive:
 
     def start(self) -> DeferredReceive:
         """Note the receive, or begin it if other messages are under way; return it."""
-        transport = self.transport
-        if isinstance(transport, RingTransport) and transport.defer(self):
+        if self.transport.defer(self):
             continue_in_background(self)
         else:
             self.begin()
@@ -282,7 +287,7 @@ class DeferredReceive:
     def receive(self) -> bool:
         """Receive by the fast path if that is possible; return whether the message has arrived."""
         transport = self.transport
-        if self.has_ended or not isinstance(transport, RingTransport):
+        if self.has_ended:
             return self._has_arrived
         with transport.deferring:
             deferred = transport.deferred
@@ -309,7 +314,6 @@ class DeferredReceive:
     def handle(self) -> Handle[Any]:
         """Return the handle, of a receive that begins now if it has not."""
         if not self.has_ended:
-            assert isinstance(self.transport, RingTransport)
             self.transport.begin_deferred()
         if self._message is not None:
             return self._message
@@ -380,33 +384,44 @@ class DeferredHandle(Handle[Any]):
 
 
 class _MpiMessage(_FastMessage):
-    """A short message of MPI: the memory for what is sent to one rank and received from another, of one dtype."""
+    """A message of MPI: the memory for what is sent to one rank and received from another, of one dtype."""
 
-    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, *, is_background: bool) -> None:
+    def __init__(
+        self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int, *, is_background: bool
+    ) -> None:
         super().__init__(name, group, src, dst, dtype)
-        self._memory = np.zeros((2, MOST_HEADER_BYTES + PACKED_BYTES), np.uint8)
-        self._sent, self._received = self._memory
-        self._status = np.zeros(STATUS_BYTES, np.uint8)
+        most_bytes, is_exchange = runtime.current().config.message_bytes, src >= 0 and dst >= 0
+        if is_exchange:  # of which a copy is sent
+            most_bytes = min(most_bytes, _MOST_EXCHANGED_BYTES)
+        self._sent = np.zeros(MOST_HEADER_BYTES + (most_bytes if is_exchange else PACKED_BYTES), np.uint8)
+        self._received = np.zeros(MOST_HEADER_BYTES + PACKED_BYTES, np.uint8)
+        self._status, self._tag = np.zeros(STATUS_BYTES, np.uint8), tag
         self._is_background, queues = is_background, _queues(group, src, dst)
         self._locks = [queue.run_lock for queue in queues]
+        self._transport = transport_of(group)
         self._record = records.MpiMessage.new().write(
-            **kernel_fields(group.context.MPI, group.side_comm, self._status, NONBLOCKING),
+            **kernel_fields(group.context.MPI, group.side_comm, self._status, OF_MESSAGES),
             by_mpi=True,
             item_bytes=dtype.itemsize,
             sent_dtype=dtypes.info(dtype).code,
             sent=self._sent.ctypes.data,
             received=self._received.ctypes.data,
             received_bytes=self._received.nbytes,
-            value_bytes=PACKED_BYTES,
+            packed_bytes=PACKED_BYTES,
+            value_bytes=most_bytes,
             send_to=dst,
             receive_from=src,
+            has_tag=tag != NO_TAG,
             tag=HEADER_TAG,
+            values_tag=PAYLOAD_TAG if tag == NO_TAG else tag,
             send_lock=self._locks[-1].address if dst >= 0 else 0,
             receive_lock=self._locks[0].address if src >= 0 else 0,
-            patience=_BRIEF_NANOSECONDS if is_background else _POLL_NANOSECONDS,
+            patience=_BRIEF_NANOSECONDS if is_background and src < 0 else _POLL_NANOSECONDS,
+            is_background=is_background,
+            lock=self._transport.lock.address,
             yields=group.context.is_crowded,
             call_log=self.call_log.address,
-            **self.channels(),
+            **self.channels(tag),
         )
         group.messages.include(lambda: self._record.num_open)
         self._own_lock = RunLock()
@@ -417,52 +432,79 @@ class _MpiMessage(_FastMessage):
         super().abort()
         if self._record.is_unfinished:
             messages = self._adopted(tensor, is_background=self._is_background)
+            self._transport.begin_deferred()  # the others could wait for this rank to receive them
             if self._is_background:
                 return messages[0]
             for message in messages:
                 message.wait()
             return tensor
         if status == records.MISMATCH:
-            raise mismatch(self.group, self.name, tensor, described(self._received, self.src))
+            raise mismatch(self.group, self.name, tensor, self._whole, compares_shape=False)
         context, error = self.group.context, self.group.context.MPI.Exception(status)
         what = f"{self.name}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)}) {self._whom}"
         failure = TorchMPIError(f"{self.group.where}: {self.name}: {what} failed: {error}.")
         raise context.loss_behind(error) or failure from error
 
+    @property
+    def _whole(self) -> Received:
+        """What has been received with a tag."""
+        return Received(self.src, self._record.found_bytes, 0, (), None)
+
     def abort(self) -> None:
-        """Leave the message after an interrupt: what has been sent arrives, and what arrives is received in a copy."""
+        """Leave the message after an interrupt: what has been sent arrives, and what arrives is received."""
         super().abort()
         if self._record.is_unfinished:
-            expected = described(self._sent, self.group.rank)
-            tensor = torch.empty(expected.shape, dtype=self.dtype, device="cpu")
-            for message in self._adopted(tensor):
+            # In the memory of the tensor: MPI may be using it.
+            num_bytes, tensor = self._record.num_bytes, torch.empty(0, dtype=self.dtype, device="cpu")
+            if num_bytes:
+                memory = (ctypes.c_byte * num_bytes).from_address(self._record.address)
+                tensor = torch.frombuffer(memory, dtype=self.dtype)
+            shape = tensor.shape if self._tag != NO_TAG else described(self._sent, self.group.rank).shape
+            for message in self._adopted(tensor.view(shape)):
                 message.withdraw()
                 message.run_in_background()
 
     def _adopted(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
         """Return the messages that Python continues, the receive first, and release the locks that the kernel holds."""
         record, messages, send = self._record, [], None
-        make = partial(MessageHandle, self.group, self.name, is_background=is_background, begun=record.begun)
-        transport, from_handle = transport_of(self.group), self.group.context.MPI.Request.fromhandle
+        make = partial(
+            MessageHandle, self.group, self.name, tag=self._tag, is_background=is_background, begun=record.begun
+        )
+        transport, from_handle = self._transport, self.group.context.MPI.Request.fromhandle
         assert isinstance(transport, MpiTransport)
         record.is_unfinished = 0
         try:
             if self.dst >= 0:
                 send = make(tensor, self.dst, is_receive=False, is_part=self.src >= 0)
-                if record.is_sent:
-                    send.finish(None)
-                else:
-                    adopt_from_mpi(transport, send, Stage([from_handle(record.send[0])], end_send))
+                parts = (records.DESCRIPTION, record.send), (records.VALUES, record.send_values)
+                requests = [from_handle(request[0]) for part, request in parts if record.sending & part]
+                if requests:
+                    adopt_from_mpi(transport, send, Stage(requests, end_send))
                     messages.append(send)
+                else:
+                    send.finish(None)
             if self.src >= 0:
                 receive = make(tensor, self.src, is_receive=True, exchange=send)
-                if record.is_received:
-                    receive.finish(described(self._received, self.src))
-                else:
-                    request = from_handle(record.receive[0])
-                    adopt_from_mpi(transport, receive, transport.header_stage(receive, request, self._received))
+                self._continue_receive(transport, receive)
                 messages.insert(0, receive)
         finally:
             for lock in self._locks:
                 lock.fields[LockFields.entered] = 0
         return messages
+
+    def _continue_receive(self, transport: MpiTransport, receive: MessageHandle) -> None:
+        """Continue a receive from the part that the kernel awaits, or end it."""
+        record, header = self._record, None if self._tag != NO_TAG else self._received
+        if not record.receiving:
+            received = self._whole if header is None else described(header, self.src)
+            is_packed = header is not None and received.num_bytes <= PACKED_BYTES
+            receive.finish(received if is_packed else received._replace(memory=None))
+            return
+        request = None
+        if record.receiving != records.OTHER:
+            request = self.group.context.MPI.Request.fromhandle(record.receive[0])
+        if record.receiving == records.VALUES:
+            stage = transport.begun_values_stage(request, header, self.src)
+        else:
+            stage = transport.header_stage(receive, request, self._received)
+        adopt_from_mpi(transport, receive, stage)

@@ -42,6 +42,12 @@ from .conditions import sleep_until
 from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
+
+
+class LeftToHelper(Exception):
+    """Raised by a queued task that has not begun and must not run in a thread that waits: the helper runs it."""
+
+
 _LOOK_SECONDS = 0.001
 _MOST_LOOKS = 100
 """After as many looks without a call, the helper sleeps until it is woken."""
@@ -163,6 +169,8 @@ class CallQueue:
         self._is_rung = self._is_called = self._looks = self._is_ending = False
         self._num_run_by_waiters = 0
         """Since the helper has run a call."""
+        self.is_run_by_waiter = False
+        """Whether the thread that holds the run lock waits for the call, which may then raise LeftToHelper."""
 
     @property
     def doing(self) -> str | None:
@@ -235,7 +243,7 @@ class CallQueue:
                 :class:`~torchmpi.communicators.handle.DeviceHandle`.
             call: Describes the call for torch.profiler.
             in_any_thread: Whether a thread that waits for a call may run the task, as if it had made the call then;
-                not for a `subject` on a device, whose tasks the helper runs.
+                not for a `subject` on a device, whose tasks the helper runs. There the task may raise LeftToHelper.
         """
         mark = None if subject is None else streams.fence(subject)
         if mark is not None:
@@ -306,6 +314,7 @@ class CallQueue:
                     if fields[LockFields.entered] or not self._is_head_for_any_thread():
                         return
                     self._num_run_by_waiters += 1
+                    self.is_run_by_waiter = True
                     self._run(self._entries.popleft())
                 finally:
                     fields[LockFields.held] = 0
@@ -396,7 +405,7 @@ class CallQueue:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._helper)))
         finally:
             self._running, fields[LockFields.runner] = None, 0
-            fields[LockFields.ended] += 1
+            fields[LockFields.ended] += handle.task is None
 
     def _finish(self, handle: Handle[Any]) -> None:
         task, handle.task = handle.task, None
@@ -405,7 +414,13 @@ class CallQueue:
         if self.failed:  # an error that has been raised would keep the tensors of its call
             self.failed = [other for other in self.failed if other.unseen_error is not None]
         try:
-            result = task()
+            try:
+                result = task()
+            finally:
+                self.is_run_by_waiter = False  # callbacks of the handle make calls of their own
+        except LeftToHelper:
+            self.origin, handle.task, handle.in_any_thread = before, task, False
+            self._entries.appendleft(handle)
         except BaseException as error:  # every error is raised by wait()
             self.origin = before  # callbacks of the handle make calls of their own
             self.failed = [*self.failed, handle]

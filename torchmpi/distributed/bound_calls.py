@@ -15,6 +15,7 @@ import torch
 
 from ..collective_specs import SPECS
 from ..collectives import dispatch, exchange
+from ..communicators.call_queue import LeftToHelper
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle
 from ..communicators.plan import PLAIN, Plan, PlanKey
@@ -74,7 +75,7 @@ class BoundCall:
         num_rows: See :meth:`Form.num_rows`.
         takes_parts: Whether the tensors of lists may differ in length.
         changes: Whether it overwrites the tensor that this rank passes.
-        has_code: Whether there is machine code for it on this group.
+        by_messages: Whether a call through Python waits inside MPI, where it cannot be ended.
     """
 
     def __init__(
@@ -98,9 +99,10 @@ class BoundCall:
         is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
         which = form.fast_path_of_others if is_other else form.fast_path
         self.code = dispatch.BoundCode(group, which, dtype, self._cached_call)
-        self.has_code = self._cached_call() is not None
+        self.by_messages = group.size > 1 and group.status_board is None
+        has_code = self._cached_call() is not None
         keeps_own_row = spec.gathers and not (spec.divides or spec.is_rooted)
-        self._takes_own_row = self.has_code and keeps_own_row and group.shared is not None
+        self._takes_own_row = has_code and keeps_own_row and group.shared is not None
 
     def can_use(self, given: Rows, received: Rows) -> bool:
         """Return whether a call can use the memory of its tensors: they share none, or the row of this rank.
@@ -128,9 +130,10 @@ class BoundCall:
         self.code.cache()
         return False
 
-    def submit(self, given: Rows | None, received: Rows | None, *, in_any_thread: bool) -> Handle[Any]:
+    def submit(self, given: Rows | None, received: Rows | None) -> Handle[Any]:
         """Run the call in the background."""
         runtime.current()  # raises in a forked child
+        in_any_thread = not self.by_messages or fast_path.takes_calls()
         return self._group.call_queue.submit(
             partial(self.run_queued, given, received),
             self._description,
@@ -143,6 +146,8 @@ class BoundCall:
         result = self.code.run(given, received)
         if result is None:
             self.code.cache()
+            if self.by_messages and self._group.call_queue.is_run_by_waiter:
+                raise LeftToHelper
             result = self._perform(given, received)
         return result
 

@@ -98,16 +98,12 @@ class GroupExecution(GroupProperties):
         are_rows = (source is not None or not given) and (target is not None or not outputs)
         if source is not None and target is not None:
             are_rows = call.can_use(source, target)
-        has_list = isinstance(source, list) or isinstance(target, list)
-        # Machine code over hosts takes no lists.
-        if not are_rows or (has_list and self._by_messages and call.has_code):
-            work = None if is_asynchronous(options) else self._on_copies(call, given, outputs)
-            if work is not None or not are_rows:
-                return work
+        if not are_rows:
+            return None if is_asynchronous(options) else self._on_copies(call, given, outputs)
         if is_here:
             call.run(source, target)
             return COMPLETED
-        handle = call.submit(source, target, in_any_thread=not self._by_messages)
+        handle = call.submit(source, target)
         return self._begun(handle, list(outputs or given), options, self._group.timeout_seconds)
 
     def _exchange_of_parts(self, dtype: torch.dtype) -> BoundCall:

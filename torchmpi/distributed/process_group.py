@@ -410,7 +410,7 @@ class ProcessGroup(GroupExecution):
         """Send entry j of every rank's list to rank j."""
         outputs, inputs = list(outputs), list(inputs)
         is_even = len(inputs) == len(outputs) == self._size and have_equal_lengths([*inputs, *outputs])
-        if is_even and not self._by_messages:  # which leave from where the parts are
+        if is_even:
             work = self._on_plain("all_to_all_single", inputs, outputs, opts)
             if work is not None:
                 return work

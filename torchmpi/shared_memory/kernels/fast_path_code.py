@@ -373,10 +373,10 @@ def use_no_parts(call: KernelCall):
 
 @inner
 def stands_for_rows(path: FastPath, item, cached_call: CachedCallRecord, described: DLTensor, num_rows, any_length):
-    """Return whether an object is no list, or one with a part of each rank for a call of one host that takes rows."""
+    """Return whether an object is no list, or one with a part of each rank for a call that takes rows."""
     if not is_list(path, item):
         return True
-    if cached_call.call.hosts or num_rows == 0:
+    if num_rows == 0:
         return False
     return (any_length or num_dims(described) == 2) and list_size(item) == group_of(cached_call.call).size
 
@@ -418,7 +418,7 @@ def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTe
     group, item_bytes = group_of(call), call.item_bytes
     rank, size, given, received = group.rank, group.size, arguments.given_parts, arguments.received_parts
     num_fields = 1 + 2 * size
-    if not given or not received or num_fields * FIELD_BYTES > PAYLOAD_BYTES:
+    if call.hosts or not given or not received or num_fields * FIELD_BYTES > PAYLOAD_BYTES:
         return NOT_FAST
     if dtype_of(target) != cached_call.dlpack_dtype or part_numel(given, rank) != part_numel(received, rank):
         return NOT_FAST

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..compiler.compilation import inner, kernel
 from ..memory_layout import CALL_NUMBER_BITS, RECORD_IS_NUMBER, WITH_COMPARISON
+from ..typed_records import Words
 from .access import group_of
 from .intrinsics import call_isend, call_test, copy, give_way, load_acquire, now, reduce, sleep, store_release
 from .logged_calls import (
@@ -167,12 +168,29 @@ def relay(hosts: Hosts, number, block_bytes):
 
 
 @inner
-def combine(call: KernelCall, address, num_bytes):
-    """Combine the operands."""
-    hosts = call.hosts
-    hosts.result[0] = address
-    reduce(call.reducer, hosts.result, 1, hosts.operands, hosts.num_hosts, num_bytes // call.item_bytes)
+def convert(hosts: Hosts, function, target, source, num_bytes, item_bytes):
+    """Convert elements of this size (`reduction.converter`)."""
+    hosts.result[0], hosts.source[0] = target, source
+    reduce(function, hosts.result, hosts.divisor, hosts.source, 1, num_bytes // item_bytes)
     return 0
+
+
+@inner
+def combine(hosts: Hosts, reducer, address, num_bytes):
+    """Combine the operands."""
+    hosts.result[0] = address
+    reduce(reducer, hosts.result, 1, hosts.operands, hosts.num_hosts, num_bytes // hosts.sent_item_bytes)
+    return 0
+
+
+@inner
+def combine_to_result(call: KernelCall, address, num_bytes):
+    """Combine the operands, and write the result."""
+    hosts = call.hosts
+    if not hosts.finish:
+        return combine(hosts, call.reducer, address, num_bytes)
+    combine(hosts, call.reducer, hosts.own, num_bytes)
+    return convert(hosts, hosts.finish, address, hosts.own, num_bytes, hosts.sent_item_bytes)
 
 
 @inner
@@ -191,10 +209,10 @@ def exchange_vectors(call: KernelCall, number, num_bytes, passed, begin):
         if status == 0:
             hosts.waited = now() - begin
             if passed != 0:
-                combine(call, passed, num_bytes)
+                combine_to_result(call, passed, num_bytes)
         return status
-    width = (num_bytes // call.item_bytes + size - 1) // size
-    block_bytes = width * call.item_bytes
+    width = (num_bytes // hosts.sent_item_bytes + size - 1) // size
+    block_bytes = width * hosts.sent_item_bytes
     for position in range(size):
         block = (hosts.own_host - position + size) % size
         length = block_length(block, block_bytes, num_bytes)
@@ -203,11 +221,14 @@ def exchange_vectors(call: KernelCall, number, num_bytes, passed, begin):
     if status != 0:
         return status
     hosts.waited = now() - begin
-    combine(call, own, block_bytes)
+    combine(hosts, call.reducer, own, block_bytes)
     status = gather(hosts, number, block_bytes)
+    total = blocks if hosts.finish else passed
     for block in range(size if status == 0 and passed != 0 else 0):
         length = block_length(block, block_bytes, num_bytes)
-        copy(passed + block * block_bytes, hosts.operands[block], length)
+        copy(total + block * block_bytes, hosts.operands[block], length)
+    if hosts.finish and status == 0 and passed != 0:
+        convert(hosts, hosts.finish, passed, total, num_bytes, hosts.sent_item_bytes)
     return status
 
 
@@ -279,7 +300,7 @@ def exchange_parts(call: KernelCall, number, num_rows, row_bytes, unit_bytes, be
         return status
     hosts.waited = now() - begin
     if hosts.reduces:
-        return combine(call, hosts.own, hosts.passed_units * unit_bytes)
+        return combine_to_result(call, hosts.own, hosts.passed_units * unit_bytes)
     return sort_parts(call, num_rows, row_bytes, unit_bytes)
 
 
@@ -331,9 +352,16 @@ def run_step(hosts: Hosts, step: StepRecord, number, failing, source, num_bytes,
 
 
 @inner
+def as_sent(call: KernelCall, num_bytes):
+    """Return the length of elements as they are sent, given that in the tensor."""
+    return num_bytes // call.item_bytes * call.hosts.sent_item_bytes
+
+
+@inner
 def unit_of(call: KernelCall, num_bytes, row_bytes):
     """Return the length of the tensor of a rank, or of the longest part of it for one rank (`Blocks.unit_bytes`)."""
-    return part_length(call, num_bytes // row_bytes, row_bytes, 0) if call.hosts.divides else num_bytes
+    unit_bytes = part_length(call, num_bytes // row_bytes, row_bytes, 0) if call.hosts.divides else num_bytes
+    return as_sent(call, unit_bytes)
 
 
 @inner
@@ -350,28 +378,45 @@ def is_carried(call: KernelCall, num_bytes, row_bytes):
 
 
 @inner
+def move_parts(parts: Words, size, memory, num_bytes, unpacks):
+    """Copy the tensors of a list, which are alike, into memory for rows, or back; return the address of that memory."""
+    part_bytes = num_bytes // size
+    for index in range(size):
+        row = memory + index * part_bytes
+        copy(parts[index] if unpacks else row, row if unpacks else parts[index], part_bytes)
+    return memory
+
+
+@inner
 def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, target):
     """Run a short call; `signature` is the hash of its shape, `row_bytes` belongs to rows that are divided.
 
     Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
-    hosts, begin, unit_bytes = call.hosts, now(), unit_of(call, num_bytes, row_bytes)
-    log, own, place = hosts.call_log, hosts.own, hosts.place
+    hosts, begin, unit_bytes, parts = call.hosts, now(), unit_of(call, num_bytes, row_bytes), call.received_parts
+    log, own, place, size = hosts.call_log, hosts.own, hosts.place, group_of(call).size
+    if call.given_parts:
+        source = move_parts(call.given_parts, size, hosts.given_memory, num_bytes, False)
+    if parts:
+        target = hosts.received_memory
     log.waited = -begin  # for Python, which ends a call that fails here
     log.algorithm = WITH_COMPARISON
-    number = call_number(seq, hosts.code, signature) ^ num_bytes
+    sent_bytes, length, result_unit = as_sent(call, num_bytes), 0, unit_bytes // hosts.sent_item_bytes * call.item_bytes
+    number = call_number(seq, hosts.code, signature) ^ sent_bytes
     divides, is_first, is_broadcast = hosts.divides != 0, hosts.isend != 0, hosts.before.kind == _BROADCAST
-    passed_bytes = hosts.passed_units * unit_bytes
-    if hosts.copies:  # the tensor of a call that differs stays as it is
+    passed_bytes = hosts.passed_units * result_unit
+    if hosts.widen:
+        convert(hosts, hosts.widen, own, source, num_bytes, call.item_bytes)
+    elif hosts.copies:  # the tensor of a call that differs stays as it is
         copy(own, source, num_bytes)
-    given = own if hosts.copies or (is_broadcast and hosts.is_root == 0) else source
-    status = run_step(hosts, hosts.before, number, STEP_BEFORE, given, num_bytes, own)
+    is_in_own = hosts.widen or hosts.copies or (is_broadcast and hosts.is_root == 0)
+    status = run_step(hosts, hosts.before, number, STEP_BEFORE, own if is_in_own else source, sent_bytes, own)
     if status != 0:
         return status
     passed = own if divides else target if hosts.receives else hosts.scratch if hosts.is_home else 0
     if is_first:
         store_release(hosts.wait.polling, seq)
-        status = exchange(call, number, num_bytes, row_bytes, unit_bytes, passed, begin)
+        status = exchange(call, number, sent_bytes, as_sent(call, row_bytes), unit_bytes, passed, begin)
         store_release(hosts.wait.polling, 0)
         if status != 0:
             hosts.failed_step = STEP_BETWEEN
@@ -380,11 +425,13 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
     if status != 0:
         return status
     if divides:
-        num_parts = group_of(call).size if hosts.gathers else 1
+        num_parts = size if hosts.gathers else 1
         length = part_length(call, num_bytes // row_bytes, row_bytes, group_of(call).rank)
-        copy(target, own + place * num_parts * unit_bytes, num_parts * length)
+        copy(target, own + place * num_parts * result_unit, num_parts * length)
     elif is_broadcast and not is_first and hosts.is_root == 0:
         copy(target, own, num_bytes)
+    if parts:
+        move_parts(parts, size, target, size * (length if divides else num_bytes), True)
     # The other hosts have arrived when their messages have, or for ranks that receive none, when the result has.
     log.waited = hosts.waited if is_first else now() - begin
     return 0

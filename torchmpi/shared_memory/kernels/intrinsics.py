@@ -371,6 +371,20 @@ def call_test(function, request, status):
 
 
 @intrinsic
+def call_get_count(function, status, kind):
+    """Call MPI_Get_count by its address; return the count."""
+    call = _caller(_WORD, _WORD, _WORD)
+
+    def generate(context, builder, signature, arguments):
+        function, status, kind = arguments
+        count = cgutils.alloca_once(builder, _INT)
+        call(context, builder, signature, [function, status, kind, builder.ptrtoint(count, _WORD)])
+        return builder.sext(builder.load(count), _WORD)
+
+    return types.int64(*[types.int64] * 3), generate
+
+
+@intrinsic
 def call_batch(function, stream, count, operations):
     """Call cuStreamBatchMemOp by its address, without flags; return its error."""
     call = _caller(_WORD, _INT, _WORD, _INT)

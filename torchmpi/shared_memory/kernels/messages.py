@@ -1,6 +1,6 @@
-"""Short messages of MPI between two ranks, from machine code (see collectives/short_messages.py).
+"""Messages of MPI between two ranks, from machine code (see collectives/short_messages.py).
 
-A message is the number of its dtype, the number of dimensions, the shape, and the values.
+A description is the number of the dtype, the number of dimensions, and the shape.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 from ..compiler.compilation import inner
 from ..memory_layout import ChannelFields, LockFields
 from .fast_path_code import begin_call, data, dim, is_free, num_dims, plain_numel
-from .intrinsics import call_isend, call_test, copy, give_way, now, store, store_release
+from .intrinsics import call_get_count, call_isend, call_test, copy, give_way, now, store, store_release
 from .records import (
+    DESCRIPTION,
     MISMATCH,
     NOT_FAST,
+    OTHER,
     UNFINISHED,
+    VALUES,
     Arguments,
     CachedCallRecord,
     DLTensor,
@@ -73,6 +76,8 @@ def enter_message_of_mpi(cached_call: CachedCallRecord, tensor: DLTensor, argume
         return NOT_FAST
     if not (is_free_or_none(call.send_lock) and is_free_or_none(call.receive_lock)):
         return NOT_FAST
+    if call.lock.deferred != 0 and call.receive_lock and call.is_background == 0:
+        return NOT_FAST
     status = begin_call(cached_call, tensor, num_bytes, arguments)
     if status != 0:
         return status
@@ -82,7 +87,8 @@ def enter_message_of_mpi(cached_call: CachedCallRecord, tensor: DLTensor, argume
     sent.dtype, sent.num_dims = call.sent_dtype, length
     for index in range(length):
         sent.shape[index] = dim(tensor, index)
-    if call.send_lock:
+    # The values of a long exchange are copied too, since the received ones take their place.
+    if call.send_lock and call.has_tag == 0 and (num_bytes <= call.packed_bytes or call.receive_lock):
         copy(sent.shape + length * 8, data(tensor), num_bytes)
     arguments.rest[0] = data(tensor)
     arguments.rest[1] = num_bytes
@@ -105,56 +111,106 @@ def await_until(call: MpiMessage, request, until):
 
 
 @inner
-def begin_messages(call: MpiMessage, length, dtype, num_bytes):
-    """Begin what is received and what is sent; return the error of MPI."""
-    begin, error, byte, tag, comm = now(), 0, call.byte_type, call.tag, call.comm
-    call.begun = begin
-    sends, receives = call.send_lock != 0, call.receive_lock != 0
-    call.is_sent, call.is_received, call.is_unfinished = not sends, not receives, 0
-    if receives:
-        begin_message(call.receive_channel, begin, dtype, num_bytes)
-        received, room = call.received, call.received_bytes
-        error = call_isend(call.irecv, received, room, byte, call.receive_from, tag, comm, call.receive)
-    if sends and error == 0:
-        begin_message(call.send_channel, begin, dtype, num_bytes)
-        error = call_isend(call.isend, call.sent, length, byte, call.send_to, tag, comm, call.send)
+def begin_receive(call: MpiMessage, part):
+    """Begin to receive a part; return the error of MPI."""
+    irecv, byte, origin, comm, request = call.irecv, call.byte_type, call.receive_from, call.comm, call.receive
+    call.receiving = part
+    if part == DESCRIPTION:
+        return call_isend(irecv, call.received, call.received_bytes, byte, origin, call.tag, comm, request)
+    return call_isend(irecv, call.address, call.num_bytes, byte, origin, call.values_tag, comm, request)
+
+
+@inner
+def begin_send(call: MpiMessage, parts, header_bytes):
+    """Begin to send these parts; return the error of MPI."""
+    isend, byte, target, comm, error = call.isend, call.byte_type, call.send_to, call.comm, 0
+    if parts & DESCRIPTION:
+        length = header_bytes if parts & VALUES else header_bytes + call.num_bytes
+        error = call_isend(isend, call.sent, length, byte, target, call.tag, comm, call.send)
+        call.sending = DESCRIPTION
+        call.num_open += 1
+    if parts & VALUES and error == 0:
+        source = call.sent + header_bytes if call.receive_lock else call.address
+        error = call_isend(isend, source, call.num_bytes, byte, target, call.values_tag, comm, call.send_values)
+        call.sending |= VALUES
         call.num_open += 1
     return error
 
 
 @inner
-def await_messages(call: MpiMessage):
-    """Wait for both for a limited time: 0, the error of MPI, or -1."""
-    until, error = call.begun + call.patience, 0
-    if call.is_received == 0:
+def is_expected(call: MpiMessage, header_bytes):
+    """Return whether the description that has arrived is that of the tensor."""
+    received, sent = call.received, call.sent
+    for field in range(header_bytes // 8):
+        if received[field] != sent[field]:
+            return False
+    return True
+
+
+@inner
+def await_receive(call: MpiMessage, parts, header_bytes, until):
+    """Wait for what is received: 0, the error of MPI, or -1 if Python must continue."""
+    error, first = 0, call.receiving
+    while call.receiving != 0 and error == 0:
         error = await_until(call, call.receive, until)
-        end = now()
-        if error == 0:
-            call.is_received = 1
-            call.num_open -= 1
-            call.call_log.waited = end - call.begun
-            end_message(call.receive_channel, end)
-    if call.is_sent == 0 and error <= 0:
-        of_send = await_until(call, call.send, until)
-        if of_send == 0:
-            call.is_sent = 1
-            end_message(call.send_channel, now())
-        if error == 0 or of_send > 0:
-            error = of_send
+        if error < 0:
+            return error
+        part = call.receiving
+        if part == first:
+            call.call_log.waited = now() - call.begun
+        if error == 0 and part == DESCRIPTION and not is_expected(call, header_bytes):
+            call.receiving = OTHER
+            return -1
+        call.num_open -= 1
+        call.receiving = 0
+        if error == 0 and part == DESCRIPTION and parts & VALUES:
+            error = begin_receive(call, VALUES)
+        elif error == 0:
+            end_message(call.receive_channel, now())
+            if call.has_tag:
+                call.found_bytes = call_get_count(call.get_count, call.status, call.byte_type)
+    return error
+
+
+@inner
+def await_send(call: MpiMessage, until):
+    """Wait until what is sent has left: 0, the error of MPI, or -1."""
+    error = 0
+    if call.sending & DESCRIPTION:
+        error = await_until(call, call.send, until)
+        call.sending ^= DESCRIPTION if error >= 0 else 0
+    if call.sending & VALUES and error == 0:
+        error = await_until(call, call.send_values, until)
+        call.sending ^= VALUES if error >= 0 else 0
+    if call.send_lock and error == 0:
+        end_message(call.send_channel, now())
     return error
 
 
 @inner
 def pass_by_mpi(call: MpiMessage, address, num_bytes):
-    """Send a message, receive one, or both; copy the received values, unless the description differs.
+    """Send a message, receive one, or both.
 
-    Returns 0, MISMATCH, the error of MPI, or UNFINISHED, after which Python holds the locks.
+    Returns 0, MISMATCH if a message with a tag has another length, the error of MPI, or UNFINISHED, after which Python
+    holds the locks: it waits on, or drops a message that has another description.
     """
-    expected = TensorMessage(call.sent)
-    num_fields, dtype = TensorMessage.shape + expected.num_dims, expected.dtype
-    error = begin_messages(call, num_fields * 8 + num_bytes, dtype, num_bytes)
+    expected, begin = TensorMessage(call.sent), now()
+    header_bytes, dtype, error = (TensorMessage.shape + expected.num_dims) * 8, expected.dtype, 0
+    call.begun, call.sending, call.receiving, call.is_unfinished = begin, 0, 0, 0
+    call.address, call.num_bytes = address, num_bytes
+    parts = VALUES if call.has_tag else DESCRIPTION if num_bytes <= call.packed_bytes else DESCRIPTION | VALUES
+    if call.receive_lock:
+        begin_message(call.receive_channel, begin, dtype, num_bytes)
+        error = begin_receive(call, DESCRIPTION if parts & DESCRIPTION else VALUES)
+    if call.send_lock and error == 0:
+        begin_message(call.send_channel, begin, dtype, num_bytes)
+        error = begin_send(call, parts, header_bytes)
     if error == 0:
-        error = await_messages(call)
+        until = begin + call.patience
+        error = await_receive(call, parts, header_bytes, until)
+        if error <= 0:
+            of_send = await_send(call, until)
+            error = of_send if error == 0 or of_send > 0 else error
     if error < 0:
         call.is_unfinished = 1
         return UNFINISHED
@@ -162,9 +218,8 @@ def pass_by_mpi(call: MpiMessage, address, num_bytes):
     release_lock(call.receive_lock)
     if error != 0 or not call.receive_lock:
         return error
-    received, sent = call.received, call.sent
-    for field in range(num_fields):
-        if received[field] != sent[field]:
-            return MISMATCH
-    copy(address, received + num_fields * 8, num_bytes)
+    if call.has_tag:
+        return 0 if call.found_bytes == num_bytes else MISMATCH
+    if parts == DESCRIPTION:
+        copy(address, call.received + header_bytes, num_bytes)
     return 0

@@ -227,17 +227,26 @@ class AnyMessage(Record):
 
 
 class MpiMessage(AnyMessage):
-    """A prepared short message of MPI to one rank, from one, or both: a description, and the values behind it."""
+    """A prepared message of MPI to one rank, from one, or both.
+
+    Short values follow their description in one message, long ones in a second message. With a tag there are values
+    alone.
+    """
 
     irecv = Word()
     """Addresses of the functions of MPI."""
     isend = Word()
     test = Word()
+    get_count = Word()
     byte_type = Word()
     comm = Word()
     status = Word()
     """Address of memory for an MPI_Status."""
+    has_tag = Word()
     tag = Word()
+    """Of descriptions, and of the values that follow them."""
+    values_tag = Word()
+    """Of values in a message of their own."""
     send_to = Word()
     receive_from = Word()
     send_lock = Pointer(LockFields)
@@ -252,13 +261,29 @@ class MpiMessage(AnyMessage):
     received = Pointer(Words)
     received_bytes = Word()
     """Length of the longest message."""
+    packed_bytes = Word()
+    """Length of the longest values that follow their description."""
     value_bytes = Word()
     """Length of the longest values."""
     send = Array(1)
-    """Requests of MPI."""
+    """Requests of MPI: of the description, and of values in a message of their own."""
+    send_values = Array(1)
     receive = Array(1)
-    is_sent = Word()
-    is_received = Word()
+    """That of the part that is awaited."""
+    sending = Word()
+    """The parts that have not left: DESCRIPTION, VALUES, or both."""
+    receiving = Word()
+    """The part that is awaited, 0 for none; OTHER if a description has arrived that is not the expected one."""
+    found_bytes = Word()
+    """The length of what has been received with a tag."""
+    address = Word()
+    """The values of the tensor,"""
+    num_bytes = Word()
+    """and their length."""
+    is_background = Word()
+    """Whether the program goes on: a receive is then the first one of those that are deferred."""
+    lock = Pointer(LockFields)
+    """Fields with the number of deferred receives of the group."""
     is_unfinished = Word()
     """Whether Python must continue, and has the locks."""
     patience = Word()
@@ -272,6 +297,9 @@ class MpiMessage(AnyMessage):
     call_log = Pointer(LogFields)
     send_channel = Pointer(ChannelFields)
     receive_channel = Pointer(ChannelFields)
+
+
+DESCRIPTION, VALUES, OTHER = 1, 2, 4
 
 
 class Frame(Record):
@@ -426,6 +454,16 @@ class Hosts(Record):
     """Nanoseconds from the begin of the call until the blocks of all hosts had arrived."""
 
     # What the collective does, and this rank in it.
+    sent_item_bytes = Word()
+    """The size of an element that is sent: partial results may be wider than those of the tensor."""
+    widen = Word()
+    """Address of the function that makes such elements of the tensor; 0 if they are alike."""
+    finish = Word()
+    """Address of the function that makes the result of the total; 0 if they are alike."""
+    divisor = Word()
+    """What it divides an average by."""
+    source = Array(1)
+    """The address of what these two convert."""
     reduces = Word()
     divides = Word()
     gathers = Word()
@@ -440,6 +478,9 @@ class Hosts(Record):
     """Address of the memory in which the first rank of a host collects what the host sends; of other ranks theirs."""
     scratch = Word()
     """Address of further memory, for what this rank receives although it has no tensor for it."""
+    given_memory = Word()
+    """Addresses of memory for the tensors of lists, as rows."""
+    received_memory = Word()
 
     # Places of the ranks.
     ranks = Pointer(Words)

@@ -61,6 +61,25 @@ def address(dtype: torch.dtype, op: str) -> int:
     return _addresses[key]
 
 
+def converter(source: torch.dtype, result: torch.dtype, *, divides: bool = False) -> int:
+    """Return the address of a function that converts one source to one out of another dtype; 0 if nothing is to do.
+
+    It has the arguments of a reduction. With `divides`, `num_outs` is the divisor. The out may begin where the source
+    does, if it is not wider.
+
+    >>> converter(torch.float32, torch.float32)
+    0
+    """
+    if source is result and not divides:
+        return 0
+    key = FunctionKey(
+        LANES[source], "convert", 2 if source.is_complex else 1, "", "divide" if divides else "", LANES[result]
+    )
+    if key not in _addresses:
+        _addresses[key] = _compiled(key)
+    return _addresses[key]
+
+
 def called(address: int) -> Callable[[Sequence[int], Sequence[int], int], None]:
     """Make such a function callable from Python, with the addresses of outs and sources.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..compiler.simd_ir import BYTE, I64, Lanes, constant, in_vectors, loop, pick, spread
+from ..compiler.simd_ir import BYTE, I64, KINDS, Lanes, constant, in_vectors, loop, pick, spread
 from .reduction_key import FunctionKey
 
 # Bytes of accumulators in flight: four of the widest registers there are, eight of AVX2.
@@ -30,7 +30,7 @@ def module_text(key: FunctionKey, *, has_half: bool = True) -> str:
     kind = ir.FunctionType(ir.VoidType(), [pointers, I64, pointers, I64, I64])
     function = ir.Function(module, kind, "function")
     function.attributes.add("nounwind")
-    _Reduction(function, key, has_half).emit()
+    (_Conversion if key.result else _Reduction)(function, key, has_half).emit()
     return str(module)
 
 
@@ -111,3 +111,29 @@ class _Reduction:
     def _truth(self, value: Any) -> Any:
         b = self.builder
         return b.zext(b.icmp_unsigned("!=", value, constant(value.type, 0)), value.type)
+
+
+class _Conversion(_Reduction):
+    """Another form of the numbers of one source in one out, divided by the argument `num_outs` if they are averages."""
+
+    def emit(self) -> None:
+        b, key, kind = self.builder, self.key, self.numbers.kind
+        self.results = Lanes(b, key.result, self.numbers.has_half)
+        if key.finish == "divide":
+            self.divisor = b.sitofp(self.num_outs, kind.wide_type)
+        num_bytes = b.mul(self.numel, ir.Constant(I64, kind.itemsize * self.num_parts))
+        in_vectors(b, num_bytes, (kind.itemsize, _BLOCK_BYTES // kind.wide_itemsize), self._block)
+        b.ret_void()
+
+    def _block(self, lanes: int, offset: Any) -> None:
+        """Emit one vector, loaded before it is stored: narrower results may be where the source is."""
+        b, zero = self.builder, ir.Constant(I64, 0)
+        values = self.numbers.load(b.load(b.gep(self.sources, [zero])), offset, lanes)
+        if len(values) == 2:
+            values = [pick(b, *values, [part * (lanes // 2) + index for index in range(lanes // 2) for part in (0, 1)])]
+        values = self._finish(values)
+        if self.key.result == "bf16" and lanes > 1:
+            values = [pick(b, values[0], values[0], range(part, lanes, 2)) for part in (0, 1)]
+        index = b.udiv(offset, ir.Constant(I64, self.numbers.kind.itemsize))
+        at = b.mul(index, ir.Constant(I64, KINDS[self.key.result].itemsize))
+        self.results.store(values, b.load(b.gep(self.outs, [zero])), at)

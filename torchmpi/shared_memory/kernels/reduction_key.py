@@ -15,3 +15,5 @@ class FunctionKey(NamedTuple):
     """The number of lanes of an element: 2 for complex numbers."""
     prepare: str = ""
     finish: str = ""
+    result: str = ""
+    """The kind of lanes of the result of a conversion."""
