@@ -276,7 +276,8 @@ class Experiment:
             if isinstance(settings["compute"], str):
                 ps.read_run(self.path.parent / settings["compute"])
         except (mpi.TorchMPIError, OSError) as error:
-            raise refuse(f"compute: {error} Give a file of ps.record(path), or seconds.", "compute") from None
+            reason = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else error
+            raise refuse(f"compute: {reason} Give a file of ps.record(path), or seconds.", "compute") from None
         return run
 
     def _check_plot(self) -> None:
