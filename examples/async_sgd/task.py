@@ -1,4 +1,4 @@
-"""The task: handwritten digits, divided among the ranks, and a small network."""
+"""The task: handwritten digits, and batches of them."""
 
 from __future__ import annotations
 
@@ -8,45 +8,27 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import vector_to_parameters
+from torch.nn.functional import cross_entropy
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "mnist"))
 from mnist_data import Dataset, Split, load
 
-__all__ = ["BATCH_SIZE", "Dataset", "batches", "load", "make_network", "test_error", "validation"]
-
-BATCH_SIZE = 16
-"""Images per step and rank."""
-HIDDEN = 64
+__all__ = ["Dataset", "Split", "batches", "load", "test_loss"]
 
 
-def make_network(num_inputs: int, seed: int) -> nn.Sequential:
-    """The same weights on every rank, and for every method."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(num_inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
-
-
-def batches(split: Split, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(split: Split, batch: int = 16, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Shuffled batches of equal size, without end; an incomplete last batch is omitted."""
     generator = torch.Generator().manual_seed(seed)
+    batch = min(batch, len(split))
     while True:
         order = torch.randperm(len(split), generator=generator)
-        for rows in order[: len(order) // BATCH_SIZE * BATCH_SIZE].view(-1, BATCH_SIZE):
+        for rows in order[: len(order) // batch * batch].view(-1, batch):
             yield split.input[rows], split.target[rows]
 
 
-def validation(data: Dataset) -> Dataset:
-    """Replace the test images by a fifth of the training images, to tune learning rates."""
-    num_train = len(data.train) * 4 // 5
-    train = Split(data.train.input[:num_train], data.train.target[:num_train])
-    held_out = Split(data.train.input[num_train:], data.train.target[num_train:])
-    return Dataset(train, held_out, f"{data.origin}; the last {len(held_out)} training images are for validation")
-
-
 @torch.no_grad()
-def test_error(network: nn.Module, flat: Tensor, split: Split) -> float:
-    """Fraction of wrong predictions of the network with these parameters; non-finite outputs are wrong."""
-    vector_to_parameters(flat, network.parameters())
+def test_loss(network: nn.Module, split: Split) -> tuple[float, float]:
+    """Return the loss, and the fraction of wrong predictions; non-finite outputs are wrong."""
     output = network(split.input)
     wrong = (output.argmax(1) != split.target) | ~output.isfinite().all(1)
-    return wrong.double().mean().item()
+    return float(cross_entropy(output, split.target)), wrong.double().mean().item()

@@ -1,106 +1,117 @@
-"""The comparison of asynchronous methods as a program: errors, and consistent output files."""
+"""Experiments as files: errors with file and line, and runs on simulated workers and ranks, which are continued."""
 
 from __future__ import annotations
 
 import csv
-import json
 import re
-from pathlib import Path
-from typing import Any, NamedTuple
+import sys
 
 import pytest
-from conftest import ROOT, WITHOUT_MATPLOTLIB
+from conftest import ROOT, job_environment
 
-EXAMPLES = ROOT / "examples" / "async_sgd"
-COMPARE = EXAMPLES / "compare.py"
-METHODS = ("allreduce", "easgd")
+sys.path.insert(0, str(ROOT))
+from examples.async_sgd.__main__ import main
+from examples.async_sgd.experiment import Experiment, ExperimentError
+
+FILES = sorted((ROOT / "examples" / "async_sgd").rglob("*.toml"))
+SERIES = '[[series]]\nlabel = "a"\n'
+HEAD = 'finding = "x"\nseeds = [1]\n'
+ASGD = HEAD + "[settings]\nworkers = 2\n" + SERIES + 'algorithm = "ASGD"\n'
+BAD = {
+    "no TOML": (HEAD + "[settings\n", "no TOML: .* line 3, column 10"),
+    "no seeds": ('finding = "x"\nseeds = []\n' + SERIES, "line 2: seeds: expected a list of whole numbers"),
+    "no finding": ("seeds = [1]\n" + SERIES, "line 1: finding: expected a text"),
+    "no series": (HEAD, r"no \[\[series\]\]: expected at least one"),
+    "an unknown table": (HEAD + "[setings]\nworkers = 2\n", "line 3: unknown 'setings': expected finding, grid"),
+    "series as a number": (HEAD + "series = 3\n", r"line 3: series: write it as \[\[series\]\]"),
+    "an unknown setting": (
+        ASGD.replace("= 2\n", "= 2\nsampels = 3\n"),
+        "line 5: unknown 'sampels': ASGD .* have workers",
+    ),
+    "an unknown algorithm": (
+        ASGD + SERIES + 'algorithm = "ASDG"\n',
+        "line 10: algorithm='ASDG': expected FILE.py:CLASS",
+    ),
+    "another file's class": (ASGD.replace('"ASGD"', '"own.py:Mine"'), "line 7: algorithm='own.py:Mine': expected FILE"),
+    "an option of the wrong type": (ASGD + 'update_frequency = "now"\n', "line 7: ASGD: .*update_frequency='now'"),
+    "a setting of the wrong type": (ASGD + 'batch = "many"\n', "line 8: batch='many': expected images per step"),
+    "a value out of range": (ASGD + "lr = -1\n", "line 8: lr=-1: expected a rate of more than 0"),
+    "lists of several lengths": (ASGD + "lr = [1, 2]\nbatch = [1]\n", "line 8: the lists of a series go together"),
+    "a grid without a list": (ASGD + "[grid]\nlr = 0.1\n", "line 9: lr: expected a list of values"),
+    "workers and ranks": (ASGD + "ranks = 2\n", "line 4: expected either workers = N, which are simulated, or ranks"),
+    "collectives in a simulation": (ASGD.replace("ASGD", "LocalSGD"), "line 7: LocalSGD is not simulated"),
+    "a missing record": (ASGD + 'compute = "run.npz"\n', "line 8: compute: .*run.npz: No such file .* Give"),
+    "another file as a record": (ASGD + 'compute = "bad.toml"\n', "line 8: compute: .*bad.toml: .* no .npz file"),
+    "a column that is not measured": (ASGD + '[plot]\ny = "los"\n', "line 9: y: 'los' is not measured or varied"),
+}
 pytestmark = pytest.mark.any_mpi
 
-pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_refused(tmp_path, name):
+    text, message = BAD[name]
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ExperimentError, match=f"(?s)^{re.escape(str(path))}.*{message}"):
+        Experiment(path)
 
 
-class Outcome(NamedTuple):
-    """The output of a comparison."""
-
-    folder: Path
-    stdout: str
-    runs: list[dict[str, Any]]
-    table: list[dict[str, str]]
-
-
-@pytest.fixture
-def compare(launch, tmp_path):
-    """``compare("--quick")`` runs on two ranks and reads its output; plots take some seconds."""
-    without_plots = tmp_path / "without_plots.py"
-    without_plots.write_text(WITHOUT_MATPLOTLIB)
-
-    def run(*options: str | Path, plots: bool = False) -> Outcome:
-        folder = tmp_path / "results"
-        program = [COMPARE] if plots else [without_plots, COMPARE]
-        result = launch(2, [*program, "--out", folder, *options], timeout=120)
-        assert result.returncode == 0, result.output
-        with (folder / "table.csv").open(newline="") as file:
-            table = list(csv.DictReader(file))
-        return Outcome(folder, result.stdout, json.loads((folder / "runs.json").read_text()), table)
-
-    return run
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_experiment_of_the_documentation_is_valid_and_has_its_section(path):
+    experiment = Experiment(path)
+    assert len(experiment.seeds) >= 3
+    pages = [(ROOT / "docs" / name).read_text() for name in ("findings.md", "async-sgd.md")]
+    assert any(f"python -m examples.async_sgd {path.relative_to(ROOT)}" in page for page in pages)
+    assert path.parent.name != "findings" or f"## {experiment.finding}\n" in pages[0]
 
 
-def test_quick(compare, digits):
-    """Two methods learn from equally many samples; table, curves and progress are consistent."""
-    outcome = compare("--quick", "--methods", *METHODS, "--data", digits)
-    expected = [("allreduce", 0), ("easgd", 4), ("easgd", 16)]
-    assert [(run["method"], run["period"]) for run in outcome.runs] == expected
-    assert [(row["method"], int(row["period"])) for row in outcome.table] == expected
-
-    ends = [run["curve"][-1] for run in outcome.runs]
-    assert all(end["error"] < 0.1 for end in ends), ends
-    assert len({end["samples"] for end in ends}) == 1
-    for run in outcome.runs:
-        for name in ("samples", "seconds", "megabytes"):
-            values = [point[name] for point in run["curve"]]
-            assert values == sorted(values) and values[0] < values[-1], (run["method"], name)
-    # A period of 4 takes a quarter of what each step takes, a period of 16 a quarter of that.
-    per_step, per_4, per_16 = (end["megabytes"] for end in ends)
-    assert per_step == pytest.approx(4 * per_4, rel=0.1) and per_4 == pytest.approx(4 * per_16, rel=0.1)
-
-    cells = [line.strip("| ").split(" | ") for line in (outcome.folder / "table.md").read_text().splitlines()[2:]]
-    for row, cell, end in zip(outcome.table, cells, ends, strict=True):
-        assert float(row["error"]) == pytest.approx(end["error"])  # of one seed
-        assert float(row["megabytes"]) == pytest.approx(end["megabytes"])
-        assert cell[0] == row["method"] and cell[3] == f"{100 * end['error']:.2f}"
-    for number, (end, (method, _)) in enumerate(zip(ends, expected, strict=True), 1):
-        assert re.search(rf"^ *{number}/3 +{method} .*error {100 * end['error']:5.2f} %", outcome.stdout, re.M)
+def rows_of(folder):
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
-def test_plots(compare, digits):
-    pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
-    options = ("--periods", "4", "8", "--seeds", "1", "2", "--epochs", "1", "--slow", "0.5", "--data", digits)
-    outcome = compare("--methods", "sequential", "diloco", *options, plots=True)
-    assert "rank 1 sleeps 0.5 ms after each step" in outcome.stdout.splitlines()
-    for name in ("samples", "seconds", "megabytes", "summary"):
-        assert (outcome.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert [row["method"] for row in outcome.table] == ["sequential", "diloco", "diloco"]
-    for row in outcome.table:
-        errors = [
-            run["curve"][-1]["error"]
-            for run in outcome.runs
-            if (run["method"], run["period"]) == (row["method"], int(row["period"]))
-        ]
-        assert len(errors) == 2
-        assert float(row["error"]) == pytest.approx(sum(errors) / 2)
-        assert (float(row["lowest"]), float(row["highest"])) == (min(errors), max(errors))
+def test_an_experiment_is_continued_where_it_stopped(tmp_path, capsys, digits):
+    """The run that is made again after a loss of its rows has the same bits; an algorithm may be in a file."""
+    path, folder = tmp_path / "run.toml", tmp_path / "results"
+    (tmp_path / "own.py").write_text(
+        "import torchmpi.parameterserver as ps\nclass Half(ps.ASGDUpdate):\n"
+        "    def rule(self):\n        return ps.scaled_add(-self.at(self.lr) / 2)\n"
+    )
+    own = SERIES.replace('"a"', '"own"') + 'algorithm = "own.py:Half"\n'
+    settings = f'steps = 8\npoints = 2\nlr = 0.2\ndata = "{digits}"\n[grid]\nworkers = [1, 3]\n'
+    path.write_text(ASGD.replace("workers = 2\n", settings) + own + '[plot]\nx = "workers"\n')
+    assert main([str(path), "--out", str(folder)]) == 0
+    assert "4 runs, of which 4 are to do" in capsys.readouterr().out
+    first = rows_of(folder)
+    assert [(row["label"], row["workers"], row["samples"]) for row in first] == [
+        (label, str(workers), str(float(16 * workers * steps)))
+        for label in ("a", "own") for workers in (1, 3) for steps in (4, 8)
+    ]  # fmt: skip
+    assert all(0 < float(row["error"]) < 1 and 0.05 < float(row["seconds"]) < 0.5 for row in first)
+    assert [float(row["mean_staleness"]) > 1 for row in first] == [False, False, True, True] * 2
+    losses = {(row["label"], row["workers"]): float(row["loss"]) for row in first}  # the last ones
+    assert losses["a", "3"] < losses["own", "3"], "the half rate learns less"
+
+    lines = (folder / "results.csv").read_text().splitlines(keepends=True)
+    (folder / "results.csv").write_text("".join(lines[:3] + lines[5:]))  # without the second run
+    assert main([str(path), "--out", str(folder)]) == 0
+    output = capsys.readouterr().out
+    assert "4 runs, of which 1 are to do" in output and "| own | 3 | " in output
+    assert sorted(map(str, rows_of(folder))) == sorted(map(str, first))
+
+    (folder / "results.csv").write_text("".join([*lines[:4], lines[4].replace(",", ";", 5)]))
+    assert main([str(path), "--out", str(folder)]) == 2
+    assert "results.csv, line 5: no row of results" in capsys.readouterr().err
 
 
-def test_tuning_selects_the_better_rate(compare, digits):
-    """A rate that is too small is not selected, and the test images are not used."""
-    options = ["--tune", "--methods", "localsgd", "--periods", "4", "--seeds", "1", "--epochs", "4", "--data", digits]
-    outcome = compare(*options, "--lr", "1e-5", "0.2")
-    assert "no plots: matplotlib is not installed" in outcome.stdout
-    assert "localsgd: {4: 0.2}" in outcome.stdout.splitlines()
-    assert "the last 288 training images are for validation" in outcome.stdout
-
-
-def test_unknown_method_is_rejected(launch):
-    result = launch(1, [COMPARE, "--methods", "magic"])
-    assert result.returncode == 2 and "invalid choice: 'magic'" in result.stderr
+def test_runs_on_ranks(tmp_path, capsys, digits, monkeypatch):
+    """The program starts a job of its own; algorithms of collectives run there too."""
+    path = tmp_path / "run.toml"
+    settings = f'ranks = 2\nsteps = 8\npoints = 1\nupdate_frequency = 2\ndata = "{digits}"\n'
+    path.write_text(ASGD.replace("workers = 2\n", settings) + SERIES.replace('"a"', '"b"') + 'algorithm = "LocalSGD"\n')
+    for name, value in job_environment({}).items():
+        monkeypatch.setenv(name, value)
+    assert main([str(path), "--out", str(tmp_path)]) == 0, capsys.readouterr()
+    rows = rows_of(tmp_path)
+    assert [(row["label"], row["samples"]) for row in rows] == [("a", "256.0"), ("b", "256.0")]
+    assert all(float(row["seconds"]) > 0 and float(row["megabytes"]) > 0 for row in rows)

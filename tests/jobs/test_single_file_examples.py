@@ -22,7 +22,6 @@ for path in sys.argv[1:]:
     assert not mpi.is_started() and not dist.is_initialized(), f"{path} leaves a job behind"
 """
 LEAST = {
-    "actor_learner": (r"(\d+)% of the games won", 85),
     "ddp": (r"test accuracy ([0-9.]+)", 0.93),
     "diloco": (r"test accuracy ([0-9.]+)", 0.9),
     "evaluation": (r"361 images, accuracy ([0-9.]+)", 0.88),
@@ -53,6 +52,14 @@ def test_accuracies(launch, tmp_path):
     # The averages of the same gradients: the three interfaces end with the same network but for the last bits.
     accuracies = [float(re.search(LEAST[name][0], lines[name])[1]) for name in ("ddp", "hvd", "nn_loop")]
     assert accuracies == pytest.approx(accuracies[:1] * 3, abs=1.01 / 360)
+
+
+def test_three_kinds_of_ranks(launch, tmp_path):
+    """A learner, an actor, and a rank that tests the policy while it is learned."""
+    result = run(launch, tmp_path, ["actor_learner"], n=3)
+    assert result.returncode == 0, result.output
+    scores = re.findall(r"([0-9.]+) after (\d+)", re.search("evaluations: .*", result.stdout)[0])
+    assert scores[-1][1] == "400" and float(scores[-1][0]) < 0.5 < float(scores[0][0]), scores
 
 
 @pytest.mark.release  # importing Transformers takes most of it

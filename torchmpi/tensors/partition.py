@@ -29,7 +29,8 @@ def even_partition(numel: int, parts: int) -> list[tuple[int, int]]:
     """
     if parts < 1:
         raise ArgumentError(f"cannot cut {numel} elements into {parts} parts; at least one is needed.")
-    return [part_of(numel, parts, index) for index in range(parts)]
+    least, num_larger = part_of(numel, parts, parts - 1)[1], numel % parts
+    return [(index * least + min(index, num_larger), least + (index < num_larger)) for index in range(parts)]
 
 
 def chunks(numel: int, max_numel: int) -> list[tuple[int, int]]:

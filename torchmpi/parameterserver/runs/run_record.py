@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
@@ -155,6 +156,9 @@ class RunRecord:
     def from_file(cls, file: BinaryIO) -> RunRecord:
         """Read a record; raise an ArgumentError with the reason if it is none."""
         try:
+            if not zipfile.is_zipfile(file):  # numpy would advise to unpickle it
+                raise ValueError("it is no .npz file")
+            file.seek(0)
             with np.load(file, allow_pickle=False) as loaded:
                 if any(entry.compress_type for entry in loaded.zip.infolist()):
                     raise ValueError("it is compressed")
