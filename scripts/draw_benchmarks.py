@@ -1,4 +1,4 @@
-"""Draw the plots of the documentation from the tables in results/ and in the design of several hosts.
+"""Draw the plots of the documentation from the tables in results/.
 
     python scripts/draw_benchmarks.py             # writes docs/images/*.png
     python scripts/draw_benchmarks.py faults      # only those whose names contain a word
@@ -121,6 +121,22 @@ def stages_of_memory(page: str) -> dict[str, float]:
     return {name: float(mib) for name, mib in rows}
 
 
+def links(page: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Return seconds and MB per host by heading and method, of a table of benchmarks/slow_links.py."""
+    found = {}
+    for heading, table in re.findall(r"^## (TCP .+)\n\n(?:.+\n\n)?```text\n.+\n((?:.+\n)+?)```", page, re.MULTILINE):
+        rows = (re.split(r" {2,}", line) for line in table.splitlines())
+        found[heading] = {name: {"seconds": float(row[1]), "MB": float(row[4])} for name, *row in rows}
+    return found
+
+
+def markdown_rows(page: str, heading: str) -> list[dict[str, str]]:
+    """Return the first table under a heading."""
+    lines = re.findall(r"^\| (.+) \|$", page.partition(heading)[2].partition("\n## ")[0], re.MULTILINE)
+    head, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
 # --- plots --------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +182,7 @@ def step_times() -> Any:
 
 def hosts() -> Any:
     """An allreduce over three hosts, by placement of the ranks."""
-    found = several_hosts((ROOT / "docs" / "design" / "hierarchy.md").read_text())
+    found = several_hosts((RESULTS / "hosts.md").read_text())
     figure, panels = plots.new_figure(11, 3.8, 1, len(found))
     for panel, (library, rows) in zip(panels[0], found.items(), strict=True):
         named = {f"{place} ranks" if place[:2] == "2," else place: row for place, row in rows.items()}
@@ -178,7 +194,7 @@ def hosts() -> Any:
         figure,
         f"64 MiB over three hosts take {min(times):.0f} to {max(times):.0f} ms wherever the ranks are; "
         f"the MPI library takes {min(others):.0f} to {max(others):.0f}",
-        "Network namespaces of one machine, links of 1 Gbit/s, least 746 ms; docs/design/hierarchy.md#measurements",
+        "Network namespaces of one machine, links of 1 Gbit/s, least 746 ms; results/hosts.md",
     )
     plots.legend(figure, panels)
     return figure
@@ -272,6 +288,95 @@ def memory() -> Any:
     return figure
 
 
+def slow_links() -> Any:
+    """Seconds until a network is trained over a slow link."""
+    found = links((RESULTS / "slow-links.md").read_text())
+    every_step = "synchronize_gradients"
+    figure, panels = plots.new_figure(11, 4.4, 1, len(found))
+    for panel, (heading, rows) in zip(panels[0], found.items(), strict=True):
+        colors = [plots.color_of("gloo" if "gloo" in name else "torchmpi") for name in rows]
+        drawn = panel.barh(list(rows), [row["seconds"] for row in rows.values()], color=colors)
+        panel.bar_label(drawn, fmt="%.0f", padding=2, fontsize=8)
+        panel.invert_yaxis()
+        panel.grid(visible=False)
+        panel.set_title(heading, fontsize=10)
+        panel.set_xlabel("seconds until 90 % of the test images are right")
+    best = {heading: min(rows.items(), key=lambda item: item[1]["seconds"]) for heading, rows in found.items()}
+    times = [found[heading][every_step]["seconds"] / row["seconds"] for heading, (_, row) in best.items()]
+    plots.state(
+        figure,
+        f"Rare exchanges train {min(times):.0f} to {max(times):.0f} times as fast as an exchange at every step",
+        "100 Mbit/s, a round trip of 50 ms, 1 % of the packets lost, two hosts, one run; results/slow-links.md",
+    )
+    return figure
+
+
+def lines(panel: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw a line for each method over a logarithmic axis."""
+    for name, pairs in points.items():
+        panel.plot(*zip(*pairs, strict=True), marker="o", markersize=4, color=plots.color_of(name), label=name)
+    xs = sorted({x for pairs in points.values() for x, _ in pairs})
+    panel.set(xscale="log")
+    panel.set_xticks(xs, [f"{x:g}" for x in xs])
+    panel.minorticks_off()
+
+
+def async_error() -> Any:
+    """Test error of each method over the steps between exchanges."""
+    rows = markdown_rows((RESULTS / "async-sgd.md").read_text(), "## Digits")
+    points: dict[str, list[tuple[float, float]]] = {}
+    single = {}
+    for row in rows:
+        if row["period"]:
+            points.setdefault(row["method"], []).append((float(row["period"]), float(row["error, %"])))
+        else:
+            single[row["method"]] = float(row["error, %"])
+    figure, panels = plots.new_figure(11, 3.8)
+    panel = panels[0, 0]
+    lines(panel, points)
+    panel.axhline(single["allreduce"], color=plots.color_of("copy"), linestyle="--", label="allreduce, every step")
+    panel.set(xlabel="steps between exchanges", ylabel="error on test images, %", ylim=(0, None))
+    last = {name: pairs[-1][1] for name, pairs in points.items()}
+    others = [error for name, error in last.items() if name != "downpour"]
+    plots.state(
+        figure,
+        f"With an exchange every {points['easgd'][-1][0]:.0f} steps the error is {min(others):.1f} to "
+        f"{max(others):.1f} %, with Downpour {last['downpour']:.1f} %",
+        "Digits, 4 ranks, means of three seeds; results/async-sgd.md",
+    )
+    plots.legend(figure, panels)
+    return figure
+
+
+def async_rates() -> Any:
+    """Test error of each method over the learning rate, by period."""
+    rows = markdown_rows((RESULTS / "async-sgd.md").read_text(), "## MNIST")
+    periods = sorted({int(row["period"]) for row in rows if row["period"]})
+    figure, panels = plots.new_figure(11, 3.8, 1, len(periods), sharey=True)
+    best: dict[str, set[str]] = {}
+    for panel, period in zip(panels[0], periods, strict=True):
+        points = {}
+        for row in (row for row in rows if row["period"] == str(period)):
+            errors = {name.removeprefix("lr "): float(cell) for name, cell in row.items() if name.startswith("lr ")}
+            points[row["method"]] = [(float(rate), error) for rate, error in errors.items()]
+            best.setdefault(row["method"], set()).add(min(errors, key=lambda rate: errors[rate]))
+        lines(panel, points)
+        panel.set_title(f"every {period} steps", fontsize=10)
+        panel.set(xlabel="learning rate", yscale="log")
+    panels[0, 0].set_ylabel("error on test images, %")
+    ticks = [5, 10, 20, 50]
+    panels[0, 0].set_yticks(ticks, [str(tick) for tick in ticks])
+    panels[0, 0].minorticks_off()
+    moving = sorted(name for name, rates in best.items() if len(rates) > 1)
+    plots.state(
+        figure,
+        f"The best learning rate is the same for all periods, except with {' and '.join(moving)}",
+        "8,000 images of MNIST, 4 ranks, one seed; results/async-sgd.md",
+    )
+    plots.legend(figure, panels)
+    return figure
+
+
 def bench_plot(file: str, heading: str, software: str, processor: str) -> Callable[[Path], None]:
     """Return a function that draws tables of `torchmpi bench` as its option --plot does."""
 
@@ -294,6 +399,9 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "faults_well": drawn(faults_well),
     "faults_seconds": drawn(faults_seconds),
     "memory": drawn(memory),
+    "slow_links": drawn(slow_links),
+    "async_sgd_error": drawn(async_error),
+    "async_sgd_rates": drawn(async_rates),
     "bench_allreduce": bench_plot(
         "benchmark-tables.md", "## Allreduce within a host", "Open MPI 5.0.11", "Intel Xeon, 2 CPUs"
     ),

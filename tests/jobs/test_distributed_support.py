@@ -1,4 +1,4 @@
-"""The tables of supported features in docs/torch-distributed.md: each line is a check, run here and compared.
+"""The tables in results/torch-distributed-support.md: each line is a check, run here and compared.
 
 ``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` writes the results to the page.
 """
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from conftest import ROOT, job_environment
 
 PAGE = ROOT / "docs" / "torch-distributed.md"
+TABLES = ROOT / "results" / "torch-distributed-support.md"
 DESIGN = ROOT / "docs" / "design" / "torch-distributed.md"
 PACKAGE = ROOT / "torchmpi" / "distributed"
 DRIVER = Path(__file__).with_name("distributed_support") / "driver.py"
@@ -52,16 +53,16 @@ def section_of_page(title: str, page: Path = PAGE) -> str:
 
 
 def shown() -> str:
-    """Return the part of the page that this test generates."""
-    return PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    """Return the tables as they are now."""
+    return TABLES.read_text().split(BEGIN)[1].split(END)[0]
 
 
 def cells_of(tables: str, column: str) -> Cells:
     """A column of the tables."""
     section, found = "", {}
     for line in tables.splitlines():
-        if line.startswith("### "):
-            section = line.removeprefix("### ")
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
         elif line.startswith("| ") and not line.startswith("| |"):
             name, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
             found[section, name] = cells[COLUMNS.index(column)]
@@ -74,7 +75,7 @@ def tables_of(columns: dict[str, Cells]) -> str:
     for key in columns["torchmpi"]:
         if key[0] != section:
             section = key[0]
-            lines += ["", f"### {section}", "", "| | `torchmpi` | `gloo` |", "|---|---|---|"]
+            lines += ["", f"## {section}", "", "| | `torchmpi` | `gloo` |", "|---|---|---|"]
         lines.append(f"| {key[1]} | {' | '.join(columns[name].get(key, '?') for name in COLUMNS)} |")
     return "\n".join(lines).lstrip("\n") + "\n"
 
@@ -83,8 +84,8 @@ def rewrite(column: str, fresh: Cells) -> None:
     """Replace a column on the page and keep the cells of the other column for the same features."""
     columns = {name: cells_of(shown(), name) for name in COLUMNS}
     columns = {name: {key: cells.get(key, "?") for key in fresh} for name, cells in columns.items()} | {column: fresh}
-    begin, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(begin + BEGIN + tables_of(columns) + END + rest.split(END)[1])
+    begin, rest = TABLES.read_text().split(BEGIN)
+    TABLES.write_text(begin + BEGIN + tables_of(columns) + END + rest.split(END)[1])
 
 
 # --- results -----------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ def how_it_differs(column: str, fresh: Cells) -> str:
 
 
 def skip_with_another_torch() -> None:
-    tested = re.search(r"PyTorch (\d+\.\d+)", section_of_page("What is supported"))
+    tested = re.search(r"PyTorch (\d+\.\d+)", TABLES.read_text())
     assert tested is not None
     if not torch.__version__.startswith(tested[1] + "."):
         pytest.skip(f"the tables are for {tested[0]}, this is {torch.__version__}")

@@ -230,6 +230,39 @@ def test_pages_say_the_same_limits(name):
     assert limits_of(ROOT / name) == limits_of(ROOT / "docs" / "support.md")
 
 
+# ---- figures -------------------------------------------------------------------------------------
+
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "how").glob("*.md"))]
+MEASURED = re.compile(
+    r"\d ?(?:us|ms|%)(?!\w)|\d times as (?:fast|long)|\b0?\.\d+ of the time|\b\d+ of \d+ (?:jobs|runs)"
+)
+GIVEN = (
+    "round trip of 50 ms", "sleeps for 50 ms", "compute for 2 ms", "every 10 ms", "every 30 ms",
+    "20 us to 8 ms", "5 % faster", "5 % of the time", "3 % of the time",
+)  # fmt: skip
+"""Settings, limits and assumptions of guides, which no measurement has found."""
+
+
+def measured(text: str) -> list[str]:
+    """Return the figures in a text that a measurement has found."""
+    text = re.sub("|".join(map(re.escape, GIVEN)), "", re.sub(r"`[^`]*`", "", " ".join(text.split())))
+    return MEASURED.findall(text)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_sections_with_figures_link_to_results(page):
+    sections = [text for text in re.split(r"^(?=#+ )", prose(page), flags=re.MULTILINE) if "results/" not in text]
+    missing = {text.partition("\n")[0]: measured(text) for text in sections if measured(text)}
+    assert not missing, f"{name_of(page)} has figures without a link to a file in results/: {missing}"
+
+
+def test_figures_are_recognized():
+    text = "`x` took 3 ms, 5 times as long, 20 % more, 0.7 of the time, in 4 of 5 jobs, every 10 ms, `9 ms`"
+    assert measured(text) == ["3 ms", "5 times as long", "0 %", "0.7 of the time", "4 of 5 jobs"]
+    text = " ".join(" ".join(page.read_text().split()) for page in GUIDES)
+    assert [given for given in GIVEN if given not in text] == []
+
+
 # ---- links ---------------------------------------------------------------------------------------
 
 
