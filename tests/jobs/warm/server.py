@@ -2,8 +2,9 @@
 
     python server.py SOCKET
 
-For each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores
-of the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
+SOCKET.python is a program in place of Python, which the ranks have as sys.executable: what they start is warm too. For each
+connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores of
+the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
 
 A rank ends as Python does, except that the destructors of the modules and libraries which the server has loaded do not
 run: they write to most of the memory that the rank shares with the server, and take longer than everything else in a
@@ -22,17 +23,20 @@ import marshal
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import sys
 import types
 import weakref
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy.random
 import torch._dynamo  # by the first optimizer
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+import rank
 
 # What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
 import torchmpi.backends.gloo
@@ -160,6 +164,8 @@ def take_over(request: Any, files: list[int]) -> list[str]:
     os.chdir(folder)
     os.umask(umask)
     os.sched_setaffinity(0, cores)
+    if b"OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment[b"OMP_NUM_THREADS"]))
     torch.seed()  # as after an import, and different on each rank
     numpy.random.seed()
     leave_before_the_destructors_of_the_server()
@@ -182,8 +188,13 @@ def leave_before_the_destructors_of_the_server() -> None:
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """Run a script, ``-c`` or ``-m`` as Python does."""
+    """Run a script, ``-c`` or ``-m``, after ``-u`` or not, as Python does."""
     first, *rest = arguments
+    if first == "-u":
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # nobody has replaced them
+        arguments = rest
+        first, *rest = arguments
     try:
         if first == "-m":
             sys.argv, sys.path[0] = rest, os.getcwd()
@@ -213,9 +224,15 @@ def run(arguments: list[str]) -> NoReturn:
 def main() -> None:
     gc.collect()
     gc.freeze()
-    request = Server(sys.argv[1]).serve()
+    address, own = sys.argv[1], sys.executable
+    Path(f"{address}.variables").write_bytes(marshal.dumps(rank.read_at_import()))
+    python = Path(f"{address}.python")
+    python.write_text(f'#!/bin/sh\nexec {shlex.join([own, "-I", "-S", rank.__file__, address])} "$@"\n')
+    python.chmod(0o755)
+    request = Server(address).serve()
     if request is None:
         os._exit(0)  # without the destructors of torch, which take longer than everything else
+    sys.executable = str(python)
     run(take_over(*request))
 
 
