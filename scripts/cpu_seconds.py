@@ -6,8 +6,8 @@
     TORCHMPI_TEST_CPU=FOLDER PYTHONPATH=scripts PYTEST_PLUGINS=cpu_seconds python -m pytest ...
     scripts/cpu_seconds.py FOLDER                files, functions and tests by their seconds, of all ranks
 
-The seconds of a test are those of its process and of all that it has started, running ones too: ranks that are forked from a
-server are its processes. Collection is a line of its own.
+The seconds of a test are those of its process and of all that it has started, running ones too: ranks that are forked
+from a server are its processes. Collection is a line of its own.
 """
 
 from __future__ import annotations

@@ -315,26 +315,27 @@ pytest_suite() {
 }
 
 # share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi; false if it has none.
-# What runs under one MPI runs on two ranks under the last and otherwise under the first, as waiting ranks of MPICH occupy the
-# cores that others need. What runs under every MPI runs on one, two and a larger number of ranks under each: of two MPIs, on
-# four under the first and on three under the last. So does every test of the second tier, under one MPI for each number.
+# Of two MPIs, the first runs its tests on one and four ranks, the last on two and three: waiting ranks of MPICH occupy the cores
+# that others need. What is the same under every MPI runs on three ranks under the first. In the second tier, each number of
+# ranks has one MPI.
 share_of_ranks() {
-    local whose=$first marks="not any_mpi and "
-    [ "$2" != 2 ] || whose=$last
+    local marks=""
+    only=()
     if [ $quick = yes ]; then
         only=(-m "quick and n$2")
-        [ "$1" = "$whose" ]
+        [ "$1" = "$([ "$2" = 2 ] && echo "$last" || echo "$first")" ]
         return
     fi
-    [ "$1" != "$whose" ] || marks=""
+    [ $complete = no ] || return 0
     if [ "$first" != "$last" ]; then
         case $1-$2 in
+            "$first-2" | "$last-1" | "$last-4") return 1 ;;
             "$first-3") marks="any_mpi and " ;;
-            "$last-4") return 1 ;;
+            "$first-1" | "$first-4" | "$last-2") ;;
+            *) marks="not any_mpi and " ;;
         esac
     fi
     only=(-m "${marks}n$2")
-    [ $complete = no ] || only=()
 }
 
 # Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites.

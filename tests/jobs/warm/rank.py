@@ -14,7 +14,17 @@ import socket
 import sys
 
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT", "SIGABRT")
-AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_", "TORCHMPI_KERNEL_", "TORCHMPI_LOG", "LD_PRE")
+AT_IMPORT = (
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH_",
+    "TORCHMPI_AS_",
+    "TORCHMPI_KERNEL_",
+    "TORCHMPI_LOG",
+    "LD_PRE",
+)
 APPLIED = ("PYTHONFAULTHANDLER", "OMP_NUM_THREADS")  # by the server
 
 

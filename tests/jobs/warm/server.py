@@ -2,8 +2,8 @@
 
     python server.py SOCKET
 
-SOCKET.python is a program in place of Python, which the ranks have as sys.executable: what they start is warm too. For each
-connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores of
+SOCKET.python is a program in place of Python, which the ranks have as sys.executable: what they start is warm too. For
+each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores of
 the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
 
 A rank ends as Python does, except that the destructors of the modules and libraries which the server has loaded do not
@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy.random
+import rank
 import torch._dynamo  # by the first optimizer
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-import rank
 
 # What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
 import torchmpi.backends.gloo
