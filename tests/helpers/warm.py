@@ -31,7 +31,8 @@ class Server:
     """The process that is forked, started by `launcher` (a command, or nothing)."""
 
     def __init__(self, address: str, env: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
-        Path(address).unlink(missing_ok=True)  # of a server that was killed
+        for name in (address, f"{address}.torch"):
+            Path(name).unlink(missing_ok=True)  # of a server that was killed
         self._address, self._limit = address, time.monotonic() + _START_SECONDS
         self._process = subprocess.Popen(
             [*launcher, sys.executable, str(FOLDER / "server.py"), address],

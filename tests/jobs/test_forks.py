@@ -123,7 +123,7 @@ if mpi.rank() == 1:
     raise RuntimeError("enough")
 mpi.barrier()
 """
-    result = job(2, code, env={"TORCHMPI_LOG": "info"})  # read at import: the ranks are no forks of one process
+    result = job(2, code, env={"PYTHONHASHSEED": "1"})  # read at the start: the ranks are no forks of one process
     assert result.returncode != 0, result.output
     (name,) = (line.split("/")[1] for line in result.stdout.splitlines() if line.startswith("semaphore"))
     assert not Path(f"/dev/shm/sem.{name}").exists(), result.output

@@ -14,18 +14,11 @@ import socket
 import sys
 
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT", "SIGABRT")
-AT_IMPORT = (
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "TORCH_",
-    "TORCHMPI_AS_",
-    "TORCHMPI_KERNEL_",
-    "TORCHMPI_LOG",
-    "LD_PRE",
-)
-APPLIED = ("PYTHONFAULTHANDLER", "OMP_NUM_THREADS")  # by the server
+OF_TORCHMPI = ("TORCHMPI_AS_", "TORCHMPI_KERNEL_", "TORCHMPI_LOG", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", *OF_TORCHMPI, "LD_PRELOAD")
+# The server applies the first two; torchrun sets the last one, for NCCL.
+APPLIED = ("PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+ONLY_TORCH = ".torch"
 
 
 def read_at_import() -> dict[str, str]:
@@ -35,9 +28,12 @@ def read_at_import() -> dict[str, str]:
 def main() -> None:
     address, *arguments = sys.argv[1:]
     with open(f"{address}.variables", "rb") as file:
-        is_warm = marshal.load(file) == read_at_import() and is_known(arguments)
-    if not is_warm:
+        of_server, own = marshal.load(file), read_at_import()
+    different = {name for name, _ in of_server.items() ^ own.items()}
+    if not is_known(arguments) or not all(name.startswith(OF_TORCHMPI) for name in different):
         os.execv(sys.executable, [sys.executable, *arguments])
+    if different:
+        address += ONLY_TORCH
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     server.connect(address)

@@ -2,9 +2,12 @@
 
     python server.py SOCKET
 
-SOCKET.python is a program in place of Python, which the ranks have as sys.executable: what they start is warm too. For
-each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores of
-the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
+SOCKET.python is a program in place of Python, which the ranks have as sys.executable: what they start is warm too. At
+SOCKET.torch there is a process that has only imported torch, for ranks with other variables that torchmpi reads at
+import: they load its entry point as ``import torch`` does.
+
+For each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores
+of the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
 
 A rank ends as Python does, except that the destructors of the modules and libraries which the server has loaded do not
 run: they write to most of the memory that the rank shares with the server, and take longer than everything else in a
@@ -19,6 +22,7 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
+import importlib
 import marshal
 import os
 import runpy
@@ -34,21 +38,21 @@ from typing import Any, NoReturn
 
 import numpy.random
 import rank
-import torch._dynamo  # by the first optimizer
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_autoload = os.environ.get(_AUTOLOAD)
+os.environ[_AUTOLOAD] = "0"
+import torch._dynamo  # noqa: E402  # by the first optimizer
+import torch.distributed.fsdp  # noqa: E402
+import torch.distributed.tensor.parallel  # noqa: E402
+
+os.environ.pop(_AUTOLOAD) if _autoload is None else os.environ.update({_AUTOLOAD: _autoload})
 
 # What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
-import torchmpi.backends.gloo
-import torchmpi.backends.hierarchical.host_collectives
-import torchmpi.backends.p2p
-import torchmpi.distributed
-import torchmpi.engine
-import torchmpi.parameterserver
-import torchmpi.session.runtime
-import torchmpi.shared_memory.compiler.native_code
-import torchmpi.shared_memory.kernels.reduction_ir  # noqa: F401
-
+MODULES = (
+    "backends.gloo", "backends.hierarchical.host_collectives", "backends.p2p", "distributed", "engine",
+    "parameterserver", "session.runtime", "shared_memory.compiler.native_code", "shared_memory.kernels.reduction_ir",
+)  # fmt: skip
 _HIGH = 500  # greater descriptors are unused
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES, _MOST_FILES = 1 << 20, 200
@@ -121,7 +125,7 @@ class Server:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 return
-            connection = self.connections.pop(self.ranks.pop(process), None)
+            connection = self.connections.pop(self.ranks.pop(process, -1), None)
             if connection is not None:
                 reply(connection, status)
                 connection.close()
@@ -222,18 +226,35 @@ def run(arguments: list[str]) -> NoReturn:
 
 
 def main() -> None:
+    address, own = sys.argv[1], sys.executable
+    has_only_torch = os.fork() != 0
+    if has_only_torch:
+        address += rank.ONLY_TORCH
+    else:
+        load_entry_points()
+        for name in MODULES:
+            importlib.import_module(f"torchmpi.{name}")
+        Path(f"{address}.variables").write_bytes(marshal.dumps(rank.read_at_import()))
+        python = Path(f"{address}.python")
+        python.write_text(f'#!/bin/sh\nexec {shlex.join([own, "-I", "-S", rank.__file__, address])} "$@"\n')
+        python.chmod(0o755)
     gc.collect()
     gc.freeze()
-    address, own = sys.argv[1], sys.executable
-    Path(f"{address}.variables").write_bytes(marshal.dumps(rank.read_at_import()))
-    python = Path(f"{address}.python")
-    python.write_text(f'#!/bin/sh\nexec {shlex.join([own, "-I", "-S", rank.__file__, address])} "$@"\n')
-    python.chmod(0o755)
     request = Server(address).serve()
     if request is None:
+        os.wait() if has_only_torch else None
         os._exit(0)  # without the destructors of torch, which take longer than everything else
-    sys.executable = str(python)
-    run(take_over(*request))
+    sys.executable = f"{sys.argv[1]}.python"
+    arguments = take_over(*request)
+    if has_only_torch:
+        load_entry_points()
+    run(arguments)
+
+
+def load_entry_points() -> None:
+    """Do what ``import torch`` does at its end."""
+    if torch._is_device_backend_autoload_enabled():
+        torch._import_device_backends()
 
 
 if __name__ == "__main__":
