@@ -69,7 +69,8 @@ logs=$checkout/build/test
 table=()
 failed_logs=()
 suites=()
-num_passed=0 num_failed=0 num_skipped=0
+num_passed=0 num_failed=0 num_skipped=0 sum_cpu=0
+columns='%-22s %-7s %6s %6s %7s %8s %6s  %s'
 
 # Whatever takes long runs in the background in a process group of its own and is waited for, so that Ctrl-C and SIGTERM
 # end it at once, ranks included. What to signal then: a process, or with a minus a whole group.
@@ -179,8 +180,12 @@ outcome() {
 
 # record NAME STATUS SECONDS PASSED FAILED SKIPPED [NOTE]
 record() {
+    local cpu
+    cpu=$(cut -d ' ' -f 1 "$logs/$1.cpu" 2>/dev/null || echo 0) # none of a suite that was killed
+    sum_cpu=$((sum_cpu + cpu))
     [ "$4" = 0 ] || [ ${#pytest_options[@]} -gt 0 ] || printf '%s %s\n' "$1" "$3" >>"$durations"
-    table+=("$(printf '%-22s %-7s %6s %6s %7s %8s  %s' "$1" "$([ "$5" = 0 ] && echo ok || echo FAILED)" "$4" "$5" "$6" "$3" "${7:-}")")
+    # shellcheck disable=SC2059 # columns are a format
+    table+=("$(printf "$columns" "$1" "$([ "$5" = 0 ] && echo ok || echo FAILED)" "$4" "$5" "$6" "$3" "$cpu" "${7:-}")")
     num_passed=$((num_passed + $4)) num_failed=$((num_failed + $5)) num_skipped=$((num_skipped + $6))
     [ "$5" = 0 ] || failed_logs+=("$logs/$1.log")
     suites+=("$1")
@@ -194,7 +199,7 @@ begin() {
     local name=$1 limit=$((time_limit - SECONDS)) kind=check before
     shift
     : >"$logs/$name.log"
-    rm -f "$logs/$name.begun" "$logs/$name.ended"
+    rm -f "$logs/$name".{begun,ended,cpu}
     if [ "$limit" -lt 5 ]; then
         record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
         return
@@ -220,7 +225,8 @@ run_after() {
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
-    exec timeout --foreground -s INT -k 20 "$((time_limit - SECONDS))" "$@"
+    exec "$python" -I -S "$checkout/scripts/cpu_seconds.py" "$logs/$name.cpu" \
+        timeout --foreground -s INT -k 20 "$((time_limit - SECONDS))" "$@"
 }
 
 # watch PROCESS LOG: ends a suite that prints nothing. Files beside the log (named without .log) say so to judge(), and tell
@@ -309,26 +315,27 @@ pytest_suite() {
 }
 
 # share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi; false if it has none.
-# What runs under one MPI runs on two ranks under the last and otherwise under the first, as waiting ranks of MPICH occupy the
-# cores that others need. What runs under every MPI runs on one, two and a larger number of ranks under each: of two MPIs, on
-# four under the first and on three under the last. So does every test of the second tier, under one MPI for each number.
+# Of two MPIs, the first runs its tests on one and four ranks, the last on two and three: waiting ranks of MPICH occupy the cores
+# that others need. What is the same under every MPI runs on three ranks under the first. In the second tier, each number of
+# ranks has one MPI.
 share_of_ranks() {
-    local whose=$first marks="not any_mpi and "
-    [ "$2" != 2 ] || whose=$last
+    local marks=""
+    only=()
     if [ $quick = yes ]; then
         only=(-m "quick and n$2")
-        [ "$1" = "$whose" ]
+        [ "$1" = "$([ "$2" = 2 ] && echo "$last" || echo "$first")" ]
         return
     fi
-    [ "$1" != "$whose" ] || marks=""
+    [ $complete = no ] || return 0
     if [ "$first" != "$last" ]; then
         case $1-$2 in
+            "$first-2" | "$last-1" | "$last-4") return 1 ;;
             "$first-3") marks="any_mpi and " ;;
-            "$last-4") return 1 ;;
+            "$first-1" | "$first-4" | "$last-2") ;;
+            *) marks="not any_mpi and " ;;
         esac
     fi
     only=(-m "${marks}n$2")
-    [ $complete = no ] || only=()
 }
 
 # Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites.
@@ -461,7 +468,8 @@ for name in "${suites[@]}"; do
     grep -aE '^[0-9.]+s (call|setup|teardown) ' "$logs/$name.log" | sed "s|\$| ($name)|"
 done | sort -rn | head -n 10
 say ""
-printf '%-22s %-7s %6s %6s %7s %8s\n' suite result passed failed skipped seconds
+# shellcheck disable=SC2059 # columns are a format
+printf "$columns\n" suite result passed failed skipped seconds cpu ""
 printf '%s\n' "${table[@]}"
-say "$num_passed passed, $num_failed failed, $num_skipped skipped"
+say "$num_passed passed, $num_failed failed, $num_skipped skipped; $sum_cpu seconds of CPU"
 [ "$num_failed" = 0 ]

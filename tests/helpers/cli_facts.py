@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchmpi.cli.facts import Facts, LaunchTrial, MPIFacts, ProcessFacts, Program, RankFacts, SelfTest
+from torchmpi.cli.facts import Facts, LaunchTrial, MPIFacts, ProcessFacts, RankFacts, SelfTest
+from torchmpi.cli.launching import Program
 from torchmpi.config import Config
 
 GIB = 1 << 30

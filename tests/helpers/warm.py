@@ -6,39 +6,33 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "jobs" / "warm"
 _START_SECONDS = 300.0
-_AT_IMPORT = (
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "TORCH_",
-    "TORCHMPI_AS_",
-    "TORCHMPI_KERNEL_",
-    "TORCHMPI_LOG",
-    "LD_",
-)
-
-
-def is_cold(names: Iterable[str]) -> bool:
-    """Return whether one of these variables is read at import, which the server has done; or TORCHMPI_TEST_COLD=1."""
-    return "TORCHMPI_TEST_COLD" in os.environ or any(name.startswith(_AT_IMPORT) for name in names)
+IS_OFF = "TORCHMPI_TEST_COLD" in os.environ
 
 
 def command(address: str) -> list[str]:
-    """Return the command in place of Python for ranks of the server at this address."""
+    """Return the command in place of Python for ranks of the server at this address.
+
+    It becomes Python itself if variables that are read at import differ from those of the server.
+    """
     return [sys.executable, "-I", "-S", str(FOLDER / "rank.py"), address]
+
+
+def executable(command: Sequence[str]) -> str:
+    """Return the file that does the same as such a command, or as ``[sys.executable]``."""
+    return command[0] if len(command) == 1 else f"{command[-1]}.python"
 
 
 class Server:
     """The process that is forked, started by `launcher` (a command, or nothing)."""
 
     def __init__(self, address: str, env: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
-        Path(address).unlink(missing_ok=True)  # of a server that was killed
+        for name in (address, f"{address}.torch"):
+            Path(name).unlink(missing_ok=True)  # of a server that was killed
         self._address, self._limit = address, time.monotonic() + _START_SECONDS
         self._process = subprocess.Popen(
             [*launcher, sys.executable, str(FOLDER / "server.py"), address],

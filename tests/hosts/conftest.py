@@ -224,7 +224,7 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
         counts = {host: int(count) for host, count in (each.split(":") for each in layout.split(","))}
         own = {f"TORCHMPI_{name.upper()}": str(value) for name, value in settings.items()}
         words = [str(program), *([str(folder)] if program == PROGRAM else []), *map(str, arguments)]
-        if warm.is_cold(own):
+        if warm.IS_OFF:
             pythons = {host: [sys.executable] for host in counts}
             python = sys.executable
         else:

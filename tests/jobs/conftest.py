@@ -127,7 +127,7 @@ Launch = Callable[..., Result]
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[list[str]]:
     """The command in place of Python for ranks that have imported torchmpi; with TORCHMPI_TEST_COLD=1 plain Python."""
-    if warm.is_cold([]):
+    if warm.IS_OFF:
         yield [sys.executable]
         return
     with tempfile.TemporaryDirectory(prefix="torchmpi-warm-") as folder:
@@ -141,16 +141,15 @@ def warm_python() -> Iterator[list[str]]:
 def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
     """``launch(n, ["script.py", ...], timeout=150, env={}) -> Result``.
 
-    Ranks are forks of a process that has imported torchmpi, unless `env` has variables that are read at import.
+    Ranks are forks of a process that has imported torchmpi.
     ``timeout -k`` is necessary because a hung mpirun may ignore SIGTERM.
     """
 
     def run(
         n: int, arguments: Sequence[str | Path], *, timeout: float = 150, env: Mapping[str, str] | None = None
     ) -> Result:
-        python = [sys.executable] if warm.is_cold(env or {}) else warm_python
         failures.jobs.append([*mpirun, "-n", str(n), "python", *map(str, arguments)])
-        command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *python, *map(str, arguments)]
+        command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *warm_python, *map(str, arguments)]
         begin = time.monotonic()
         done = subprocess.run(
             command, capture_output=True, text=True, env=job_environment(env or {}), stdin=subprocess.DEVNULL
@@ -185,7 +184,7 @@ def alone(warm_python: list[str]) -> Launch:
         begin = time.monotonic()
         done = subprocess.run(
             [
-                *([python] if python else [sys.executable] if warm.is_cold(environment) else warm_python),
+                *([python] if python else warm_python),
                 *map(str, arguments),
             ],
             capture_output=True,

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, Result, fake_mpirun, is_open_mpi, job_environment, launcher, search_path
+from helpers import warm
 
 COMMAND = ["-m", "torchmpi"]
 any_mpi = pytest.mark.any_mpi
@@ -64,7 +65,7 @@ def test_programs_do_not_inherit_the_ignored_signals_of_python(alone):
         assert not any(mask >> (number - 1) & 1 for mask in ignored), result.output
 
 
-def test_run_shows_its_command(alone, tmp_path, family):
+def test_run_shows_its_command(alone, warm_python, tmp_path, family):
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:50  # of this machine\nother slots=50\n")
     options = ["run", "--dry-run", "-n", "99", "--hostfile", str(hosts), "--interface", "eth7", "hostname"]
@@ -80,7 +81,7 @@ def test_run_shows_its_command(alone, tmp_path, family):
     words = shlex.split(alone(*COMMAND, "run", "--dry-run", "-n", "2", *given, "hostname").stdout)
     assert words[(begin := words.index("--tag")) : begin + 5] == ["--tag", "a b", "-x", "-n", "2"], "for the launcher"
     words = alone(*COMMAND, "run", "--dry-run", "-n", "2", "-m", "train", "--epochs", "-n").stdout.split()
-    assert words[-5:] == [sys.executable, "-m", "train", "--epochs", "-n"], words
+    assert words[-5:] == [warm.executable(warm_python), "-m", "train", "--epochs", "-n"], words
 
 
 def test_run_accepts_a_network_in_place_of_an_interface(alone, family):
@@ -121,7 +122,7 @@ def test_the_interface_of_other_hosts_is_not_that_of_the_launcher(alone):
     assert "-iface" not in words and "prte_if_include" not in words
 
 
-def test_run_sets_the_variables_of_torchrun_and_writes_logs(alone, warm_python, tmp_path):
+def test_run_sets_the_variables_of_torchrun_and_writes_logs(alone, tmp_path):
     """A gloo group forms by them, and one of torchmpi by MPI; the output is complete although a rank fails."""
     (tmp_path / "train.py").write_text(
         """
@@ -142,7 +143,7 @@ sys.exit(3)
 """
     )
     logs = tmp_path / "logs"
-    result = alone(*COMMAND, "run", "-n", "3", "--log-dir", str(logs), *warm_python, str(tmp_path / "train.py"))
+    result = alone(*COMMAND, "run", "-n", "3", "--log-dir", str(logs), str(tmp_path / "train.py"))
     assert result.returncode == 3, result.output
     assert result.stdout.count("sum ") == 2 and result.stderr.count("error of rank 0") == 1, result.output
     local_ranks = set()  # Open MPI numbers the ranks of a host in an order of its own
@@ -156,7 +157,7 @@ sys.exit(3)
 
 
 @any_mpi
-def test_a_restarted_run_ends_with_the_same_parameters(alone, warm_python, tmp_path):
+def test_a_restarted_run_ends_with_the_same_parameters(alone, tmp_path):
     """The rank is killed at the first start, between two checkpoints."""
     (tmp_path / "train.py").write_text(
         """
@@ -199,7 +200,7 @@ mpi.stop()
     )
     ends = {}
     for name, failing in (("undisturbed", []), ("restarted", ["1"])):
-        program = [*warm_python, str(tmp_path / "train.py"), str(tmp_path / name), *failing]
+        program = [str(tmp_path / "train.py"), str(tmp_path / name), *failing]
         result = alone(*COMMAND, "run", "-n", "2", "--restarts", "1", *program)
         assert result.returncode == 0, result.output
         ends[name] = result.stdout.rpartition("began at ")[2].split()

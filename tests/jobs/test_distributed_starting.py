@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def cold(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "default", "-c", code],
         capture_output=True,
@@ -156,7 +156,7 @@ def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
 
 
 @any_mpi
-def test_one_process_without_a_launcher():
+def test_one_process_without_a_launcher(alone):
     """With an untested version of torch there is one warning, which lists the tested versions."""
     code = """
 import os
@@ -180,7 +180,7 @@ torch.__version__ = "2.99.1"
 dist.init_process_group("torchmpi")
 dist.new_group()
 """
-    result = alone(code)
+    result = alone("-c", code)
     assert result.returncode == 0 and result.stdout.count("0 1 [tensor([0., 1., 2.])]") == 2, result.stderr
     assert "rank 0 of 1" in result.stdout, result.stderr
     assert result.stderr.count("UserWarning") == 1, result.stderr
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 
 
 @any_mpi
-def test_the_name_mpi_on_demand():
+def test_the_name_mpi_on_demand(alone):
     """Programs ask whether it is there before they use it."""
     code = """
 import torch.distributed as dist
@@ -235,7 +235,10 @@ for name in ("mpi", dist.Backend.MPI, "MPI", "cpu:mpi,cuda:mpi"):
     dist.destroy_process_group()
 dist.init_process_group("cpu:mpi,cuda:nccl")
 """
-    asked, not_asked = alone(code, TORCHMPI_AS_MPI="1"), alone(code, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    asked, not_asked = (
+        alone("-c", code, TORCHMPI_AS_MPI="1"),
+        alone("-c", code, MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
+    )
     assert "available True True True" in asked.stdout and "{'cpu': 'torchmpi', 'cuda': 'torchmpi'}" in asked.stdout
     assert asked.stdout.count("backend cpu:torchmpi,cuda:torchmpi") == 4, asked.stderr
     assert asked.stderr.count("(TORCHMPI_AS_MPI): torchmpi, 1 rank on 1 host") == 4, asked.stderr
@@ -270,7 +273,7 @@ sys.stdout.write(f"done by {'torchmpi' if 'torchmpi.distributed.process_group' i
 
 @any_mpi
 @pytest.mark.parametrize("started_by", ("torchmpi run", "torchrun"))
-def test_the_name_gloo_on_demand(tmp_path, started_by):
+def test_the_name_gloo_on_demand(tmp_path, warm_python, started_by):
     script, environment = tmp_path / "job.py", {}
     script.write_text(f"LATE = {started_by == 'torchmpi run'}\nimport sys\n{FOR_GLOO}")
     if started_by == "torchrun":
@@ -279,7 +282,7 @@ def test_the_name_gloo_on_demand(tmp_path, started_by):
     else:
         command = ["-m", "torchmpi", "run", "-n", "2", "--as", "gloo", script]
     result = subprocess.run(
-        ["timeout", "-k", "5", "90", sys.executable, *map(str, command)],
+        ["timeout", "-k", "5", "90", *warm_python, *map(str, command)],
         capture_output=True, text=True, env=job_environment(environment),
     )  # fmt: skip
     assert result.returncode == 0 and result.stdout.count("done by torchmpi") == 2, f"{result.stdout}\n{result.stderr}"
@@ -361,7 +364,7 @@ import torch.distributed as dist
 print(*sorted(sys.modules))
 print("known", hasattr(dist.Backend, "TORCHMPI"))
 """
-    with_us, without = alone(code), alone(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    with_us, without = cold(code), cold(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert "known True" in with_us.stdout, with_us.stderr
     assert "known False" in without.stdout, without.stderr
     new = set(with_us.stdout.split()) - set(without.stdout.split()) - {"True"}
@@ -380,7 +383,7 @@ sys.modules["torchmpi.distributed.torch_names"] = None  # as if another torch ha
 import torch
 print("torch works:", torch.ones(2).sum().item())
 """
-    result = alone(code)
+    result = cold(code)
     assert result.returncode == 0 and "torch works: 2.0" in result.stdout, result.stderr
     assert "torchmpi cannot be used as a torch.distributed backend here" in result.stderr, result.stderr
 
@@ -418,8 +421,7 @@ for _ in range(2):
     mpi.stop()
 sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
 """)
-    command = [*warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--no-python", *warm_python, str(script)]
+    command = [*warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
         ["timeout", "-k", "5", "90", *command], capture_output=True, text=True, env=job_environment({})
     )

@@ -106,16 +106,23 @@ def test_a_common_parent_of_two_jobs_is_refused(alone, tmp_path):
     script, out = tmp_path / "parent.py", str(tmp_path / "out")
     script.write_text(f"""
 import os, subprocess, sys
-program = "import torchmpi as mpi; mpi.start(); print(flush=True); input()"
-jobs = [subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1) for _ in range(2)]
-for job in jobs:
-    job.stdout.readline()
-for process in (os.getpid(), jobs[1].pid):
+import torchmpi as mpi
+
+def run_job():
+    mpi.start()
+    os.write(started, b".")
+    os.read(end, 1)
+    os._exit(0)
+
+(ready, started), (end, keep) = os.pipe(), os.pipe()
+jobs = [os.fork() or run_job() for _ in range(2)]
+for _ in jobs:
+    os.read(ready, 1)
+for process in (os.getpid(), jobs[1]):
     command = [sys.executable, "-m", "torchmpi", "dump", str(process), "--out", {out!r}]
     print(subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, text=True).stdout, flush=True)
-print("jobs", *(job.pid for job in jobs))
-for job in jobs:
-    job.communicate(b"end")
+print("jobs", *jobs)
+os.write(keep, b"..")
 """)
     done = alone(script)
     assert done.returncode == 0, done.output

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
 
 import nbformat
 from conftest import ROOT, job_environment
+from helpers import warm
 from nbclient import NotebookClient
 
 FOLDER = ROOT / "examples" / "notebook"
@@ -14,13 +14,6 @@ FOLDER = ROOT / "examples" / "notebook"
 
 def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
-
-
-# In place of Python in the kernel: `torchmpi run` and its ranks are forks of a process that has imported torchmpi.
-PYTHON = """#!{executable} -IS
-import os, sys
-os.execv({warm}[0], [*{warm}, *sys.argv[1:-1], *{warm}, sys.argv[-1]])
-"""
 
 
 def test_the_notebook_trains_and_shows_a_failure(warm_python, tmp_path, monkeypatch):
@@ -31,10 +24,8 @@ def test_the_notebook_trains_and_shows_a_failure(warm_python, tmp_path, monkeypa
         monkeypatch.setenv(variable, value)
     notebook = nbformat.read(tmp_path / "training.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "saved with outputs"
-    python = tmp_path / "python"
-    python.write_text(PYTHON.format(executable=sys.executable, warm=warm_python))
-    python.chmod(0o755)
-    first = [f"--IPKernelApp.exec_lines=import sys; sys.executable = {str(python)!r}"]
+    # `torchmpi run` and its ranks are forks of a process that has imported torchmpi.
+    first = [f"--IPKernelApp.exec_lines=import sys; sys.executable = {warm.executable(warm_python)!r}"]
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources, extra_arguments=first).execute()
 

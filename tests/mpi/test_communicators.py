@@ -252,7 +252,7 @@ def test_asynchronous_calls_progress_while_the_caller_computes(agree):
         agree.equal(handle.wait()[0].item(), float(mpi.size()))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 4)
 def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
     """Regression: each rank freed the oldest, in an order and at a moment of its own, although this is collective."""
     from mpi4py import MPI

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 pytestmark = [
     pytest.mark.quick,
     pytest.mark.any_mpi,
-    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.ranks(1, 3),
     pytest.mark.usefixtures("default_group"),
 ]
 

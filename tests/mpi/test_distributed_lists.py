@@ -163,7 +163,7 @@ def test_lists_that_are_not_plain(agree, asynchronous):
                 agree.equal(outputs[rank].contiguous(), values(rank, 0, 12, turn).view(3, 4), f"turn {turn}")
 
 
-@pytest.mark.min_ranks(2)
+@pytest.mark.ranks(2, 4)
 def test_ranks_with_other_lengths_raise(agree):
     """Then the next call is right."""
     for turn in range(4):
@@ -229,7 +229,7 @@ def test_parts_of_any_length(agree, asynchronous, scale):
             agree.equal(output, wanted, f"turn {turn} from {sender}")
 
 
-@pytest.mark.min_ranks(2)
+@pytest.mark.ranks(2, 4)
 def test_parts_that_their_receiver_does_not_expect_raise_on_all_ranks(agree):
     for turn in range(4):
         sizes, error = [[1 + (sender + receiver) % 3 for receiver in range(SIZE)] for sender in range(SIZE)], ""

@@ -23,7 +23,7 @@ from torchmpi.shared_memory import fast_path
 
 pytestmark = [
     pytest.mark.any_mpi,
-    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.ranks(1, 3),
     pytest.mark.usefixtures("default_group"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
 ]

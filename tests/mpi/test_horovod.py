@@ -22,7 +22,7 @@ from torchmpi.session import runtime
 from torchmpi.timeline import events as timeline_events
 from torchmpi.timeline import observer
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("initialized")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("initialized")]
 
 
 @pytest.fixture(scope="module")

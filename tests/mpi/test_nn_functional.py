@@ -18,7 +18,7 @@ import torchmpi.nn as mpinn
 import torchmpi.nn.functional as F
 from torchmpi.errors import ArgumentError, MismatchError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 def joint(function):

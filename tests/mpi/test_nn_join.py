@@ -16,7 +16,7 @@ import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError, GradientError, MismatchError
 from torchmpi.nn.gradient_reduction import GradientReduction
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 def net() -> nn.Sequential:

@@ -16,7 +16,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 def train(net: nn.Module, update, optimizer: torch.optim.Optimizer, steps: range) -> None:

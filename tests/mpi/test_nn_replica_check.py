@@ -10,7 +10,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError, ReplicaError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 def error_of(net, **options) -> str:

@@ -17,7 +17,7 @@ from torchmpi.errors import ArgumentError, ReplicaError
 from torchmpi.log import logger
 from torchmpi.session import runtime
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 def net() -> nn.Sequential:

@@ -11,7 +11,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi import errors
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 DATA = torch.arange(23)
 

@@ -14,7 +14,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 KINDS: dict[int, type[nn.Module]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 

@@ -32,7 +32,7 @@ from torchmpi.session import runtime
 from torchmpi.timeline import events
 from torchmpi.timeline.trace_reader import read_folder
 
-pytestmark = [pytest.mark.quick, pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.quick, pytest.mark.any_mpi, pytest.mark.ranks(1, 3)]
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES += (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -13,7 +13,7 @@ import torchmpi.parameterserver as ps
 
 levels = updates_rig.levels
 no_servers_left = updates_rig.no_servers_left
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 @pytest.mark.parametrize("stop_at", [5, 8])

@@ -26,7 +26,7 @@ from torchmpi.timeline.trace_reader import read_folder
 
 levels = updates_rig.levels
 no_servers_left = updates_rig.no_servers_left
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 # --- schedules

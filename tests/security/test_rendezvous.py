@@ -131,7 +131,7 @@ class Victims:
 @pytest.fixture(scope="module")
 def warm_python(tmp_path_factory) -> Iterator[list[str]]:
     """The command in place of Python for ranks that have imported torchmpi."""
-    if warm.is_cold([]):
+    if warm.IS_OFF:
         yield [sys.executable]
         return
     address = str(tmp_path_factory.mktemp("warm") / "socket")

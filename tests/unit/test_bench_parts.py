@@ -15,7 +15,7 @@ from torchmpi.cli.bench import collective_bench, models, options, timing, traini
 from torchmpi.cli.bench.bench_job import BenchJob
 from torchmpi.cli.bench.contestants import Copy, Ours, TorchDistributed, our_contestants
 from torchmpi.cli.bench.workload import BenchCase, Workload
-from torchmpi.cli.facts import Program
+from torchmpi.cli.launching import Program
 from torchmpi.collective_specs import IN_PLACE, SPECS
 from torchmpi.launch import launcher
 

@@ -43,8 +43,9 @@ from torchmpi.cli.doctor.software_checks import (
     check_settings,
     check_versions,
 )
-from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, Finding, Program, RankFacts, RecoveryTrial, SelfTest
+from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, Finding, RankFacts, RecoveryTrial, SelfTest
 from torchmpi.cli.info import _gpu_section
+from torchmpi.cli.launching import Program
 from torchmpi.distributed import torch_names
 from torchmpi.launch.launcher import are_incompatible
 

@@ -9,10 +9,8 @@ import threading
 import pytest
 
 from torchmpi.cli import job
-from torchmpi.cli.facts import Program
-from torchmpi.cli.launching import launch_command
+from torchmpi.cli.launching import Program, launch_command
 from torchmpi.launch import launcher, network
-from torchmpi.launch.launcherless.environment import first_host
 
 _STEP = "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=5 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=2(x2),1"
 _BATCH = "SLURM_JOB_ID=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2)"
@@ -131,7 +129,7 @@ def test_what_to_do_about_a_missing_variable(monkeypatch, text, variable, remedy
     [("a1", "a1"), ("a1,b2", "a1"), ("h[0-1]", "h0"), ("n[008-011,20],x7", "n008"), ("r[2-3]n[0-7],z", "r2n0")],
 )
 def test_first_host_of_a_list(nodes, host):
-    assert first_host(nodes) == host
+    assert launcher.first_host(nodes) == host
 
 
 @pytest.mark.parametrize(

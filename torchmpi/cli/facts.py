@@ -30,6 +30,7 @@ from ..config import PREFIX, SET_BY_RUN, Config
 from ..distributed import registration
 from ..errors import ConfigError, LaunchError
 from ..launch import affinity, launcher, mpi_library
+from .launching import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +130,6 @@ class SelfTest:
     """Outcome of a call of torchmpi in a forked child; ``refused`` is correct."""
     gpu_memory: str | None = None
     """The reason why ranks could not open each other's memory on GPUs; empty: they could; None: not tested."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """An mpirun or mpiexec."""
-
-    path: str
-    library: str
-    """For example ``Open MPI 5.0.11``."""
-    is_on_path: bool
 
 
 @dataclasses.dataclass(frozen=True)

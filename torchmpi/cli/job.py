@@ -12,10 +12,8 @@ from pathlib import Path
 
 from ..errors import ArgumentError, LaunchError, MissingMPIError
 from ..launch import fault_tolerance, launcher, mpi_library, network
-from ..launch.launcherless.environment import first_host
 from . import hosts, rank_start
-from .facts import Program
-from .launching import find_programs, hosts_of_batch_job, launch_command
+from .launching import Program, find_programs, hosts_of_batch_job, launch_command
 
 # Open MPI passes its own variables to other hosts and no others; MPICH passes all.
 _PASSED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT")
@@ -137,7 +135,8 @@ def _name_in(wanted: str) -> str | None:
 
 def _master(placed: Sequence[tuple[str, int]]) -> str:
     """Return the address for programs that make a store of torch.distributed by themselves: on the host of rank 0."""
-    names = [first_host(nodes)] if (nodes := os.environ.get("SLURM_JOB_NODELIST", "")) else hosts_of_batch_job()
+    of_slurm = os.environ.get("SLURM_JOB_NODELIST", "")
+    names = [launcher.first_host(of_slurm)] if of_slurm else hosts_of_batch_job()
     if names := [name for name, _ in placed] or names:
         return f"{names[0]}:{random.choice(_PORTS)}"
     address = network.loopback()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -16,8 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..launch import affinity, mpi_library
-from ..session import runtime
-from .facts import Program
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 """The folder that contains torchmpi, for processes that do not have it on their path."""
@@ -29,6 +28,16 @@ _TERMINATION_SECONDS = 5.0
 _TICK_SECONDS = 0.2
 # As root, Open MPI's mpirun refuses to run without two variables.
 _ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An mpirun or mpiexec."""
+
+    path: str
+    library: str
+    """For example ``Open MPI 5.0.11``."""
+    is_on_path: bool
 
 
 class ProcessResult(NamedTuple):
@@ -144,6 +153,8 @@ def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -
 
 def leave_job() -> None:
     """Wait for all ranks; abort the job if torchmpi still runs on one of them after an error."""
+    from ..session import runtime  # here, since it imports torch, which `torchmpi run` does not need
+
     comm = mpi_library.load().COMM_WORLD
     if any(comm.allgather(runtime.is_running())):
         comm.Abort(1)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from types import FrameType
 
 from ..errors import JobError
-from ..launch import launcher, network, tcp_store
+from ..launch import launcher, network
 from ..log import logger
 from .supervision import TIME_LIMIT_STATUS, GroupSignals, handle_signals
 
@@ -50,6 +50,8 @@ class SeparateRanks:
             return self._run(seconds)
 
     def _run(self, seconds: float | None) -> int:
+        from ..launch import tcp_store  # here, since it imports torch, which other jobs do not need
+
         address = network.loopback()
         server = network.listen(address, self._num_ranks)
         port = server.getsockname()[1]

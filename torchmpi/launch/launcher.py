@@ -353,3 +353,13 @@ def are_incompatible(launcher: str | None, library: str) -> bool:
     """
     families = family(launcher or ""), family(library)
     return None not in families and families[0] != families[1]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list in Slurm's notation.
+
+    >>> first_host("node[008-011,20],other7"), first_host("rack[2-3]-n[0-7]")
+    ('node008', 'rack2-n0')
+    """
+    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)

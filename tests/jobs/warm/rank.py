@@ -2,7 +2,8 @@
 
     python -I -S rank.py SOCKET script.py ...
 
-The rank has the same file descriptors; signals are forwarded to it.
+The rank has the same file descriptors; signals are forwarded to it. What the server cannot do, options of Python and
+variables that differ from its own and are read at import, is left to Python itself.
 """
 
 import contextlib
@@ -13,10 +14,26 @@ import socket
 import sys
 
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT", "SIGABRT")
+OF_TORCHMPI = ("TORCHMPI_AS_", "TORCHMPI_KERNEL_", "TORCHMPI_LOG", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", *OF_TORCHMPI, "LD_PRELOAD")
+# The server applies the first two; torchrun sets the last one, for NCCL.
+APPLIED = ("PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+ONLY_TORCH = ".torch"
+
+
+def read_at_import() -> dict[str, str]:
+    return {name: os.environ[name] for name in os.environ if name.startswith(AT_IMPORT) and name not in APPLIED}
 
 
 def main() -> None:
     address, *arguments = sys.argv[1:]
+    with open(f"{address}.variables", "rb") as file:
+        of_server, own = marshal.load(file), read_at_import()
+    different = {name for name, _ in of_server.items() ^ own.items()}
+    if not is_known(arguments) or not all(name.startswith(OF_TORCHMPI) for name in different):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    if different:
+        address += ONLY_TORCH
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     server.connect(address)
@@ -45,6 +62,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def is_known(arguments: list[str]) -> bool:
+    return bool(arguments) and (not arguments[0].startswith("-") or arguments[0] in ("-c", "-m", "-u"))
 
 
 def send(process: int, number: int) -> None:

@@ -2,6 +2,10 @@
 
     python server.py SOCKET
 
+SOCKET.python is a program in place of Python, which the ranks have as sys.executable: what they start is warm too. At
+SOCKET.torch there is a process that has only imported torch, for ranks with other variables that torchmpi reads at
+import: they load its entry point as ``import torch`` does.
+
 For each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores
 of the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
 
@@ -18,33 +22,37 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
+import importlib
 import marshal
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import sys
 import types
 import weakref
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy.random
-import torch._dynamo  # by the first optimizer
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
+import rank
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_autoload = os.environ.get(_AUTOLOAD)
+os.environ[_AUTOLOAD] = "0"
+import torch._dynamo  # noqa: E402  # by the first optimizer
+import torch.distributed.fsdp  # noqa: E402
+import torch.distributed.tensor.parallel  # noqa: E402
+
+os.environ.pop(_AUTOLOAD) if _autoload is None else os.environ.update({_AUTOLOAD: _autoload})
 
 # What a rank imports in start() and for training. Neither mpi4py nor numba, whose absence some jobs simulate.
-import torchmpi.backends.gloo
-import torchmpi.backends.hierarchical.host_collectives
-import torchmpi.backends.p2p
-import torchmpi.distributed
-import torchmpi.engine
-import torchmpi.parameterserver
-import torchmpi.session.runtime
-import torchmpi.shared_memory.compiler.native_code
-import torchmpi.shared_memory.kernels.reduction_ir  # noqa: F401
-
+MODULES = (
+    "backends.gloo", "backends.hierarchical.host_collectives", "backends.p2p", "distributed", "engine",
+    "parameterserver", "session.runtime", "shared_memory.compiler.native_code", "shared_memory.kernels.reduction_ir",
+)  # fmt: skip
 _HIGH = 500  # greater descriptors are unused
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES, _MOST_FILES = 1 << 20, 200
@@ -117,7 +125,7 @@ class Server:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 return
-            connection = self.connections.pop(self.ranks.pop(process), None)
+            connection = self.connections.pop(self.ranks.pop(process, -1), None)
             if connection is not None:
                 reply(connection, status)
                 connection.close()
@@ -160,6 +168,8 @@ def take_over(request: Any, files: list[int]) -> list[str]:
     os.chdir(folder)
     os.umask(umask)
     os.sched_setaffinity(0, cores)
+    if b"OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment[b"OMP_NUM_THREADS"]))
     torch.seed()  # as after an import, and different on each rank
     numpy.random.seed()
     leave_before_the_destructors_of_the_server()
@@ -182,8 +192,13 @@ def leave_before_the_destructors_of_the_server() -> None:
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """Run a script, ``-c`` or ``-m`` as Python does."""
+    """Run a script, ``-c`` or ``-m``, after ``-u`` or not, as Python does."""
     first, *rest = arguments
+    if first == "-u":
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # nobody has replaced them
+        arguments = rest
+        first, *rest = arguments
     try:
         if first == "-m":
             sys.argv, sys.path[0] = rest, os.getcwd()
@@ -211,12 +226,35 @@ def run(arguments: list[str]) -> NoReturn:
 
 
 def main() -> None:
+    address, own = sys.argv[1], sys.executable
+    has_only_torch = os.fork() != 0
+    if has_only_torch:
+        address += rank.ONLY_TORCH
+    else:
+        load_entry_points()
+        for name in MODULES:
+            importlib.import_module(f"torchmpi.{name}")
+        Path(f"{address}.variables").write_bytes(marshal.dumps(rank.read_at_import()))
+        python = Path(f"{address}.python")
+        python.write_text(f'#!/bin/sh\nexec {shlex.join([own, "-I", "-S", rank.__file__, address])} "$@"\n')
+        python.chmod(0o755)
     gc.collect()
     gc.freeze()
-    request = Server(sys.argv[1]).serve()
+    request = Server(address).serve()
     if request is None:
+        os.wait() if has_only_torch else None
         os._exit(0)  # without the destructors of torch, which take longer than everything else
-    run(take_over(*request))
+    sys.executable = f"{sys.argv[1]}.python"
+    arguments = take_over(*request)
+    if has_only_torch:
+        load_entry_points()
+    run(arguments)
+
+
+def load_entry_points() -> None:
+    """Do what ``import torch`` does at its end."""
+    if torch._is_device_backend_autoload_enabled():
+        torch._import_device_backends()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from ...backends.base import NAMES
 from ...collective_specs import SPECS
 from ...collective_specs import names as names_of
+from ...config import BackendName
 
 AddOption = Callable[..., argparse.Action]
 """The method ``add_argument`` of a parser."""
@@ -270,7 +270,7 @@ def _add_collectives(option: AddOption) -> None:
     option("--sizes", type=sizes, metavar="SIZES",
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip
     _add_list(option, "--dtypes", DTYPES, "dtype", default=("float32",))
-    option("--backends", type=names((AUTO, *NAMES), "backend"), metavar="LIST",
+    option("--backends", type=names((AUTO, *get_args(BackendName)), "backend"), metavar="LIST",
            help="auto (the choice for calls without backend=) and names (default: auto and all available)")  # fmt: skip
     _add_device(option, "the copy is on the device, nccl is a peer, and --async also times the launch")
     _add_list(option, "--memory", MEMORIES, "kind of memory", default=MEMORIES, note="both: ordinary tensors and "

@@ -6,8 +6,9 @@ import os
 
 from ...launch.launcher import are_incompatible
 from ...launch.mpi_library import HOW_TO_INSTALL
-from ..facts import Facts, Finding, Findings, LaunchTrial, MPIFacts, Program
+from ..facts import Facts, Finding, Findings, LaunchTrial, MPIFacts
 from ..formatting import counted
+from ..launching import Program
 
 _SET_LIBRARY = "MPI4PY_LIBMPI=/path/to/its/libmpi.so"
 

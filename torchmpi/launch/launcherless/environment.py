@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import re
 import secrets
 import socket
 from datetime import timedelta
@@ -76,7 +75,7 @@ def _store_of_step(
     variables = {name: os.environ[name] for name in _SLURM_VARIABLES}
     step = f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
     is_one_host = variables["SLURM_STEP_NUM_NODES"] == "1"
-    own = network.loopback() if is_one_host else first_host(variables["SLURM_STEP_NODELIST"])
+    own = network.loopback() if is_one_host else launcher.first_host(variables["SLURM_STEP_NODELIST"])
     address, wanted = os.environ.get("MASTER_ADDR") or own, int(os.environ.get("MASTER_PORT") or 0)
     step_file = None if is_one_host or key else StepFile(step)
     if step_file is None:
@@ -122,13 +121,3 @@ def _listen(address: str, port: int) -> socket.socket:
     is_dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else network.family(address)
     return socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=is_dual)
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a list in Slurm's notation.
-
-    >>> first_host("node[008-011,20],other7"), first_host("rack[2-3]-n[0-7]")
-    ('node008', 'rack2-n0')
-    """
-    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
