@@ -102,8 +102,11 @@ class Transport(Protocol):
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
 
-    def proceed(self, message: PostedMessage, turn: int) -> bool:
-        """Continue a message for a while; return whether its thread has waited long."""
+    brief_turns: int
+    """After as many turns of :meth:`proceed` a thread has waited long."""
+
+    def proceed(self, message: PostedMessage, turn: int) -> int:
+        """Continue a message for a while; return the next turn: 0 after a message has ended."""
 
     def test(self, message: PostedMessage) -> None:
         """Continue a message if that is possible at once."""
@@ -137,6 +140,8 @@ class _Open:
 
 class MpiTransport:
     """The messages of a group as messages of MPI."""
+
+    brief_turns = _NUM_BUSY_TESTS
 
     def __init__(self, group: Group) -> None:
         self.group, self.MPI, self.comm = group, group.context.MPI, group.side_comm
@@ -180,15 +185,15 @@ class MpiTransport:
     def begin_deferred(self) -> None:
         """Do nothing: every receive begins at once."""
 
-    def proceed(self, message: PostedMessage, turn: int) -> bool:
-        """Continue a message for a while; return whether its thread has waited long."""
+    def proceed(self, message: PostedMessage, turn: int) -> int:
+        """Continue a message for a while; return the next turn."""
         self.test(message)
-        if turn < _NUM_BUSY_TESTS:
+        if turn < self.brief_turns:
             os.sched_yield()  # to other ranks; the test lets other threads run. time.sleep(0) would take 70 us
-            return False
-        growth = min(turn - _NUM_BUSY_TESTS, 1000)
+            return turn + 1
+        growth = min(turn - self.brief_turns, 1000)
         message.pause(min(_LEAST_SLEEP_SECONDS * _SLEEP_GROWTH**growth, _MOST_SLEEP_SECONDS))
-        return True
+        return turn + 1
 
     def test(self, message: PostedMessage) -> None:
         """Continue a message, and those before it, if that is possible at once."""

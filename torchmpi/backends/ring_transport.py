@@ -107,6 +107,8 @@ _DIRECTION = records.MessageRequest.direction
 class RingTransport(GroupResource):
     """The rings of a group, and the messages of this rank."""
 
+    brief_turns = 1
+
     def __init__(self, group: Group) -> None:
         assert group.status_board is not None
         self.group, self.size = group, group.size
@@ -129,6 +131,8 @@ class RingTransport(GroupResource):
         self.deferred: deque[Deferred] = deque()
         self.deferring = threading.RLock()
         """Held while deferred receives change, and while the fast path makes one."""
+        self.is_watched = False
+        """Whether the progress thread looks for deferred receives."""
         self._is_beginning = False
         for peer in range(self.size):
             sends, receives = self._directions[peer], self._directions[self.size + peer]
@@ -174,12 +178,8 @@ class RingTransport(GroupResource):
             if self.lock.fields[LockFields.pending]:
                 return False
             self.deferred.append(receive)
-            self.count_deferred()
+            self.lock.fields[LockFields.deferred] = len(self.deferred)  # for machine code
             return True
-
-    def count_deferred(self) -> None:
-        """Tell machine code of the deferred receives; the caller holds `deferring`."""
-        self.lock.fields[LockFields.deferred] = len(self.deferred)
 
     def begin_deferred(self) -> None:
         """Post all deferred receives, in their order."""
@@ -190,7 +190,7 @@ class RingTransport(GroupResource):
             try:
                 while self.deferred:
                     self.deferred.popleft().begin()
-                    self.count_deferred()
+                    self.lock.fields[LockFields.deferred] = len(self.deferred)
             finally:
                 self._is_beginning = False
 
@@ -200,19 +200,19 @@ class RingTransport(GroupResource):
         request.message, request.directions = message, self._directions_of(message)
         self._enter(request)
 
-    def proceed(self, message: PostedMessage, turn: int) -> bool:
+    def proceed(self, message: PostedMessage, turn: int) -> int:
         """Continue the messages of the group for a while, in the thread that waits for one.
 
         Args:
             message: The message.
-            turn: How often this has been called for it.
+            turn: How often this has been called for it since a message has ended.
 
         Returns:
-            Whether the caller has waited so long that it describes the call for the watchdog.
+            The next turn.
         """
         if not self.lock.acquire(False):  # another thread does
             message.pause(_LEAST_SLEEP / 1e6)
-            return turn > 0
+            return turn + 1
         ended = []
         try:
             if turn == 0:
@@ -223,7 +223,7 @@ class RingTransport(GroupResource):
         finally:
             self.lock.release()
             self._end(ended)
-        return turn > 0
+        return 0 if ended else turn + 1
 
     def test(self, message: PostedMessage) -> None:
         """Continue the messages of the group if that is possible at once."""
