@@ -290,6 +290,10 @@ def _fast_call(
 
 def _run_fast(spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm) -> tuple[bool, Any]:
     """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
+    if spec.in_place:  # of a number, in memory that is made for it
+        key = root if op is None else fast_path.joint_key(op, root) if spec.is_rooted else op
+        result = fast_path.entry(spec.name)(tensor, None, key, comm, None) if type(root) is int else None
+        return result is not None, result
     group = runtime.communicator(comm).intra
     found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm) if type(tensor) is _Tensor else None
     run = None if found is None else fast_path.function_for(*found)
@@ -298,7 +302,7 @@ def _run_fast(spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm
     which, (key, *_) = found
     made = _memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None
     result = run(tensor, made, key, comm, None)
-    return result is not None, result if spec.in_place or made is not None else None
+    return result is not None, None if made is None else result
 
 
 def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _Tensor:
