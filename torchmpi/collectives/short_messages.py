@@ -287,6 +287,11 @@ class DeferredReceive(Handle[torch.Tensor]):
         self._plan, self.tensor, self._has_arrived = plan, tensor, False
         self._begun: Handle[Any] | None = None
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether it has neither begun nor ended."""
+        return self._begun is None and not self._has_arrived
+
     def begin(self) -> None:
         """Begin the receive; its handle has the error if that fails."""
         plan = self._plan
@@ -297,7 +302,7 @@ class DeferredReceive(Handle[torch.Tensor]):
 
     def receive(self) -> bool:
         """Receive by the fast path if that is possible; return whether the message has arrived."""
-        if self._has_arrived or self._begun is not None:
+        if not self.is_deferred:
             return self._has_arrived
         plan, transport = self._plan, self._plan.transport
         with transport.deferring:
@@ -323,7 +328,7 @@ class DeferredReceive(Handle[torch.Tensor]):
 
     def handle(self) -> Handle[Any]:
         """Return the handle of the message, which begins now if it has not."""
-        if not (self._has_arrived or self._begun is not None):
+        if self.is_deferred:
             self._plan.transport.begin_deferred()
         if self._begun is None:
             self._begun = Handle.completed(self.tensor)
