@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -416,20 +416,20 @@ class _DeferredReceives:
 
     is_waited_for = False
 
-    def __init__(self, transport: RingTransport) -> None:
-        self.transport = transport
+    def __init__(self, rings: RingTransport) -> None:
+        self._rings, self.transport = rings, cast(Transport, rings)
 
     @property
     def has_ended(self) -> bool:
         """Whether there are none; if so, the next one calls the thread."""
-        transport = self.transport
-        transport.is_watched = False  # before the look: a receive that comes after it calls the thread
-        transport.is_watched = bool(transport.deferred)
-        return not transport.is_watched
+        rings = self._rings
+        rings.is_watched = False  # before the look: a receive that comes after it calls the thread
+        rings.is_watched = bool(rings.deferred)
+        return not rings.is_watched
 
     def test(self) -> bool:
         """Begin them."""
-        self.transport.begin_deferred()
+        self._rings.begin_deferred()
         return self.has_ended
 
 

@@ -268,7 +268,7 @@ def _failed(error: BaseException) -> Handle[Any]:
     return handle
 
 
-class DeferredReceive(Handle[torch.Tensor]):
+class DeferredReceive(Handle[Any]):
     """The handle of a receive of a program that has gone on: it begins when the program waits for it.
 
     Then the fast path makes it, if it is the first one of its group and nothing else has been posted meanwhile.
