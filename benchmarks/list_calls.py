@@ -9,16 +9,32 @@ nothing. A size is that of all parts together that a rank passes or, of gathers,
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from message_times import measured
 
 import torchmpi as mpi
 from torchmpi.distributed.work import COMPLETED
 
 _METHODS = ("allgather", "gather", "scatter", "reduce_scatter", "alltoall", "all_to_all_single", "send", "recv")
+_WARM_UP = 20
+
+
+def measured(call: Callable[[], object], calls: int, rounds: int) -> float:
+    """Return the median of the rounds in microseconds per call."""
+    for _ in range(_WARM_UP):
+        call()
+    times = []
+    for _ in range(rounds):
+        mpi.barrier()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    return statistics.median(times)
 
 
 def contestants(numel: int) -> dict[str, Callable[[], object]]:

@@ -378,12 +378,24 @@ def async_rates() -> Any:
 
 
 def bench_plot(file: str, heading: str, software: str, processor: str) -> Callable[[Path], None]:
+def bench_facts(page: str, heading: str) -> dict[str, Any]:
+    """Return MPI, torch and processor of the first measurement under a heading, or of the page."""
+    found = []
+    for pattern in (r"(?:Open MPI|MPICH) [\d.]+\d", r"(?<=orch )[\d.]+\d", r"(?<=processor  ).*|AMD EPYC"):
+        first = re.search(pattern, page.partition(heading)[2]) or re.search(pattern, page)
+        assert first, (heading, pattern)
+        found.append(first[0])
+    mpi, torch, processor = found
+    return {"mpi": mpi, "versions": {"torch": torch}, "processor": processor}
+
+
+def bench_plot(file: str, heading: str) -> Callable[[Path], None]:
     """Return a function that draws tables of `torchmpi bench` as its option --plot does."""
 
     def draw(path: Path) -> None:
-        rows = bench_tables((RESULTS / file).read_text(), heading)
-        facts = {"mpi": software, "versions": {"torch": "2.13.0"}, "processor": processor}
-        bench_report.draw({"jobs": [{"facts": facts}], "rows": rows}, str(path))
+        page = (RESULTS / file).read_text()
+        report = {"jobs": [{"facts": bench_facts(page, heading)}], "rows": bench_tables(page, heading)}
+        bench_report.draw(report, str(path))
 
     return draw
 
@@ -392,23 +404,18 @@ def drawn(make: Callable[[], Any]) -> Callable[[Path], None]:
     return lambda path: plots.save(make(), path)
 
 
-COSTS = "costs-2026-11-29.md"
+COSTS = max(file.name for file in RESULTS.glob("costs-*.md"))
 PLOTS: dict[str, Callable[[Path], None]] = {
     "bench_train": drawn(step_times),
     "bench_hosts": drawn(hosts),
     "faults_well": drawn(faults_well),
     "faults_seconds": drawn(faults_seconds),
     "memory": drawn(memory),
-    "slow_links": drawn(slow_links),
-    "async_sgd_error": drawn(async_error),
-    "async_sgd_rates": drawn(async_rates),
-    "bench_allreduce": bench_plot(
-        "benchmark-tables.md", "## Allreduce within a host", "Open MPI 5.0.11", "Intel Xeon, 2 CPUs"
-    ),
-    "cost_native": bench_plot(COSTS, "## Collectives by their own names", "Open MPI 5.0.11", "AMD EPYC, 2 CPUs"),
-    "cost_async": bench_plot(COSTS, "## Asynchronous calls and their wait", "Open MPI 5.0.11", "AMD EPYC, 2 CPUs"),
-    "cost_dist": bench_plot(COSTS, "## Through torch.distributed", "Open MPI 5.0.11", "AMD EPYC, 2 CPUs"),
-    "cost_calls": bench_plot(COSTS, "## Messages and other calls", "Open MPI 5.0.11", "AMD EPYC, 2 CPUs"),
+    "bench_allreduce": bench_plot("benchmark-tables.md", "## Allreduce within a host"),
+    "cost_native": bench_plot(COSTS, "## Collectives by their own names"),
+    "cost_async": bench_plot(COSTS, "## Asynchronous calls"),
+    "cost_dist": bench_plot(COSTS, "## Through torch.distributed"),
+    "cost_calls": bench_plot(COSTS, "## Messages and other calls"),
 }
 
 

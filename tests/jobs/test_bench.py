@@ -72,7 +72,9 @@ def test_every_other_call(launch, tmp_path, ranks):
     result = launch(ranks, [*BENCH, "calls", "--sizes", "4K", "--seconds", "0.1", "--json", file])
     rows = rows_of(file, result)
     assert {row["verb"] for row in rows} == set(CALLS)
-    assert all("median_us" in row for row in rows if row["contestant"] in ("auto", "auto async", "dist", "mpi4py"))
+    of_torchmpi = ("auto", "auto async", "dist", "dist async", "hvd", "nn")
+    assert all("median_us" in row for row in rows if row["contestant"] in (*of_torchmpi, "mpi4py"))
+    assert {row["contestant"] for row in rows} >= {*of_torchmpi, "mpi4py"}
     assert "broadcast of an object" in result.stdout and "no figures" not in result.stdout, result.output
 
 

@@ -99,15 +99,19 @@ def test_messages_are_recorded(agree, default_group):
     last = own_messages(group.key)[receives]
     agree.equal((last.dtype, last.num_bytes, last.group), ("float32", 28, group.name))
     agree(0 < last.begin <= last.end <= time.monotonic_ns())
-    work = torch.distributed.irecv(torch.empty(4, dtype=torch.int64), left, tag=3)
-    limit = time.monotonic() + 20
-    while not work._receive.has_ended and time.monotonic() < limit:  # the progress thread begins it
+    values, received = torch.ones(4, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
+    work = torch.distributed.irecv(received, left, tag=3)
+    torch.distributed.send(values, right, tag=3)
+    work.wait()
+    mpi.barrier()
+    work, limit = torch.distributed.irecv(received, left, tag=3), time.monotonic() + 20  # deferred, like an earlier one
+    while work._handle.is_deferred and time.monotonic() < limit:  # the progress thread begins it
         time.sleep(0.001)
     mpi.barrier()
     (key,) = {each.key for each in runtime.current().context.groups if each.channels._channels.get((True, left, 3))}
     found = own_messages(key)[True, left, 3]
     agree.equal((found.num_begun - found.num_ended, found.dtype, found.num_bytes), (1, "int64", 32))
-    torch.distributed.send(torch.ones(4, dtype=torch.int64), right, tag=3)
+    torch.distributed.send(values, right, tag=3)
     work.wait()
     found = own_messages(key)[True, left, 3]
     agree.equal(found.num_begun, found.num_ended)

@@ -111,26 +111,30 @@ class Transport:
         lock: Of rings, held while a thread continues the messages of the group. Its fields tell machine code how many
             receives are deferred, also one that a thread is posting now.
         deferring: Held while deferred receives change, and while the fast path makes one.
+        is_watched: Whether the progress thread looks for deferred receives.
     """
+
+    brief_turns: int
+    """After as many turns of :meth:`proceed` a thread has waited long."""
 
     def __init__(self) -> None:
         self.lock, self.deferring = RunLock(), threading.RLock()
         self.deferred: deque[Deferred] = deque()
-        self._is_beginning = False
+        self.is_watched = self._is_beginning = False
 
     def post(self, message: PostedMessage) -> None:
         """Begin a message, and end it if that is possible at once."""
         raise NotImplementedError
 
-    def proceed(self, message: PostedMessage, turn: int) -> bool:
+    def proceed(self, message: PostedMessage, turn: int) -> int:
         """Continue messages for a while, in the thread that waits for one.
 
         Args:
             message: The message.
-            turn: How often this has been called for it.
+            turn: How often this has been called for it since a message has ended.
 
         Returns:
-            Whether the caller has waited so long that it describes the call for the watchdog.
+            The next turn: 0 after a message has ended. After `brief_turns`, the thread has waited long.
         """
         raise NotImplementedError
 
@@ -199,6 +203,8 @@ class _Open:
 class MpiTransport(Transport):
     """The messages of a group as messages of MPI."""
 
+    brief_turns = _NUM_BUSY_TESTS
+
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group, self.MPI, self.comm = group, group.context.MPI, group.side_comm
@@ -246,15 +252,15 @@ class MpiTransport(Transport):
         queue.run_lock.fields[LockFields.pending] += 1
         self._open.setdefault(queue, deque()).append(_Open(message, stage))
 
-    def proceed(self, message: PostedMessage, turn: int) -> bool:
-        """Continue a message for a while; return whether its thread has waited long."""
+    def proceed(self, message: PostedMessage, turn: int) -> int:
+        """Continue a message for a while; return the next turn."""
         self.test(message)
-        if turn < _NUM_BUSY_TESTS:
+        if turn < self.brief_turns:
             os.sched_yield()  # to other ranks; the test lets other threads run. time.sleep(0) would take 70 us
-            return False
-        growth = min(turn - _NUM_BUSY_TESTS, 1000)
+            return turn + 1
+        growth = min(turn - self.brief_turns, 1000)
         message.pause(min(_LEAST_SLEEP_SECONDS * _SLEEP_GROWTH**growth, _MOST_SLEEP_SECONDS))
-        return True
+        return turn + 1
 
     def test(self, message: PostedMessage) -> None:
         """Continue a message, and those before it, if that is possible at once."""

@@ -98,6 +98,8 @@ _DIRECTION = records.MessageRequest.direction
 class RingTransport(Transport, GroupResource):
     """The rings of a group, and the messages of this rank."""
 
+    brief_turns = 1
+
     def __init__(self, group: Group) -> None:
         assert group.status_board is not None
         super().__init__()
@@ -159,11 +161,11 @@ class RingTransport(Transport, GroupResource):
         request.message, request.directions = message, self._directions_of(message)
         self._enter(request)
 
-    def proceed(self, message: PostedMessage, turn: int) -> bool:
-        """Continue the messages of the group for a while, in the thread that waits for one."""
+    def proceed(self, message: PostedMessage, turn: int) -> int:
+        """Continue the messages of the group for a while, in the thread that waits for one; return the next turn."""
         if not self.lock.acquire(False):  # another thread does
             message.pause(_LEAST_SLEEP / 1e6)
-            return turn > 0
+            return turn + 1
         ended = []
         try:
             if turn == 0:
@@ -174,7 +176,7 @@ class RingTransport(Transport, GroupResource):
         finally:
             self.lock.release()
             self._end(ended)
-        return turn > 0
+        return 0 if ended else turn + 1
 
     def test(self, message: PostedMessage) -> None:
         """Continue the messages of the group if that is possible at once."""

@@ -301,6 +301,10 @@ def _run_fast(
     spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm, backend: str | None
 ) -> tuple[bool, Any]:
     """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
+    if spec.in_place:  # of a number, in memory that is made for it
+        key = root if op is None else fast_path.joint_key(op, root) if spec.is_rooted else op
+        result = fast_path.entry(spec.name)(tensor, None, key, comm, None) if type(root) is int else None
+        return result is not None, result
     group = runtime.communicator(comm).intra
     if type(tensor) is not _Tensor:
         return False, None
@@ -311,7 +315,7 @@ def _run_fast(
     which, name = found
     made = _memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None
     result = run(tensor, made, name.key, comm, backend)
-    return result is not None, result if spec.in_place or made is not None else None
+    return result is not None, None if made is None else result
 
 
 def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _Tensor:

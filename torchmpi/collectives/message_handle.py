@@ -240,7 +240,8 @@ class MessageHandle(Handle[Any]):
         self.is_waited_for = True
         try:
             while not self._is_done:
-                if self.transport.proceed(self, turn):
+                turn = self.transport.proceed(self, turn)
+                if turn > self.transport.brief_turns:
                     self.call_queue.doing = self.doing  # for the watchdog
                     if context.loss and context.raises_lost_ranks and self.withdraw():
                         self.fail(RankLostError(f"{context.loss}. Continue with recover()."))
@@ -248,7 +249,6 @@ class MessageHandle(Handle[Any]):
                     raise StallError(
                         f"{self._description} has not ended after {timeout:g} s. It continues; wait() again."
                     )
-                turn += 1
         finally:
             self.is_waited_for = False
 
@@ -398,7 +398,7 @@ def adopt_from_mpi(transport: MpiTransport, message: MessageHandle, stage: Stage
 
 
 class Continued(Protocol):
-    """A message that has begun, or a receive that will."""
+    """A message that has begun, or receives that will."""
 
     transport: Transport
     is_waited_for: bool
@@ -409,6 +409,28 @@ class Continued(Protocol):
 
     def test(self) -> bool:
         """Continue it if that is possible at once; return whether nothing is left to do."""
+
+
+class _DeferredReceives:
+    """The receives of a transport that have not begun: the progress thread begins those that it finds."""
+
+    is_waited_for = False
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are none; if so, the next one calls the thread."""
+        transport = self.transport
+        transport.is_watched = False  # before the look: a receive that comes after it calls the thread
+        transport.is_watched = bool(transport.deferred)
+        return not transport.is_watched
+
+    def test(self) -> bool:
+        """Begin them."""
+        self.transport.begin_deferred()
+        return self.has_ended
 
 
 class _ProgressThread(threading.Thread):
@@ -479,3 +501,9 @@ def continue_in_background(message: Continued) -> None:
             running.resources.callback(thread.close)
             _progress = running, thread
         _progress[1].add(message)
+
+
+def continue_deferred(transport: Transport) -> None:
+    """Have the receives that a transport has deferred begun, unless the program waits for them before."""
+    transport.is_watched = True
+    continue_in_background(_DeferredReceives(transport))

@@ -28,7 +28,7 @@ from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
 from .message_handle import MessageHandle
 from .prepared import checked_dtype
-from .short_messages import DeferredHandle, DeferredReceive, cache_message
+from .short_messages import cache_message, receive_later
 
 __all__ = ["recv", "recv_async", "send", "send_async", "sendreceive", "sendreceive_async"]
 
@@ -142,10 +142,16 @@ def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoRetu
     Example:
         received = mpi.recv_async(torch.empty(3), 0).wait()
     """
+    if type(src) is int and not _unknown:
+        receive = receive_later(tensor, _background_key(src), comm)
+        if receive is not None:
+            return receive
     if _unknown:
         raise unknown_keyword(recv_async, _unknown)
     call = _Call("recv", tensor, comm)
-    return call.deferred(call.peer(src))
+    peer = call.peer(src)
+    call.cache(_background_key(peer), src=src, is_background=True)
+    return call.message(peer, is_receive=True)
 
 
 @refuses_keywords
@@ -256,14 +262,6 @@ class _Call:
             self.group, self.name, self.tensor, peer, is_receive=is_receive, is_background=is_background,
             result=self._number if self.is_number else None,
         ).start()  # fmt: skip
-
-    def deferred(self, src: int) -> Handle[Any]:
-        """Begin a receive, at the latest when its handle is used."""
-        communicator, key = runtime.communicator(self.group), _background_key(src)
-        if self.is_number or not (buffers.is_plain(self.tensor) and fast_path.takes_calls()):
-            return self.message(src, is_receive=True)
-        cache_message(self.name, self.group, self.tensor, key, communicator, src, -1, is_background=True)
-        return DeferredHandle(DeferredReceive(communicator, self.tensor, src, NO_TAG, key).start())
 
     def exchange(self, src: int, dst: int, *, is_background: bool) -> Handle[Any]:
         """Begin to send a copy of the tensor, and to receive into the tensor."""

@@ -31,7 +31,6 @@ from ..backends.mpi_messages import OF_MESSAGES, STATUS_BYTES, can_call_from_ker
 from ..backends.ring_transport import Frames, RingTransport
 from ..communicators.call_log import CallLog, call_code, describe
 from ..communicators.call_queue import CallQueue, RunLock
-from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.message_record import NO_TAG
@@ -40,8 +39,8 @@ from ..session import runtime
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LockFields
-from ..tensors import dtypes
-from .message_handle import MessageHandle, adopt, adopt_from_mpi, continue_in_background, mismatch, transport_of
+from ..tensors import dtypes, writable
+from .message_handle import MessageHandle, adopt, adopt_from_mpi, continue_deferred, mismatch, transport_of
 
 _MOST_MESSAGES = 64  # of a group, as the fast path looks through all of them
 _YIELD_NANOSECONDS = 300_000
@@ -89,6 +88,12 @@ def cache_message(
     fast_path.cache_call(name, call, partial(_cached, made, group, src, dst, (tensor.dtype, tag, is_background)))
 
 
+def receive_later(tensor: Any, key: Hashable, comm: Any) -> DeferredReceive | None:
+    """Return the handle of a receive like an earlier one; None if there was none, or if Python must check it."""
+    plan: _RingMessage | None = fast_path.find_receive(tensor, None, key, comm, None)
+    return None if plan is None else plan.receive_later(tensor)
+
+
 def _cached(make: Any, group: Group, src: int, dst: int, kind: Hashable) -> fast_path.CachedCall | None:
     """Return the call for the fast path; None if the group is closed, or has too many."""
     queues = _queues(group, src, dst)
@@ -113,8 +118,13 @@ def _queues(group: Group, src: int, dst: int) -> list[CallQueue]:
 class _FastMessage:
     """A message that a program repeats: what the kernel needs, and its counts."""
 
-    def __init__(self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype) -> None:
-        self.name, self.group, self.src, self.dst, self.dtype = name, group, src, dst, dtype
+    cached_call: fast_path.CachedCall
+
+    def __init__(
+        self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int, *, is_background: bool
+    ) -> None:
+        self.name, self.group, self.src, self.dst, self.dtype, self.tag = name, group, src, dst, dtype, tag
+        self.is_background, self.transport = is_background, transport_of(group)
         self.call_log, self._counts = CallLog(group.name, group.rank, group.size), group.context.call_counts
         self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
         self._known: tuple[object, str] = None, ""
@@ -123,7 +133,8 @@ class _FastMessage:
     def cached(self, record: int, run_lock: RunLock) -> fast_path.CachedCall:
         """Return the call for the fast path."""
         code = call_code(self.name, None, dtypes.info(self.dtype).code)
-        return fast_path.CachedCall(record, self.call_log, run_lock, code, code, self.settle, self.abort)
+        call = fast_path.CachedCall(record, self.call_log, run_lock, code, code, self.settle, self.abort)
+        return call._replace(bound=self) if self.is_background and self.src >= 0 else call
 
     def channels(self, tag: int = NO_TAG) -> dict[str, int]:
         """Return the entries of the flight record."""
@@ -147,6 +158,28 @@ class _FastMessage:
         """Keep the counts of the messages, but not their call log."""
         self._counts.free_exchanges(self.call_log)
 
+    def receive_later(self, tensor: torch.Tensor) -> DeferredReceive:
+        """Return the handle of a receive into a tensor like that of the call: deferred, if nothing is under way."""
+        seen = writable.known.get(id(tensor))
+        if seen is None or seen() is not tensor:
+            writable.refuse_read_only(tensor, self.group.where, self.name)
+        receive, transport = DeferredReceive(self, tensor), self.transport
+        if not transport.defer(receive):
+            receive.begin()
+        elif not transport.is_watched:
+            continue_deferred(transport)
+        return receive
+
+    def receive(self, tensor: torch.Tensor) -> Any:
+        """Receive by the fast path: the tensor, the message if it has not arrived yet, None if Python must do it."""
+        received = fast_path.recv(tensor, None, self, self.group, None)
+        if received is None:
+            queue, call = self.group.peer_queue("receive", self.src), self.cached_call
+            fast_path.cache_call(
+                "recv", fast_path.Name(self, self.dtype, self.group), lambda: None if queue.closed else call
+            )
+        return received
+
     def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
         """End a message with this status of the kernel, or return it."""
         raise NotImplementedError
@@ -166,12 +199,12 @@ class _RingMessage(_FastMessage):
     def __init__(
         self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int, *, is_background: bool
     ) -> None:
-        super().__init__(name, group, src, dst, dtype)
-        transport = transport_of(group)
+        super().__init__(name, group, src, dst, dtype, tag, is_background=is_background)
+        transport = self.transport
         assert isinstance(transport, RingTransport)
-        self._transport, self._frames, self._tag = transport, Frames(), tag
+        self._frames = Frames()
         self._frames.write(tag, 0, dtypes.info(dtype).code)
-        self._is_background, waits = is_background, not is_background or src >= 0
+        waits = not is_background or src >= 0
         self._record = records.MessageCall.new().write(
             out=transport.ring(group.rank, dst) if dst >= 0 else 0,
             into=transport.ring(src, group.rank) if src >= 0 else 0,
@@ -195,10 +228,10 @@ class _RingMessage(_FastMessage):
         super().abort()
         if status == records.MISMATCH:
             received = self._frames.received(self.src)
-            raise mismatch(self.group, self.name, tensor, received, compares_shape=self._tag == NO_TAG)
-        messages = self._adopted(tensor, is_background=self._is_background)
-        self._transport.begin_deferred()  # the others could wait for this rank to receive them
-        if self._is_background:
+            raise mismatch(self.group, self.name, tensor, received, compares_shape=self.tag == NO_TAG)
+        messages = self._adopted(tensor, is_background=self.is_background)
+        self.transport.begin_deferred()  # the others could wait for this rank to receive them
+        if self.is_background:
             return messages[0]
         for message in messages:
             message.wait()
@@ -218,7 +251,7 @@ class _RingMessage(_FastMessage):
         """Return the messages that Python continues, the receive first, and release the lock that the kernel holds."""
         record, messages, send = self._record, [], None
         make = partial(
-            MessageHandle, self.group, self.name, tag=self._tag, is_background=is_background, begun=record.begun
+            MessageHandle, self.group, self.name, tag=self.tag, is_background=is_background, begun=record.begun
         )
         try:
             if self.dst >= 0:
@@ -241,64 +274,62 @@ class _RingMessage(_FastMessage):
                     receive.finish(self._frames.received(self.src))
                     messages.insert(0, receive)
         finally:
-            self._transport.lock.fields[LockFields.entered] = 0
+            self.transport.lock.fields[LockFields.entered] = 0
         return messages
 
 
-class DeferredReceive:
-    """A receive of a program that has gone on: it begins when the program waits for it.
+def _failed(error: BaseException) -> Handle[Any]:
+    handle = Handle[Any]()
+    handle.set_error(error)
+    return handle
+
+
+class DeferredReceive(Handle[Any]):
+    """The handle of a receive of a program that has gone on: it begins when the program waits for it.
 
     Then the fast path makes it, if it is the first one of its group and nothing else has been posted meanwhile.
     Otherwise it is a :class:`MessageHandle`: as soon as another message is posted that could overtake it, or one of the
     group does not end at once; the program looks at it; or the progress thread does, within a millisecond.
 
     Args:
-        communicator: The communicator.
-        tensor: The checked tensor to receive into.
-        peer: The rank that sends.
-        tag: The tag.
-        key: The identity of the call for the fast path.
+        plan: The message that is repeated.
+        tensor: The tensor to receive into.
     """
 
-    def __init__(self, communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int, key: object) -> None:
-        self._communicator, self.tensor, self.peer, self._tag, self._key = communicator, tensor, peer, tag, key
-        self._group = communicator.intra
-        self.transport = transport_of(self._group)
-        self._message: MessageHandle | None = None
-        self._error: BaseException | None = None
-        self._has_arrived = self.is_waited_for = False
+    __slots__ = ("_begun", "_has_arrived", "_plan", "tensor")
 
-    def start(self) -> DeferredReceive:
-        """Note the receive, or begin it if other messages are under way; return it."""
-        if self.transport.defer(self):
-            continue_in_background(self)
-        else:
-            self.begin()
-        return self
+    def __init__(self, plan: _FastMessage, tensor: torch.Tensor) -> None:
+        # Not that of Handle: the state is that of the message, of which most receives have none.
+        self._plan, self.tensor, self._has_arrived = plan, tensor, False
+        self._begun: Handle[Any] | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether it has neither begun nor ended."""
+        return self._begun is None and not self._has_arrived
 
     def begin(self) -> None:
         """Begin the receive; its handle has the error if that fails."""
-        make = partial(MessageHandle, self._group, "recv", self.tensor, self.peer, self._tag, is_receive=True)
+        plan = self._plan
         try:
-            self._message = make().start()
+            self._begun = MessageHandle(plan.group, "recv", self.tensor, plan.src, plan.tag, is_receive=True).start()
         except Exception as error:
-            self._error = error
+            self._begun = _failed(error)
 
     def receive(self) -> bool:
         """Receive by the fast path if that is possible; return whether the message has arrived."""
-        transport = self.transport
-        if self.has_ended:
+        if not self.is_deferred:
             return self._has_arrived
+        plan, transport = self._plan, self._plan.transport
         with transport.deferring:
             deferred = transport.deferred
             if not deferred or deferred[0] is not self:
                 return self._has_arrived
-            self.is_waited_for = True
             deferred.popleft()
             try:
-                received = fast_path.recv(self.tensor, None, self._key, self._communicator, None)
+                received = plan.receive(self.tensor)
             except BaseException as error:
-                self._error = error
+                self._begun = _failed(error)
                 raise
             else:
                 if received is None:
@@ -306,81 +337,74 @@ class DeferredReceive:
                 elif received is self.tensor:
                     self._has_arrived = True
                 else:
-                    self._message = received
+                    self._begun = received
             finally:
-                transport.count_deferred()
+                transport.lock.fields[LockFields.deferred] = len(deferred)
         return self._has_arrived
 
     def handle(self) -> Handle[Any]:
-        """Return the handle, of a receive that begins now if it has not."""
-        if not self.has_ended:
-            self.transport.begin_deferred()
-        if self._message is not None:
-            return self._message
-        handle = Handle[Any]()
-        if self._error is not None:
-            handle.set_error(self._error)
-        else:
-            handle.set_result(self.tensor)
-        return handle
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is not deferred any more: it has arrived or failed, or is a message."""
-        return self._has_arrived or self._message is not None or self._error is not None
-
-    def test(self) -> bool:
-        """Begin."""
-        self.handle()
-        return True
-
-
-class DeferredHandle(Handle[Any]):
-    """The handle of a deferred receive."""
-
-    __slots__ = ("_receive",)
-
-    def __init__(self, receive: DeferredReceive) -> None:
-        super().__init__()
-        self._receive = receive
+        """Return the handle of the message, which begins now if it has not."""
+        if self.is_deferred:
+            self._plan.transport.begin_deferred()
+        if self._begun is None:
+            self._begun = Handle.completed(self.tensor)
+        return self._begun
 
     def wait(self, timeout: float | None = None) -> Any:
         """Receive, and return the tensor; as of any handle, raise the error, or StallError after `timeout`."""
-        if timeout is None and self._receive.receive():
-            return self._receive.tensor
-        return self._receive.handle().wait(timeout)
+        if timeout is None and self.receive():
+            return self.tensor
+        return self.handle().wait(timeout)
 
     def done(self) -> bool:
         """Return whether the message has ended; it begins now, if it has not."""
-        return self._receive.handle().done()
+        return self.handle().done()
 
     def run_here(self) -> None:
         """Wait until the message has ended, without raising its error."""
-        self._receive.handle().run_here()
+        self.handle().run_here()
+
+    def call_helper(self) -> None:
+        """Begin."""
+        self.handle()
+
+    def await_end(self) -> None:
+        """Wait until the message has ended; as of any handle, this continues nothing."""
+        self.handle().await_end()
 
     def attach(self, callback: Callable[[], object]) -> None:
         """Call `callback` at the end of the message, which begins now, if it has not."""
-        self._receive.handle().attach(callback)
+        self.handle().attach(callback)
 
     @property
     def has_ended(self) -> bool:
         """Whether the message has ended."""
-        return self._receive.handle().has_ended
+        return self.handle().has_ended
 
     @property
     def unseen_error(self) -> BaseException | None:
         """The error, if the message failed and ``wait()`` has not raised it."""
-        return self._receive.handle().unseen_error
+        return self.handle().unseen_error
 
     @property
     def error(self) -> BaseException | None:
         """The error, if the message has failed; it counts as seen then."""
-        return self._receive.handle().error
+        return self.handle().error
 
     @property
     def failed(self) -> bool:
         """Whether the message has ended with an error."""
-        return self._receive.handle().failed
+        return self.handle().failed
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The tensor."""
+        return self.tensor
+
+    @property
+    def source(self) -> int:
+        """The rank that sends."""
+        return self._plan.src
 
 
 class _MpiMessage(_FastMessage):
@@ -389,16 +413,15 @@ class _MpiMessage(_FastMessage):
     def __init__(
         self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int, *, is_background: bool
     ) -> None:
-        super().__init__(name, group, src, dst, dtype)
+        super().__init__(name, group, src, dst, dtype, tag, is_background=is_background)
         most_bytes, is_exchange = runtime.current().config.message_bytes, src >= 0 and dst >= 0
         if is_exchange:  # of which a copy is sent
             most_bytes = min(most_bytes, _MOST_EXCHANGED_BYTES)
         self._sent = np.zeros(MOST_HEADER_BYTES + (most_bytes if is_exchange else PACKED_BYTES), np.uint8)
         self._received = np.zeros(MOST_HEADER_BYTES + PACKED_BYTES, np.uint8)
-        self._status, self._tag = np.zeros(STATUS_BYTES, np.uint8), tag
-        self._is_background, queues = is_background, _queues(group, src, dst)
+        self._status = np.zeros(STATUS_BYTES, np.uint8)
+        queues = _queues(group, src, dst)
         self._locks = [queue.run_lock for queue in queues]
-        self._transport = transport_of(group)
         self._record = records.MpiMessage.new().write(
             **kernel_fields(group.context.MPI, group.side_comm, self._status, OF_MESSAGES),
             by_mpi=True,
@@ -418,7 +441,7 @@ class _MpiMessage(_FastMessage):
             receive_lock=self._locks[0].address if src >= 0 else 0,
             patience=_BRIEF_NANOSECONDS if is_background and src < 0 else _POLL_NANOSECONDS,
             is_background=is_background,
-            lock=self._transport.lock.address,
+            lock=self.transport.lock.address,
             yields=group.context.is_crowded,
             call_log=self.call_log.address,
             **self.channels(tag),
@@ -431,9 +454,9 @@ class _MpiMessage(_FastMessage):
         """Wait for a message that the other rank delays, or return it; raise the error of one that has failed."""
         super().abort()
         if self._record.is_unfinished:
-            messages = self._adopted(tensor, is_background=self._is_background)
-            self._transport.begin_deferred()  # the others could wait for this rank to receive them
-            if self._is_background:
+            messages = self._adopted(tensor, is_background=self.is_background)
+            self.transport.begin_deferred()  # the others could wait for this rank to receive them
+            if self.is_background:
                 return messages[0]
             for message in messages:
                 message.wait()
@@ -459,7 +482,7 @@ class _MpiMessage(_FastMessage):
             if num_bytes:
                 memory = (ctypes.c_byte * num_bytes).from_address(self._record.address)
                 tensor = torch.frombuffer(memory, dtype=self.dtype)
-            shape = tensor.shape if self._tag != NO_TAG else described(self._sent, self.group.rank).shape
+            shape = tensor.shape if self.tag != NO_TAG else described(self._sent, self.group.rank).shape
             for message in self._adopted(tensor.view(shape)):
                 message.withdraw()
                 message.run_in_background()
@@ -468,9 +491,9 @@ class _MpiMessage(_FastMessage):
         """Return the messages that Python continues, the receive first, and release the locks that the kernel holds."""
         record, messages, send = self._record, [], None
         make = partial(
-            MessageHandle, self.group, self.name, tag=self._tag, is_background=is_background, begun=record.begun
+            MessageHandle, self.group, self.name, tag=self.tag, is_background=is_background, begun=record.begun
         )
-        transport, from_handle = self._transport, self.group.context.MPI.Request.fromhandle
+        transport, from_handle = self.transport, self.group.context.MPI.Request.fromhandle
         assert isinstance(transport, MpiTransport)
         record.is_unfinished = 0
         try:
@@ -494,7 +517,7 @@ class _MpiMessage(_FastMessage):
 
     def _continue_receive(self, transport: MpiTransport, receive: MessageHandle) -> None:
         """Continue a receive from the part that the kernel awaits, or end it."""
-        record, header = self._record, None if self._tag != NO_TAG else self._received
+        record, header = self._record, None if self.tag != NO_TAG else self._received
         if not record.receiving:
             received = self._whole if header is None else described(header, self.src)
             is_packed = header is not None and received.num_bytes <= PACKED_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,7 @@ class CallCounts:
         self._lock = threading.Lock()
         self._groups: dict[CallLog, tuple[str, bool]] = {}
         self._freed: dict[Key, CallCount] = {}
+        self._freed_names: set[str] = set()
         self._messages: dict[MessageKey, MessageCount] = {}
         self._exchanges: dict[CallLog, tuple[str, bool]] = {}
         self._requests: dict[object, tuple[str, Callable[[], Mapping[str, MessageCount]]]] = {}
@@ -83,13 +84,16 @@ class CallCounts:
         with self._lock:
             name, is_step = self._groups.pop(call_log)
             self._totals.pop(call_log, None)
-            if not is_step:
-                calls, ticks, nanoseconds, waited = map(sum, zip(self._freed_totals, _total(call_log), strict=True))
-                self._freed_totals = calls, ticks, nanoseconds, waited
-            known = {key[0] for key in self._freed}
+            known = self._freed_names
             if name not in known and len(known) >= _MOST_NAMES:
                 name = OTHERS
-            self._freed = _sum(self._freed.items(), _counts_of(name, is_step, call_log))
+            for key, each in _counts_of(name, is_step, call_log):
+                known.add(name)
+                _add_to(self._freed, key, each)
+                if not is_step:
+                    added = each.calls, each.ticks, each.nanoseconds + each.known_nanoseconds, each.waited_nanoseconds
+                    calls, ticks, nanoseconds, waited = map(sum, zip(self._freed_totals, added, strict=True))
+                    self._freed_totals = calls, ticks, nanoseconds, waited
 
     def add_message(self, name: str, kind: str, num_bytes: int, nanoseconds: int, waited: int | None = None) -> None:
         """Count a message that has ended; `waited`: how long this rank has waited for the other one, if that is known.
@@ -182,7 +186,11 @@ class CallCounts:
     def read(self) -> dict[Key, CallCount]:
         """Return the counts of calls that have ended; those of groups with the same name are added."""
         with self._lock:
-            return _sum(self._freed.items(), *(_counts_of(*names, log) for log, names in self._groups.items()))
+            total = dict(self._freed)
+            for log, names in self._groups.items():
+                for key, each in _counts_of(*names, log):
+                    _add_to(total, key, each)
+            return total
 
 
 def _total(call_log: CallLog) -> Totals:
@@ -215,10 +223,6 @@ def sum_of_messages(known: MessageCount | None, added: MessageCount) -> MessageC
     return added if known is None else MessageCount(*(a + b for a, b in zip(known, added, strict=True)))
 
 
-def _sum(*parts: Iterable[tuple[Key, CallCount]]) -> dict[Key, CallCount]:
-    total: dict[Key, CallCount] = {}
-    for part in parts:
-        for key, count in part:
-            known = total.get(key, CallCount(0, 0, 0, 0, 0, 0, 0))
-            total[key] = CallCount(*(a + b for a, b in zip(known, count, strict=True)))
-    return total
+def _add_to(total: dict[Key, CallCount], key: Key, count: CallCount) -> None:
+    known = total.get(key)
+    total[key] = count if known is None else CallCount(*map(sum, zip(known, count, strict=True)))

@@ -438,7 +438,11 @@ class ProcessGroup(GroupExecution):
         sources = split(input, input_split_sizes, self._size, f"{what}: the input")
         parts = split(output, output_split_sizes, self._size, f"{what}: the output")
         run: Callable[..., object] = partial(exchange.exchange, self._group)
-        if exchange.are_plain(input, output) and sources[own].numel() == parts[own].numel():
+        call: BoundCall | None = self._group.plans.get(("all_to_all", output.dtype))
+        is_whole = input.dtype is output.dtype and sources[own].numel() == parts[own].numel()
+        if is_whole and call is not None and self._exchanged(call, sources, parts, [output], opts):
+            return COMPLETED  # machine code has looked whether the parts are plain
+        if is_whole and exchange.are_plain(input, output):
             call = self._exchange_of_parts(output.dtype)
             if self._exchanged(call, sources, parts, [output], opts):
                 return COMPLETED

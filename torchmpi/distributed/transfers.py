@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from ..collectives.message_handle import MessageHandle
-from ..collectives.short_messages import DeferredReceive, cache_message
+from ..collectives.short_messages import cache_message, receive_later
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
+from ..communicators.handle import Handle
 from ..errors import ArgumentError, CommunicatorError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers, writable
-from .work import DeferredWork, EndedMessage, MessageWork
+from .work import EndedMessage, MessageWork
 
 MAX_TAG = (1 << 20) - 1
 """The greatest tag of a user; current MPI libraries permit larger ones, which the monitored barrier uses."""
@@ -31,21 +34,20 @@ def send(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int) 
         if buffers.is_plain(tensor):
             cache_message("send", group, tensor, key, communicator, -1, peer, tag, is_background=True)
         message = MessageHandle(group, "send", tensor, peer, tag, is_receive=False).start()
-    return MessageWork(message, tensor, group.timeout_seconds)
+    return MessageWork(message, [tensor], group.timeout_seconds)
 
 
 def receive(communicator: Communicator, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
     """Start to receive a tensor of the sender's length, from one rank or from any (None)."""
-    group = communicator.intra
-    runtime.current()  # raises in a forked child
-    _check(group, tensor, "recv", peer, tag)
-    if peer is None or not (buffers.is_plain(tensor) and fast_path.takes_calls()):
+    group, key = communicator.intra, None if peer is None else fast_path.joint_key(peer, tag)
+    message: Handle[Any] | None = None if key is None else receive_later(tensor, key, communicator)
+    if message is None:
+        runtime.current()  # raises in a forked child
+        _check(group, tensor, "recv", peer, tag)
+        if peer is not None and buffers.is_plain(tensor):
+            cache_message("recv", group, tensor, key, communicator, peer, -1, tag, is_background=True)
         message = MessageHandle(group, "recv", tensor, peer, tag, is_receive=True).start()
-        return MessageWork(message, tensor, group.timeout_seconds)
-    key = fast_path.joint_key(peer, tag)
-    cache_message("recv", group, tensor, key, communicator, peer, -1, tag, is_background=True)
-    deferred = DeferredReceive(communicator, tensor, peer, tag, key).start()
-    return DeferredWork(deferred, tensor, group.timeout_seconds)
+    return MessageWork(message, [tensor], group.timeout_seconds)
 
 
 def _check(group: Group, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -84,14 +84,14 @@ def awaited_ranks(group: Group) -> str:
 class PendingWork(dist.Work):
     """Work of a call in the background."""
 
-    def __init__(self, handle: Handle[Any] | None, outputs: list[torch.Tensor], limit_seconds: float) -> None:
+    _future: Future | None = None
+    value: Any = None
+    """The value of the future, if not what the call writes: that in the lists in which it was passed."""
+
+    def __init__(self, handle: Handle[Any], outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__()
-        if handle is not None:
-            self._handle = handle
+        self._handle = handle
         self._outputs, self._limit_seconds = outputs, limit_seconds
-        self._future: Future | None = None
-        self.value: Any = outputs
-        """The value of the future: what the call writes, in the lists in which it was passed."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
@@ -138,7 +138,7 @@ class PendingWork(dist.Work):
     def _complete(self, future: Future) -> None:
         error = self._handle.error
         if error is None:
-            future.set_result(self.value)
+            future.set_result(self._outputs if self.value is None else self.value)
         else:
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
@@ -146,56 +146,38 @@ class PendingWork(dist.Work):
 class MessageWork(PendingWork):
     """Work of one point-to-point message."""
 
-    def __init__(self, handle: MessageHandle | None, tensor: torch.Tensor, limit_seconds: float) -> None:
-        super().__init__(handle, [tensor], limit_seconds)
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block as :meth:`PendingWork.wait`; cancel a receive that exceeds the timeout of the group."""
+        if not timeout and type(self._handle) is DeferredReceive and self._handle.receive():
+            return True
         if timeout is not None and timeout.total_seconds() > 0:
             return super().wait(timeout)
-        message = self._handle
+        message = self._message
         try:
             message.wait(self._limit_seconds or None)
         except StallError:
-            assert isinstance(message, MessageHandle)
+            if not isinstance(message, MessageHandle):  # the error of one that has failed
+                raise
             limit = f"the timeout of {self._limit_seconds:g} s that this group has"
             late = StallError(f"{message.description} has not ended within {limit}.")
             message.abort(late)
             raise late from None
         return True
 
+    @property
+    def _message(self) -> Any:
+        """The message, which begins now if it has not; of a receive that has ended or failed, an ended handle."""
+        return self._handle.handle() if isinstance(self._handle, DeferredReceive) else self._handle
+
     def source_rank(self) -> int:
         """Return the rank in the group that sent the message."""
         self.wait()
-        message = self._handle
-        assert isinstance(message, MessageHandle)
-        return message.source
+        handle = self._handle
+        source: int = handle.source if isinstance(handle, (MessageHandle, DeferredReceive)) else -1
+        return source
 
     def _source_rank(self) -> int:
         return self.source_rank()
-
-
-class DeferredWork(MessageWork):
-    """Work of a receive that begins when the program waits for it, or looks at it."""
-
-    def __init__(self, receive: DeferredReceive, tensor: torch.Tensor, limit_seconds: float) -> None:
-        super().__init__(None, tensor, limit_seconds)
-        self._receive = receive
-
-    @cached_property
-    def _handle(self) -> Handle[Any]:  # type: ignore[override]
-        return self._receive.handle()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block as :meth:`MessageWork.wait`."""
-        if not timeout and self._receive.receive():
-            return True
-        return super().wait(timeout)
-
-    def source_rank(self) -> int:
-        """Return the rank in the group that sent the message."""
-        self.wait()
-        return self._receive.peer
 
 
 class JoinedWork(PendingWork):

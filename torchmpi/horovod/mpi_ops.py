@@ -15,6 +15,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle, JoinedHandle
 from ..config import Operation as OperationName
 from ..tensors import sparse
+from ..tensors.dtypes import DIVISIBLE_INTEGERS
 from . import adasum
 from .data_movement import allgather_async
 from .exceptions import HorovodInternalError
@@ -80,13 +81,15 @@ class NamedReduction:
 
     def _work(self) -> list[Tensor]:
         if self._in_place:
-            return [scale(values_of(tensor), self._before) for tensor in self._given]
+            values = [values_of(tensor) for tensor in self._given]
+            return values if self._before == 1 else [scale(tensor, self._before) for tensor in values]
         self._results = [scaled_copy(tensor, self._before) for tensor in self._given]
         return self._results
 
     def _finished(self) -> list[Tensor]:
         for tensor in self._results:
-            finished(values_of(tensor), self._op, self._comm.size, self._after)
+            if self._after != 1 or tensor.dtype in DIVISIBLE_INTEGERS:
+                finished(values_of(tensor), self._op, self._comm.size, self._after)
         return self._results
 
 

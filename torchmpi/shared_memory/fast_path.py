@@ -94,7 +94,8 @@ barrier: _Entry = _not_built
 sendreceive: _Entry = _not_built
 send: _Entry = _not_built
 recv: _Entry = _not_built
-
+find_receive: _Entry = _not_built
+"""With the arguments of `recv`: returns what begins a receive that is awaited later, or None."""
 
 Form = tuple[str, bool, bool]
 """A collective on one rank: its name, whether the rank passes a tensor, whether it receives in another one."""
@@ -299,7 +300,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
         chosen: Context variable of the communicator that a thread or task has chosen.
         enabled: Whether calls may be cached; without cached calls every fast path returns None.
     """
-    global _is_enabled
+    global _is_enabled, find_receive
     _is_enabled = enabled
     # Machine code loads the type of an object at its offset in builds of CPython without Py_DEBUG.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
@@ -310,6 +311,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
         _fast_paths[name] = _FastPath(name, chosen)
         if name in globals():
             globals()[name] = _fast_paths[name].function
+    find_receive = _fast_paths["recv"].find
     finders.update({form: [_fast_paths[name].find for name in names] for form, names in FORMS.items()})
     tracing.call_around_traces(_pass_through_python)
 

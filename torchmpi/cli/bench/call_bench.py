@@ -1,4 +1,4 @@
-"""``torchmpi bench calls``: messages, calls in flight, lists, objects, numbers, groups, strided and many tensors.
+"""``torchmpi bench calls``: messages, calls in flight, lists, objects, numbers, groups, gradients, strided tensors.
 
 A row of :data:`CALLS` makes the contestants of one way to call on the buffers of one size. The collectives on single
 tensors are in :mod:`.collective_bench`.
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 import torchmpi
+import torchmpi.horovod as hvd
+import torchmpi.nn as mpinn
 
 from ...launch import mpi_library
 from ..formatting import counted, table
@@ -27,9 +29,10 @@ from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls
 
 Call = Callable[[], Any]
 Contestants = Mapping[str, Call]
-AUTO_ASYNC = "auto async"
+AUTO_ASYNC, DIST_ASYNC, HOROVOD, NN = "auto async", "dist async", "hvd", "nn"
 _IN_FLIGHT = 8
 _MANY, _MANY_NUMEL = 50, 64
+_AVERAGED_NUMEL = 256
 _OBJECT = {"step": 7, "loss": 0.25, "name": "conv1"}
 
 
@@ -47,9 +50,15 @@ class Buffers:
         self.other_rows = torch.empty(part * job.size)
         self.in_flight = [torch.empty(numel) for _ in range(_IN_FLIGHT)]
         self.strided = torch.empty(numel, 2)[:, 0]
+        self.average = torch.empty(_AVERAGED_NUMEL)
         self.many = [torch.empty(_MANY_NUMEL) for _ in range(_MANY)]
-        self._all = (self.sent, self.received, self.part, self.rows, self.other_rows, self.strided,
-                     *self.in_flight, *self.many)  # fmt: skip
+        self.net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 10))
+        for parameter in self.net.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        self.gradients = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
+        self.parameters = [parameter.detach() for parameter in self.net.parameters()]
+        self._all = (self.sent, self.received, self.average, self.part, self.rows, self.other_rows, self.strided,
+                     *self.in_flight, *self.many, *self.gradients, *self.parameters)  # fmt: skip
 
     def touch(self) -> None:
         """Write zeros: repeated sums of other values would overflow."""
@@ -84,9 +93,14 @@ def _all_equal(tensors: Sequence[torch.Tensor], value: float) -> bool:
     return all(bool((tensor == value).all()) for tensor in tensors)
 
 
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None  # of a rank of the group
+    work.wait()
+
+
 def _round_trip(at: Buffers, before: Call = lambda: None) -> Contestants:
     """A message to the other rank of a pair and one back; `before` runs before each message is sent."""
-    sent, received, other = at.sent, at.received, at.partner
+    sent, received, other, group = at.sent, at.received, at.partner, at.groups[DIST]
     given, taken = sent.numpy(), received.numpy()
 
     def pair(send: Call, receive: Call) -> Call:
@@ -115,6 +129,9 @@ def _round_trip(at: Buffers, before: Call = lambda: None) -> Contestants:
                 partial(dist.send, sent, other, group=group), partial(dist.recv, received, other, group=group)
             )
         ),
+        DIST_ASYNC: pair(
+            lambda: _wait(dist.isend(sent, other, group)), lambda: _wait(dist.irecv(received, other, group))
+        ),
         "mpi4py": pair(partial(at.comm.Send, given, other), partial(at.comm.Recv, taken, other)),
     }
 
@@ -141,6 +158,7 @@ def _exchange(at: Buffers) -> Contestants:
 
     return {
         AUTO: partial(torchmpi.sendreceive, sent, left, right),
+        AUTO_ASYNC: lambda: torchmpi.sendreceive_async(sent, left, right).wait(),
         **at.through_torch(of_torch),
         "mpi4py": partial(at.comm.Sendrecv, given, right, 0, taken, left, 0),
         "mpi4py in place": partial(at.comm.Sendrecv_replace, given, right, 0, left, 0),
@@ -312,6 +330,39 @@ def _many(at: Buffers) -> Contestants:
     return {AUTO: partial(torchmpi.allreduce_many, at.many), **at.through_torch(of_torch), "mpi4py": of_mpi4py}
 
 
+def _average(at: Buffers) -> Contestants:
+    """The average of 1 KB in new memory, through the interfaces that return such."""
+    tensor = at.average
+    return {
+        AUTO: lambda: torchmpi.allreduce(tensor.clone(), op="avg"),
+        HOROVOD: partial(hvd.allreduce, tensor),
+        NN: partial(mpinn.functional.allreduce, tensor, op="avg"),
+    }
+
+
+def _gradients(at: Buffers) -> Contestants:
+    """The average of the gradients of a small network, against the call that makes it."""
+    return {
+        AUTO: partial(torchmpi.allreduce_many, at.gradients, op="avg"),
+        HOROVOD: partial(hvd.grouped_allreduce_, at.gradients),
+        NN: partial(mpinn.synchronize_gradients, at.net),
+    }
+
+
+def _parameters(at: Buffers) -> Contestants:
+    """The parameters of rank 0 for all, against a broadcast of each."""
+
+    def native() -> None:
+        for parameter in at.parameters:
+            torchmpi.broadcast(parameter)
+
+    return {
+        AUTO: native,
+        HOROVOD: lambda: hvd.broadcast_parameters(at.net.state_dict(), 0),
+        NN: partial(mpinn.synchronize_parameters, at.net),
+    }
+
+
 def _group(at: Buffers) -> Contestants:
     """A communicator of all ranks, made and freed."""
     return {
@@ -336,6 +387,9 @@ CALLS: dict[str, CallRow] = {
     "allreduce of a number": CallRow(_number, lambda at, result: result == at.total, False),
     "broadcast of an object": CallRow(_broadcast_object, lambda _, result: result == _OBJECT, False),
     "allgather of an object": CallRow(_allgather_object, lambda at, result: result == [_OBJECT] * at.size, False),
+    "average of 1K": CallRow(_average, lambda at, mean: _all_equal([mean], at.total / at.size), False),
+    "gradients of 4": CallRow(_gradients, lambda at, _: _all_equal(at.gradients, at.total / at.size), False),
+    "parameters of 4": CallRow(_parameters, lambda at, _: _all_equal(at.parameters, 1), False),
     "group, free": CallRow(_group, lambda _, __: True, False),
 }
 """All rows by title."""
@@ -343,6 +397,7 @@ CALLS: dict[str, CallRow] = {
 
 def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
     """Return rows of times, or of reasons why there are none. Collective."""
+    hvd.init()
     groups = {DIST: open_group("torchmpi", job.resources)}
     why_no_gloo = job.agreed(why_absent("gloo")) if "gloo" in options.peers else ""
     if why_no_gloo is None:
@@ -380,7 +435,8 @@ def _problem(row: CallRow, at: Buffers, call: Call) -> str | None:
 
 _LEGEND = (
     "us: median over batches, spread: half the distance of the quartiles. auto: torchmpi, dist: torch.distributed with",
-    "the backend torchmpi. bytes: of a message or a tensor, or of the tensors of all ranks in a list.",
+    "the backend torchmpi, hvd: torchmpi.horovod, nn: torchmpi.nn. bytes: of a message or a tensor, or of the tensors",
+    "of all ranks in a list.",
 )
 
 

@@ -164,7 +164,7 @@ _COLLECTIVES = """Time collectives of torchmpi and its peers on the same buffers
 order. A batch lasts from the start of the first rank to the end of the last; medians and quartiles are reported. In
 sendreceive each rank sends to the next one and receives from the one before it; a barrier has no size."""
 _CALLS = """Time the calls that are no collectives on one tensor: messages, several calls in flight, lists of tensors
-through torch.distributed, objects, numbers, strided tensors, many small tensors, and groups."""
+through torch.distributed, objects, numbers, strided tensors, many small tensors, gradients of a network, groups."""
 _TRAIN = """Time training steps of models without communication, with synchronize_gradients, with
 register_async_backward and with DistributedDataParallel on gloo; then communication alone. The model
 offloaded has the parameters of ResNet-18 (cnn) in layers that take time but no core, as on an accelerator."""
