@@ -812,7 +812,7 @@ def entry(spec: FastPathKernel) -> Function:
         if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
         thread = release_gil()
-        if cached_call.call.only_compares != 0:
+        if cached_call.only_compares != 0:
             status = compare_only(cached_call.call, arguments.seq, arguments.signature)
         else:
             status = run(cached_call.call, arguments)

@@ -76,6 +76,7 @@ COLLECTIVES = KernelSet(
         (
             "allreduce",
             "barrier",
+            "compare_only",
             "reduce_scatter",
             "broadcast",
             "allgather",
