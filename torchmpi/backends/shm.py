@@ -32,7 +32,6 @@ from ..shared_memory.memory_layout import (
     Block,
     CounterFields,
     Entry,
-    LogFields,
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
@@ -53,6 +52,8 @@ _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
 _MOST_PAYLOAD = Entry.FIELDS - Entry.payload
 _MAX_DIMS = _MOST_PAYLOAD - 2
+
+_WITHOUT_ERROR = records.UNEVEN, records.COMPARED
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -306,7 +307,6 @@ class SharedCalls:
                 transfers=self.transfers.ctypes.data,
                 message=self.message.ctypes.data,
                 dtype=self._dtype,
-                only_compares=self.only_compares,
             )
             # Another thread may have made one meanwhile, and machine code may have its address: the first one stays.
             known = self._records.setdefault(root, made)
@@ -318,13 +318,13 @@ class SharedCalls:
         return self.call_log.seq
 
     def run(self, kernel: str, record: int, *arguments: int) -> int:
-        """Run the kernel of the current call: 0, or UNEVEN; every other status is handled here or raises."""
+        """Run the kernel of the current call: 0, UNEVEN or COMPARED; every other status is handled here or raises."""
         assert self.call_log.entered is not None
         seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ self.mark
         self.call_log.time_field = CounterFields.known_ns
         status = self.kernels[kernel](record, seq, signature, *arguments)
-        while status and status & records.STATUS_KINDS != records.UNEVEN:
+        while status and status & records.STATUS_KINDS not in _WITHOUT_ERROR:
             self.settle(status)
             status = self.kernels[kernel](record, seq, signature, *arguments)
         return status
@@ -399,18 +399,10 @@ class SharedComparison(SharedCalls):
     def compare(self) -> None:
         """Wait until all ranks have made the current call; raise if the calls differ."""
         try:
-            self.synchronize()
+            self.run("compare_only", self.rootless)
         except BaseException:
             self.shared.abort()
             raise
-        self.settle(records.COMPARED)
-
-    def settle(self, status: int) -> None:
-        """Handle the status of a kernel; COMPARED: the kernel has ended, but the call has not."""
-        if status != records.COMPARED:
-            super().settle(status)
-        self.shared.status_board.set(self.rank, Block.left, self.seq - 1)
-        self.call_log.log_fields[LogFields.algorithm] = 0
 
 
 class SharedReduction(SharedCalls):
@@ -637,6 +629,7 @@ class CallsOfFastPath:
             code ^ calls.mark,
             partial(self._settle, root),
             self._abort,
+            only_compares=calls.only_compares,
         )
 
     def _abort(self) -> None:
@@ -651,7 +644,7 @@ class CallsOfFastPath:
         calls = self._calls
 
         def finish() -> Any:
-            if status & records.STATUS_KINDS != records.UNEVEN:
+            if status & records.STATUS_KINDS not in _WITHOUT_ERROR:
                 calls.settle(status)
             return self._run(source, destination, root)
 

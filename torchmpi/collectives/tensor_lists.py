@@ -133,10 +133,7 @@ class TensorList:
     def write_back(self) -> None:
         """Copy results out of the copies, and notify autograd that the tensors have changed."""
         if self.work is self.tensors:
-            try:
-                buffers.increment_version(tuple(self.tensors))
-            except RuntimeError:
-                buffers.touch_all(self.tensors)
+            buffers.touch_all(self.tensors)
             return
         for tensor, work in zip(self.tensors, self.work, strict=True):
             if work is tensor:

@@ -42,7 +42,7 @@ from ..shared_memory.memory_layout import (
 from ..tensors.dtypes import OPS, from_code, short_name
 from ..timeline import events
 from .conditions import sleep_until
-from .flight_record import STARTS, WRITERS, LoggedCall, Ring
+from .flight_record import STARTS, WRITERS, Ring
 from .mismatches import mismatch_error, mismatch_message
 from .rank_status import RankStatus, await_answers
 from .status_board import BoardQuestion, StatusBoard
@@ -139,11 +139,6 @@ class CallNumber(tuple[int, ...]):
     """Takes the place of a shape in a step of a larger call: a number that stands for that call."""
 
 
-def _as_entered(call: LoggedCall | None) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return sequence number, code and shape of the record of a call."""
-    return call and (call.seq, call.code, CallNumber(call.shape) if call.is_number else call.shape)
-
-
 class CallLog:
     """The calls of this rank on one group, in order.
 
@@ -227,27 +222,29 @@ class CallLog:
     @property
     def current(self) -> tuple[int, int, tuple[int, ...]] | None:
         """The call that is running: sequence number, code, shape."""
-        return self.entered or _as_entered(self._fast_path_call())
+        return self.entered or self._fast_path_call()
 
-    def _fast_path_call(self) -> LoggedCall | None:
+    def _fast_path_call(self) -> tuple[int, int, tuple[int, ...]] | None:
         """Return the call that the fast path has entered, perhaps in another thread that writes at the same time."""
         log_fields = self.log_fields
         while seq := log_fields[LogFields.active]:
             call = self.ring.read(seq)
             if call is not None and log_fields[LogFields.active] == seq:
-                return call
+                return seq, call.code, CallNumber(call.shape) if call.is_number else call.shape
         return None
 
     def take_over(self, ticks: int) -> None:
         """Continue in Python the call that the fast path has entered. `ticks`: the time of the fast path now."""
-        call = self._fast_path_call()
-        self.entered = _as_entered(call)
+        seq, self.entered = self.log_fields[LogFields.active], None
+        if seq:
+            code, shape, is_number, began = self.ring.begun(seq)
+            self.entered = seq, code, CallNumber(shape) if is_number else shape
         self.begin, self.time_field = monotonic_ns(), CounterFields.known_ns
         if (waited := self.log_fields[LogFields.waited]) < 0:
             self.begin, self.time_field, self.log_fields[LogFields.waited] = -waited, CounterFields.ns, 0
-        elif call is not None:
-            counters = LogFields.counters + (call.code & 0xFF) * CounterFields.FIELDS
-            self.log_fields[counters + CounterFields.ticks] += ticks - int(call.begin)
+        elif seq:
+            counters = LogFields.counters + (code & 0xFF) * CounterFields.FIELDS
+            self.log_fields[counters + CounterFields.ticks] += ticks - abs(began)
         self.log_fields[LogFields.active] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
@@ -544,7 +541,7 @@ class CallLog:
         """Return the last calls, oldest first."""
         current, last = self.current, self.seq  # the watchdog reads while other threads make calls
         read = [self.ring.read(seq) for seq in range(max(last - most, 0) + 1, last + 1)]
-        calls = [Call(*entered) for entered in map(_as_entered, read) if entered]
+        calls = [Call(*call[:2], CallNumber(call.shape) if call.is_number else call.shape) for call in read if call]
         if current is not None and calls and calls[-1].seq == current[0]:
             calls[-1] = Call(*current)  # also the dimensions for which an entry has no room
         return calls

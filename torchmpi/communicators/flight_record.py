@@ -136,6 +136,14 @@ class Ring:
         call = _as_call(self.fields[start : start + RecordFields.FIELDS].tolist(), abs)
         return call if call is not None and call.seq == seq else None
 
+    def begun(self, seq: int) -> tuple[int, tuple[int, ...], bool, int]:
+        """Return code, shape, whether that is a number, and begin of the call that this thread has entered."""
+        start, fields = _PAGE_BYTES // FIELD_BYTES + (seq & (RECORD_LENGTH - 1)) * RecordFields.FIELDS, self.fields
+        flags, dims = fields[start + RecordFields.num_dims], start + RecordFields.dims
+        shape = tuple(fields[dims : dims + (flags & (RECORD_IS_NUMBER - 1))])
+        begin: int = fields[start + RecordFields.begin]
+        return fields[start + RecordFields.code], shape, bool(flags & RECORD_IS_NUMBER), begin
+
     def calls(self) -> list[LoggedCall]:
         """Return all entries, oldest first; times are in nanoseconds only if Python wrote them."""
         return _calls_in(self.fields.tolist(), abs)

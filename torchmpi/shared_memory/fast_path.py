@@ -168,6 +168,8 @@ class CachedCall(NamedTuple):
     """As how many rows the tensors are taken: see `given_rows` in :class:`~.kernels.records.CachedCallRecord`."""
     bound: object = None
     """What begins an asynchronous call like this one; None if none does."""
+    only_compares: bool = False
+    """Whether the call is only compared, and Python runs it then: `settle` gets the status COMPARED."""
 
 
 class _FastPath:
@@ -178,7 +180,8 @@ class _FastPath:
         self._packs = name in SPECS and SPECS[name].kind == "collective" and SPECS[name].in_place
         """Whether tensors with gaps between their elements are packed."""
         self.cached_calls: dict[Name, tuple[CachedCall, records.CachedCallRecord]] = {}
-        self._retired: dict[int, tuple[CachedCall, records.CachedCallRecord]] = {}
+        self._by_address: dict[int, tuple[CachedCall, records.CachedCallRecord]] = {}
+        """The same by the address of the record, and dropped ones that still run."""
         # Machine code uses the addresses of these objects, so they are never freed.
         self._objects = {
             "chosen_comm": chosen,
@@ -219,16 +222,14 @@ class _FastPath:
         self._retire(dropped)
 
     def _retire(self, names: list[Name]) -> None:
-        items = [self.cached_calls.pop(name) for name in names]
-        known = self._retired | {int(record): (call, record) for call, record in items}
-        entered = memory_layout.LockFields.entered
-        self._retired = {address: item for address, item in known.items() if item[0].run_lock.fields[entered]}
-
-    def _cached_call_at(self, address: int) -> CachedCall:
-        for cached_call, record in list(self.cached_calls.values()):
-            if record == address:
-                return cached_call
-        return self._retired[address][0]
+        for name in names:
+            del self.cached_calls[name]
+        kept, entered = {int(record) for _, record in self.cached_calls.values()}, memory_layout.LockFields.entered
+        self._by_address = {
+            address: item
+            for address, item in self._by_address.items()
+            if address in kept or item[0].run_lock.fields[entered]
+        }
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
         dtype, backend = name.dtype, None if name.backend is None else sys.intern(str(name.backend))
@@ -247,14 +248,15 @@ class _FastPath:
             given_rows=cached_call.rows[0],
             received_rows=cached_call.rows[1],
             packed=cached_call.run_lock.packed_address() if self._packs else 0,
+            only_compares=cached_call.only_compares,
             bound=0 if cached_call.bound is None else id(cached_call.bound),
         )
-        self.cached_calls[name] = cached_call, record
+        self.cached_calls[name] = self._by_address[int(record)] = cached_call, record
         self.record.first_call = record
 
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
         """Continue in Python a call that machine code has entered, and release its run lock."""
-        cached_call = self._cached_call_at(address)
+        cached_call, _ = self._by_address[address]
         if self.name.endswith(INTO):  # the call works in place on a copy
             tensor, out = out, None
         work = tensor.detach().contiguous() if self._packs else tensor
@@ -281,7 +283,7 @@ class _FastPath:
 
     def _abort(self, address: int) -> None:
         """Abort a call after a KeyboardInterrupt before the start of :meth:`_settle`."""
-        self._cached_call_at(address).abort()
+        self._by_address[address][0].abort()
 
 
 _fast_paths: dict[str, _FastPath] = {}

@@ -785,8 +785,6 @@ def entry(spec: FastPathKernel) -> Function:
     takes_list, takes_out_list, any_length = spec.takes_list, spec.takes_out_list, spec.any_length
     takes = _TENSOR * takes_tensor | _OUT * takes_out | _LIST * takes_list | _OUT_LIST * takes_out_list
 
-    is_collective = not spec.is_message
-
     def fast_call(path: FastPath, tensor, out, key, comm, backend):
         first, last = DLTensor(described_tensor()), DLTensor(described_tensor())
         given_parts, received_parts = Words(_parts()), Words(_parts())
@@ -814,7 +812,7 @@ def entry(spec: FastPathKernel) -> Function:
         if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
         thread = release_gil()
-        if is_collective and cached_call.call.only_compares != 0:
+        if cached_call.only_compares != 0:
             status = compare_only(cached_call.call, arguments.seq, arguments.signature)
         else:
             status = run(cached_call.call, arguments)

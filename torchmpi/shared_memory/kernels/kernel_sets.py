@@ -31,8 +31,6 @@ class FastPathKernel(NamedTuple):
     """Whether it is a call on a list of tensors (see :mod:`.list_calls`)."""
     any_length: bool = False
     """Whether these tensors may differ in length."""
-    is_message: bool = False
-    """Whether the record of the call is that of a message, and not a KernelCall."""
 
 
 class KernelSet(NamedTuple):
@@ -80,6 +78,7 @@ COLLECTIVES = KernelSet(
         (
             "allreduce",
             "barrier",
+            "compare_only",
             "reduce_scatter",
             "broadcast",
             "allgather",
@@ -138,9 +137,9 @@ COLLECTIVES = KernelSet(
         "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True, takes_list=True),
         "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
         "barrier": FastPathKernel("any_barrier", "enter_barrier", takes_tensor=False, writes=False),
-        "sendreceive": FastPathKernel("any_message", "enter_message", is_message=True),
-        "send": FastPathKernel("any_message", "enter_message", writes=False, is_message=True),
-        "recv": FastPathKernel("any_message", "enter_message", is_message=True),
+        "sendreceive": FastPathKernel("any_message", "enter_message"),
+        "send": FastPathKernel("any_message", "enter_message", writes=False),
+        "recv": FastPathKernel("any_message", "enter_message"),
     },
     brief=frozenset(("read_ticks", "announce")),
 )

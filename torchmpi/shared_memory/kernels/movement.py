@@ -96,9 +96,13 @@ def barrier(call: KernelCall, seq, signature, message, num_bytes):
 
 @kernel
 def compare_only(call: KernelCall, seq, signature):
-    """Compare a call that Python runs: COMPARED, or the status of `barrier`."""
-    status = barrier(call, seq, signature, 0, 0)
-    return COMPARED if status == 0 else status
+    """Compare a call that Python runs and ends: COMPARED, or the status of `arrive`."""
+    group = group_of(call)
+    status = begin(group, seq)
+    if status == 0:
+        status = arrive(group, seq, signature)
+    set_algorithm(group, 0)
+    return outcome(group, COMPARED if status == 0 else status)
 
 
 @inner

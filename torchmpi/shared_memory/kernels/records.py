@@ -515,8 +515,6 @@ class KernelCall(Record):
     """Number of the dtype, the same on all ranks; 0 if unknown."""
     hosts = Pointer(Hosts)
     """For a call over hosts; 0 for a call within a host."""
-    only_compares = Word()
-    """Whether kernels only compare the call, and Python runs it then, by a library."""
     given_parts = Pointer(Words)
     received_parts = Pointer(Words)
     """The addresses of the parts of each rank, if they are tensors of a list; 0 if they are rows of one tensor."""
@@ -688,6 +686,8 @@ class CachedCallRecord(Record):
     """As how many rows the tensors are taken, whatever their shapes; 0: with their shapes, FLAT: as one dimension."""
     packed = Word()
     """Of a call in place the address of memory for a short tensor with gaps between its elements; 0 for none."""
+    only_compares = Word()
+    """Whether the call is only compared in shared memory, and Python runs it then, by a library."""
     bound = Word()
     """Address of the object that begins an asynchronous call like this one; 0 if none does."""
 
@@ -773,7 +773,7 @@ UNREADABLE = 6 << 20
 VIOLATION = 7 << 20
 """Checked build only: a check failed on this rank; the group record has its number."""
 COMPARED = 8 << 20
-"""All ranks have made the same call, which Python runs (`only_compares` of a KernelCall)."""
+"""All ranks have made the same call, which Python runs (`only_compares` of a CachedCallRecord)."""
 STATUS_KINDS = ~((1 << 20) - 1)
 NOT_FAST = -1
 """Of the functions of the fast path: the arguments must take the path through Python."""
