@@ -135,13 +135,13 @@ def measure(num_workers: int, methods: list[str], periods: list[int], steps: int
 def print_cost(num_batches: int = 300, batch: int = 200) -> None:
     """Print the nanoseconds of the record of a send."""
     observer, values = RunObserver(), torch.zeros(8)
-    rule = prepare("add", torch.float32)
     server: Any = SimpleNamespace(world_rank=0, label="parameters 0", sent_version=1.0, sent_staleness=1.0)
+    request: Any = SimpleNamespace(server=server, rule=prepare("add", torch.float32))
     times = []
     for _ in range(num_batches):
         begin = time.perf_counter_ns()
         for _ in range(batch):
-            observer.note_send(server, "add", values, observer.begin_send(server, rule, values))
+            observer.begin(request, values)()
         times.append((time.perf_counter_ns() - begin) / batch)
         observer.events.clear()
     print(f"the record of a send: {statistics.median(times):.0f} ns, at least {min(times):.0f} ns")

@@ -45,7 +45,7 @@ KERNEL_MODULES = (
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 COMPILER_MODULES = ("addresses", "compilation", "cpython", "target")
 """The same of ``shared_memory/compiler``."""
-SERVER_MODULES = ("shard_passes", "server_rule_loops")
+SERVER_MODULES = ("shard_passes", "server_rule_loops", "request_code")
 """The same of ``parameterserver/kernels``."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
 IMPORTING_NUMBA |= {f"shared_memory/compiler/{name}.py" for name in COMPILER_MODULES}

@@ -243,9 +243,9 @@ def report(records: Sequence[RankCalls]) -> str:
         for each in sorted(record.messages, key=lambda each: each.begin)[-_MOST_LAST_CALLS:]:
             lines.append(f"  {each.group} message #{each.num_begun}, {each}: {_how_messages_ended(each)}")
         for each in sorted(record.requests, key=lambda each: each.begin)[-_MOST_LAST_CALLS:]:
-            call, what = "receive" if each.is_receive else "send", f"{each.dtype}, {each.num_bytes} bytes"
-            about_it = f"server {each.tag} {call} #{each.num_begun} ({what}): {_how_messages_ended(each)}"
-            lines.append(f"  {each.group} {about_it}")
+            which = f"server {each.tag} {'receive' if each.is_receive else 'send'} #{each.num_begun}"
+            what = f"{each.dtype}, {each.num_bytes} bytes"
+            lines.append(f"  {each.group} {which} ({what}): {_how_messages_ended(each)}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Requests that a program repeats, by machine code: with the same rule, or into the same tensor, of a server.
 
-The path through Python (:mod:`.requests`) remembers a request when it makes one like the last one. What is remembered
-is dropped when something reads requests that pass through Python: a timeline, a profiler, a recorded run.
+The path through Python (:mod:`.server_requests`) remembers a request when it makes one like the last one. What is
+remembered is dropped when something reads requests that pass through Python: a timeline, a profiler, a recorded run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,7 @@ from ..tensors import dtypes as dtype_table
 from .kernels.shard_layout import RepeatedRequest, RepeatedRequests
 from .remote import Answer
 from .runs import observed_run
-
-if TYPE_CHECKING:
-    from .requests import Request
-    from .servers import Server
+from .server_requests import RequestServer, ServerRequest
 
 _MOST_REQUESTS = 16
 """Of a server, of each kind: machine code looks through all of them."""
@@ -43,8 +40,10 @@ class Repeater:
             has been made for the call.
     """
 
-    def __init__(self, server: Server) -> None:
-        self._server, self._last = server, (lambda: None, lambda: None)
+    def __init__(self, server: RequestServer) -> None:
+        self._server = server
+        self._last: list[Callable[[], object]] = [lambda: None, lambda: None]
+        """Return the keys of the last send and of the last receive, unless that tensor has gone."""
         self._is_open = server.context.repeats
         self.send: Callable[[object, object], Any] = _nothing
         self.receive: Callable[[object, object], Any] = _nothing
@@ -53,7 +52,7 @@ class Repeater:
         self._record = RepeatedRequests.new()
         self._settler = self._settle  # machine code has its address
 
-    def remember(self, request: Request, key: object) -> None:
+    def remember(self, request: ServerRequest, key: object) -> None:
         """Let machine code make requests like this one, if the last one was like it; the caller holds the lock.
 
         An object that is used once, such as a rule with a new learning rate, is not remembered.
@@ -64,7 +63,7 @@ class Repeater:
         is_receive = request.rule is None
         last, known = self._last[is_receive](), self._known[is_receive]
         keeper: Callable[[], object] = (lambda: key) if not isinstance(key, torch.Tensor) else weakref.ref(key)
-        self._last = (self._last[0], keeper) if is_receive else (keeper, self._last[1])
+        self._last[is_receive] = keeper
         if last is not key or id(key) in known:
             return
         if self.send is _nothing:

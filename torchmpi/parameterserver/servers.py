@@ -1,9 +1,9 @@
 """Parameter servers: `init`, `send`, `receive`, `free`.
 
 `send` and `receive` pass on what a program repeats to machine code (:mod:`.repeated`). Otherwise they check their
-arguments and make a :class:`.requests.Request`, which runs in the calling thread or in a call queue of the servers. It
-accesses the shards of this host through memory (:class:`.shards.Actor`) and those of other hosts by messages
-(:class:`.remote.RemoteClient`).
+arguments and make a :class:`.server_requests.ServerRequest`, which runs in the calling thread or in a call queue of the
+servers. It accesses the shards of this host through memory (:class:`.shards.Actor`) and those of other hosts by
+messages (:class:`.remote.RemoteClient`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..tensors.partition import even_partition
 from .kernels.server_rules import state_dtype
 from .remote import RemoteClient, ServerThread
 from .repeated import Repeater
-from .requests import Request, RequestQueue, RequestRecords, check_open
 from .rules import PreparedRule, Rule, RuleBoard, prepare
+from .server_requests import RequestQueue, RequestRecord, RequestRecords, ServerRequest, check_open
 from .server_rows import Rows, checked_index
 from .shards import CLIENT, SERVER, Actor, Shards, Versions, joined_parts, layout, private_segment
 
@@ -100,7 +100,8 @@ class Server:
         """Held while a request runs, so that a short one to this server does not wait for long ones to others."""
         self.actor = context.make_client()
         self.actor.on_wait = self._note_wait
-        self.sends, self.receives = (context.records.take(number, is_receive=kind) for kind in (False, True))
+        self.sends: RequestRecord = context.records.take(number, is_receive=False)
+        self.receives: RequestRecord = context.records.take(number, is_receive=True)
         self._holder: tuple[tuple[str, int], int] = ("", 0), 0
         self._described: tuple[object, str] = None, ""
         self.repeater = Repeater(self)
@@ -220,7 +221,7 @@ class ServerContext(GroupResource):
         self.call_queue: CallQueue = RequestQueue(f"{group.name} parameter server", self.servers, threaded=threaded)
         # Under the number of this rank: the requests do not wait for a call of another one.
         group.peer_queues["parameter server", group.rank] = self.call_queue
-        self.records = RequestRecords(group)
+        self.records: RequestRecords = RequestRecords(group)
         context.call_counts.add_requests(self, group.name, self._counted)
         size = self.local_comm.size * RuleBoard.BYTES
         # Without shared memory for it, the first server of the group cannot be allocated either.
@@ -278,7 +279,7 @@ class ServerContext(GroupResource):
         """Return what applies rules for a server."""
         return self._make_actor(CLIENT)
 
-    def call(self, request: Request, key: object) -> Handle[Any]:
+    def call(self, request: ServerRequest, key: object) -> Handle[Any]:
         """Run a short request in the calling thread if none to its server is queued, others in the call queue.
 
         `key` identifies requests that are alike (:mod:`.repeated`).
@@ -300,7 +301,7 @@ class ServerContext(GroupResource):
             lock.release()
         return handle
 
-    def _queue(self, request: Request) -> Handle[Any]:
+    def _queue(self, request: ServerRequest) -> Handle[Any]:
         fields = request.server.lock.fields
         with _counting:
             fields[LockFields.pending] += 1
@@ -315,7 +316,7 @@ class ServerContext(GroupResource):
                 fields[LockFields.pending] -= 1
             raise
 
-    def _run_queued(self, request: Request) -> Any:
+    def _run_queued(self, request: ServerRequest) -> Any:
         lock = request.server.lock
         with lock:
             try:
@@ -529,7 +530,7 @@ def send(
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what, selected)
-    request = Request(server, tensor, prepared, what, rows=selected, order=order, base=base)
+    request = ServerRequest(server, tensor, prepared, what, rows=selected, order=order, base=base)
     return server.context.call(request, rule)
 
 
@@ -601,7 +602,7 @@ def receive(
         buffers.check(tensor, what, written=True)
     writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
     _check_fits(server, tensor, what, selected, None if order is None else len(order))
-    return server.context.call(Request(server, tensor, None, what, rows=selected, order=order), key)
+    return server.context.call(ServerRequest(server, tensor, None, what, rows=selected, order=order), key)
 
 
 def _check_server(server: object, call: str) -> str:

@@ -12,11 +12,11 @@ from ...communicators.call_queue import CallQueue
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ..kernels.server_rules import state_dtype
-from ..requests import Request, RequestRecords
 from ..rules import PreparedRule
 from ..runs import observed_run
 from ..runs.call_order import ComparedCalls, NumberedCalls, RecordedRows
 from ..runs.observed_run import ObservedServer
+from ..server_requests import RequestRecords, ServerRequest
 from ..servers import Server, ServerContext
 from ..shards import CLIENT, Actor, Shards, layout, private_segment
 from .coroutines import Event
@@ -134,7 +134,7 @@ class SimulatedServerContext(ServerContext):
         self.local_ranks, self.remote_ranks = tuple(range(group.size)), ()
         self.local_world_ranks = list(group.world_ranks)
         self.remote = None
-        self.records = RequestRecords(group)
+        self.records: RequestRecords = RequestRecords(group)
         group.context.call_counts.add_requests(self, group.name, self._counted)
         self.call_queue = CallQueue(f"{group.name} parameter server")
         self.servers, self.num_made = {}, 0
@@ -159,9 +159,9 @@ class SimulatedServerContext(ServerContext):
         """Return what applies rules for all workers."""
         return self._served.actor
 
-    def call(self, request: Request, key: object) -> Handle[Any]:
+    def call(self, request: ServerRequest, key: object) -> Handle[Any]:
         """Run a request at the simulated time at which it reaches the servers."""
-        turns, network, server = self._served.turns, self._served.network, request.server
+        turns, network, server = self._served.turns, self._served.network, cast("Server", request.server)
         handle: SimulatedHandle[Any] = SimulatedHandle(request.what)
         handle.queue = self
         begin, is_send = max(turns.clock, self._free_at), request.rule is not None

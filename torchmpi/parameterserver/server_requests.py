@@ -1,22 +1,22 @@
 """Requests to a server: sends with a rule and receives, whole or of rows; their records, and the order that they keep.
 
-A request is a plan (:class:`Request`) and a record (:class:`RequestRecord`), which is written at its begin and at its
-end. Observers read the record. A request that a program repeats is run by machine code (:mod:`.repeated`).
+A request is a plan (:class:`ServerRequest`) and a record (:class:`RequestRecord`), which is written at its begin and
+at its end. Observers read the record. A request that a program repeats is run by machine code (:mod:`.repeated`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..communicators.call_counts import MessageCount
-from ..communicators.call_queue import CallQueue
+from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.flight_record import OF_REQUESTS, Ring
 from ..communicators.group import Group
 from ..communicators.message_record import ANY_RANK
@@ -26,14 +26,11 @@ from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
 from ..timeline import events
 from .kernels.shard_layout import RequestFields
-from .remote import Answer
+from .remote import Answer, RemoteServer
 from .rules import PreparedRule
 from .runs import observed_run
 from .server_rows import Rows
-from .shards import NOBODY, RuleFailure, Sender, applied_part
-
-if TYPE_CHECKING:
-    from .servers import Server
+from .shards import NOBODY, Actor, RuleFailure, Sender, Versions, applied_part
 
 
 class RequestRecord:
@@ -131,15 +128,56 @@ class RequestRecords:
 
     def close(self) -> None:
         """Give the memory back to the flight record."""
-        flight_record = self._group.context.flight_record
-        for ring in self._rings if flight_record is not None else ():
-            flight_record.free(ring)
+        if (flight_record := self._group.context.flight_record) is not None:
+            for ring in self._rings:
+                flight_record.free(ring)
+
+
+class RequestServer(RemoteServer, Protocol):
+    """The attributes of a :class:`.servers.Server` that requests use."""
+
+    context: Any
+    numel: int
+    is_local: bool
+    is_open: bool
+    label: str
+    world_rank: int
+    sender: int
+    num_clients: int
+    versions: Versions
+    actor: Actor
+    lock: RunLock
+    sends: RequestRecord
+    receives: RequestRecord
+    repeater: Any
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold the shards."""
+
+    @property
+    def sent_version(self) -> float:
+        """Of the last send."""
+
+    @property
+    def sent_staleness(self) -> float:
+        """Of the last send."""
+
+    @property
+    def received_version(self) -> float:
+        """Of the last receive."""
+
+    def spans_of(self, rows: Rows) -> list[tuple[int, int]]:
+        """Return the positions of rows whose elements are in memory."""
+
+    def doing(self) -> str | None:
+        """Describe the request that is being made."""
 
 
 class RequestQueue(CallQueue):
     """The long requests of a client to the servers of a group, in order, and the description of any request."""
 
-    def __init__(self, name: str, servers: dict[int, Server], *, threaded: bool) -> None:
+    def __init__(self, name: str, servers: Mapping[int, RequestServer], *, threaded: bool) -> None:
         super().__init__(name, threaded=threaded)
         self._servers = servers
 
@@ -154,7 +192,7 @@ class RequestQueue(CallQueue):
         self._doing = description
 
 
-class Request:
+class ServerRequest:
     """A request to a server: a send with a rule, or a receive, of all elements or of rows.
 
     Args:
@@ -171,7 +209,7 @@ class Request:
 
     def __init__(
         self,
-        server: Server,
+        server: RequestServer,
         tensor: torch.Tensor,
         rule: PreparedRule | None,
         what: str,
@@ -284,7 +322,7 @@ class Request:
         return self.tensor
 
 
-def check_open(server: Server, what: str) -> None:
+def check_open(server: RequestServer, what: str) -> None:
     """Raise if a server has been freed."""
     if not server.is_open:
         raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
@@ -293,7 +331,7 @@ def check_open(server: Server, what: str) -> None:
 # ---- observers
 
 
-def _observers() -> Iterator[Callable[[Request, torch.Tensor], Callable[[], object]]]:
+def _observers() -> Iterator[Callable[[ServerRequest, torch.Tensor], Callable[[], object]]]:
     """Yield what is called at the begin of a request, and returns what is called at its end."""
     if events.recorder is not None:
         yield _begin_in_timeline
@@ -301,14 +339,14 @@ def _observers() -> Iterator[Callable[[Request, torch.Tensor], Callable[[], obje
         yield observed_run.active.begin
 
 
-def _begin_in_timeline(request: Request, data: torch.Tensor) -> Callable[[], None]:
+def _begin_in_timeline(request: ServerRequest, data: torch.Tensor) -> Callable[[], None]:
     queue, recorder = request.server.context.call_queue, events.recorder
     queued = queue.origin if queue.runs_here() else None
     origin = queued if queued is not None or recorder is None else recorder.origin(0)
     return partial(_end_in_timeline, request, data, origin, events.now())
 
 
-def _end_in_timeline(request: Request, data: torch.Tensor, place: events.PlainOrigin | None, begin: int) -> None:
+def _end_in_timeline(request: ServerRequest, data: torch.Tensor, place: events.PlainOrigin | None, begin: int) -> None:
     """Report a request that ends now to the recorder, if there still is one."""
     recorder, server = events.recorder, request.server
     if recorder is None or place is None:
