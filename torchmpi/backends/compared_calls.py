@@ -35,6 +35,7 @@ from .pipeline import ChunkBuffers
 from .rank_order import PartialResults, combiner
 
 _KINDS = "collective", "exchange"
+_WITHOUT_ROOT = (1 << 32) - 1
 _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
 _LONG = 1 << CALL_NUMBER_BITS - 1
@@ -50,7 +51,9 @@ def with_comparison(
     """
     comparison, spec = group.comparison, SPECS[collective]
     # A rank without a tensor knows no length of what it receives.
-    if spec.kind not in _KINDS or spec.only_root_passes or not isinstance(comparison, CallComparison):
+    if spec.kind not in _KINDS or not isinstance(comparison, CallComparison):
+        return Operation(longer)
+    if spec.only_root_passes and dtype is None:  # a rank that knows nothing of the call
         return Operation(longer)
     if spec.kind == "exchange":
         longer = on_rows(longer, group.size)
@@ -86,9 +89,14 @@ class ComparedCall:
         longer: Run,
     ) -> None:
         self.group, self.comparison, self.longer, self.op = group, comparison, longer, op
-        self.spec, self.runner = SPECS[collective], comparison.runner(op)
+        self.takes_part = SPECS[collective].only_root_passes
+        """Whether all ranks get the whole tensor, of which each takes its part: a scatter."""
+        self.spec = SPECS["broadcast" if self.takes_part else collective]
+        self.runner = comparison.runner(op)
         self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
-        self.code = call_code(self.spec.form_of or collective, op, 0 if dtype is None else dtypes.info(dtype).code)
+        self.code = call_code(
+            SPECS[collective].form_of or collective, op, 0 if dtype is None else dtypes.info(dtype).code
+        )
         self.has_parts = self.spec.kind == "exchange"
         """Whether a rank may pass lists of parts, which may differ in length: short calls have equal parts."""
         self.kind = _OF_ROWS if self.spec.compared == "rows" or self.has_parts else 0
@@ -97,14 +105,14 @@ class ComparedCall:
             if comparison.in_steps:
                 self.partial_results = PartialResults(self.dtype, op, group.size)
                 self.divides = OPERATIONS[op].finish == "divide"
-                self.sent_dtype, self.op = self.partial_results.accumulator, OPERATIONS[op].partial
-            self.combine = combiner(self.sent_dtype, self.op)
+                self.sent_dtype, op = self.partial_results.accumulator, OPERATIONS[op].partial
+            self.combine, self.op = combiner(self.sent_dtype, op), op
         self.memory = ChunkBuffers(self.sent_dtype)
         split = comparison.split
         self.hosts, member = split.groups, split.members[group.rank]
         self.own_host, self.place, self.most_ranks = member.group, member.intra_rank, max(map(len, split.groups))
         self.host_of = [each.group for each in split.members]
-        self.steps = cache(partial(splits.steps_around_messages, collective, group.rank, split))
+        self.steps = cache(partial(splits.steps_around_messages, self.spec.name, group.rank, split))
         self.rounds = cache(
             lambda root: schedule.carried(self.own_host, len(self.hosts), self.spec.flow, self.host_of[root])
         )
@@ -130,6 +138,9 @@ class ComparedCall:
 
     def run(self, source: Any, destination: Any, root: int) -> Any:
         """Run a call on a tensor, or on parts; in place if the collective is."""
+        if self.takes_part and not self._is_announced(destination):
+            self.group.announce()
+            return self.longer(source, destination, root)
         call = self.call(source, destination, root)
         if self.spec.tensors and not 0 < call.blocks.together <= self.most_bytes:
             self._compare_long(source)
@@ -144,13 +155,27 @@ class ComparedCall:
             are_equal = len({part.numel() for part in (*source, *destination)}) == 1
             source = torch.cat([part.detach().reshape(-1) for part in source]) if are_equal else None
             destination = None
+        elif self.takes_part:
+            num_bytes = destination.nbytes * self.group.size
+            if num_bytes > self.most_bytes:
+                source = None
+            elif self.group.rank != root:
+                with torch.inference_mode(False):
+                    source = torch.from_numpy(self.comparison.rows_memory[0])[:num_bytes].view(self.dtype)
+            destination = None
         elif self.has_parts:
             source, destination = source.view(-1), destination.view(-1)
         return _Call(self, self.blocks_of(source), source, destination, root)
 
+    def _is_announced(self, destination: Any) -> bool:
+        """Return whether the ranks compare what each of them receives in a scatter, so that all know its length."""
+        entered = self.group.call_log.entered
+        return destination is not None and entered is not None and entered[1] & _WITHOUT_ROOT == self.code
+
     def _compare_long(self, source: Any) -> None:
         """Compare a call that is too long for these messages, and find out whether all ranks have as many rows."""
-        group, num_rows = self.group, 0 if self.has_parts else rows_of(source)[0]
+        group = self.group
+        num_rows = rows_of(source)[0] if self.kind and not self.has_parts else 0
         if not self.kind:
             group.announce()
         elif self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
@@ -172,6 +197,11 @@ class ComparedCall:
             return self.longer(source, destination, call.root)
         if self.comparison.exchange is None:  # the other hosts have arrived when the result has
             self.group.call_log.count_wait()
+        if self.takes_part:
+            assert call.target is not None
+            part = call.target.view(self.group.size, -1)[self.group.rank]
+            buffers.overwrite(destination, part.view(destination.shape))
+            return destination
         if isinstance(destination, (list, tuple)):
             assert call.target is not None
             for part, row in zip(destination, call.target.chunk(len(destination)), strict=True):
@@ -414,6 +444,7 @@ class _KernelCall:
             place=plan.place,
             block_units=plan.block_units,
             passed_units=plan.passed_units,
+            takes_part=plan.takes_part,
             given_memory=plan.comparison.rows_memory[0].ctypes.data,
             received_memory=plan.comparison.rows_memory[1].ctypes.data,
         )

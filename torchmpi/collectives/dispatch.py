@@ -399,6 +399,8 @@ def _bind(group: Group, plan: Plan, which: str | None, root: int, dtype: torch.d
     known, key = plan.bound, (which, root, dtype)
     if key not in known:
         code, find = None, None if plan.cached_call is None else partial(plan.cached_call, root, None)
+        if SPECS[plan.collective].only_root_passes and group.status_board is None:
+            find = None  # over hosts, machine code needs the length on all ranks
         has_code = which is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS
         if which is not None and has_code and find is not None and find() is not None:
             code = BoundCode(group, which, dtype, find)
@@ -438,6 +440,7 @@ def _cached_call(
     of_list: OfList | None,
 ) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
+    is_meant = is_meant and not (SPECS[key.collective].only_root_passes and group.status_board is None)  # as in _bind
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
     chosen = plan if of_list is None else plan.many
     if not is_meant or group.call_queue.closed or chosen is None or chosen.cached_call is None:

@@ -187,7 +187,8 @@ class BoundCall:
         if cached is None:
             return None
         if self._announces and self._dtype is not None:
-            announced = plan.code ^ plan.announcing(self._dtype).code
+            # Over hosts the code has the dtype.
+            announced = 0 if self.by_messages else plan.code ^ plan.announcing(self._dtype).code
             cached = cached._replace(
                 code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
             )

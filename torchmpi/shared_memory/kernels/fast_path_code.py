@@ -494,17 +494,21 @@ def enter_scattering(cached_call: CachedCallRecord, tensor: DLTensor, arguments:
     """Enter a scatter, and write the description of the tensor that this rank offers or expects."""
     call = cached_call.call
     row_bytes = row_numel(tensor) * call.item_bytes
+    if not is_carried(call, group_of(call).size * row_bytes, 0):
+        return NOT_FAST
     status = begin_call(cached_call, tensor, dim(tensor, 0) * row_bytes, Arguments(arguments))
     if status != 0:
         return status
     use_parts(call, Arguments(arguments))
+    arguments.row_bytes = row_bytes
+    if call.hosts:  # of which all ranks know the length
+        return 0
     message, length = call.message, num_dims(tensor)
     message.dtype, message.num_dims = call.dtype, length
     for index in range(length):
         message.shape[index] = dim(tensor, index)
     arguments.message = message
     arguments.message_bytes = (TensorMessage.shape + length) * 8
-    arguments.row_bytes = row_bytes
     return 0
 
 

@@ -21,7 +21,7 @@ from .logged_calls import (
     open_entry,
     set_dim,
 )
-from .movement import allgather, alltoall, barrier, broadcast, reduce_scatter, rows_before
+from .movement import allgather, alltoall, barrier, broadcast, reduce_scatter, rows_before, scatter
 from .records import (
     MISMATCH,
     STEP_AFTER,
@@ -34,6 +34,7 @@ from .records import (
     KernelCall,
     RoundRecord,
     StepRecord,
+    TensorMessage,
 )
 from .reduce_kernels import allreduce
 
@@ -399,6 +400,9 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
         source = move_parts(call.given_parts, size, hosts.given_memory, num_bytes, False)
     if parts:
         target = hosts.received_memory
+    part = target
+    if hosts.takes_part:
+        source = target = source if hosts.is_root else hosts.given_memory
     log.waited = -begin  # for Python, which ends a call that fails here
     log.algorithm = WITH_COMPARISON
     sent_bytes, length, result_unit = as_sent(call, num_bytes), 0, unit_bytes // hosts.sent_item_bytes * call.item_bytes
@@ -430,6 +434,9 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
         copy(target, own + place * num_parts * result_unit, num_parts * length)
     elif is_broadcast and not is_first and hosts.is_root == 0:
         copy(target, own, num_bytes)
+    if hosts.takes_part:
+        length = num_bytes // size
+        copy(part, target + group_of(call).rank * length, length)
     if parts:
         move_parts(parts, size, target, size * (length if divides else num_bytes), True)
     # The other hosts have arrived when their messages have, or for ranks that receive none, when the result has.
@@ -502,3 +509,13 @@ def any_alltoall(call: KernelCall, seq, signature, source, num_rows, row_bytes, 
     if call.hosts:
         return over_hosts(call, seq, signature, source, num_rows * row_bytes, row_bytes, target)
     return alltoall(call, seq, signature, source, num_rows, row_bytes, target)
+
+
+@kernel
+def any_scatter(
+    call: KernelCall, seq, signature, message: TensorMessage, message_bytes, source, num_rows, row_bytes, target
+):
+    """Give each rank its part of the root's rows; over hosts one row."""
+    if call.hosts:
+        return over_hosts(call, seq, signature, source, group_of(call).size * row_bytes, 0, target)
+    return scatter(call, seq, signature, message, message_bytes, source, num_rows, row_bytes, target)

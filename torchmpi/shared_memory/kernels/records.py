@@ -478,6 +478,8 @@ class Hosts(Record):
     """Address of the memory in which the first rank of a host collects what the host sends; of other ranks theirs."""
     scratch = Word()
     """Address of further memory, for what this rank receives although it has no tensor for it."""
+    takes_part = Word()
+    """Whether each rank takes its part of a vector that all ranks get: the others than the root in `given_memory`."""
     given_memory = Word()
     """Addresses of memory for the tensors of lists, as rows."""
     received_memory = Word()

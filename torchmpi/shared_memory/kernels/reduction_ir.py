@@ -130,7 +130,8 @@ class _Conversion(_Reduction):
         b, zero = self.builder, ir.Constant(I64, 0)
         values = self.numbers.load(b.load(b.gep(self.sources, [zero])), offset, lanes)
         if len(values) == 2:
-            values = [pick(b, *values, [part * (lanes // 2) + index for index in range(lanes // 2) for part in (0, 1)])]
+            order = [part * (lanes // 2) + index for index in range(lanes // 2) for part in (0, 1)]
+            values = [pick(b, values[0], values[1], order)]
         values = self._finish(values)
         if self.key.result == "bf16" and lanes > 1:
             values = [pick(b, values[0], values[0], range(part, lanes, 2)) for part in (0, 1)]
