@@ -51,12 +51,12 @@ def measured(environment: Path, arguments: Sequence[str]) -> str:
 def page(tables: Mapping[tuple[str, str], Sequence[tuple[str, str]]], date: str, load: float) -> str:
     """Return the page: by title and arguments, the tables with their titles.
 
-    >>> print(page({("Messages", "calls -n 2"): [("Open MPI, 2 ranks", "times")]}, "2026-11-30", 0.1)[-98:])
-    ## Messages
+    >>> print(page({("Messages", "calls -n 2"): [("MPICH, 2 ranks", "times")]}, "2026-11-30", 0.1).partition("## ")[2])
+    Messages
     <BLANKLINE>
     `torchmpi bench calls -n 2`
     <BLANKLINE>
-    ### Messages: Open MPI, 2 ranks
+    ### Messages: MPICH, 2 ranks
     <BLANKLINE>
     ```text
     times

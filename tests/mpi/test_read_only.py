@@ -40,7 +40,10 @@ def comm():
 
 def test_calls_that_write_are_refused(agree, mapped, comm):
     plain, rank, size = torch.ones(mapped.shape), mpi.rank(), mpi.size()
-    server = ps.init(plain)
+    server, left = ps.init(plain), (rank - 1) % size
+    send = mpi.send_async(plain, (rank + 1) % size, comm=comm)
+    mpi.recv_async(torch.empty_like(plain), left, comm=comm).wait()  # the next one is like an earlier call
+    send.wait()
     calls = {
         "allreduce": lambda: mpi.allreduce(mapped, comm=comm),
         "allreduce of every second": lambda: mpi.allreduce(mapped[::2], comm=comm),
@@ -49,6 +52,7 @@ def test_calls_that_write_are_refused(agree, mapped, comm):
         "allreduce_many": lambda: mpi.allreduce_many([plain, mapped], comm=comm),
         "allgather: out": lambda: mpi.allgather(plain[: mapped.numel() // size], mapped, comm=comm),
         "recv": lambda: mpi.recv(mapped, (rank + 1) % size),
+        "recv_async": lambda: mpi.recv_async(mapped, left, comm=comm),
         "parameterserver.receive": lambda: ps.receive(server, mapped),
     }
     for name, call in calls.items():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
 import draw_benchmarks
 import draw_pictures
+import measure_costs
 import pytest
 import torch
 from simulator.messages import Comm, World
@@ -89,15 +91,27 @@ def test_pages_have_the_numbers_of_the_code(page, text):
 
 
 def test_tables_of_the_bench_are_read_as_printed():
-    text = """2 ranks: us (spread)
+    heading, text = (
+        "Messages and other calls",
+        """torchmpi bench calls
+  software   torchmpi 0.1.0, Python 3.11.7, torch 2.13.0+cpu
+  processor  AMD EPYC, 2 CPUs
+  2 ranks    MPICH 5.0.2, 1 per core
+
+2 ranks: us (spread)
 
   call        bytes  auto async  mpi4py in place
   round trip     1M   245 (12%)                -
   exchange        4           -        1.06 (3%)
-"""
-    rows = draw_benchmarks.bench_tables(f"## Messages\n\n```text\n{text}\n```\n", "## Messages")
+""",
+    )
+    page = measure_costs.page({(heading, "calls -n 2"): [("MPICH 5.0.2, 2 ranks", text)]}, "2026-11-30", 0.5)
+    rows = draw_benchmarks.bench_tables(page, f"## {heading}")
     found = {(row["verb"], row["bytes"], row["contestant"]): row["median_us"] for row in rows}
     assert found == {("round trip", 1 << 20, "auto async"): 245, ("exchange", 4, "mpi4py in place"): 1.06}
+    facts = draw_benchmarks.bench_facts(page, f"## {heading}")
+    assert facts == {"mpi": "MPICH 5.0.2", "versions": {"torch": "2.13.0"}, "processor": "AMD EPYC, 2 CPUs"}
+    assert doctest.testmod(measure_costs).failed == 0
     rows = draw_benchmarks.bench_tables(
         (ROOT / "results/benchmark-tables.md").read_text(), "## Allreduce within a host"
     )
