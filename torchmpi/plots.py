@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 COLORS = {
@@ -46,6 +47,19 @@ def color_of(contestant: str) -> str:
     (True, True)
     """
     return COLORS.get(contestant) or _OTHERS[zlib.crc32(contestant.encode()) % len(_OTHERS)]
+
+
+def colors_of(contestants: Iterable[str]) -> dict[str, str]:
+    """Return the colors of the contestants of one plot: those of :func:`color_of`, but all different.
+
+    >>> len(set(colors_of(["ASGD", "DC-ASGD"]).values()))
+    2
+    """
+    found: dict[str, str] = {}
+    for name in contestants:
+        own = color_of(name)
+        found[name] = next((color for color in (own, *_OTHERS) if color not in found.values()), own)
+    return found
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
