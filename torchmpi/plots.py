@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 COLORS = {
@@ -48,6 +49,19 @@ def color_of(contestant: str) -> str:
     return COLORS.get(contestant) or _OTHERS[zlib.crc32(contestant.encode()) % len(_OTHERS)]
 
 
+def colors_of(contestants: Iterable[str]) -> dict[str, str]:
+    """Return the colors of the contestants of one plot: those of :func:`color_of`, but all different.
+
+    >>> len(set(colors_of(["ASGD", "DC-ASGD"]).values()))
+    2
+    """
+    found: dict[str, str] = {}
+    for name in contestants:
+        own = color_of(name)
+        found[name] = next((color for color in (own, *_OTHERS) if color not in found.values()), own)
+    return found
+
+
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
     """Return a figure of matplotlib that needs no display, and its panels as an array of rows and columns."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -83,6 +97,10 @@ def legend(figure: Any, panels: Any, columns: int = 6) -> None:
 
 def save(figure: Any, path: object) -> None:
     """Write a figure in the format of the suffix of a path; PNG if that is none of matplotlib's."""
+    from matplotlib import rc_context
+
     suffix = str(path).rpartition(".")[2].lower()
     known = figure.canvas.get_supported_filetypes()
-    figure.savefig(str(path), dpi=_DPI, format=suffix if suffix in known else "png")
+    options: dict[str, Any] = {"metadata": {"Date": None}} if suffix == "svg" else {}  # equal figures, equal files
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "torchmpi"}):
+        figure.savefig(str(path), dpi=_DPI, format=suffix if suffix in known else "png", **options)

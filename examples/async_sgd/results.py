@@ -25,6 +25,8 @@ NAMES = {
     "error": "test error",
     "distance": "distance of the workers from their mean",
     "reached": "seconds until the error is reached",
+    "slow": "how many times as long one worker computes",
+    "update_frequency": "period, steps",
 }
 
 
@@ -110,10 +112,11 @@ def interval(values: Sequence[Any]) -> str:
 def draw(experiment: Experiment, rows: Rows, path: Path) -> None:
     """Draw the plot: for each series the mean, and the range of the seeds."""
     x, names = experiment.plot["x"], experiment.plot["y"]
+    colors = plots.colors_of(dict.fromkeys(run.label for run in experiment.runs))
     figure, panels = plots.new_figure(1.4 + 4.6 * len(names), 4.4, 1, len(names))
     for panel, y in zip(panels.flat, names, strict=True):
         for label, points in lines_of(experiment, rows, y).items():
-            color = plots.color_of(label)
+            color, points = colors[label], sorted(points)
             finite = [(at, values) for at, values in points if all(map(math.isfinite, values))]
             at, lists = [each for each, _ in finite], [values for _, values in finite]
             panel.plot(at, list(map(mean, lists)), color=color, label=label, marker="." if len(at) < 30 else None)
@@ -122,6 +125,10 @@ def draw(experiment: Experiment, rows: Rows, path: Path) -> None:
             getattr(panel, f"set_{axis}label")(NAMES.get(name, name.replace("_", " ")))
             if name in experiment.plot["logarithmic"]:
                 getattr(panel, f"set_{axis}scale")("log")
+        if x not in RESULTS and all(isinstance(run.varied[x], (int, float)) for run in experiment.runs):
+            ticks = sorted({run.varied[x] for run in experiment.runs})
+            panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            panel.set_xticks([], minor=True)
     plots.legend(figure, panels)
     runs = experiment.runs[0].settings
     kind = "ranks" if runs["ranks"] else "simulated workers"

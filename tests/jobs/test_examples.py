@@ -255,7 +255,11 @@ PROGRAMS = [
 def test_programs_import_public_names_only(path):
     imports = [line for line in path.read_text().splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
     packages = ("torchmpi as mpi", "torchmpi.nn as mpinn", "torchmpi.parameterserver as ps", "torchmpi.horovod as hvd")
-    public = (*(f"import {package}" for package in packages), "from torchmpi.engine import")
+    public = (
+        *(f"import {package}" for package in packages),
+        "from torchmpi.engine import",
+        "from torchmpi import plots",
+    )
     assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)
 
 
