@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import doctest
 import io
 import json
+import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -105,6 +108,17 @@ def test_file_and_table(tmp_path, capsys):
     assert [row["kind"] for row in rows] == ["step", "wait", "send", "send", "step"]
     assert (rows[2]["server"], rows[2]["rule"], rows[2]["norm"], rows[3]["norm"]) == ("w 0", "add", "2.5", "")
     assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_files_are_written_although_the_reader_of_the_text_has_ended(tmp_path, monkeypatch):
+    record, table = tmp_path / "run.npz", tmp_path / "run.csv"
+    small_run().save(record)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w", buffering=1) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        main(["staleness", str(record), "--csv", str(table)])
+    assert table.read_text().startswith("kind,rank")
 
 
 def test_an_empty_run_has_a_report():

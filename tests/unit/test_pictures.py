@@ -132,6 +132,15 @@ def test_tables_of_faults_memory_and_steps_are_read():
     assert draw_benchmarks.gradients_alone(tables)["mpi4py"] == 26.71
 
 
+def test_tables_of_links_and_methods_are_read():
+    results = ROOT / "results"
+    found = draw_benchmarks.links((results / "slow-links.md").read_text())
+    assert found["TCP with cubic"]["LocalSGD"] == {"seconds": 7.8, "MB": 1.52}
+    assert len(found["TCP with BBR"]) == 12
+    rows = draw_benchmarks.markdown_rows((results / "async-sgd.md").read_text(), "## MNIST")
+    assert [row["lr 0.5"] for row in rows if row["method"] == "downpour"] == ["11.60", "72.30", "29.45"]
+
+
 def test_pages_show_each_plot():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
     text = "".join(page.read_text() for page in pages)

@@ -209,7 +209,7 @@ def finding(rows: Sequence[Row]) -> str:
 
     >>> times = {"auto": 2.0, "mpi4py": 3.0, "gloo": 9.0}
     >>> finding([{"verb": "reduce", "bytes": 4, "contestant": name, "median_us": us} for name, us in times.items()])
-    'Speed of torchmpi up to 16 KB: 1.5 times that of mpi4py, 4.5 times that of gloo (medians)'
+    'torchmpi is 1.5 times as fast as mpi4py, 4.5 times as fast as gloo (medians up to 16 KB)'
     """
     names = [name for name in (*_PANELS, "bytes") if rows and name in rows[0]]
     ratios: dict[str, dict[bool, list[float]]] = {}
@@ -225,10 +225,10 @@ def finding(rows: Sequence[Row]) -> str:
     words = {False: f"up to {_SHORT}", True: "above" if len(lengths) > 1 else f"above {_SHORT}"}
     where = " and ".join(words[each] for each in lengths)
     parts = [
-        f"{' and '.join(_ratio(median(found)) for _, found in sorted(by_length.items()))} times that of {peer}"
+        f"{' and '.join(_ratio(median(found)) for _, found in sorted(by_length.items()))} times as fast as {peer}"
         for peer, by_length in ratios.items()
     ]
-    return f"Speed of torchmpi {where}: {', '.join(parts)} (medians)"
+    return f"torchmpi is {', '.join(parts)} (medians {where})"
 
 
 def _ratio(value: float) -> str:
