@@ -3,7 +3,7 @@
 
     scripts/cpu_seconds.py FILE COMMAND...       run a command; the file gets the seconds of all its processes
 
-    TORCHMPI_TEST_CPU=FOLDER PYTHONPATH=scripts PYTEST_PLUGINS=cpu_seconds python -m pytest ...
+    CPU_SECONDS=FOLDER PYTHONPATH=scripts PYTEST_PLUGINS=cpu_seconds python -m pytest ...
     scripts/cpu_seconds.py FOLDER                files, functions and tests by their seconds, of all ranks
 
 The seconds of a test are those of its process and of all that it has started, running ones too: ranks that are forked
@@ -81,7 +81,7 @@ class Recorder:
 
 
 def pytest_configure(config: object) -> None:
-    folder = Path(os.environ["TORCHMPI_TEST_CPU"])
+    folder = Path(os.environ["CPU_SECONDS"])
     folder.mkdir(parents=True, exist_ok=True)
     config.pluginmanager.register(Recorder(folder / str(os.getpid())))  # type: ignore[attr-defined]
 

@@ -10,8 +10,8 @@ usage: scripts/test_cpu.sh [--quick | --complete] [--mpi LIST] [--system] [-k EX
 
 Makes one private environment per MPI under .venv/ (the first time only) and runs ruff, mypy, the unit tests, the
 tests that launch jobs, the tests that run on 1, 2, 3 and 4 ranks, and those on several hosts, which are made of network
-namespaces (otherwise the reason is printed). Ends with the ten slowest tests, a table and one line of sums; the status is
-0 only if nothing failed. Full logs: build/test/.
+namespaces (otherwise the reason is printed). Ends with the ten slowest tests, a table with the seconds of each suite and of
+its CPU, and one line of sums; the status is 0 only if nothing failed. Full logs: build/test/.
 
 Tests come in three tiers; the times are those of two free cores, once the environments have been made:
 

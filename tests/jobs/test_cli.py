@@ -65,6 +65,18 @@ def test_programs_do_not_inherit_the_ignored_signals_of_python(alone):
         assert not any(mask >> (number - 1) & 1 for mask in ignored), result.output
 
 
+@any_mpi
+def test_run_imports_no_torch(alone):
+    """Starting a job takes a fifth of a second, not two."""
+    code = """
+import sys
+from torchmpi.cli import command_line
+print(command_line.main(["run", "-n", "1", "--timeout", "60", "true"]), *sorted({"torch", "numba"} & set(sys.modules)))
+"""
+    result = alone("-c", code, python=sys.executable)
+    assert result.stdout == "0\n", result.output
+
+
 def test_run_shows_its_command(alone, warm_python, tmp_path, family):
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:50  # of this machine\nother slots=50\n")
@@ -267,7 +279,7 @@ def test_run_uses_the_launcher_of_the_library(alone, tmp_path):
     for version in ("HYDRA build details:\n    Version: 4.0.0", "mpirun (Open MPI) 4.0.0"):
         script.write_text(f"#!/bin/sh\necho '{version}'\n")
         script.chmod(0o755)
-        result = alone(*COMMAND, "run", "--dry-run", "-n", "2", "hostname", path=tmp_path)
+        result = alone(*COMMAND, "run", "--dry-run", "-n", "2", "hostname", path=tmp_path, python=sys.executable)
         assert result.stdout.split()[0] == launcher(), (version, result.output)
 
 

@@ -98,7 +98,6 @@ def test_digits_of_scikit_learn(launch):
         ("mnist_parameterserver_dsgd", 3),
         ("mnist_parameterserver_downpour", 3),
         ("mnist_parameterserver_easgd", 3),
-        ("mnist_parameterserver_easgd_dataparallel", 3),
         ("mnist_parameterserver_diloco", 3),
         # Other numbers of ranks: the example with groups of two; two ranks below.
         ("mnist_parameterserver_easgd_dataparallel", 4),
@@ -129,7 +128,6 @@ def test_synchronous_training_through_a_server_has_the_same_curve(example):
     ("name", "options"),
     [
         ("easgd", ("--momentum", "0", "--lr", "0.2")),
-        ("easgd_dataparallel", ("--momentum", "0", "--lr", "0.2")),
         ("downpour", ("--momentum", "0.5", "--lr", "0.1")),
         ("diloco", ("--momentum", "0.5", "--epochs", "12")),
     ],

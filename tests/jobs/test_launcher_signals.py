@@ -48,12 +48,12 @@ LINES = {
 @pytest.mark.parametrize(
     ("starter", "line"), (("mpirun", LINES["sleeping"]), ("torchmpi run", LINES["inside MPI"])), ids=LINES
 )
-def test_ctrl_c_is_one_line(mpirun, warm_python, tmp_path, starter, line):
+def test_ctrl_c_is_one_line(mpirun, tmp_path, starter, line):
     """Regression: Open MPI's mpirun discards what ranks print after Ctrl-C, so that there was no line of ours."""
     script = tmp_path / "job.py"
     script.write_text(PROGRAM.format(line=line))
     starting = mpirun if starter == "mpirun" else [sys.executable, "-m", "torchmpi", "run"]
-    command = [*starting, "-n", "2", *warm_python, str(script)]
+    command = [*starting, "-n", "2", sys.executable, str(script)]
     output, status = in_terminal(command, press="\x03", after="at the last line", num_times=2)
     assert status != 0 and status != -signal.SIGKILL, output
     ours = [text for text in output.splitlines() if "torchmpi: " in text and " compil" not in text]
