@@ -204,7 +204,8 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture
 def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
-    """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, program=PROGRAM, **settings)``: start a job.
+    """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, survive=False, program=PROGRAM, **settings)``:
+    start a job, with `survive` under an mpirun that leaves the other ranks alone when one is lost.
 
     `keepalive` has Open MPI's times of docs/hangs.md; the default is longer, so that the ranks report first.
     If it is the fault program, wait until its ranks are in their loop. Separate ranks are started as by
@@ -217,6 +218,7 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
         *arguments: object,
         torchrun: bool = False,
         separate: bool = False,
+        survive: bool = False,
         program: Path = PROGRAM,
         keepalive: tuple[int, int, int] = (10, 3, 3),
         **settings: object,
@@ -238,7 +240,14 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
             commands = _separate_ranks(counts, script, words)
         else:
             commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"], keepalive), "-n", str(sum(counts.values()))]]
-            commands[0] += ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh", *words]
+            commands[0] += [
+                *(["--with-ft", "ulfm"] if survive else []),
+                "sh",
+                "-c",
+                f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}",
+                "sh",
+                *words,
+            ]
         jobs.append(Job(commands, program, folder, sum(counts.values()), _environment() | own))
         if program == PROGRAM:
             jobs[-1].wait_for_start()

@@ -397,6 +397,26 @@ def test_a_spare_rank_becomes_rank_0_of_an_elastic_program_of_horovod(replace):
     assert result.stderr.count("a spare rank is now rank 0") == 1, result.output
 
 
+def test_a_call_of_a_spare_rank_before_its_loop_is_refused(replace):
+    """The others made theirs long ago, and are at the beginning of theirs: it must not be taken for a part of that."""
+    code = """
+        print("heard", mpi.broadcast_object(FIRST), flush=True)
+
+        @mpi.elastic(step=0)
+        def train(job):
+            if FIRST == 1:
+                die()
+            while True:
+                mpi.barrier()
+
+        train()
+    """
+    result = replace(2, 1, code)
+    assert result.returncode not in (0, 124), result.output
+    assert "called begin_again()" in result.stderr and "was spare" in result.stderr, result.output
+    assert result.stdout.count("heard 0") == 2, result.output
+
+
 def test_without_a_spare_rank_left_the_number_of_ranks_decreases(replace):
     result = replace(2, 1, SPARE, "0,2")
     assert result.returncode == 0, result.output
