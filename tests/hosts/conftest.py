@@ -204,9 +204,9 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture
 def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
-    """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, survive=False, program=PROGRAM, **settings)``:
-    start a job, with `survive` under an mpirun that leaves the other ranks alone when one is lost.
+    """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, program=PROGRAM, **settings)``: start a job.
 
+    With `survive`, `torchmpi run` of Open MPI leaves the other ranks alone when one is lost.
     `keepalive` has Open MPI's times of docs/hangs.md; the default is longer, so that the ranks report first.
     If it is the fault program, wait until its ranks are in their loop. Separate ranks are started as by
     ``srun --mpi=none --kill-on-bad-exit=0``: the end of one does not end the others.
@@ -240,14 +240,10 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
             commands = _separate_ranks(counts, script, words)
         else:
             commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"], keepalive), "-n", str(sum(counts.values()))]]
-            commands[0] += [
-                *(["--with-ft", "ulfm"] if survive else []),
-                "sh",
-                "-c",
-                f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}",
-                "sh",
-                *words,
-            ]
+            commands[0] += ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh", *words]
+        if survive:
+            commands = [[*_torchmpi_run(layout), "sh", "-c", f'exec {python} "$@"', "sh", *words]]
+            own["PATH"] = f"{STATE / 'bin'}:{os.environ['PATH']}"
         jobs.append(Job(commands, program, folder, sum(counts.values()), _environment() | own))
         if program == PROGRAM:
             jobs[-1].wait_for_start()
@@ -285,6 +281,16 @@ def _mpirun(layout: str, variables: Sequence[str], keepalive: tuple[int, int, in
     for name in variables:
         command += ["-x", name]
     return command
+
+
+def _torchmpi_run(layout: str) -> list[str]:
+    (STATE / "bin").mkdir(exist_ok=True)
+    ssh = STATE / "bin" / "ssh"  # asks the hosts whether they answer
+    if not ssh.exists():
+        ssh.symlink_to(STATE / "agent")
+    options = f"--prtemca plm_ssh_agent {STATE}/agent --prtemca prte_if_include {NETWORK}.0/24 -x PYTHONPATH"
+    more = f"--option={options} --mca btl_tcp_if_include eth0 --bind-to none"
+    return [sys.executable, "-m", "torchmpi", "run", "--hosts", layout, "--on-lost-rank", "continue", more]
 
 
 def _torchrun(host: str, counts: dict[str, int], python: list[str], script: str, program: list[str]) -> list[str]:

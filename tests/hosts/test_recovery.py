@@ -65,11 +65,10 @@ def test_the_half_with_the_lowest_rank_continues_without_a_lost_host(start: Star
 
 
 def test_the_job_ends_after_the_loss_of_a_rank_of_open_mpi(start: Start, folder: Path):
-    """Regression: one of the two others stayed in MPI_Finalize, in 4 of 4 runs."""
+    """Regression: one of the two others stayed in MPI_Finalize, in 5 of 7 runs on a loaded machine."""
     if not is_openmpi():
         pytest.skip("only Open MPI continues after a loss")
     program = ROOT / "scripts" / "loss_program.py"
     job = start("h0:2,h1:1", "elastic loop", "SIGKILL", "0", folder, survive=True, program=program)
-    assert None not in job.wait_for_launchers(SECONDS), job.output()
-    assert job.statuses() == {0: 137, 1: 0, 2: 0}, job.output()
+    assert job.wait_for_launchers(SECONDS) == [0], job.output()
     assert job.output().count("of now 2, 1 losses") == 2 and "WRONG" not in job.output(), job.output()

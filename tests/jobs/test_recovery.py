@@ -333,13 +333,25 @@ def replace(tmp_path, warm_python):
     return run
 
 
+AT_EXIT = """
+import atexit
+
+@atexit.register  # before that of torchmpi, so it is called after it
+def report():
+    from mpi4py import MPI
+    print("finalized", MPI.Is_finalized(), file=sys.stderr, flush=True)
+"""
+
+
 def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbed_run(replace):
-    undisturbed = replace(2, 1, SPARE, "none")
+    """Only without a loss MPI_Finalize is called: its barrier had no end in jobs on two hosts that had lost a rank."""
+    undisturbed = replace(2, 1, SPARE, "none", start=AT_EXIT + START)
     expected = sorted(undisturbed.stdout.splitlines())
     assert undisturbed.returncode == 0 and len(expected) == 2, undisturbed.output
+    assert undisturbed.stderr.count("finalized True") == 3, undisturbed.output
     for victims, num_spares in (("1", 1), ("0", 1), ("0,2", 2)):  # 2 is the spare rank that has replaced rank 0
-        result = replace(2, num_spares, SPARE, victims)
-        assert result.returncode == 0, result.output
+        result = replace(2, num_spares, SPARE, victims, start=AT_EXIT + START)
+        assert result.returncode == 0 and result.stderr.count("finalized False") == 2, result.output
         assert sorted(result.stdout.splitlines()) == expected, result.output
         assert result.stderr.count("a spare rank is now rank") == num_spares, result.output
 
