@@ -23,7 +23,7 @@ from torchmpi.engine.all_ranks import AllRanks
 
 CALLS, FIRST_CALL, NEXT_CALL = 30, 10, 20
 moment, fault, folder = sys.argv[1], sys.argv[2], Path(sys.argv[4])
-own = int(os.environ["RANK"])
+own = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # the second under mpirun itself
 if "+" in sys.argv[3]:
     victims = [{int(text) for text in sys.argv[3].split("+")}]
 else:
@@ -69,7 +69,24 @@ def in_group(call):
         reduced(short, call, comm=everyone)
 
 
+def in_other_collectives(call):
+    """Each of the other collectives, with the root in turn."""
+    rank, size, root = mpi.rank(), mpi.size(), call % mpi.size()
+    rows = torch.arange(4.0 * size).reshape(size, 4)
+    results = {
+        "broadcast": (mpi.broadcast(short + rank + call, root), short + root + call),
+        "allgather": (mpi.allgather(rows[rank] + call), (rows + call).view(-1)),
+        "alltoall": (mpi.alltoall(rows + 100 * rank), rows[rank] + 100 * torch.arange(float(size))[:, None]),
+        "reduce_scatter": (mpi.reduce_scatter(rows + rank), size * rows[rank : rank + 1] + sum(range(size))),
+        "objects": (torch.tensor(mpi.allgather_object(rank + call)), torch.arange(size) + call),
+    }
+    for name, (found, expected) in results.items():
+        if not torch.equal(found.view(-1), expected.reshape(-1)):
+            print(f"WRONG first rank {own}, call {call}: {name} {found} instead of {expected}", flush=True)
+
+
 REPEATED = {
+    "other collectives": in_other_collectives,
     "short allreduce": lambda call: reduced(short, call),
     "long allreduce": lambda call: reduced(long, call),
     "barrier": lambda call: mpi.barrier(),
@@ -129,10 +146,23 @@ class Training:
             job.step += 1
             if not self.seconds and (folder / "fault").exists() and self.num_attempts > 1:
                 self.seconds = time.monotonic() - float((folder / "fault").read_text())
+            if moment == "checkpoint":
+                self.save(job)
             if job.step % 4 == 0:
                 job.commit()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def save(self, job):
+        """Write a checkpoint as programs do, of which another rank waits for the end."""
+        if mpi.rank() == 0:
+            torch.save({"step": job.step, "weight": self.network.weight}, folder / f"new.{own}")
+            (folder / f"new.{own}").replace(folder / "checkpoint")
+        mpi.barrier()
+        saved = torch.load(folder / "checkpoint")
+        if saved["step"] != job.step or not torch.equal(saved["weight"], self.network.weight):
+            print(f"WRONG first rank {own}: a checkpoint of step {saved['step']} in step {job.step}", flush=True)
+        mpi.barrier()
 
     def run(self):
         mpi.elastic(network=self.network, optimizer=self.optimizer, step=0)(self.train)()
@@ -144,8 +174,12 @@ class Training:
             print(f"WRONG first rank {own}: {result} instead of {alone.network.weight}", flush=True)
 
 
-mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False))
-if moment.startswith("elastic"):
+if moment == "start" and own in victims[0]:
+    fail()
+# Of a stopped rank: as long as a call may take that is only late.
+limits = {"stall_warning_seconds": 5.0, "stall_abort_seconds": 10.0} if fault == "SIGSTOP" else {}
+mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False, **limits))
+if moment in ("start", "elastic loop", "elastic DDP", "checkpoint"):
     training = Training()
     training.run()
     num_losses = training.num_attempts - 1

@@ -1,45 +1,49 @@
 #!/usr/bin/env python3
 """Lose ranks in many ways, and check that the others continue with right results, or that the job ends.
 
-    python scripts/losses.py [--ways openmpi,spares,without-mpi] [--only REGEX] [--runs 20] [--output losses.md]
-    TMPDIR=SHARED python scripts/losses.py --ways openmpi,spares --run-options="--hosts a:4,b:4"
+    python scripts/losses.py RESULTS [--ways openmpi,spares,without-mpi] [--hosts 1,2] [--only REGEX] [--runs 20]
+    python scripts/losses.py RESULTS --table
 
 The ways are those of docs/recovery.md, and `spares` has a spare rank for each lost one; the Python of this script
-decides which MPI it is. Each cell of the table has the number of runs that did as documented, of all runs, and the
-median of the seconds from the fault to the first right result.
-The exit status is 1 if a result was wrong, a job hung, or another one did not do as documented.
+decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up (HOSTS_STATE).
+
+Each run is a line of the file RESULTS. Started again, the script makes the runs that are missing, first those of the
+cells that have the fewest, so it can be ended at any time. The table has the number of runs that did as documented, of
+all runs, and the median of the seconds from the last fault to the first right result. The output of other runs is
+beside RESULTS. The exit status is 1 if there are some: a result was wrong, a job hung, or ended in another way.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from helpers import warm  # noqa: E402
+
 PROGRAM = ROOT / "scripts" / "loss_program.py"
-WAYS = {
-    "openmpi": ["--on-lost-rank", "continue", "--option=--bind-to none"],
-    "spares": ["--on-lost-rank", "continue", "--option=--bind-to none"],
-    "without-mpi": ["--without-mpi"],
-}
+STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
+CONTINUE = ["--on-lost-rank", "continue"]
+WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": ["--without-mpi"]}
 MOMENTS = (
-    "computing", "waiting in shared memory", "short allreduce", "long allreduce", "barrier", "send and receive",
-    "new groups", "copies", "recovery", "elastic loop", "elastic DDP",
+    "start", "computing", "waiting in shared memory", "short allreduce", "long allreduce", "other collectives",
+    "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop", "elastic DDP", "checkpoint",
 )  # fmt: skip
-LOOPS = ("elastic loop", "elastic DDP")
+LOOPS = ("start", "elastic loop", "elastic DDP", "checkpoint")
 """The moments of programs that may have spare ranks."""
-SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("exit", "raise")
+SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("SIGSTOP", "exit", "raise")
 VICTIMS = ("1", "0", "1,2", "0,1", "1+2")
 
 
@@ -47,6 +51,7 @@ class Cell(NamedTuple):
     """A way to lose ranks."""
 
     way: str
+    hosts: str
     moment: str
     fault: str
     victims: str
@@ -59,87 +64,157 @@ class Cell(NamedTuple):
         """How many ranks are lost."""
         return len(re.findall(r"\d", self.victims))
 
+    @property
+    def ends(self) -> bool:
+        """Whether the job must end."""
+        return self.fault in ENDS or self.moment == "start"
+
 
 class Outcome(NamedTuple):
     """What a job did: `problem` is '' if as documented."""
 
     problem: str
-    seconds: list[float]
+    seconds: float
     output: str
 
 
 def cells() -> Iterator[Cell]:
-    """Return all cells that differ: of faults that end the job there is one for each moment."""
+    """Return all cells that differ: of losses that end the job there is one for each moment and fault."""
     for way in WAYS:
-        for moment in LOOPS if way == "spares" else MOMENTS:
-            for fault in (*SIGNALS, *ENDS):
-                for victims in VICTIMS:
-                    is_in_recovery = moment == "recovery"
-                    if is_in_recovery != ("," in victims) and is_in_recovery:
-                        continue
-                    if fault in ENDS and victims != ("1,2" if is_in_recovery else "1"):
-                        continue
-                    yield Cell(way, moment, fault, victims)
+        for hosts in "12"[: 1 if way == "without-mpi" else 2]:
+            for moment in LOOPS if way == "spares" else MOMENTS:
+                for fault in (*SIGNALS, *ENDS):
+                    for victims in VICTIMS:
+                        cell = Cell(way, hosts, moment, fault, victims)
+                        if moment == "recovery" and "," not in victims:
+                            continue
+                        if cell.ends and victims != ("1,2" if moment == "recovery" else "1"):
+                            continue
+                        yield cell
 
 
-def run(cell: Cell, limit_seconds: float, run_options: list[str]) -> Outcome:
+def run(cell: Cell, limit_seconds: float) -> Outcome:
     """Run one job."""
     num_ranks = 2 + cell.num_victims
+    num_started = num_ranks + (cell.num_victims if cell.way == "spares" else 0)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with tempfile.TemporaryDirectory(prefix="torchmpi-losses-") as folder:
-        command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *WAYS[cell.way], *run_options]
+    shared = str(STATE) if cell.hosts == "2" else None
+    with tempfile.TemporaryDirectory(prefix="losses-", dir=shared) as folder:
+        command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *WAYS[cell.way]]
+        options = ["--bind-to none"]
         if cell.way == "spares":
             command += ["--spares", str(cell.num_victims)]
-        command += ["--timeout", str(limit_seconds), str(PROGRAM), cell.moment, cell.fault, cell.victims, folder]
+        if cell.hosts == "2":
+            options += [f"--prtemca plm_ssh_agent {STATE}/agent --mca btl_tcp_if_include eth0 -x PYTHONPATH"]
+            options += [f"--prtemca prte_if_include {os.environ.get('HOSTS_NETWORK', '10.87.21')}.0/24"]
+            command += ["--hosts", f"h0:{num_started // 2 + num_started % 2},h1:{num_started // 2}"]
+            (Path(folder) / "ssh").symlink_to(STATE / "agent")  # torchmpi run asks the hosts whether they answer
+            environment["PATH"] = f"{folder}:{environment['PATH']}"
+        if cell.way != "without-mpi":
+            command += [f"--option={' '.join(options)}"]
+        # A rank that is killed before it has started is found by its launcher, whose child a warm one is not.
+        words = [sys.executable] if cell.moment == "start" else warm.command(address(cell.hosts, "$(uname -n)"))
+        python = " ".join(words)
+        command += ["--timeout", str(limit_seconds), "sh", "-c", f'exec {python} "$@"', "sh", str(PROGRAM)]
+        command += [cell.moment, cell.fault, cell.victims, folder]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+    return judged(cell, num_started, done)
+
+
+def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str]) -> Outcome:
+    """Return whether a job did as documented."""
     output = done.stdout + done.stderr
     found = re.findall(r"continued: first rank (\d) of now (\d), (\d) losses, ([\d.]+) s", done.stdout)
-    seconds = [float(each[3]) for each in found]
+    seconds = max((float(each[3]) for each in found), default=0.0)
     if "WRONG" in output:
         return Outcome("wrong", seconds, output)
     if done.returncode == 124:
         return Outcome("hung", seconds, output)
-    if cell.fault in ENDS:
+    if cell.ends:
         return Outcome("" if done.returncode > 0 and not found else "went on", seconds, output)
-    num_started = num_ranks + (cell.num_victims if cell.way == "spares" else 0)
     left = sorted({*range(num_started)} - {int(text) for text in re.findall(r"\d", cell.victims)})
     has_all = [(int(rank), int(size)) for rank, size, *_ in sorted(found)] == [(rank, len(left)) for rank in left]
     return Outcome("" if has_all and done.returncode == 0 else f"status {done.returncode}", seconds, output)
 
 
-def main() -> int:
-    """Run the cells, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--only", default="", metavar="REGEX", help="of 'way, moment, fault, victims'")
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="after which a job hangs")
-    parser.add_argument("--run-options", default="", help="of `torchmpi run`, such as --hosts; for Open MPI")
-    parser.add_argument("--output", type=Path, help="also write the table here, and the output of other jobs beside it")
-    options = parser.parse_args()
-    chosen = [each for each in cells() if each.way in options.ways.split(",") and re.search(options.only, str(each))]
-    lines = [
-        f"{len(chosen)} cells, {options.runs} runs each", "",
-        "| way | moment | fault | lost | as documented | others | seconds |", "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    print("\n".join(lines), flush=True)
+def address(hosts: str, name: str) -> str:
+    """Return the address of the server of warm ranks on a host, which has imported torch."""
+    return f"{STATE}/losses-{name}" if hosts == "2" else f"{tempfile.gettempdir()}/losses-{os.getpid()}"
+
+
+def start_servers(resources: ExitStack, all_hosts: Iterable[str]) -> None:
+    """Start the servers of warm ranks for these numbers of hosts."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for hosts in sorted({*all_hosts}):
+        places = {"h0": ("run", "h0"), "h1": ("run", "h1")} if hosts == "2" else {"": ()}
+        for name, words in places.items():
+            launcher = [str(ROOT / "scripts" / "hosts.sh"), *words] if words else []
+            server = warm.Server(address(hosts, name), environment, launcher)
+            resources.enter_context(closing(server))
+            server.wait_for_start()
+
+
+def read(file: Path) -> dict[Cell, list[dict[str, Any]]]:
+    """Return the runs of a file, by cell."""
+    runs = defaultdict(list)
+    for line in file.read_text().splitlines() if file.exists() else ():
+        entry = json.loads(line)
+        runs[Cell(*entry["cell"])].append(entry)
+    return runs
+
+
+def table(runs: dict[Cell, list[dict[str, Any]]]) -> tuple[list[str], int]:
+    """Return the lines of the table, and the number of runs that did not do as documented."""
+    lines = ["| way | hosts | moment | fault | lost | as documented | others | seconds |", "|---" * 8 + "|"]
     num_others = 0
-    for cell in chosen:
-        begin = time.monotonic()
-        outcomes = [run(cell, options.limit, shlex.split(options.run_options)) for _ in range(options.runs)]
-        others = Counter(each.problem for each in outcomes if each.problem)
+    for cell in filter(runs.__contains__, cells()):
+        others = Counter(each["problem"] for each in runs[cell] if each["problem"])
         num_others += others.total()
-        seconds = [most for each in outcomes if (most := max(each.seconds, default=0.0))]
+        seconds = [each["seconds"] for each in runs[cell] if each["seconds"]]
         median = f"{statistics.median(seconds):.2f}" if seconds else ""
         shown = ", ".join(f"{problem}: {number}" for problem, number in others.items())
-        good = f"{options.runs - others.total()} of {options.runs}"
+        good = f"{len(runs[cell]) - others.total()} of {len(runs[cell])}"
         lines.append(f"| {' | '.join(cell)} | {good} | {shown} | {median} |")
-        print(lines[-1], f"({time.monotonic() - begin:.0f} s)", flush=True)
-        for outcome in outcomes:
+    return lines, num_others
+
+
+def main() -> int:
+    """Make the runs that are missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--hosts", default="1")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of 'way, hosts, moment, fault, victims'")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="after which a job hangs")
+    parser.add_argument("--table", action="store_true", help="make no runs")
+    options = parser.parse_args()
+    runs = read(options.results)
+    ways, hosts = options.ways.split(","), options.hosts.split(",")
+    chosen = [
+        each for each in cells() if each.way in ways and each.hosts in hosts and re.search(options.only, str(each))
+    ]
+    missing = sorted((number, each) for each in chosen for number in range(len(runs[each]), options.runs))
+    order = {cell: index for index, cell in enumerate(chosen)}
+    missing.sort(key=lambda pair: (pair[0], order[pair[1]]))
+    with ExitStack() as resources:
+        if missing and not options.table:
+            print(f"{len(chosen)} cells; {len(missing)} runs are missing", flush=True)
+            start_servers(resources, (cell.hosts for _, cell in missing))
+        for number, cell in () if options.table else missing:
+            outcome = run(cell, options.limit)
+            entry = {"cell": list(cell), "problem": outcome.problem, "seconds": outcome.seconds}
+            runs[cell].append(entry)
+            with options.results.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            print(
+                f"run {number + 1} of {cell}: {outcome.problem or 'as documented'}, {outcome.seconds:.2f} s", flush=True
+            )
             if outcome.problem:
-                print(f"--- {cell}: {outcome.problem}\n{outcome.output}", file=sys.stderr, flush=True)
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
+                with options.results.with_suffix(".others.txt").open("a") as file:
+                    file.write(f"--- {cell}: {outcome.problem}\n{outcome.output}\n")
+    lines, num_others = table(runs)
+    print("\n".join(lines))
     return int(num_others > 0)
 
 

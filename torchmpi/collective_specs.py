@@ -167,6 +167,7 @@ _COMPARED = (
     _Row("send", "none", kind="message"),
     _Row("recv", "none", kind="message"),
     _action("confirm"),
+    _action("begin_again"),
 )
 """The calls that ranks compare, or that the fast path counts, in the order of their codes."""
 _OTHERS = (

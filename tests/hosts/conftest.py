@@ -206,6 +206,7 @@ def _environment() -> dict[str, str]:
 def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
     """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, program=PROGRAM, **settings)``: start a job.
 
+    With `survive`, `torchmpi run` of Open MPI leaves the other ranks alone when one is lost.
     `keepalive` has Open MPI's times of docs/hangs.md; the default is longer, so that the ranks report first.
     If it is the fault program, wait until its ranks are in their loop. Separate ranks are started as by
     ``srun --mpi=none --kill-on-bad-exit=0``: the end of one does not end the others.
@@ -217,6 +218,7 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
         *arguments: object,
         torchrun: bool = False,
         separate: bool = False,
+        survive: bool = False,
         program: Path = PROGRAM,
         keepalive: tuple[int, int, int] = (10, 3, 3),
         **settings: object,
@@ -239,6 +241,9 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
         else:
             commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"], keepalive), "-n", str(sum(counts.values()))]]
             commands[0] += ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh", *words]
+        if survive:
+            commands = [[*_torchmpi_run(layout), "sh", "-c", f'exec {python} "$@"', "sh", *words]]
+            own["PATH"] = f"{STATE / 'bin'}:{os.environ['PATH']}"
         jobs.append(Job(commands, program, folder, sum(counts.values()), _environment() | own))
         if program == PROGRAM:
             jobs[-1].wait_for_start()
@@ -276,6 +281,16 @@ def _mpirun(layout: str, variables: Sequence[str], keepalive: tuple[int, int, in
     for name in variables:
         command += ["-x", name]
     return command
+
+
+def _torchmpi_run(layout: str) -> list[str]:
+    (STATE / "bin").mkdir(exist_ok=True)
+    ssh = STATE / "bin" / "ssh"  # asks the hosts whether they answer
+    if not ssh.exists():
+        ssh.symlink_to(STATE / "agent")
+    options = f"--prtemca plm_ssh_agent {STATE}/agent --prtemca prte_if_include {NETWORK}.0/24 -x PYTHONPATH"
+    more = f"--option={options} --mca btl_tcp_if_include eth0 --bind-to none"
+    return [sys.executable, "-m", "torchmpi", "run", "--hosts", layout, "--on-lost-rank", "continue", more]
 
 
 def _torchrun(host: str, counts: dict[str, int], python: list[str], script: str, program: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Job, Start, hosts_sh
+from conftest import ROOT, Job, Start, hosts_sh, is_openmpi
 
 PROGRAM = ROOT / "tests" / "jobs" / "recovery_program.py"
 SECONDS = 150
@@ -62,3 +62,13 @@ def test_the_half_with_the_lowest_rank_continues_without_a_lost_host(start: Star
         assert statuses[2] and statuses[3], job.output()
         assert re.search("cannot go on: .* may be alive behind a cut link", job.output()), job.output()
     assert results(job) == reference(start, "h0:2", folder, "backward", "2,3"), job.output()
+
+
+def test_the_job_ends_after_the_loss_of_a_rank_of_open_mpi(start: Start, folder: Path):
+    """Regression: one of the two others stayed in MPI_Finalize, in 5 of 7 runs on a loaded machine."""
+    if not is_openmpi():
+        pytest.skip("only Open MPI continues after a loss")
+    program = ROOT / "scripts" / "loss_program.py"
+    job = start("h0:2,h1:1", "elastic loop", "SIGKILL", "0", folder, survive=True, program=program)
+    assert job.wait_for_launchers(SECONDS) == [0], job.output()
+    assert job.output().count("of now 2, 1 losses") == 2 and "WRONG" not in job.output(), job.output()

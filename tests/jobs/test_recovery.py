@@ -333,13 +333,25 @@ def replace(tmp_path, warm_python):
     return run
 
 
+AT_EXIT = """
+import atexit
+
+@atexit.register  # before that of torchmpi, so it is called after it
+def report():
+    from mpi4py import MPI
+    print("finalized", MPI.Is_finalized(), file=sys.stderr, flush=True)
+"""
+
+
 def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbed_run(replace):
-    undisturbed = replace(2, 1, SPARE, "none")
+    """Only without a loss MPI_Finalize is called: its barrier had no end in jobs on two hosts that had lost a rank."""
+    undisturbed = replace(2, 1, SPARE, "none", start=AT_EXIT + START)
     expected = sorted(undisturbed.stdout.splitlines())
     assert undisturbed.returncode == 0 and len(expected) == 2, undisturbed.output
+    assert undisturbed.stderr.count("finalized True") == 3, undisturbed.output
     for victims, num_spares in (("1", 1), ("0", 1), ("0,2", 2)):  # 2 is the spare rank that has replaced rank 0
-        result = replace(2, num_spares, SPARE, victims)
-        assert result.returncode == 0, result.output
+        result = replace(2, num_spares, SPARE, victims, start=AT_EXIT + START)
+        assert result.returncode == 0 and result.stderr.count("finalized False") == 2, result.output
         assert sorted(result.stdout.splitlines()) == expected, result.output
         assert result.stderr.count("a spare rank is now rank") == num_spares, result.output
 
@@ -395,6 +407,26 @@ def test_a_spare_rank_becomes_rank_0_of_an_elastic_program_of_horovod(replace):
     assert result.returncode == 0, result.output
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2: 12 steps, True" for rank in range(2)]
     assert result.stderr.count("a spare rank is now rank 0") == 1, result.output
+
+
+def test_a_call_of_a_spare_rank_before_its_loop_is_refused(replace):
+    """The others made theirs long ago, and are at the beginning of theirs: it must not be taken for a part of that."""
+    code = """
+        print("heard", mpi.broadcast_object(FIRST), flush=True)
+
+        @mpi.elastic(step=0)
+        def train(job):
+            if FIRST == 1:
+                die()
+            while True:
+                mpi.barrier()
+
+        train()
+    """
+    result = replace(2, 1, code)
+    assert result.returncode not in (0, 124), result.output
+    assert "called begin_again()" in result.stderr and "was spare" in result.stderr, result.output
+    assert result.stdout.count("heard 0") == 2, result.output
 
 
 def test_without_a_spare_rank_left_the_number_of_ranks_decreases(replace):

@@ -30,7 +30,21 @@ def mismatch_message(name: str, calls: Mapping[int, str], left: Mapping[int, str
     return (
         f"The ranks of communicator {name} made different calls: {listing}. All ranks must make the same calls in the "
         "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
-        f"rank that ran out of data (torchmpi.nn.join).{_threads_hint()}{_closure_hint()}"
+        f"rank that ran out of data (torchmpi.nn.join).{_spare_hint(calls)}{_threads_hint()}{_closure_hint()}"
+    )
+
+
+def _spare_hint(calls: Mapping[int, str]) -> str:
+    """Return the usual reason for differing calls if some ranks begin their loop again.
+
+    >>> _spare_hint({0: "barrier()", 1: "stop()"})
+    ''
+    """
+    if not any(call.startswith("begin_again") for call in calls.values()):
+        return ""
+    return (
+        " A loop begins again after a loss, and the other rank was spare: it has left start() only now, and its "
+        "program must make no call before the loop. Move the call into the function of elastic()."
     )
 
 

@@ -81,6 +81,7 @@ class ElasticJob:
 
     def _begin(self) -> None:
         """Give all ranks the state of the last commit, or at first that of rank 0. Collective."""
+        recovery.begin_again()
         calls = collectives.allgather_object(self._call)
         if len(set(calls)) > 1:
             raise ArgumentError(

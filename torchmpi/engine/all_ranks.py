@@ -139,6 +139,10 @@ class AllRanks:
         """Return if all ranks are here and none is lost, so that all results are right; raise otherwise."""
         recovery.confirm()
 
+    def begin_again(self) -> None:
+        """Begin the loop together, by a call that only loops make."""
+        recovery.begin_again()
+
     @property
     def is_newcomer(self) -> bool:
         """Whether this rank was a spare, has just taken the place of a lost rank, and has no state."""

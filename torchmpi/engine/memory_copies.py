@@ -121,6 +121,7 @@ class Recovery:
         coordinator = self._coordinator
         while True:
             try:
+                coordinator.begin_again()
                 run.divide_anew()
                 num_lost = num_before - coordinator.size
                 saved = self._copies.last_common(run, num_lost, coordinator, is_newcomer=self.joins)

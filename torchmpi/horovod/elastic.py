@@ -383,6 +383,7 @@ class _Again:
             basics.init_again()
             state.restore()
             state.on_reset()
+        recovery.begin_again()
         have_state = allgather_object(not recovery.is_newcomer())
         root = have_state.index(True) if True in have_state else 0
         if root > 0 and not isinstance(state, ObjectState):

@@ -45,8 +45,9 @@ class Abilities:
     def before_groups(self) -> None:
         """Do what must come before the first communicator is made, if the job is to continue. Collective."""
 
-    def before_finalize(self) -> None:
-        """Do what must come before MPI_Finalize. Collective."""
+    def before_finalize(self) -> bool:
+        """Do what must come before MPI_Finalize, and return whether to call it. Collective."""
+        return True
 
     def why_no_recovery(self) -> str:
         """Return why the job cannot continue without a lost rank, although it `can_continue`; '' if it can."""

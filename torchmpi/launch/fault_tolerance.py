@@ -31,12 +31,13 @@ _SETTLING_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
 _SPARE_SECONDS = 600.0
 """How long a spare rank waits for the others to call recover(), which has a limit of its own."""
+_LEAVE_SECONDS = 10.0
+"""How long the ranks, which all are at their end, wait for each other's last messages."""
 _NUM_QUESTIONS = 3
 _VIEWS_TAG, _RELEASE_TAG = 1, 2
 _SWITCH = "OMPI_MCA_mpi_ft_enable"
 _COLLECTIVES = "OMPI_MCA_coll"
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
-_NO_FENCE = "OMPI_MCA_async_mpi_finalize"
 _UNSAFE, _AGREEMENT = ("han", "adapt"), "ftagree"
 SPARES_VARIABLE = "TORCHMPI_SPARES"
 """How many of the ranks that were started are spare; the last ones."""
@@ -48,6 +49,12 @@ HOW_ELSEWHERE = (
     "--restarts N`"
 )
 T = TypeVar("T")
+
+
+class _Process(ctypes.Structure):
+    """A ``pmix_proc_t``: a process as the launcher knows it."""
+
+    _fields_ = [("job", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
 
 
 def is_switched_on(environment: Mapping[str, str]) -> bool:
@@ -63,8 +70,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that Open MPI needs at its start, given those that are set.
 
     The collectives of `han` and `adapt` return wrong data after a loss, without an error. Open MPI's own detector takes
-    a rank that computes for a second for dead; that of its launcher is enough. The launcher's wait for all ranks at the
-    end does not end in one of eight jobs that have lost one; :meth:`FaultTolerantMPI.before_finalize` takes its place.
+    a rank that computes for a second for dead; that of its launcher is enough.
 
     >>> variables({})["OMPI_MCA_coll"], variables({"OMPI_MCA_coll": "^cuda,han"})["OMPI_MCA_coll"]
     ('^han,adapt', '^cuda,han,adapt')
@@ -78,7 +84,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
         chosen = ",".join(dict.fromkeys([*kept, _AGREEMENT]))
     else:
         chosen = "^" + ",".join(dict.fromkeys([*names, *_UNSAFE]))
-    return {_COLLECTIVES: chosen, _DETECTOR: "0", _NO_FENCE: "1"}
+    return {_COLLECTIVES: chosen, _DETECTOR: "0"}
 
 
 def why_not(name: str, version: tuple[int, ...]) -> str:
@@ -217,6 +223,8 @@ class FaultTolerantMPI(Continuing):
         self._has_refused = False
         """Whether this rank has taken part in an agreement that a rank is lost, since the last recovery."""
         self._sent: list[Any] = []
+        self._is_whole = True
+        """Of a spare rank that is released: whether no rank has been lost."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -296,7 +304,10 @@ class FaultTolerantMPI(Continuing):
 
     def _is_released(self) -> bool:
         with contextlib.suppress(self._library.Exception):
-            return any(self._first.Iprobe(rank, _RELEASE_TAG) for rank in self._places)
+            for rank in self._places:
+                if self._first.Iprobe(rank, _RELEASE_TAG):
+                    self._is_whole = self._first.recv(None, rank, _RELEASE_TAG)
+                    return True
         return False
 
     def _enter(self, world: Any) -> None:
@@ -308,19 +319,44 @@ class FaultTolerantMPI(Continuing):
         own = self._first.rank
         return whole.Split(*((0, places.index(own)) if own in places else (self._library.UNDEFINED, 0)))
 
-    def before_finalize(self) -> None:
-        """End the thread, and wait for all ranks, which MPI_Finalize does not do then. Collective."""
+    def before_finalize(self) -> bool:
+        """End the thread and agree whether a rank has been lost; if so, leave without MPI_Finalize. Collective.
+
+        Neither its barrier among the remaining ranks nor the launcher's wait for all ranks is sure to end then.
+        """
         self._closed.set()
         if self._thread is not None:
             self._thread.join()  # a call of MPI after MPI_Finalize would end the process
-        if self.COMM_WORLD == self._library.COMM_NULL:
-            return
-        with contextlib.suppress(self._library.Exception):  # a rank is lost, or has been since the last agreement
-            self.COMM_WORLD.Agree(1)
-        if self.survivors is not None and self.COMM_WORLD.rank == 0:
-            for rank in set(self.survivors.remaining) - set(self._places):
-                with contextlib.suppress(self._library.Exception):
-                    self._first.Send([b"", self._library.BYTE], rank, _RELEASE_TAG)
+        if self.survivors is None:
+            return True
+        if self.COMM_WORLD != self._library.COMM_NULL:
+            is_whole, self._is_whole = len(self.survivors.remaining) == len(self._hosts), False
+            with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
+                self._is_whole = bool(self.COMM_WORLD.Agree(int(is_whole)))
+            if self.COMM_WORLD.rank == 0:
+                for rank in set(self.survivors.remaining) - set(self._places):
+                    with contextlib.suppress(self._library.Exception):
+                        self._first.send(self._is_whole, rank, _RELEASE_TAG)
+        if not self._is_whole:
+            self._leave(self.survivors.remaining)
+        return self._is_whole
+
+    def _leave(self, ranks: tuple[int, ...]) -> None:
+        """Wait in the launcher until all these ranks have what they wait for in MPI, and end the connection to it.
+
+        MPI makes progress meanwhile. The launcher takes the end of the process as that after MPI_Finalize then.
+        """
+        library, job = ctypes.CDLL(self._library.__file__), os.environ["PMIX_NAMESPACE"].encode()
+        processes = (_Process * len(ranks))(*(_Process(job, rank) for rank in ranks))
+        arguments = processes, ctypes.c_size_t(len(ranks)), None, ctypes.c_size_t(0)
+        fence = threading.Thread(target=library.PMIx_Fence, args=arguments, name="torchmpi end", daemon=True)
+        fence.start()
+        limit = time.monotonic() + _LEAVE_SECONDS
+        while fence.is_alive() and time.monotonic() < limit:  # another rank is lost now: it may not end
+            with contextlib.suppress(self._library.Exception):
+                self._library.COMM_SELF.Iprobe(0)
+            time.sleep(_FAILING_SECONDS)
+        library.PMIx_Finalize(None, ctypes.c_size_t(0))
 
     def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
         """Let all calls fail when a rank is lost; see the base class."""

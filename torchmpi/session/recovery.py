@@ -121,6 +121,15 @@ def confirm() -> None:
     running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
 
 
+def begin_again() -> None:
+    """Begin a loop together, by a call that only loops make: a spare rank that calls anything else is refused.
+
+    Collective.
+    """
+    world = runtime.current().world
+    world.call_action("begin_again", world.comm.Barrier)
+
+
 def is_newcomer() -> bool:
     """Return whether this rank was a spare, has just taken the place of a lost rank, and has no state."""
     return mpi_library.abilities(runtime.current().MPI).is_newcomer
