@@ -377,7 +377,6 @@ def async_rates() -> Any:
     return figure
 
 
-def bench_plot(file: str, heading: str, software: str, processor: str) -> Callable[[Path], None]:
 def bench_facts(page: str, heading: str) -> dict[str, Any]:
     """Return MPI, torch and processor of the first measurement under a heading, or of the page."""
     found = []
