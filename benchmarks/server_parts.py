@@ -139,7 +139,7 @@ def _no_time(num_calls: int) -> float:
 # --- idle and storm --------------------------------------------------------------------------------------
 
 _IDLE_NUMEL = 1 << 18
-STORM_SIZES = (8 << 10, 1 << 20)
+STORM_SIZES = (8 << 10, 4 << 20)
 """One that a call handles itself, and one that goes through the call queue."""
 _NUM_GRADIENTS = 3
 _WARM_UP = 20

@@ -258,7 +258,8 @@ class ServerRequest:
         """Begin the record, make the request, and end the record, which observers read."""
         data = self._staged() if self.data is None else self.data
         record = self.server.receives if self.rule is None else self.server.sends
-        readers = [begin(self, data) for begin in _observers()]
+        is_read = events.recorder is not None or observed_run.active is not None
+        readers = [begin(self, data) for begin in _observers()] if is_read else []
         record.begin(data.dtype, data.nbytes)
         try:
             found = self._visit(data)

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Comm as MPIComm
 
 T = TypeVar("T")
-INLINE_BYTES = 256 << 10
-"""Calls of up to this size run in the calling thread, if this rank accesses all shards through memory."""
+INLINE_BYTES = 1 << 20
+"""Requests of up to this size run in the calling thread, if this rank accesses all shards through memory: it would take
+as long to have another thread run them."""
 _MAX_PREPARED_RULES = 64
 _counting = threading.Lock()
 _DTYPES = (
