@@ -281,12 +281,14 @@ class Experiment:
         return run
 
     def _check_plot(self) -> None:
-        known = {*RESULTS, *(name for run in self.runs for name in run.varied)}
+        in_all = set.intersection(*(set(run.varied) for run in self.runs))
+        numbers = {name for name in in_all if all(isinstance(run.varied[name], (int, float)) for run in self.runs)}
+        known = {*RESULTS, *numbers}
         for key in self.plot:
             if key not in TABLES["plot"]:
                 raise self.refuse(f"unknown {key!r}: expected x, y or logarithmic.", "plot", key)
         for key, names in (("x", [self.plot["x"]]), ("y", self.plot["y"]), ("logarithmic", self.plot["logarithmic"])):
             for name in names:
                 if name not in known:
-                    expected = ", ".join(sorted(known))
-                    raise self.refuse(f"{key}: {name!r} is not measured or varied: expected {expected}.", "plot", key)
+                    reason = f"{name!r} is no number that all runs have: expected {', '.join(sorted(known))}."
+                    raise self.refuse(f"{key}: {reason}", "plot", key)

@@ -125,7 +125,7 @@ def draw(experiment: Experiment, rows: Rows, path: Path) -> None:
             getattr(panel, f"set_{axis}label")(NAMES.get(name, name.replace("_", " ")))
             if name in experiment.plot["logarithmic"]:
                 getattr(panel, f"set_{axis}scale")("log")
-        if x not in RESULTS and all(isinstance(run.varied[x], (int, float)) for run in experiment.runs):
+        if x not in RESULTS:
             ticks = sorted({run.varied[x] for run in experiment.runs})
             panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             panel.set_xticks([], minor=True)
