@@ -167,7 +167,7 @@ def table(runs: dict[Cell, list[dict[str, Any]]]) -> tuple[list[str], int]:
     """Return the lines of the table, and the number of runs that did not do as documented."""
     lines = ["| way | hosts | moment | fault | lost | as documented | others | seconds |", "|---" * 8 + "|"]
     num_others = 0
-    for cell in filter(runs.__contains__, cells()):
+    for cell in filter(runs.get, cells()):
         others = Counter(each["problem"] for each in runs[cell] if each["problem"])
         num_others += others.total()
         seconds = [each["seconds"] for each in runs[cell] if each["seconds"]]
