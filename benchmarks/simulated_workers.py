@@ -123,6 +123,7 @@ def compare(methods: list[str], periods: list[int], steps: int, sleeps: float) -
 
 def measure(num_workers: int, methods: list[str], periods: list[int], steps: int) -> None:
     """Simulate many workers, and print how long that takes."""
+    torch.set_num_threads(1)  # else each worker has a pool of threads, which short steps do not use
     for method, period in product(methods, periods):
         begin = time.perf_counter()
         work = partial(train, method, period, steps, 0.0)

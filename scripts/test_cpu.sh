@@ -421,7 +421,6 @@ else
     beside=unit
     begin types python -m mypy # the unit tests use its cache in the end
     pytest_suite unit tests/unit tests/security tests/test_architecture.py
-    renice -n 5 -g "$started" >/dev/null 2>&1
 fi
 # shellcheck disable=SC2086 # a list of words
 wait_for_environments $mpis

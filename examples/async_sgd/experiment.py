@@ -74,7 +74,7 @@ class AllReduceUpdate(ps.Update):
 
     @property
     def bytes_sent(self) -> int:
-        return self.step * self.bytes_per_step
+        return self.step * self.bytes_per_step * (self.workers.size > 1)
 
 
 @cache
