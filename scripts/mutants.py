@@ -7,7 +7,7 @@ A mutant is the package with one change: another comparison or arithmetic operat
 `and` for `or`, a negated condition, None instead of a result, a statement left out. `--count` of all possible ones are
 drawn by `--seed`. Each runs the unit tests that execute its line, the fastest first, until one fails; a run that takes
 much longer than without the change counts as failed. With `--launched`, those that no unit test kills then run the
-tests of LAUNCHED for their module, on two ranks.
+tests of LAUNCHED for their module, on three ranks.
 
 The changes are made in a copy of the files of git, never in the checkout. A worker imports torch once and forks itself
 for each mutant. Which test executes which lines is measured once, and again after a change of a test or of the package.
@@ -469,10 +469,10 @@ class _Worker:
             path.write_text(original)
 
     def run_launched(self, mutant: Mutant | None, names: str, limit: float) -> dict[str, Any]:
-        """Run files of tests/mpi on two ranks, without or with a change; a hang counts as failed."""
-        command = ["mpirun", "-n", "2", sys.executable, "-m", "pytest", "--with-mpi", "-x", "-q"]
+        """Run files of tests/mpi on three ranks, without or with a change; a hang counts as failed."""
+        command = ["mpirun", "-n", "3", sys.executable, "-m", "pytest", "--with-mpi", "-x", "-q"]
         command[1:1] = ["--oversubscribe"] if _is_open_mpi() else []
-        command += ["-p", "no:cacheprovider", "--capture=sys", "-m", "n2"]
+        command += ["-p", "no:cacheprovider", "--capture=sys", "-m", "n3"]
         command += [f"tests/mpi/{each}.py" for each in names.split()]
         path = self.folder / "torchmpi" / ("errors.py" if mutant is None else mutant.module)
         original, since = path.read_text(), time.monotonic()
@@ -699,7 +699,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", default=[], help="files of tests/unit to use, such as test_core")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("results/mutants"), help="without suffix")
-    parser.add_argument("--launched", action="store_true", help="also run tests on two ranks")
+    parser.add_argument("--launched", action="store_true", help="also run tests on three ranks")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
