@@ -225,7 +225,7 @@ run_after() {
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
-    exec "$python" -I -S "$checkout/scripts/cpu_seconds.py" "$logs/$name.cpu" \
+    exec "$VIRTUAL_ENV/bin/python" -I -S "$checkout/scripts/cpu_seconds.py" "$logs/$name.cpu" \
         timeout --foreground -s INT -k 20 "$((time_limit - SECONDS))" "$@"
 }
 
