@@ -52,10 +52,8 @@ def test_a_call_that_two_threads_make_is_cached_once(agree):
         time.sleep(0.05)
         return calls.cached_call(0, None)
 
-    threads = [
-        threading.Thread(target=fast_path.cache_call, args=("broadcast", (0, torch.float32, unused), find))
-        for _ in range(3)
-    ]
+    name = fast_path.Name(0, torch.float32, unused)
+    threads = [threading.Thread(target=fast_path.cache_call, args=("broadcast", name, find)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
