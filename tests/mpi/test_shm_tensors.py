@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers import contract
+from helpers.leftovers import open_files
 from helpers.shm_rig import BY_PYTHON, PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
 import torchmpi as mpi
@@ -219,7 +219,7 @@ def open_segments() -> tuple[int, int]:
     gc.collect()
     with open("/proc/self/maps") as file:
         mapped = sum("torchmpi-tensor" in line for line in file)
-    return len(os.listdir("/proc/self/fd")), mapped
+    return open_files(), mapped
 
 
 @any_slots
