@@ -1,7 +1,8 @@
 """Requests to a server: sends with a rule and receives, whole or of rows; their records, and the order that they keep.
 
 A request is a plan (:class:`ServerRequest`) and a record (:class:`RequestRecord`), which is written at its begin and
-at its end. Observers read the record. A request that a program repeats is run by machine code (:mod:`.repeated`).
+at its end: the watchdog, metrics and the flight record read it. A timeline and a recorded run are called at both
+moments. A request that a program repeats is run by machine code (:mod:`.repeated`).
 """
 
 from __future__ import annotations
@@ -133,15 +134,13 @@ class RequestRecords:
                 flight_record.free(ring)
 
 
-class RequestServer(RemoteServer, Protocol):
+class RequestServer(RemoteServer, observed_run.ObservedServer, Protocol):
     """The attributes of a :class:`.servers.Server` that requests use."""
 
     context: Any
     numel: int
     is_local: bool
     is_open: bool
-    label: str
-    world_rank: int
     sender: int
     num_clients: int
     versions: Versions
@@ -154,18 +153,6 @@ class RequestServer(RemoteServer, Protocol):
     @property
     def group(self) -> Group:
         """The ranks that hold the shards."""
-
-    @property
-    def sent_version(self) -> float:
-        """Of the last send."""
-
-    @property
-    def sent_staleness(self) -> float:
-        """Of the last send."""
-
-    @property
-    def received_version(self) -> float:
-        """Of the last receive."""
 
     def spans_of(self, rows: Rows) -> list[tuple[int, int]]:
         """Return the positions of rows whose elements are in memory."""
@@ -255,11 +242,10 @@ class ServerRequest:
         return observer.order.run(self.server, self.perform)
 
     def perform(self) -> Any:
-        """Begin the record, make the request, and end the record, which observers read."""
+        """Begin the record, make the request, and end the record; observers are called at both moments."""
         data = self._staged() if self.data is None else self.data
         record = self.server.receives if self.rule is None else self.server.sends
-        is_read = events.recorder is not None or observed_run.active is not None
-        readers = [begin(self, data) for begin in _observers()] if is_read else []
+        end_calls = [begin(self, data) for begin in _observers()]
         record.begin(data.dtype, data.nbytes)
         try:
             found = self._visit(data)
@@ -267,7 +253,7 @@ class ServerRequest:
             record.withdraw()
             raise
         record.end(found)
-        for end in readers:
+        for end in end_calls:
             end()
         return None if self.rule is not None else self._received(data)
 

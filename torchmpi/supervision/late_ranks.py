@@ -46,7 +46,7 @@ class LateRanks:
         self._wanted = 0
         """The number of the last request for looks."""
         self._asked_at, self._watched_checks = 0, 0
-        """The last question of lookers, and for how many checks it still is to be answered."""
+        """The last question of viewers, and for how many checks it still is to be answered."""
         self._has_failed = False
 
     def check(self) -> None:
@@ -105,12 +105,12 @@ class LateRanks:
         return notes
 
     def _hear(self, question: int) -> None:
-        """Note whether rank 0 has asked again for what lookers want to know."""
+        """Note whether rank 0 has asked again for what viewers want to know."""
         self._watched_checks = _WATCHED_PERIODS if question != self._asked_at else max(0, self._watched_checks - 1)
         self._asked_at = question
 
     def _show(self, notes: Mapping[int, Note]) -> None:
-        """On rank 0: show lookers what all ranks have told, and ask those of other hosts for more."""
+        """On rank 0: show viewers what all ranks have told, and ask those of other hosts for more."""
         record, heartbeat = self._exchange.context.flight_record, self._exchange.heartbeat
         if record is None or heartbeat is None or not record.is_looked_at():
             return

@@ -107,6 +107,15 @@ def _file_text(path: str) -> str:
         return ""
 
 
+def ran_ns(schedule: str) -> int:
+    """Return for how long a thread has run, given its `schedstat`.
+
+    >>> ran_ns("5 7 2"), ran_ns("")
+    (5, 0)
+    """
+    return int((*schedule.split(), "0")[0])
+
+
 def queued_ns(schedule: str) -> int:
     """Return for how long a thread could have run and had no core, given its `schedstat`.
 
@@ -229,7 +238,7 @@ def account(exchange: StatusExchange) -> dict[str, Any]:
     step, samples, loss = progress.last()
     call, call_seconds = exchange.doing()
     main = threading.main_thread()
-    ran, queued, *_ = (*_file_text(f"/proc/self/task/{main.native_id}/schedstat").split(), "0", "0")
+    schedule = _file_text(f"/proc/self/task/{main.native_id}/schedstat")
     pages = (*_file_text("/proc/self/statm").split(), "0", "0")[1]
     seen = activity()
     return {
@@ -237,7 +246,7 @@ def account(exchange: StatusExchange) -> dict[str, Any]:
         "call": call if call != NO_CALL else "", "call_seconds": call_seconds,
         "line": seen["line"], "work": seen["work"],
         "is_inside": seen["is_inside"], "memory_bytes": int(pages) * resource.getpagesize(),
-        "cores": sorted(os.sched_getaffinity(0)), "ran": int(ran), "queued": int(queued),
+        "cores": sorted(os.sched_getaffinity(0)), "ran": ran_ns(schedule), "queued": queued_ns(schedule),
     }  # fmt: skip
 
 
