@@ -9,6 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torchmpi
+from torchmpi.shared_memory.kernels import no_garbage_collection
 
 
 def python_calls(call: Callable[[], Any]) -> tuple[list[CodeType], Any]:
@@ -19,9 +20,10 @@ def python_calls(call: Callable[[], Any]) -> tuple[list[CodeType], Any]:
         if event == "call" and frame.f_code.co_filename.startswith(package):
             functions.append(frame.f_code)
 
-    sys.setprofile(note)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
+    with no_garbage_collection():  # which enters callbacks of the package at any moment
+        sys.setprofile(note)
+        try:
+            result = call()
+        finally:
+            sys.setprofile(None)
     return functions, result

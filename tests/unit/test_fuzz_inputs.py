@@ -72,12 +72,12 @@ def hang(folder):
     (folder / "file").open("rb").read(1)
 
 def memory(folder):
-    return b"x" * (32 << 20) if not (folder / "file").is_file() else b""
+    return b"x" * (128 << 20) if not (folder / "file").is_file() else b""
 
 def none(folder):
     pass
 
-fuzz_inputs.MOST_MORE_BYTES = 16 << 20
+fuzz_inputs.MOST_MORE_BYTES = 64 << 20  # four times as many addresses hold the stack and the heap of the watch, too
 for read, seconds in ((hang, 0.5), (memory, 60), (none, 60)):
     if (process := os.fork()) == 0:
         fuzz_inputs.CASE_SECONDS = seconds

@@ -137,6 +137,17 @@ def test_the_late_rank_is_found_and_the_others_wait_for_it():
     assert pace["samples_per_second"] == pytest.approx(320, rel=0.02)
 
 
+def test_a_late_rank_whose_process_has_ended_is_still_named():
+    """Regression: between two looks at a rank, its process may end, and /proc has no facts of it."""
+    with running_job(3, late=lambda rank, step: 0.03 * (rank == 2)):
+        job = watched()
+        job.read()
+        job.facts.clear()
+        view = view_of(job)
+        job.close()
+    assert view["late"]["rank"] == 2
+
+
 def test_even_ranks_are_not_late():
     noise = np.random.default_rng(0).random((6, 600)) * 0.02
     with running_job(6, late=lambda rank, step: noise[rank, step]):

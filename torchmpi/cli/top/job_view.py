@@ -119,7 +119,7 @@ def _call(live: LiveRank, now: float) -> tuple[str, float]:
 def _late(job: WatchedJob, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     history = job.history
     found = find_late(history.shares(), history.part_seconds, WINDOW_SECONDS)
-    if found is None or (rank := history.ranks[found.rank]) not in job.facts:
+    if found is None or (rank := history.ranks[found.rank]) not in (job.ranks.keys() | job.told.keys()):
         return None
     looks = job.looks(rank)
     cause = cause_of(rank, job.facts, [work for _, work in looks], [_short(line) for line, _ in looks])
