@@ -77,7 +77,7 @@ def memory(folder):
 def none(folder):
     pass
 
-fuzz_inputs.MOST_MORE_BYTES = 64 << 20  # four times as many addresses hold the stack and the heap of the watch, too
+fuzz_inputs.MOST_MORE_BYTES = 64 << 20
 for read, seconds in ((hang, 0.5), (memory, 60), (none, 60)):
     if (process := os.fork()) == 0:
         fuzz_inputs.CASE_SECONDS = seconds
@@ -95,7 +95,8 @@ def test_hangs_and_memory_are_found(tmp_path):
     code = PARTS.format(folder=str(PROGRAM.parent))
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # a process that hangs leaves its folder there
+        # A process that hangs leaves its folder there. The heap of another thread takes 128 MB of addresses at first.
+        env=os.environ | {"TMPDIR": str(tmp_path), "MALLOC_ARENA_MAX": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
