@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi import errors
+from torchmpi.parameterserver import shard_checkpoint
 
 SHAPES = ((50_001,), (7, 3), (5,), (0,))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
@@ -156,6 +158,32 @@ def test_groups_of_a_job_do_not_replace_the_checkpoints_of_each_other(folder, ag
     agree(all(message == "accepted" or "Use one folder per group" in message for message in messages), str(messages))
 
 
+def test_a_group_whose_files_were_removed_by_another_says_so(folder, monkeypatch, agree):
+    """Regression: the error was that of the missing file, and the files of the other ranks remained."""
+    rank, size = mpi.communicator(0).rank, mpi.communicator(0).size
+    level = mpi.push_communicator("first" if rank == 0 else "others")
+    mpi.set_communicator(0)
+    make(level)
+    write, arrived, index = shard_checkpoint.archive.write, folder / "arrived", folder / shard_checkpoint._INDEX
+
+    def write_between(path, content):  # the others have looked for an owner, then the first saves
+        if rank == 0:
+            wait_until(lambda: size == 1 or arrived.exists())
+            return write(path, content)
+        folder.mkdir(exist_ok=True)
+        arrived.touch()
+        wait_until(index.exists)
+        if rank == 1:  # what `files.remove_unfinished` of the first leads to
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return write(path, content)
+
+    monkeypatch.setattr(shard_checkpoint.archive, "write", write_between)
+    message = refused(ps.save, folder, level)
+    agree(message == "accepted" if rank == 0 else "Use one folder per group" in message, message)
+    mpi.barrier(0)
+    agree.equal(len(list(folder.glob("shards-*.pt"))), 1)
+
+
 def test_unfinished_files_of_an_earlier_job_are_removed(folder, agree):
     """Regression: those of a job that was killed while it saved remained."""
     make()
@@ -165,6 +193,11 @@ def test_unfinished_files_of_an_earlier_job_are_removed(folder, agree):
     mpi.barrier(0)
     ps.save(folder)
     agree(not left.exists(), str(left))
+
+
+def wait_until(is_so) -> None:
+    while not is_so():
+        time.sleep(0.001)
 
 
 def refused(action, *arguments: object) -> str:

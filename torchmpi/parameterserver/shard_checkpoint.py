@@ -136,7 +136,12 @@ def _describe(context: ServerContext) -> list[dict[str, Any]]:
 def _save(folder: Path, context: ServerContext) -> None:
     token = context.comm.bcast(secrets.token_hex(4))
     _together(context, partial(_check_owner, folder, context))
-    _together(context, partial(_write_shards, folder, token, context))
+    try:
+        _together(context, partial(_write_shards, folder, token, context))
+    except CheckpointError:
+        (folder / _file_name(token, context.group.rank)).unlink(missing_ok=True)
+        _together(context, partial(_check_owner, folder, context))  # a group that has saved meanwhile removes files
+        raise
     _together(context, partial(_write_index, folder, token, context))
 
 
