@@ -41,7 +41,8 @@ from .arguments import (
     single,
 )
 from .bound_calls import BoundCall
-from .execution import GroupExecution, Tensors
+from .call_hooks import HookedGroup
+from .execution import Tensors
 from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
 from .torch_names import (
     AllgatherOptions,
@@ -60,7 +61,7 @@ from .torch_names import (
 from .work import COMPLETED, PendingWork
 
 
-class ProcessGroup(GroupExecution):
+class ProcessGroup(HookedGroup):
     """Ranks that torch.distributed communicates among.
 
     torch overloads its methods. C++ and :mod:`torch.distributed` call the overload with lists and options, which is
@@ -509,8 +510,9 @@ class ProcessGroup(GroupExecution):
     def abort(self) -> None:
         """Free the group; calls that wait for other ranks of the host end with an error, one after the other.
 
-        Kernels of NCCL that wait for other ranks end too.
+        Kernels of NCCL that wait for other ranks end too. Abort hooks run before.
         """
+        self.run_abort_hooks()
         group, call_queue = self._group, self._group.call_queue
 
         def is_over() -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 import torch.distributed as dist
 
+from ..errors import ArgumentError
 from ..session import runtime
 from . import torch_names
 from .torch_names import BackendOptions
@@ -15,6 +18,8 @@ class GroupProperties(dist.ProcessGroup):
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
     supports_shrinking = True
+    supports_reconfigure = supports_window = False
+    """torch 2.14: other ranks in place. C++ (DDP) keeps the size of a process group in Python as a constant."""
 
     def __init__(self, options: BackendOptions, backend_name: str) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -74,6 +79,15 @@ class GroupProperties(dist.ProcessGroup):
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a tensor that the ranks of the host share; FSDP2 calls it for its buffers if configured to."""
         return runtime.current().empty_shared((size,), dtype)
+
+    def _refuse(self, *arguments: Any, **named: Any) -> NoReturn:
+        raise ArgumentError(
+            f"process group {self._name}: {torch_names.NAME} has no reconfigure() and no windows. After a "
+            "RankLostError call dist.shrink_group([lost ranks]), or write the loop for torchmpi.elastic(). Instead of a "
+            "window use torchmpi.parameterserver."
+        )
+
+    get_reconfigure_handle = reconfigure = new_window = _refuse
 
     def get_group_store(self) -> torch_names.Store:
         """Return the store with which the group was created."""

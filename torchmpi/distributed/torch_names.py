@@ -47,6 +47,7 @@ GatherOptions = c10d.GatherOptions
 ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
 ScatterOptions = c10d.ScatterOptions
+HookOpName: Any = getattr(c10d, "HookOpName", None)  # torch 2.14
 FP16_COMPRESS = c10d.BuiltinCommHookType.FP16_COMPRESS
 has_function_mode: Callable[[], bool] = _is_torch_function_mode_enabled
 """Whether a ``TorchFunctionMode`` of the program sees the calls of this thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -87,6 +88,7 @@ class PendingWork(dist.Work):
     _future: Future | None = None
     value: Any = None
     """The value of the future, if not what the call writes: that in the lists in which it was passed."""
+    _when_late: Callable[[], object] | None = None
 
     def __init__(self, handle: Handle[Any], outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__()
@@ -98,8 +100,18 @@ class PendingWork(dist.Work):
         seconds = timeout.total_seconds() if timeout else 0.0
         if seconds <= 0:
             self._handle.run_here()
-        self._handle.wait(seconds if seconds > 0 else self._limit_seconds or None)
+        try:
+            self._handle.wait(seconds if seconds > 0 else self._limit_seconds or None)
+        except StallError:
+            if self._when_late is not None and not self._handle.done():
+                self._when_late()
+            raise
         return True
+
+    def when_failed(self, action: Callable[[], object]) -> None:
+        """Call `action` when the call has failed, and when a wait for it has exceeded its timeout."""
+        self._when_late = action
+        self._handle.when_done(lambda: action() if self._handle.failed else None)
 
     def synchronize(self) -> None:
         """Call :meth:`wait`."""
