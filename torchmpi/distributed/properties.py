@@ -83,7 +83,7 @@ class GroupProperties(dist.ProcessGroup):
     def _refuse(self, *arguments: Any, **named: Any) -> NoReturn:
         raise ArgumentError(
             f"process group {self._name}: {torch_names.NAME} has no reconfigure() and no windows. After a "
-            "RankLostError call dist.shrink_group([lost ranks]), or write the loop for torchmpi.elastic(). Instead of a "
+            "RankLostError call dist.shrink_group([lost ranks]), or use torchmpi.elastic(). Instead of a "
             "window use torchmpi.parameterserver."
         )
 
