@@ -1,16 +1,20 @@
-"""Ctrl-C while a rank waits for rank 0 in a call."""
+"""Ctrl-C in a call: while a rank waits for rank 0, or at a chosen moment."""
 
 from __future__ import annotations
 
+import gc
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
 import torchmpi as mpi
 from torchmpi import errors
+from torchmpi.communicators import call_queue
 
 
 def fails_or_is_interrupted(comm: mpi.Communicator, call: Callable[[], object]) -> None:
@@ -40,3 +44,30 @@ def fails_or_is_interrupted(comm: mpi.Communicator, call: Callable[[], object]) 
         is_over.set()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def interrupted(call: Callable[[], object], place: int) -> list[str]:
+    """Make a call that is interrupted at a place, a number; return the names of the functions until there.
+
+    Python looks for signals at the begin of a function, and when one of C has returned. Those that take or release a
+    lock are left out: nothing protects from an interrupt between two of their instructions.
+    """
+    names: list[str] = []
+
+    def look(frame: FrameType, event: str, function: object) -> None:
+        is_of_lock = frame.f_code.co_filename == call_queue.__file__ or getattr(function, "__name__", "") == "acquire"
+        if event in ("call", "c_return") and not is_of_lock:
+            names.append(frame.f_code.co_name)
+            if len(names) == place:
+                raise KeyboardInterrupt
+
+    gc.disable()  # a finalizer would drop the interrupt
+    sys.setprofile(look)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return names

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.functions_entered import python_calls
 from helpers.neighbors import neighbors
+from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -86,6 +87,43 @@ def test_a_message_does_not_overtake_a_receive_that_another_thread_begins(agree,
         agree.equal(handle.wait(), values(left, turn), f"deferred, turn {turn}")
         agree.equal(got, values(left, turn + 100), f"exchange, turn {turn}")
         send.wait()
+
+
+@pytest.mark.min_ranks(2)
+def test_a_callback_may_look_at_a_receive_that_its_thread_begins(agree, monkeypatch):
+    """Regression: the receive was taken for ended."""
+    transport = transport_of(mpi.communicator(0).intra)
+    if fast_path.send is fast_path._not_built or not isinstance(transport, RingTransport):
+        pytest.skip("no receive is deferred")
+    rank, seen, handles, begin, world = mpi.rank(), [], [], DeferredReceive.begin, MPI.COMM_WORLD
+
+    def while_another_is_awaited(receive: DeferredReceive) -> None:
+        if receive is handles[1]:
+            handles[0].attach(lambda: seen.append(handles[1].done()))
+            world.send("awaited", 1)
+            world.recv(source=1)  # the first message has arrived
+        begin(receive)
+
+    for number in range(3):
+        if rank == 0:
+            mpi.recv_async(torch.zeros(8), 1).wait()
+        elif rank == 1:
+            mpi.send(values(1, number), 0)
+    if rank == 0:
+        monkeypatch.setattr(DeferredReceive, "begin", while_another_is_awaited)
+        with transport.deferring:
+            handles += [mpi.recv_async(torch.zeros(8), 1) for _ in range(2)]
+            seen.append(handles[1].done())
+        world.send("seen", 1)
+        for number, handle in enumerate(handles):
+            agree.equal(handle.wait(), values(1, number))
+        agree(seen == [False, False], f"ended before the message: {seen}")
+    elif rank == 1:
+        for number in range(2):
+            world.recv(source=0)
+            mpi.send(values(1, number), 0)
+            if number == 0:
+                world.send("sent", 0)
 
 
 def test_a_repeated_message_runs_in_machine_code(agree):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.interrupts import interrupted
 from helpers.neighbors import neighbors
 from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.backends.message_transport import PACKED_BYTES
+from torchmpi.backends.message_transport import PACKED_BYTES, MpiTransport
 from torchmpi.backends.ring_transport import RingTransport
 from torchmpi.collectives.message_handle import MessageHandle, transport_of
 from torchmpi.config import Config
@@ -233,3 +235,45 @@ def test_messages_that_wait_for_no_rank_are_machine_code(agree, monkeypatch):
             mpi.recv(torch.zeros(6), 0)
     agree(len(made) <= 2, f"{made}")  # a message of MPI may arrive after the barrier
     agree.equal(mpi.allreduce(group.messages.value), 0, "messages that have not been received")
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_interrupt_at_any_moment_loses_no_message(agree, has_begun):
+    """Ctrl-C in a receive, of which nothing has arrived, or the description, but not the values.
+
+    Regression: locks stayed taken, MPI received the next message for a receive that nobody continued, or the values of
+    this one were taken for those of the next.
+    """
+    rank, last, transport = mpi.rank(), mpi.size() - 1, transport_of(mpi.communicator().intra)
+    length, world = LONG if has_begun else 6, MPI.COMM_WORLD
+    if has_begun and not isinstance(transport, MpiTransport):
+        pytest.skip("the description and the values are in one ring")
+    for _ in range(2):  # from the second call on by the fast path
+        if rank == 0:
+            mpi.send(values(0, 0, length), last)
+        elif rank == last:
+            mpi.recv(torch.zeros(length), 0)
+    for place in itertools.count(1):
+        first, second = values(0, 2 * place, length), values(0, 2 * place + 1, length)
+        if rank == 0:
+            send = MessageHandle(transport.group, "send", first, last, is_receive=False, is_background=False)
+            stage = transport._first_stage(send) if has_begun else None
+            requests = [] if stage is None else [next(stage.begins)]
+            is_over = world.recv(source=last)
+            if stage is None:
+                mpi.send(first, last)
+            else:
+                MPI.Request.Waitall([*requests, *stage.begins])
+            mpi.send(second, last)
+        elif rank == last:
+            names = interrupted(lambda: mpi.recv(torch.zeros(length), 0), place)
+            is_over = names.count("proceed") > 5  # waiting in Python
+            world.send(is_over, 0)
+            got = mpi.recv(torch.zeros(length), 0)
+            if torch.equal(got, first):
+                got = mpi.recv(torch.zeros(length), 0)
+            agree.equal(got, second, f"interrupted at {place}, in {names[-1]}")
+        if rank not in (0, last) or is_over:
+            break
+    agree.equal(mpi.allreduce(transport.group.messages.value), 0, "messages that have not been received")

@@ -12,8 +12,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -121,10 +122,10 @@ class Transport:
     def __init__(self) -> None:
         self.lock, self.deferring = RunLock(), threading.RLock()
         self.deferred: deque[Deferred] = deque()
-        self.is_watched = self._is_beginning = False
+        self.is_watched = False
 
-    def post(self, message: PostedMessage) -> None:
-        """Begin a message, and end it if that is possible at once."""
+    def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
+        """Begin a message, after those that are deferred if it was not; end it if that is possible at once."""
         raise NotImplementedError
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
@@ -153,13 +154,13 @@ class Transport:
         return self.lock.fields[LockFields.pending] != 0
 
     def defer(self, receive: Deferred) -> bool:
-        """Note a receive that begins later; return False if it must begin now, because other messages are under way."""
+        """Note a receive that begins later; return False if it has begun, because other messages are under way."""
         with self.deferring:
-            if self.has_messages:
-                return False
             self.deferred.append(receive)
             self.count_deferred()
-            return True
+            if self.has_messages:
+                self.begin_deferred()
+            return bool(self.deferred)
 
     def count_deferred(self) -> None:
         """Tell machine code of the deferred receives; the caller holds `deferring`."""
@@ -169,26 +170,27 @@ class Transport:
         """Post all deferred receives, in their order."""
         if not self.lock.fields[LockFields.deferred]:
             return
-        with self.deferring:
-            if self._is_beginning:  # this thread posts one
-                return
-            self._is_beginning = True
-            try:
-                while self.deferred:
-                    self.deferred.popleft().begin()
-                    self.count_deferred()
-            finally:
-                self._is_beginning = False
+        with self.deferring:  # again, if the one that this thread posts has ended others, whose callbacks look
+            while self.deferred:
+                self.deferred.popleft().begin()
+                self.count_deferred()
 
 
 Then = Callable[[Any], "Stage | Received | None"]
 
 
 class Stage(NamedTuple):
-    """Requests of MPI, and what follows with the status of the last one: another stage, or the end."""
+    """Requests of MPI, and what follows with the status of the last one: another stage, or the end.
+
+    An interrupt may come between any two instructions of Python, and must neither lose a request nor make it twice.
+    """
 
     requests: list[Any]
     then: Then
+    num_received: int = 0
+    """Messages of MPI that have been received at its end, those of earlier stages too."""
+    begins: Iterator[Any] = iter(())
+    """Begins further requests, without an instruction of Python after one has begun."""
 
 
 @dataclass(eq=False)
@@ -197,6 +199,8 @@ class _Open:
 
     message: PostedMessage
     stage: Stage
+    status: Any
+    """Of the last request of the stage that has ended."""
     result: Received | None = None
     error: BaseException | None = None
 
@@ -213,9 +217,10 @@ class MpiTransport(Transport):
         """Held while a thread tests messages."""
         self._open: dict[CallQueue, deque[_Open]] = {}
 
-    def post(self, message: PostedMessage) -> None:
+    def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
         """Begin a message, and end it if that is possible at once."""
-        self.begin_deferred()
+        if not was_deferred:
+            self.begin_deferred()
         message.begin_record()
         self.start(message, self._first_stage)
 
@@ -230,28 +235,33 @@ class MpiTransport(Transport):
 
         def stage(message: PostedMessage) -> Stage:
             if received is None:
-                return Stage(
-                    self._sends(message, [(part, PAYLOAD_TAG) for part in self._parts(message, message.work)]),
-                    end_send,
-                )
+                return self._sends(message, [(part, PAYLOAD_TAG) for part in self._parts(message, message.work)])
             return self._values_stage(message, received)
 
         self.start(message, stage)
 
     def start(self, message: PostedMessage, make: Callable[[PostedMessage], Stage]) -> None:
         """Begin a stage of a message in the order of its direction."""
-        queue = message.call_queue
-        with queue.run_lock:  # the fast path may exchange messages with this rank
-            opened = _Open(message, make(message))
-            queue.run_lock.fields[LockFields.pending] += 1
-            self._open.setdefault(queue, deque()).append(opened)
+        stage = make(message)
+        with message.call_queue.run_lock, self._lock:  # the fast path may exchange messages with this rank
+            self.adopt(message, stage)
+            try:
+                stage.requests.extend(stage.begins)
+            except self.MPI.Exception:
+                self._remove(next(each for each in self._open[message.call_queue] if each.message is message))
+                raise
         self.test(message)
 
     def adopt(self, message: PostedMessage, stage: Stage) -> None:
-        """Continue a message that the fast path has begun; the caller has the run lock of its direction."""
+        """Continue a message that the fast path has begun; the caller has the run lock of its direction.
+
+        A second time, after an interrupt, this does nothing.
+        """
         queue = message.call_queue
-        queue.run_lock.fields[LockFields.pending] += 1
-        self._open.setdefault(queue, deque()).append(_Open(message, stage))
+        opened = self._open.setdefault(queue, deque())
+        if all(each.message is not message for each in opened):
+            queue.run_lock.fields[LockFields.pending] += 1
+            opened.append(_Open(message, stage, self.MPI.Status()))
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
         """Continue a message for a while; return the next turn."""
@@ -270,22 +280,27 @@ class MpiTransport(Transport):
             return
         ended = []
         try:
-            opened = self._open.get(message.call_queue, deque())
-            for each in list(opened):
+            for each in list(self._open.get(message.call_queue, ())):
                 if self._has_ended(each):
-                    opened.remove(each)
                     ended.append(each)
                 if each.message is message:
                     break
-        finally:
+        finally:  # also after an interrupt, so that the end of no message is lost
+            for each in ended:
+                self._remove(each)
+                self.group.messages.add(-each.stage.num_received)
             self._lock.release()
-        for each in ended:
-            each.message.call_queue.run_lock.fields[LockFields.pending] -= 1
-            if each.error is not None:
-                each.message.fail(each.error)
-            else:
-                each.message.end_record()
-                each.message.finish(each.result)
+            for each in ended:
+                if each.error is not None:
+                    each.message.fail(each.error)
+                else:
+                    each.message.end_record()
+                    each.message.finish(each.result)
+
+    def _remove(self, opened: _Open) -> None:
+        queue = opened.message.call_queue
+        self._open[queue].remove(opened)
+        queue.run_lock.fields[LockFields.pending] -= 1
 
     def sleep(self, message: PostedMessage, seconds: float) -> None:
         """Sleep until something may have arrived; without an MPI library this also reads."""
@@ -297,20 +312,17 @@ class MpiTransport(Transport):
     def cancel(self, message: PostedMessage) -> bool:
         """Withdraw a message; return False if it has begun."""
         with self._lock:
-            opened = self._open.get(message.call_queue, deque())
+            opened = self._open.get(message.call_queue, ())
             found = next((each for each in opened if each.message is message), None)
             if found is None or not message.is_receive or message.waited_until:
                 return False
-            status = self.MPI.Status()
-            found.stage.requests[0].Cancel()
-            found.stage.requests[0].Wait(status)
-            if status.Is_cancelled():
-                opened.remove(found)
-                message.call_queue.run_lock.fields[LockFields.pending] -= 1
-                return True
-            followed = found.stage.then(status)  # it arrived before it could be cancelled
-            found.stage = followed if isinstance(followed, Stage) else Stage([], lambda _: followed)
-        self.test(message)
+            for request in filter(None, found.stage.requests):  # one, which has not been found to have ended
+                request.Cancel()
+                request.Wait(found.status)
+                if found.status.Is_cancelled():
+                    self._remove(found)
+                    return True
+        self.test(message)  # it arrived before it could be cancelled
         return False
 
     # --- Stages -----------------------------------------------------------------------------------------------------
@@ -318,19 +330,18 @@ class MpiTransport(Transport):
     def _has_ended(self, opened: _Open) -> bool:
         try:
             while True:
-                requests, status = opened.stage.requests, self.MPI.Status()
+                requests = opened.stage.requests
+                requests.extend(opened.stage.begins)
                 while requests:
-                    if not requests[-1].Test(status):
+                    if requests[-1] and not requests[-1].Test(opened.status):
                         return False
                     requests.pop()
-                followed = opened.stage.then(status)
+                followed = opened.stage.then(opened.status)
                 if not isinstance(followed, Stage):
                     opened.result = followed
                     return True
                 opened.stage = followed
-        except self.MPI.Exception as error:
-            if opened.message.is_receive:  # truncated, and not to be received again
-                self.group.messages.add(-1)
+        except self.MPI.Exception as error:  # perhaps truncated, and not to be received again
             opened.error = error
             return True
 
@@ -338,61 +349,58 @@ class MpiTransport(Transport):
         peer = self.MPI.ANY_SOURCE if message.peer is None else message.peer
         if not message.compares_shape:
             call = self.comm.Irecv if message.is_receive else self.comm.Isend
-            request = _start(call, self.MPI, message.work, (peer, message.tag), message.memory_bytes)
+            begins = _whole(call, self.MPI, message.work, (peer, message.tag), message.memory_bytes)
             if message.is_receive:
-                return Stage([request], self._take_whole)
+                return Stage([], self._take_whole, 1, begins)
             self.group.messages.add(1)
-            return Stage([request], end_send)
+            return Stage([], end_send, begins=begins)
         if not message.is_receive:
-            return Stage(self._sends(message, self._messages(message)), end_send)
+            return self._sends(message, self._messages(message))
         header = np.empty(MOST_HEADER_BYTES + PACKED_BYTES, np.uint8)
-        return self.header_stage(message, self.comm.Irecv((header, self.MPI.BYTE), peer, HEADER_TAG), header)
+        begins = starmap(self.comm.Irecv, [((header, self.MPI.BYTE), peer, HEADER_TAG)])
+        return self.header_stage(message, [], header)._replace(begins=begins)
 
-    def header_stage(self, message: PostedMessage, request: Any, header: np.ndarray) -> Stage:
+    def header_stage(self, message: PostedMessage, requests: list[Any], header: np.ndarray) -> Stage:
         """Receive a message into this memory: its header, and short values behind it; without a request it has come."""
 
         def take(_: Any) -> Stage | Received:
-            self.group.messages.add(-1)
             message.waited_until = events.now()
             received = described(header, message.peer or 0)
-            return received if received.num_bytes <= PACKED_BYTES else self._values_stage(message, received)
+            if received.num_bytes <= PACKED_BYTES:
+                return received
+            values = self._values_stage(message, received)
+            return values._replace(num_received=1 + values.num_received)
 
-        return Stage([] if request is None else [request], take)
+        return Stage(requests, take, 1)
 
-    def begun_values_stage(self, request: Any, header: np.ndarray | None, source: int) -> Stage:
+    def begun_values_stage(self, requests: list[Any], header: np.ndarray | None, source: int) -> Stage:
         """Receive values into their place, which machine code has begun, behind this header if there is one."""
 
         def take(_: Any) -> Received:
-            self.group.messages.add(-1)
             assert header is not None
             return described(header, source)._replace(memory=None)
 
-        return Stage([request], self._take_whole if header is None else take)
+        return Stage(requests, self._take_whole if header is None else take, 1)
 
     def _values_stage(self, message: PostedMessage, received: Received) -> Stage:
         """Receive long values, into memory that is dropped if they do not fit."""
         fits = received.dtype == message.code and received.shape == message.shape
         dtype = dtypes.from_code(received.dtype)
         work = message.work if fits else torch.empty(received.shape, dtype=dtype, device="cpu")
-        parts = self._parts(message, work)
-        requests = [self.comm.Irecv((part, self.MPI.BYTE), received.source, PAYLOAD_TAG) for part in parts]
+        parts = [((part, self.MPI.BYTE), received.source, PAYLOAD_TAG) for part in self._parts(message, work)]
 
         def take(_: Any, _kept: torch.Tensor = work) -> Received:
-            self.group.messages.add(-len(parts))
             return received._replace(memory=None, is_elsewhere=False)
 
-        return Stage(requests, take)
+        return Stage([], take, len(parts), starmap(self.comm.Irecv, parts))
 
     def _take_whole(self, status: Any) -> Received:
-        self.group.messages.add(-1)
         return Received(status.source, status.Get_elements(self.MPI.BYTE), 0, (), None)
 
-    def _sends(self, message: PostedMessage, parts: list[tuple[Any, int]]) -> list[Any]:
-        requests = []
-        for part, tag in parts:
-            requests.append(self.comm.Isend((part, self.MPI.BYTE), message.peer, tag))
-            self.group.messages.add(1)
-        return requests
+    def _sends(self, message: PostedMessage, parts: list[tuple[Any, int]]) -> Stage:
+        self.group.messages.add(len(parts))
+        sends = [((part, self.MPI.BYTE), message.peer, tag) for part, tag in parts]
+        return Stage([], end_send, begins=starmap(self.comm.Isend, sends))
 
     def _messages(self, message: PostedMessage) -> list[tuple[Any, int]]:
         """Return the header with the memory behind it, or the header and then the memory in parts, with their tags."""
@@ -432,19 +440,23 @@ def end_send(status: Any) -> None:
     """End a send, as the last stage of it."""
 
 
-def _start(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int, int], most: int) -> Any:
-    """Start one message with all of the memory, as a datatype of blocks if MPI cannot count its bytes.
+def _whole(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int, int], most: int) -> Iterator[Any]:
+    """Begin one message with all of the memory, as a datatype of blocks if MPI cannot count its bytes.
 
     One message is necessary: several messages from different ranks could be received in any order.
     """
     memory = buffers.as_bytes(MPI, work)
     if work.nbytes <= most or not hasattr(MPI.BYTE, "Create_contiguous"):  # without MPI there is no such limit
-        return call((memory, MPI.BYTE), *to)
-    num_rows, rest = divmod(work.nbytes, most)
-    block = MPI.BYTE.Create_contiguous(most)
-    kind = MPI.Datatype.Create_struct([num_rows, rest], [0, num_rows * most], [block, MPI.BYTE]).Commit()
-    try:
-        return call((memory, 1, kind), *to)
-    finally:  # MPI keeps them until the message has ended
-        kind.Free()
-        block.Free()
+        return starmap(call, [((memory, MPI.BYTE), *to)])
+
+    def in_blocks(most: int) -> Any:
+        num_rows, rest = divmod(work.nbytes, most)
+        block = MPI.BYTE.Create_contiguous(most)
+        kind = MPI.Datatype.Create_struct([num_rows, rest], [0, num_rows * most], [block, MPI.BYTE]).Commit()
+        try:
+            return call((memory, 1, kind), *to)
+        finally:  # MPI keeps them until the message has ended
+            kind.Free()
+            block.Free()
+
+    return map(in_blocks, [most])

@@ -130,9 +130,10 @@ class RingTransport(Transport, GroupResource):
 
     # --- What the waiting thread and the progress thread call --------------------------------------------------------
 
-    def post(self, message: PostedMessage) -> None:
+    def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
         """Begin a message, and end it if that is possible at once."""
-        self.begin_deferred()
+        if not was_deferred:
+            self.begin_deferred()
         with self.lock:
             if self.is_closed:
                 raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
@@ -156,8 +157,11 @@ class RingTransport(Transport, GroupResource):
         self._end(ended)
 
     def adopt(self, message: PostedMessage, frames: Frames, record: records.MessageRequest) -> None:
-        """Continue a message that the fast path has begun, which holds the lock and has begun its record."""
-        request = _MessageRequest(frames, record)
+        """Continue a message that the fast path has begun, which holds the lock and has begun its record.
+
+        A second time, after an interrupt, this ends what has been begun.
+        """
+        request = next((each for each in self._open if each.message is message), _MessageRequest(frames, record))
         request.message, request.directions = message, self._directions_of(message)
         self._enter(request)
 
@@ -247,10 +251,12 @@ class RingTransport(Transport, GroupResource):
         return request
 
     def _enter(self, request: _MessageRequest) -> None:
-        self._count(request, 1)
-        self._open.append(request)
+        if request not in self._open:
+            self._count(request, 1)
+            self._open.append(request)
         for direction in request.directions:
-            self._posted[direction].append(request)
+            if request not in self._posted[direction]:
+                self._posted[direction].append(request)
             self._choose(direction)
 
     def _remove(self, request: _MessageRequest) -> None:

@@ -17,14 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..backends.message_transport import PACKED_BYTES, MpiTransport, Received, Stage, Transport
-from ..backends.ring_transport import Frames, RingTransport
+from ..backends.message_transport import PACKED_BYTES, MpiTransport, Received, Transport
+from ..backends.ring_transport import RingTransport
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.message_record import ANY_RANK, NO_TAG
 from ..errors import MismatchError, RankLostError, StallError, TorchMPIError
 from ..session import runtime
-from ..shared_memory.kernels import records
 from ..tensors import buffers, dtypes, streams
 from ..timeline import events
 
@@ -154,12 +153,12 @@ class MessageHandle(Handle[Any]):
         """The longest message of MPI."""
         return runtime.current().config.message_bytes
 
-    def start(self) -> MessageHandle:
+    def start(self, *, was_deferred: bool = False) -> MessageHandle:
         """Begin the message; return it."""
         try:
-            self.transport.post(self)
+            self.transport.post(self, was_deferred=was_deferred)
         except BaseException as error:
-            if self._number:
+            if not self.withdraw() and self._number:
                 self._channel.withdraw()
             raise self._failure(error) from error
         if not self._is_done:
@@ -222,8 +221,9 @@ class MessageHandle(Handle[Any]):
             try:
                 self._continue(timeout)
             except BaseException:
-                if not self._is_background:
-                    self.withdraw()  # an interrupted receive must not take a later message
+                # An interrupted receive must not take a later message; what arrives already, its sender waits for.
+                if not self._is_background and not self.withdraw():
+                    self.run_in_background()
                 raise
             finally:
                 self.call_queue.doing = None
@@ -378,19 +378,10 @@ def mismatch(
     )
 
 
-def adopt(message: MessageHandle, frames: Frames, record: records.MessageRequest) -> MessageHandle:
-    """Continue a message that the fast path has begun; the caller has its lock."""
-    assert isinstance(message.transport, RingTransport)
+def adopt(message: MessageHandle, *begun: Any) -> None:
+    """Continue a message that the fast path has begun, for the transport in this form; the caller has its lock."""
     message._number = message._channel.number
-    message.transport.adopt(message, frames, record)
-    message.note_begin()
-    return message
-
-
-def adopt_from_mpi(transport: MpiTransport, message: MessageHandle, stage: Stage) -> None:
-    """Continue a message of MPI that the fast path has begun; the caller has its lock."""
-    message._number = message._channel.number
-    transport.adopt(message, stage)
+    message.transport.adopt(message, *begun)
     message.note_begin()
 
 

@@ -38,9 +38,9 @@ from ..errors import TorchMPIError
 from ..session import runtime
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
-from ..shared_memory.memory_layout import LockFields
+from ..shared_memory.memory_layout import LockFields, LogFields
 from ..tensors import dtypes, writable
-from .message_handle import MessageHandle, adopt, adopt_from_mpi, continue_deferred, mismatch, transport_of
+from .message_handle import MessageHandle, adopt, continue_deferred, mismatch, transport_of
 
 _MOST_MESSAGES = 64  # of a group, as the fast path looks through all of them
 _YIELD_NANOSECONDS = 300_000
@@ -119,6 +119,9 @@ class _FastMessage:
     """A message that a program repeats: what the kernel needs, and its counts."""
 
     cached_call: fast_path.CachedCall
+    _record: Any
+    _locks: list[RunLock]
+    """Which the kernel holds when it leaves a message to Python."""
 
     def __init__(
         self, name: str, group: Group, src: int, dst: int, dtype: torch.dtype, tag: int, *, is_background: bool
@@ -128,6 +131,8 @@ class _FastMessage:
         self.call_log, self._counts = CallLog(group.name, group.rank, group.size), group.context.call_counts
         self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
         self._known: tuple[object, str] = None, ""
+        self._handed: tuple[int, list[MessageHandle]] = 0, []
+        """The messages of the call with this number, while they are given to Python."""
         self._whom = f"from rank {src}" if src >= 0 else f"to rank {dst}"
 
     def cached(self, record: int, run_lock: RunLock) -> fast_path.CachedCall:
@@ -164,9 +169,7 @@ class _FastMessage:
         if seen is None or seen() is not tensor:
             writable.refuse_read_only(tensor, self.group.where, self.name)
         receive, transport = DeferredReceive(self, tensor), self.transport
-        if not transport.defer(receive):
-            receive.begin()
-        elif not transport.is_watched:
+        if transport.defer(receive) and not transport.is_watched:
             continue_deferred(transport)
         return receive
 
@@ -181,13 +184,86 @@ class _FastMessage:
         return received
 
     def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
-        """End a message with this status of the kernel, or return it."""
-        raise NotImplementedError
+        """Wait for a message that the other rank delays, or return it; raise the error of one that has failed."""
+        if not self._is_unfinished:
+            self._leave()
+            raise self._error(status, tensor)
+        messages = self._hand_over(lambda: tensor, is_background=self.is_background)
+        if self.is_background and self.src >= 0:  # a deferred one, which begins the others when it knows its message
+            return messages[0]
+        self.transport.begin_deferred()  # the others could wait for this rank to receive them
+        if self.is_background:
+            return messages[0]
+        for message in messages:
+            message.wait()
+        return tensor
 
     def abort(self) -> None:
+        """Leave the message after an interrupt: what has begun to leave, or to arrive, does so."""
+        if not self._is_unfinished:
+            self._leave()
+            return
+        for message in self._hand_over(self._own_memory):
+            if not message.withdraw():
+                message.run_in_background()
+
+    def _leave(self) -> None:
         """Remove the message from the call log."""
         self.call_log.take_over(kernels.load()["read_ticks"]())
         self.call_log.abandon()
+
+    def _hand_over(self, memory: Callable[[], torch.Tensor], *, is_background: bool = False) -> list[MessageHandle]:
+        """Have Python continue what the kernel has begun; release its locks; return the messages, the receive first.
+
+        Until the call has left the log, an interrupt makes machine code call `abort`, which completes this: what has
+        begun must neither be lost nor be continued twice.
+        """
+        seq = self.call_log.log_fields[LogFields.active]
+        if self._handed[0] != seq:
+            self._handed = seq, self._make(memory(), is_background)
+        _, messages = self._handed
+        for message in messages:
+            if not message.has_ended:
+                self._continue(message)
+        for lock in self._locks:
+            lock.fields[LockFields.entered] = 0
+        self._leave()
+        self._handed = 0, []
+        return messages
+
+    def _make(self, tensor: torch.Tensor, is_background: bool) -> list[MessageHandle]:
+        """Return the messages of a tensor, the receive first."""
+        make = partial(
+            MessageHandle, self.group, self.name, tag=self.tag, is_background=is_background, begun=self._record.begun
+        )
+        messages, send = [], None
+        if self.dst >= 0:
+            send = make(self._sent_of(tensor), self.dst, is_receive=False, is_part=self.src >= 0)
+            messages.append(send)
+        if self.src >= 0:
+            messages.insert(0, make(tensor, self.src, is_receive=True, exchange=send))
+        return messages
+
+    def _sent_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is sent of a tensor."""
+        return tensor
+
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether the kernel has left the message to Python, with its locks."""
+        raise NotImplementedError
+
+    def _continue(self, message: MessageHandle) -> None:
+        """Give a message to its transport, or end it; a second time, if an interrupt has come in the first."""
+        raise NotImplementedError
+
+    def _own_memory(self) -> torch.Tensor:
+        """Return memory for the rest of a message that an interrupt has ended."""
+        raise NotImplementedError
+
+    def _error(self, status: int, tensor: torch.Tensor) -> Exception:
+        """Return the error for a status."""
+        raise NotImplementedError
 
 
 class _RingMessage(_FastMessage):
@@ -220,62 +296,41 @@ class _RingMessage(_FastMessage):
         )
         for request in (self._record.sending, self._record.receiving):
             request.frame, request.found = self._frames.frame, self._frames.found
-        self._own_lock = RunLock()
+        self._locks, self._own_lock = [transport.lock], RunLock()
         self.cached_call = self.cached(int(self._record), self._own_lock)
 
-    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
-        """Raise the error of a message that did not fit; wait for one that the other rank delays, or return it."""
-        super().abort()
-        if status == records.MISMATCH:
-            received = self._frames.received(self.src)
-            raise mismatch(self.group, self.name, tensor, received, compares_shape=self.tag == NO_TAG)
-        messages = self._adopted(tensor, is_background=self.is_background)
-        self.transport.begin_deferred()  # the others could wait for this rank to receive them
-        if self.is_background:
-            return messages[0]
-        for message in messages:
-            message.wait()
-        return tensor
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether a part is left: the kernel keeps the lock then."""
+        return bool(self._record.sending.state != records.ENDED or self._record.receiving.state != records.ENDED)
 
-    def abort(self) -> None:
-        """Leave the message after an interrupt: what has not been moved yet is sent from, or received in, a copy."""
-        super().abort()
+    def _error(self, status: int, tensor: torch.Tensor) -> Exception:
+        """Return the error of a message that did not fit."""
+        received = self._frames.received(self.src)
+        return mismatch(self.group, self.name, tensor, received, compares_shape=self.tag == NO_TAG)
+
+    def _own_memory(self) -> torch.Tensor:
+        """Return a copy, from which what has not been moved yet is sent, or in which it is received."""
         tensor = torch.empty(self._frames.expected_shape(), dtype=self.dtype, device="cpu")
         ctypes.memmove(tensor.data_ptr(), self._record.receiving.address, tensor.nbytes)
         self._record.sending.address = self._record.receiving.address = tensor.data_ptr()
-        for message in self._adopted(tensor):
-            message.withdraw()
-            message.run_in_background()
+        return tensor
 
-    def _adopted(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
-        """Return the messages that Python continues, the receive first, and release the lock that the kernel holds."""
-        record, messages, send = self._record, [], None
-        make = partial(
-            MessageHandle, self.group, self.name, tag=self.tag, is_background=is_background, begun=record.begun
-        )
-        try:
-            if self.dst >= 0:
-                source = tensor
-                if self.src >= 0:  # received values must not overwrite those that have not been sent
-                    source = tensor.detach().clone()
-                    record.sending.address = source.data_ptr()
-                send = make(source, self.dst, is_receive=False, is_part=self.src >= 0)
-                if record.sending.state != records.ENDED:
-                    messages.append(adopt(send, self._frames, record.sending))
-                else:
-                    send.end_record()
-                    send.finish(None)
-            if self.src >= 0:
-                receive = make(tensor, self.src, is_receive=True, exchange=send)
-                if record.receiving.state != records.ENDED:
-                    messages.insert(0, adopt(receive, self._frames, record.receiving))
-                else:
-                    receive.end_record()
-                    receive.finish(self._frames.received(self.src))
-                    messages.insert(0, receive)
-        finally:
-            self.transport.lock.fields[LockFields.entered] = 0
-        return messages
+    def _sent_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in an exchange: received values must not overwrite those that have not been sent."""
+        if self.src >= 0:
+            tensor = tensor.detach().clone()
+            self._record.sending.address = tensor.data_ptr()
+        return tensor
+
+    def _continue(self, message: MessageHandle) -> None:
+        """Post a message, or end it."""
+        record = self._record.receiving if message.is_receive else self._record.sending
+        if record.state != records.ENDED:
+            adopt(message, self._frames, record)
+        else:
+            message.end_record()
+            message.finish(self._frames.received(self.src) if message.is_receive else None)
 
 
 def _failed(error: BaseException) -> Handle[Any]:
@@ -312,9 +367,12 @@ class DeferredReceive(Handle[Any]):
         """Begin the receive; its handle has the error if that fails."""
         plan = self._plan
         try:
-            self._begun = MessageHandle(plan.group, "recv", self.tensor, plan.src, plan.tag, is_receive=True).start()
+            message = MessageHandle(plan.group, "recv", self.tensor, plan.src, plan.tag, is_receive=True)
+            self._begun = message  # before it is posted, which may end others, whose callbacks may look at this one
+            message.start(was_deferred=True)
         except Exception as error:
-            self._begun = _failed(error)
+            self._begun = self._begun or Handle()
+            self._begun.set_error(error)
 
     def receive(self) -> bool:
         """Receive by the fast path if that is possible; return whether the message has arrived."""
@@ -340,6 +398,8 @@ class DeferredReceive(Handle[Any]):
                     self._begun = received
             finally:
                 transport.lock.fields[LockFields.deferred] = len(deferred)
+        if self._begun is not None:
+            transport.begin_deferred()
         return self._has_arrived
 
     def handle(self) -> Handle[Any]:
@@ -450,84 +510,62 @@ class _MpiMessage(_FastMessage):
         self._own_lock = RunLock()
         self.cached_call = self.cached(int(self._record), self._own_lock)
 
-    def settle(self, status: int, tensor: torch.Tensor, _: Any) -> torch.Tensor | MessageHandle:
-        """Wait for a message that the other rank delays, or return it; raise the error of one that has failed."""
-        super().abort()
-        if self._record.is_unfinished:
-            messages = self._adopted(tensor, is_background=self.is_background)
-            self.transport.begin_deferred()  # the others could wait for this rank to receive them
-            if self.is_background:
-                return messages[0]
-            for message in messages:
-                message.wait()
-            return tensor
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether the kernel awaits a part, or has received another one than expected."""
+        return bool(self._record.is_unfinished)
+
+    def _error(self, status: int, tensor: torch.Tensor) -> Exception:
+        """Return the error of a message that did not fit, or of MPI."""
         if status == records.MISMATCH:
-            raise mismatch(self.group, self.name, tensor, self._whole, compares_shape=False)
+            return mismatch(self.group, self.name, tensor, self._whole, compares_shape=False)
         context, error = self.group.context, self.group.context.MPI.Exception(status)
         what = f"{self.name}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)}) {self._whom}"
         failure = TorchMPIError(f"{self.group.where}: {self.name}: {what} failed: {error}.")
-        raise context.loss_behind(error) or failure from error
+        failure.__cause__ = error
+        return context.loss_behind(error) or failure
 
     @property
     def _whole(self) -> Received:
         """What has been received with a tag."""
         return Received(self.src, self._record.found_bytes, 0, (), None)
 
-    def abort(self) -> None:
-        """Leave the message after an interrupt: what has been sent arrives, and what arrives is received."""
-        super().abort()
-        if self._record.is_unfinished:
-            # In the memory of the tensor: MPI may be using it.
-            num_bytes, tensor = self._record.num_bytes, torch.empty(0, dtype=self.dtype, device="cpu")
-            if num_bytes:
-                memory = (ctypes.c_byte * num_bytes).from_address(self._record.address)
-                tensor = torch.frombuffer(memory, dtype=self.dtype)
-            shape = tensor.shape if self.tag != NO_TAG else described(self._sent, self.group.rank).shape
-            for message in self._adopted(tensor.view(shape)):
-                message.withdraw()
-                message.run_in_background()
+    def _own_memory(self) -> torch.Tensor:
+        """Return the memory of the tensor: MPI may be using it."""
+        num_bytes, tensor = self._record.num_bytes, torch.empty(0, dtype=self.dtype, device="cpu")
+        if num_bytes:
+            memory = (ctypes.c_byte * num_bytes).from_address(self._record.address)
+            tensor = torch.frombuffer(memory, dtype=self.dtype)
+        return tensor.view(tensor.shape if self.tag != NO_TAG else described(self._sent, self.group.rank).shape)
 
-    def _adopted(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
-        """Return the messages that Python continues, the receive first, and release the locks that the kernel holds."""
-        record, messages, send = self._record, [], None
-        make = partial(
-            MessageHandle, self.group, self.name, tag=self.tag, is_background=is_background, begun=record.begun
-        )
-        transport, from_handle = self.transport, self.group.context.MPI.Request.fromhandle
+    def _continue(self, message: MessageHandle) -> None:
+        """Continue the requests of a message from the part that the kernel awaits, or end it."""
+        record, from_handle = self._record, self.group.context.MPI.Request.fromhandle
+        if message.is_receive:
+            self._continue_receive(message)
+            return
+        parts = (records.DESCRIPTION, record.send), (records.VALUES, record.send_values)
+        requests = [from_handle(request[0]) for part, request in parts if record.sending & part]
+        if requests:
+            adopt(message, Stage(requests, end_send))
+        else:
+            message.finish(None)
+
+    def _continue_receive(self, receive: MessageHandle) -> None:
+        transport = self.transport
         assert isinstance(transport, MpiTransport)
-        record.is_unfinished = 0
-        try:
-            if self.dst >= 0:
-                send = make(tensor, self.dst, is_receive=False, is_part=self.src >= 0)
-                parts = (records.DESCRIPTION, record.send), (records.VALUES, record.send_values)
-                requests = [from_handle(request[0]) for part, request in parts if record.sending & part]
-                if requests:
-                    adopt_from_mpi(transport, send, Stage(requests, end_send))
-                    messages.append(send)
-                else:
-                    send.finish(None)
-            if self.src >= 0:
-                receive = make(tensor, self.src, is_receive=True, exchange=send)
-                self._continue_receive(transport, receive)
-                messages.insert(0, receive)
-        finally:
-            for lock in self._locks:
-                lock.fields[LockFields.entered] = 0
-        return messages
-
-    def _continue_receive(self, transport: MpiTransport, receive: MessageHandle) -> None:
-        """Continue a receive from the part that the kernel awaits, or end it."""
         record, header = self._record, None if self.tag != NO_TAG else self._received
         if not record.receiving:
             received = self._whole if header is None else described(header, self.src)
             is_packed = header is not None and received.num_bytes <= PACKED_BYTES
             receive.finish(received if is_packed else received._replace(memory=None))
             return
-        request = None
+        requests = []
         if record.receiving != records.OTHER:
-            request = self.group.context.MPI.Request.fromhandle(record.receive[0])
+            requests.append(self.group.context.MPI.Request.fromhandle(record.receive[0]))
         if record.receiving == records.VALUES:
-            stage = transport.begun_values_stage(request, header, self.src)
+            if header is not None:  # it has begun to arrive, so the rest must be received too
+                receive.waited_until = record.begun + max(self.call_log.log_fields[LogFields.waited], 0)
+            adopt(receive, transport.begun_values_stage(requests, header, self.src))
         else:
-            stage = transport.header_stage(receive, request, self._received)
-        adopt_from_mpi(transport, receive, stage)
+            adopt(receive, transport.header_stage(receive, requests, self._received))
