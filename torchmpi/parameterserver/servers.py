@@ -547,8 +547,8 @@ def _selected(server: Server, index: object, what: str, *, unique: bool) -> tupl
         raise ArgumentError(
             f"{what}: rows= selects along the first dimension, and {server.name} has the shape {list(server.shape)}."
         )
-    numbers = checked_index(index, server.shape[0], what, server.name, unique=unique)
-    if bool((np.diff(numbers) > 0).all()):
+    numbers, increase = checked_index(index, server.shape[0], what, server.name, unique=unique)
+    if increase:
         return Rows(numbers, server.row_numel), None
     found, places, order = np.unique(numbers, return_index=True, return_inverse=True)
     return Rows(found, server.row_numel), torch.from_numpy(places if unique else order.reshape(-1))
