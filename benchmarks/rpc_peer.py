@@ -72,13 +72,13 @@ class RPCPeer:
                 found = f"tcp://{socket.gethostname()}:{probe.getsockname()[1]}"
         return str(self._comm.allgather(found)[0])
 
-    def make(self, numel: int) -> None:
-        """Make values, all zero, on the server and a gradient for each client."""
+    def make(self, shape: tuple[int, int], index: list[int]) -> None:
+        """Make values, all zero, on the server, and a gradient of some rows for each client; without any: of all."""
         self.wake()
         if self._comm.rank == 0:
-            self._request("make", numel=numel)
+            self._request("make", shape=shape)
         self._comm.Barrier()
-        self._request("find", numel=numel)
+        self._request("find", shape=shape, index=index)
         self._comm.Barrier()
 
     def touch(self, value: float = 0.0) -> None:

@@ -52,15 +52,15 @@ class Commands:
         rpc.init_rpc(str(rank), rank=rank, world_size=size, rpc_backend_options=options)
         return {"forms": list(self._forms.calls), "why_not": self._forms.why_not}
 
-    def make(self, *, numel: int) -> Answer:
+    def make(self, *, shape: list[int]) -> Answer:
         """Make the values, on the server."""
-        self._forms.make(numel)
+        self._forms.make(shape)
         return {}
 
-    def find(self, *, numel: int) -> Answer:
-        """Get a reference to the values, and make a gradient, on every client."""
-        self._forms.find()
-        self._gradient = torch.zeros(numel)
+    def find(self, *, shape: list[int], index: list[int]) -> Answer:
+        """Get a reference to the values, and make a gradient of some rows, on every client; without any: of all."""
+        self._forms.find(index)
+        self._gradient = torch.zeros([len(index) or shape[0], shape[1]])
         return {}
 
     def touch(self, *, value: float) -> Answer:
@@ -78,9 +78,7 @@ class Commands:
 
     def look(self) -> Answer:
         """Return the smallest and the largest of the values on the server."""
-        from rpc_functions import SERVER, get
-
-        low, high = torch.aminmax(torch.distributed.rpc.rpc_sync(SERVER, get))
+        low, high = torch.aminmax(self._forms.get())
         return {"low": low.item(), "high": high.item()}
 
     def idle(self, *, seconds: float) -> Answer:

@@ -1,10 +1,10 @@
 """Measure the parameter server: its speed against torch.distributed.rpc, idle, under a load of updates, over a link.
 
 speed: send('add') and receive, each followed by wait(), by all ranks concurrently and by one, against a parameter
-server with torch.distributed.rpc (rank 0 serves; two calls of Python or of TorchScript functions, or one call for both)
-and against plain copies, interleaved. idle: the share of a core that idle servers use. storm: all ranks add integers as
-fast as they can; the sum must be exact, memory must not grow. link: bytes per second to ranks of other hosts, in a job
-that mpirun has started on several.
+server with torch.distributed.rpc (rank 0 serves; two calls of Python or of TorchScript functions, or one call for
+both), one-sided MPI and plain copies, interleaved. rows: the same for random rows of a table of 25.6 MB. idle: the
+share of a core that idle servers use. storm: all ranks add integers as fast as they can; the sum must be exact, memory
+must not grow. link: bytes per second to ranks of other hosts, in a job that mpirun has started on several.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rpc_peer import FORMS
-from server_parts import OURS, measure_idle, measure_link, measure_speed, measure_storm
+from server_parts import OURS, RMA, measure_idle, measure_link, measure_rows, measure_speed, measure_storm
 
 from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.bench_job import BenchJob, job_facts
@@ -41,7 +41,7 @@ _EXAMPLES = """examples:
   python benchmarks/server.py --parts storm --seconds 10 --storm-ranks 8
   mpirun -n 2 --hostfile hosts python benchmarks/server.py --parts link --gbit 1"""
 
-PARTS = ("speed", "idle", "storm", "link")
+PARTS = ("speed", "rows", "idle", "storm", "link")
 STORM = "storm"
 WITHOUT_SHARED_MEMORY = {"TORCHMPI_SLOT_BYTES": "0"}
 """With these settings each rank has a server thread, as between hosts."""
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     option("-n", dest="ranks", type=parsing.ranks, default=None, metavar="LIST",
            help="numbers of ranks, one job each (default: 2)")  # fmt: skip
     option("--seconds", type=parsing.seconds, default=parsing.DEFAULT_SECONDS, metavar="N",
-           help="of speed, and of the storm (default: %(default)g); at least seven batches each")  # fmt: skip
+           help="of speed, of rows, and of the storm (default: %(default)g); at least seven batches each")  # fmt: skip
     option("--idle", type=parsing.seconds, default=10.0, metavar="N", help="seconds of idling (default: 10)")
     option("--storm-ranks", type=parsing.count, default=4, metavar="N", help="ranks of the storm (default: 4)")
     option("--gbit", type=parsing.gigabits, default=None, metavar="R",
@@ -77,8 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and save the results."""
-    if options.plot and "speed" not in options.parts:
-        raise ArgumentError("--plot draws the results of --parts speed. Add that part, or leave --plot out.")
+    if options.plot and not {"speed", "rows"} & set(options.parts):
+        raise ArgumentError("--plot draws the results of --parts speed or rows. Add one, or leave --plot out.")
     return measure_and_print(options, as_text, start_jobs=_run_jobs, title="benchmarks/server.py")
 
 
@@ -95,7 +95,9 @@ def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
     return {"facts": job_facts(job.comm), "rows": rows}
 
 
-_MEASURES = {"speed": measure_speed, "idle": measure_idle, "storm": measure_storm, "link": measure_link}
+_MEASURES = {
+    "speed": measure_speed, "rows": measure_rows, "idle": measure_idle, "storm": measure_storm, "link": measure_link,
+}  # fmt: skip
 
 
 # --- jobs ----------------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def planned_jobs(options: argparse.Namespace) -> list[PlannedJob]:
 
     >>> options = argparse.Namespace(parts=PARTS, ranks=None, seconds=60.0, idle=10.0, storm_ranks=4)
     >>> [(job.ranks, job.task.parts, job.seconds) for job in planned_jobs(options)]
-    [(2, ('speed', 'idle', 'link'), 90.0), (2, ('idle',), 10.0), (4, ('storm',), 60.0)]
+    [(2, ('speed', 'rows', 'idle', 'link'), 150.0), (2, ('idle',), 10.0), (4, ('storm',), 60.0)]
     """
     quiet_parts = tuple(part for part in options.parts if part != STORM)
     planned = []
@@ -131,7 +133,8 @@ def planned_jobs(options: argparse.Namespace) -> list[PlannedJob]:
 
 def _plan(options: argparse.Namespace, ranks: int, parts: tuple[str, ...], settings: dict[str, str]) -> PlannedJob:
     task = argparse.Namespace(**vars(options) | {"parts": parts, "settings": settings})
-    durations = {"speed": options.seconds, "storm": options.seconds, "link": 0.0, "idle": _NUM_IDLE * options.idle}
+    durations = dict.fromkeys(("speed", "rows", "storm"), options.seconds)
+    durations |= {"link": 0.0, "idle": _NUM_IDLE * options.idle}
     if settings:
         durations["idle"] = options.idle
     return PlannedJob(ranks, task, sum(durations[part] for part in parts))
@@ -140,11 +143,13 @@ def _plan(options: argparse.Namespace, ranks: int, parts: tuple[str, ...], setti
 # --- tables --------------------------------------------------------------------------------------------------
 
 _MIB = 1 << 20
+_PEERS = RMA, *FORMS
 _SPEED_LEGEND = (
-    "us: median over batches, spread: half the distance of the quartiles. rpc, rpc script: torch.distributed.rpc, two",
-    "calls of Python and of TorchScript functions; rpc one call: one TorchScript function that does both. GB/s: the",
-    "tensor twice, over the time. x: time of that form of rpc over that of torchmpi. of copy: bytes moved per second",
-    "(the tensor twice, a copy: once) against plain copies by as many ranks.",
+    "us: median over batches, spread: half the distance of the quartiles. mpi rma: one-sided MPI, Accumulate and Get,",
+    "each with a flush. rpc, rpc script: torch.distributed.rpc, two calls of Python and of TorchScript functions; rpc",
+    "one call: one TorchScript function that does both. GB/s: what is sent, twice, over the time. x: time of a",
+    "contestant over that of torchmpi. of copy: bytes moved per second (sent and received, a copy: once) against plain",
+    "copies by as many ranks.",
 )
 
 
@@ -172,13 +177,13 @@ def _speed(rows: Sequence[Row]) -> list[str]:
 
 def _speed_table(rows: Sequence[Row]) -> list[str]:
     names = [name for (name,), group in grouped(rows, ("contestant",)) if any(map(has_figure, group))]
-    lines = [["bytes", *names, "GB/s", *(f"x {name}" for name in names if name in FORMS), "of copy"]]
+    lines = [["bytes", *names, "GB/s", *(f"x {name}" for name in names if name in _PEERS), "of copy"]]
     for (num_bytes,), cell in grouped(rows, ("bytes",)):
         measured = {row["contestant"]: row for row in cell if has_figure(row)}
         times = [_time(measured.get(name)) for name in names]
         ours = measured.get(OURS)
         speed = "-" if ours is None else f"{gigabytes_per_second(ours['payload_bytes'], ours['median_us']):.2f}"
-        verdicts = [_number(ratio(measured, name), "{:.1f}") for name in names if name in FORMS]
+        verdicts = [_number(ratio(measured, name), "{:.1f}") for name in names if name in _PEERS]
         lines.append(
             [parsing.short_size(num_bytes), *times, speed, *verdicts, _number(share_of_copy(measured), "{:.0%}")]
         )
@@ -250,7 +255,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-_TABLES = {"speed": _speed, "idle": _idle, "storm": _storm, "link": _link}
+_TABLES = {"speed": _speed, "rows": _speed, "idle": _idle, "storm": _storm, "link": _link}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The parts of the measurement of the parameter server, which run inside a job: speed, idle, storm, link."""
+"""The parts of the measurement of the parameter server, which run inside a job: speed, rows, idle, storm, link."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from one_sided import OneSided
 from rpc_peer import FORMS, RPCPeer
 from sleeping_comm import SleepingComm
 from usage import usage
@@ -25,15 +26,32 @@ from torchmpi.session import runtime
 
 Row = dict[str, Any]
 OURS = "torchmpi"
+RMA = "mpi rma"
 ALL, ONE = "add + receive, all ranks at once", "add + receive, one client"
-_NUM_CONTESTANTS = 2 + len(FORMS)
+ROWS_ALL, ROWS_ONE = "add + receive of rows, all ranks at once", "add + receive of rows, one client"
+TABLE = 100_000, 64
+"""The shape of the table whose rows are sent: 25.6 MB, 256 bytes each."""
+_NUM_CONTESTANTS = 3 + len(FORMS)
 _ASSUMED_BYTES_PER_SECOND = 1e9  # to divide the time among sizes
+_MOST_ROW_BYTES = 4 << 20
 
 
 def measure_speed(job: BenchJob, options: argparse.Namespace) -> list[Row]:
     """Return rows for each size, with all ranks as clients and with one. Collective."""
+    return _measure(job, options, "speed", options.sizes, (ALL, ONE))
+
+
+def measure_rows(job: BenchJob, options: argparse.Namespace) -> list[Row]:
+    """Return the same for random rows of a table, with so many bytes. Collective."""
+    sizes = [num_bytes for num_bytes in options.sizes if 4 * TABLE[1] <= num_bytes <= _MOST_ROW_BYTES]
+    return _measure(job, options, "rows", sizes, (ROWS_ALL, ROWS_ONE))
+
+
+def _measure(
+    job: BenchJob, options: argparse.Namespace, part: str, sizes: Sequence[int], operations: tuple[str, str]
+) -> list[Row]:
     comm = SleepingComm(job.comm)
-    cases = [(num_bytes, operation) for num_bytes in options.sizes for operation in (ALL, ONE)]
+    cases = [(num_bytes, operation) for num_bytes in sizes for operation in operations]
     with ExitStack() as resources:
         rpc = None
         if "rpc" in options.peers:
@@ -43,46 +61,58 @@ def measure_speed(job: BenchJob, options: argparse.Namespace) -> list[Row]:
             (
                 f"{operation}, {short_size(num_bytes)}",
                 _NUM_CONTESTANTS * MIN_BATCHES * max(BATCH_SECONDS, num_bytes / _ASSUMED_BYTES_PER_SECOND),
-                partial(_speed, job, comm, rpc, num_bytes, operation),
+                partial(_speed, job, comm, rpc, part, num_bytes, operation),
             )
             for num_bytes, operation in cases
         ]
         return job.run_in_turn(tasks, options.seconds)
 
 
-def _speed(job: BenchJob, comm: SleepingComm, rpc: RPCPeer | None, num_bytes: int, *arguments: Any) -> list[Row]:
-    return SpeedMeasurement(job, comm, rpc, num_bytes).rows(*arguments)
+def _speed(job: BenchJob, comm: SleepingComm, rpc: RPCPeer | None, part: str, num_bytes: int, *rest: Any) -> list[Row]:
+    return SpeedMeasurement(job, comm, rpc, part, num_bytes).rows(*rest)
 
 
 class SpeedMeasurement:
-    """All contestants on one size."""
+    """All contestants on one size: of a whole tensor, or of rows of the table."""
 
-    def __init__(self, job: BenchJob, comm: SleepingComm, rpc: RPCPeer | None, num_bytes: int) -> None:
+    def __init__(self, job: BenchJob, comm: SleepingComm, rpc: RPCPeer | None, part: str, num_bytes: int) -> None:
         self._job, self._comm, self._rpc = job, comm, rpc
-        self._numel = max(1, num_bytes // 4)
+        self._shape, self._index = (max(1, num_bytes // 4), 1), None
+        if part == "rows":
+            chosen = torch.randperm(TABLE[0], generator=torch.Generator().manual_seed(0))
+            self._shape, self._index = TABLE, chosen[: num_bytes // (4 * TABLE[1])].sort().values
+        self._numel = self._shape[0] if self._index is None else len(self._index) * TABLE[1]
         self._gradient, self._received = torch.zeros(self._numel), torch.zeros(self._numel)
-        self._head: Row = {"part": "speed", "ranks": job.size, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
+        self._head: Row = {"part": part, "ranks": job.size, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
 
     def rows(self, operation: str, seconds: float) -> list[Row]:
         """Return one row for each contestant: its times, or the reason why there are none."""
-        is_client = operation == ALL or self._job.rank == self._job.size - 1  # not the rank with the server of RPC
+        # Not the rank with the server of RPC.
+        is_client = operation in (ALL, ROWS_ALL) or self._job.rank == self._job.size - 1
         self._rest()
-        server = ps.init(torch.zeros(self._numel))
-        ours, copy = partial(self._ours, server), partial(self._received.copy_, self._gradient)
-        reasons = {OURS: self._job.agreed(self._check(ours))}
+        server = ps.init(torch.zeros(self._shape))
+        index = None if self._index is None else self._index.numpy()
+        windows = OneSided(self._job.comm, self._shape, index, self._gradient, self._received)
+        own: dict[str, Callable[[], Any]] = {
+            OURS: partial(self._ours, server),
+            RMA: windows.add_and_receive,
+            COPY: partial(self._received.copy_, self._gradient),
+        }
+        reasons = {name: self._job.agreed(self._check(own[name])) for name in (OURS, RMA)}
         calls = [
             TimedCall(name, (call if is_client else _nothing,), self._touch)
-            for name, call in ((OURS, ours), (COPY, copy))
+            for name, call in own.items()
             if reasons.get(name) is None
         ]
         found, why_not = self._peers(is_client)
         reasons |= why_not
-        calls[1:1] = found
+        calls[-1:-1] = found
         summaries = measure_calls(calls, self._comm, seconds=seconds, one_clock=self._job.one_clock)
         self._rest()
         ps.free(server)
+        windows.close()
         figures = {call.name: dataclasses.asdict(summary) for call, summary in zip(calls, summaries, strict=True)}
-        names = (OURS, *(FORMS if self._rpc else ()), COPY)
+        names = (OURS, RMA, *(FORMS if self._rpc else ()), COPY)
         return [self._row(operation, name) | figures.get(name, {"why_not": reasons.get(name)}) for name in names]
 
     def _row(self, operation: str, name: str) -> Row:
@@ -90,15 +120,19 @@ class SpeedMeasurement:
         return self._head | {"verb": operation, "contestant": name, "payload_bytes": num_moved * 4 * self._numel}
 
     def _ours(self, server: Any) -> None:
-        ps.send(server, self._gradient, "add").wait()
-        ps.receive(server, self._received).wait()
+        if self._index is None:
+            ps.send(server, self._gradient, "add").wait()
+            ps.receive(server, self._received).wait()
+        else:
+            ps.send(server, self._gradient, "add", rows=self._index).wait()
+            ps.receive(server, self._received, rows=self._index).wait()
 
     def _check(self, call: Callable[[], None]) -> str | None:
         """Let every rank add once, and check the sum."""
         self._gradient.fill_(self._job.rank + 1)
         call()
         self._comm.Barrier()
-        self._gradient.zero_()
+        self._touch()
         call()
         right = self._job.size * (self._job.size + 1) / 2
         return None if bool((self._received == right).all()) else f"wrong result on rank {self._job.rank}"
@@ -108,7 +142,7 @@ class SpeedMeasurement:
             return [], {}
         reasons, value, calls = dict(self._rpc.why_not), 0.0, []
         if self._rpc.forms:
-            self._rpc.make(self._numel)
+            self._rpc.make(self._shape, [] if self._index is None else self._index.tolist())
         for form in self._rpc.forms:
             value, reason = self._rpc.check(form, value)
             if reason is None:

@@ -6,8 +6,9 @@
 
 The first form trains on the ranks, with a record. Rank 0 then simulates as many workers, whose compute times and
 network are those of the record, and once more with compute times that are drawn from those of all ranks. It prints the
-overlap of the histograms of staleness (the sum of the smaller parts: 1 for equal ones), and the losses. Ranks sleep in
-place of long computations, so that they need no cores of their own. The second form simulates many workers, and prints
+overlap of the histograms of staleness (the sum of the smaller parts: 1 for equal ones), the overlap of the real one
+with as many independent draws from it, beyond which no simulation gets, and the losses. Ranks sleep in place of long
+computations, so that they need no cores of their own. The second form simulates many workers, and prints
 the seconds that this took. The third one measures what the record of a call costs its rank.
 """
 
@@ -87,6 +88,15 @@ def overlap(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.minimum(*parts).sum())
 
 
+def drawn_like(counts: np.ndarray) -> np.ndarray:
+    """Return a histogram of as many draws.
+
+    >>> drawn_like(np.array([0, 5]))
+    array([0, 5])
+    """
+    return np.random.default_rng(0).multinomial(counts.sum(), counts / max(counts.sum(), 1))
+
+
 def compare(methods: list[str], periods: list[int], steps: int, sleeps: float) -> None:
     """Train on the ranks of this job and on simulated workers, and print how they differ."""
     measured: dict[tuple[str, int], tuple[ps.RunRecord, float]] = {}
@@ -104,8 +114,8 @@ def compare(methods: list[str], periods: list[int], steps: int, sleeps: float) -
     if rank:
         return
     print(f"{size} ranks, {steps} steps")
-    print(f"{'method':>9} {'period':>6} {'times':>9} {'overlap':>8} {'staleness: real':>16} {'simulated':>9} "
-          f"{'loss: real':>10} {'simulated':>9} {'difference':>10}")  # fmt: skip
+    print(f"{'method':>9} {'period':>6} {'times':>9} {'overlap':>8} {'of draws':>8} {'staleness: real':>16} "
+          f"{'simulated':>9} {'loss: real':>10} {'simulated':>9} {'difference':>10}")  # fmt: skip
     for (method, period), (record, loss) in measured.items():
         every = np.concatenate([record.compute_times(rank) for rank in range(size)])
         times: dict[str, Any] = {
@@ -115,9 +125,10 @@ def compare(methods: list[str], periods: list[int], steps: int, sleeps: float) -
         for name, compute in times.items():
             network = ps.SimulatedNetwork.of(record)
             run = ps.simulate(partial(train, method, period, steps, 0.0), size, compute=compute, network=network)
-            common = overlap(record.staleness(), run.record.staleness())
+            real = record.staleness()
+            common, limit = overlap(real, run.record.staleness()), overlap(real, drawn_like(real))
             means = [float(each.updates["staleness"].mean()) for each in (record, run.record)]
-            print(f"{method:>9} {period:>6} {name:>9} {common:8.3f} {means[0]:16.2f} {means[1]:9.2f} "
+            print(f"{method:>9} {period:>6} {name:>9} {common:8.3f} {limit:8.3f} {means[0]:16.2f} {means[1]:9.2f} "
                   f"{loss:10.4f} {run.results[0]:9.4f} {abs(run.results[0] / loss - 1):10.1%}", flush=True)  # fmt: skip
 
 

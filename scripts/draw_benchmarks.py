@@ -130,13 +130,6 @@ def links(page: str) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def markdown_rows(page: str, heading: str) -> list[dict[str, str]]:
-    """Return the first table under a heading."""
-    lines = re.findall(r"^\| (.+) \|$", page.partition(heading)[2].partition("\n## ")[0], re.MULTILINE)
-    head, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
-    return [dict(zip(head, row, strict=True)) for row in rows]
-
-
 # --- plots --------------------------------------------------------------------------------------------------
 
 
@@ -308,72 +301,6 @@ def slow_links() -> Any:
         f"Rare exchanges train {min(times):.0f} to {max(times):.0f} times as fast as an exchange at every step",
         "100 Mbit/s, a round trip of 50 ms, 1 % of the packets lost, two hosts, one run; results/slow-links.md",
     )
-    return figure
-
-
-def lines(panel: Any, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw a line for each method over a logarithmic axis."""
-    for name, pairs in points.items():
-        panel.plot(*zip(*pairs, strict=True), marker="o", markersize=4, color=plots.color_of(name), label=name)
-    xs = sorted({x for pairs in points.values() for x, _ in pairs})
-    panel.set(xscale="log")
-    panel.set_xticks(xs, [f"{x:g}" for x in xs])
-    panel.minorticks_off()
-
-
-def async_error() -> Any:
-    """Test error of each method over the steps between exchanges."""
-    rows = markdown_rows((RESULTS / "async-sgd.md").read_text(), "## Digits")
-    points: dict[str, list[tuple[float, float]]] = {}
-    single = {}
-    for row in rows:
-        if row["period"]:
-            points.setdefault(row["method"], []).append((float(row["period"]), float(row["error, %"])))
-        else:
-            single[row["method"]] = float(row["error, %"])
-    figure, panels = plots.new_figure(11, 3.8)
-    panel = panels[0, 0]
-    lines(panel, points)
-    panel.axhline(single["allreduce"], color=plots.color_of("copy"), linestyle="--", label="allreduce, every step")
-    panel.set(xlabel="steps between exchanges", ylabel="error on test images, %", ylim=(0, None))
-    last = {name: pairs[-1][1] for name, pairs in points.items()}
-    others = [error for name, error in last.items() if name != "downpour"]
-    plots.state(
-        figure,
-        f"With an exchange every {points['easgd'][-1][0]:.0f} steps the error is {min(others):.1f} to "
-        f"{max(others):.1f} %, with Downpour {last['downpour']:.1f} %",
-        "Digits, 4 ranks, means of three seeds; results/async-sgd.md",
-    )
-    plots.legend(figure, panels)
-    return figure
-
-
-def async_rates() -> Any:
-    """Test error of each method over the learning rate, by period."""
-    rows = markdown_rows((RESULTS / "async-sgd.md").read_text(), "## MNIST")
-    periods = sorted({int(row["period"]) for row in rows if row["period"]})
-    figure, panels = plots.new_figure(11, 3.8, 1, len(periods), sharey=True)
-    best: dict[str, set[str]] = {}
-    for panel, period in zip(panels[0], periods, strict=True):
-        points = {}
-        for row in (row for row in rows if row["period"] == str(period)):
-            errors = {name.removeprefix("lr "): float(cell) for name, cell in row.items() if name.startswith("lr ")}
-            points[row["method"]] = [(float(rate), error) for rate, error in errors.items()]
-            best.setdefault(row["method"], set()).add(min(errors, key=lambda rate: errors[rate]))
-        lines(panel, points)
-        panel.set_title(f"every {period} steps", fontsize=10)
-        panel.set(xlabel="learning rate", yscale="log")
-    panels[0, 0].set_ylabel("error on test images, %")
-    ticks = [5, 10, 20, 50]
-    panels[0, 0].set_yticks(ticks, [str(tick) for tick in ticks])
-    panels[0, 0].minorticks_off()
-    moving = sorted(name for name, rates in best.items() if len(rates) > 1)
-    plots.state(
-        figure,
-        f"The best learning rate is the same for all periods, except with {' and '.join(moving)}",
-        "8,000 images of MNIST, 4 ranks, one seed; results/async-sgd.md",
-    )
-    plots.legend(figure, panels)
     return figure
 
 

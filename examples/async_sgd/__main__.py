@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the experiment, a TOML file")
     parser.add_argument("--out", type=Path, help="folder of the results (default: results/async_sgd/NAME OF THE FILE)")
     parser.add_argument("--plot", type=Path, help="the plot, .png or .svg (default: plot.png among the results)")
+    parser.add_argument("--columns", nargs="+", default=[], help="further columns of the table that is printed")
     parser.add_argument("--in-job", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ExperimentError as error:
         print(f"async_sgd: {error}", file=sys.stderr)
         return 2
-    print(describe(experiment, rows))
+    print(describe(experiment, rows, options.columns))
     try:
         draw(experiment, rows, options.plot or table.with_name("plot.png"))
     except ImportError:

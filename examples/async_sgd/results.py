@@ -83,16 +83,19 @@ def lines_of(experiment: Experiment, rows: Rows, y: str) -> dict[str, list[tuple
     return lines
 
 
-def describe(experiment: Experiment, rows: Rows) -> str:
-    """Return the last points as a table in Markdown: mean, and lowest to highest of the seeds."""
+def describe(experiment: Experiment, rows: Rows, columns: Sequence[str] = ()) -> str:
+    """Return the last points as a table in Markdown: mean, and lowest to highest of the seeds.
+
+    The columns are those of the plot and `columns`: results, or keys in which the runs differ.
+    """
     x = experiment.plot["x"]
-    names = [name for name in dict.fromkeys([x, *experiment.plot["y"]]) if name != "label"]
+    names = [name for name in dict.fromkeys([*columns, x, *experiment.plot["y"]]) if name != "label"]
     text = [f"| series | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in experiment.runs:
         groups.setdefault((run.label, str(run.varied)), []).append({**rows[run.key][-1], **run.varied})
     for (label, _), points in groups.items():
-        cells = [interval([point[name] for point in points]) for name in names]
+        cells = [interval([point.get(name, "") for point in points]) for name in names]
         text.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(text)
 

@@ -254,12 +254,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     rows = rows_of(file, launch(2, ["-c", cold_children, *script, *quiet]))
     speed = [row for row in rows if row["part"] == "speed"]
     assert len({(row["verb"], row["bytes"]) for row in speed}) == 2
-    assert {row["contestant"] for row in speed} == {"torchmpi", "rpc", "rpc script", "rpc one call", "copy"}
-    assert all("median_us" in row for row in speed if row["contestant"] in ("torchmpi", "copy"))
+    assert {row["contestant"] for row in speed} == {"torchmpi", "mpi rma", "rpc", "rpc script", "rpc one call", "copy"}
+    assert all("median_us" in row for row in speed if row["contestant"] in ("torchmpi", "mpi rma", "copy"))
     assert {row["what"] for row in rows if row["part"] == "idle"} >= {"no server", "server, no thread"}
     assert [row["why_not"][:31] for row in rows if row["part"] == "link"] == ["all ranks are on one host. Star"]
-    with_thread = ["--parts", "idle", "--idle", "0.2", "--peers", "none", "--json", file]
-    rows = rows_of(file, launch(2, [*script, *with_thread], env={"TORCHMPI_SLOT_BYTES": "0"}))
+    with_thread = ["--parts", "rows,idle", "--sizes", "4K", "--seconds", "0.1", "--idle", "0.2", "--peers", "none"]
+    rows = rows_of(file, launch(2, [*script, *with_thread, "--json", file], env={"TORCHMPI_SLOT_BYTES": "0"}))
+    of_rows = [row for row in rows if row["part"] == "rows"]
+    assert len(of_rows) == 6 and all("median_us" in row for row in of_rows), "sums of rows were right"
     assert "server with its thread" in {row["what"] for row in rows}
     storm = ["--parts", "storm", "--seconds", "0.4", "--storm-ranks", "3", "--json", file]  # a job of its own
     storms = rows_of(file, alone(*script, *storm))

@@ -1,9 +1,13 @@
-"""A program of a newcomer: an algorithm of its own, on ranks, repeated from their record, and on simulated workers."""
+"""A program of a newcomer: an algorithm of its own, on ranks of two hosts, repeated three times beside busy processes
+from their record, and on simulated workers.
+"""
 
 from __future__ import annotations
 
 PROGRAM = '''
-import sys, time
+import os, subprocess, sys, time
+from mpi4py import MPI
+os.environ["TORCHMPI_HOST_NAME"] = "ab"[MPI.COMM_WORLD.rank // 2]
 import torch
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
@@ -43,10 +47,14 @@ mpi.start()
 rank, size = mpi.rank(), mpi.size()
 with ps.record(path, ordered=True):
     first = train(0.002 * rank)
-with ps.replay(path):
-    again = train(0.002 * (size - 1 - rank))
+for sleeps, load in ((0.0, 0), (0.002 * (size - 1 - rank), 0), (0.001, 2)):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load if rank == 0 else 0)]
+    with ps.replay(path):
+        again = train(sleeps)
+    for process in busy:
+        process.kill()
+    assert again == first, (first, again)
 mpi.stop()
-assert again == first, (first, again)
 if rank == 0:
     repeated = ps.simulate(train, size, replay=path)
     assert repeated.results == [first] * size, (first, repeated.results)
@@ -57,6 +65,6 @@ if rank == 0:
 
 
 def test_an_own_algorithm_runs_on_ranks_repeated_and_simulated(job):
-    result = job(3, PROGRAM)
+    result = job(4, PROGRAM)
     assert result.returncode == 0, result.output
     assert "simulated and repeated" in result.stdout, result.output

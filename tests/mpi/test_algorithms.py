@@ -259,7 +259,7 @@ def test_stochastic_gradient_push(agree):
         for rank in range(size):
             g = z[rank] - target(rank)
             if step:
-                x[rank] = x[rank] + z[rank] - before[rank]
+                x[rank] = x[rank] + w[rank] * (z[rank] - before[rank])
                 z[rank] = before[rank] = x[rank] / w[rank]
                 given, weight = x[rank].clone(), w[rank]
                 for other in range(size):

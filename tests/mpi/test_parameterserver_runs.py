@@ -67,6 +67,8 @@ def test_there_is_no_file_without_a_record(agree, tmp_path):
     message = refusal(fail)
     mpi.barrier()
     agree.equal((message, path.exists()), ("RuntimeError: in the block", False))
+    missing = refusal(lambda: ps.replay(path).__enter__())  # which rank 0 reads, on all ranks
+    agree("FileNotFoundError" in missing and "run.npz" in missing, missing)
     with ps.record(path):
         pass
     mpi.barrier()
@@ -75,6 +77,7 @@ def test_there_is_no_file_without_a_record(agree, tmp_path):
 
 def train(sleeps: float, lr: float = 0.0625, num_steps: int = 10) -> list[float]:
     """Train with a clock and a prefetch, at a speed of each rank."""
+    ps.free_all()  # but what orders the calls
     net = make_net(mpi.rank())
     update = ps.DownpourUpdate(net, lr=lr, update_frequency=2, init_delay=0, prefetch=1, max_staleness=2)
     for step in range(num_steps):

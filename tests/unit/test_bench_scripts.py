@@ -59,7 +59,7 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--parts", "speed,slowness"], "'slowness' is no part; choose among speed, idle, storm, link"),
+        (["--parts", "speed,slowness"], "'slowness' is no part; choose among speed, rows, idle, storm, link"),
         (["--peers", "gloo"], "'gloo' is no peer; choose among rpc, none"),
         (["--gbit", "0"], "no speed of a link in Gbit/s"),
         (["--gbit", "fast"], "no speed of a link in Gbit/s"),
@@ -291,9 +291,8 @@ def test_a_server_that_is_its_own_client(tmp_path):
         started = ask(process, "start", rank=0, size=1, address=(tmp_path / "rpc").as_uri(), threads=1,
                       cores=sorted(os.sched_getaffinity(0)))  # fmt: skip
         assert {*started["forms"], *started["why_not"]} == {*rpc_peer.FORMS} and "rpc" in started["forms"]
-        for numel in (5, 3):
-            for command in ("make", "find"):
-                assert ask(process, command, numel=numel) == {}
+        for shape, index in (([5, 1], []), ([4, 3], [0, 2])):  # all values, or some rows
+            assert ask(process, "make", shape=shape) == ask(process, "find", shape=shape, index=index) == {}
             assert ask(process, "touch", value=2.0) == {}
             for form in started["forms"]:
                 assert ask(process, "run", form=form, calls=2)["seconds"] > 0

@@ -14,8 +14,9 @@ from ..nn import diloco, local_sgd  # use no servers, and are public here too, b
 from ..nn.diloco import *
 from ..nn.local_sgd import *
 from ..other_names import missing_attribute as _missing_attribute
-from . import parameter_lists, rules, runs, servers, shard_checkpoint, simulation, staleness, updates
+from . import parameter_lists, recording, rules, runs, servers, shard_checkpoint, simulation, staleness, updates
 from .parameter_lists import *
+from .recording import *
 from .rules import *
 from .runs import *
 from .servers import *
@@ -25,7 +26,7 @@ from .staleness import *
 from .updates import *
 
 if not TYPE_CHECKING:  # type checkers take what is imported with *, and read no computed list
-    _MODULES = (diloco, local_sgd, parameter_lists, rules, servers, shard_checkpoint, staleness)
+    _MODULES = (diloco, local_sgd, parameter_lists, recording, rules, servers, shard_checkpoint, staleness)
     _MODULES += (*runs._MODULES, *simulation._MODULES, *updates._MODULES)
     __all__ = sorted(name for module in _MODULES for name in module.__all__)
     __getattr__ = _missing_attribute(__name__, __all__)  # type checkers would accept every name

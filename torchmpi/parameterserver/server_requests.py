@@ -248,7 +248,7 @@ class ServerRequest:
         end_calls = [begin(self, data) for begin in _observers()]
         record.begin(data.dtype, data.nbytes)
         try:
-            found = self._visit(data)
+            found = self.visit(data)
         except BaseException:
             record.withdraw()
             raise
@@ -257,8 +257,8 @@ class ServerRequest:
             end()
         return None if self.rule is not None else self._received(data)
 
-    def _visit(self, data: torch.Tensor) -> Answer:
-        """Apply the rule to all shards, or read them; return the sums over their chunks."""
+    def visit(self, data: torch.Tensor) -> Answer:
+        """Apply the rule to all shards, or read them, without a record; return the sums over their chunks."""
         server, rule, rows = self.server, self.rule, self.rows
         actor, shards, context = server.actor, server.shards, server.context
         versions, sender = server.versions if self.base is None else server.versions.since(self.base), NOBODY

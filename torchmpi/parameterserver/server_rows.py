@@ -97,8 +97,10 @@ class Rows:
         return spans
 
 
-def checked_index(index: object, num_rows: int, what: str, server: str, *, unique: bool) -> NDArray[np.int64]:
-    """Return the numbers of rows that a caller has given, or raise an error that begins with `what`.
+def checked_index(
+    index: object, num_rows: int, what: str, server: str, *, unique: bool
+) -> tuple[NDArray[np.int64], bool]:
+    """Return the numbers of rows that a caller has given, and whether they increase, or raise an error about `what`.
 
     >>> checked_index(torch.tensor([0, 5]), 5, "rank 0: send", "server 0", unique=True)
     Traceback (most recent call last):
@@ -115,9 +117,12 @@ def checked_index(index: object, num_rows: int, what: str, server: str, *, uniqu
             found = np.empty((0, 0))
         if found.size == 0 and found.ndim == 1:
             found = found.astype(np.int64)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ArgumentError(f"{what}: rows= is no list of whole numbers. Pass the numbers of rows of {server}: [0, 7].")
     numbers = found.astype(np.int64)
+    increases = bool((numbers[1:] > numbers[:-1]).all())
+    if increases and len(numbers) and numbers[0] >= 0 and numbers[-1] < num_rows:
+        return numbers, True
     bad = np.flatnonzero((numbers < 0) | (numbers >= num_rows))
     if len(bad):
         place = int(bad[0])
@@ -131,4 +136,4 @@ def checked_index(index: object, num_rows: int, what: str, server: str, *, uniqu
                 f"{what}: rows=[...] has row {int(values[counts > 1][0])} more than once, and a rule is applied to a "
                 f"row of {server} once. Add up such rows first: sparse gradient.coalesce()."
             )
-    return numbers
+    return numbers, increases

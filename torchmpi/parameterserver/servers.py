@@ -70,6 +70,7 @@ class Server:
         is_local: Whether this rank accesses all shards through memory.
         is_open: False after :func:`free`.
         is_saved: Whether :func:`save` and :func:`load` include this server; may be set to False.
+        is_internal: Whether torchmpi uses it for itself, so that :func:`free_all` leaves it.
         num_sent: Number of completed sends of this client.
         bytes_sent: Bytes that this client has sent, including those to shards of this host.
         bytes_received: Bytes that this client has received.
@@ -89,6 +90,7 @@ class Server:
         self.parts = even_partition(self.numel, context.group.size)
         self.is_local = context.remote is None
         self.is_open = self.is_saved = True
+        self.is_internal = False
         group = context.group
         self.world_rank = group.world_ranks[group.rank]
         self.label = name if group.size == len(group.context.hosts) else f"{name} ({group.name})"
@@ -545,8 +547,8 @@ def _selected(server: Server, index: object, what: str, *, unique: bool) -> tupl
         raise ArgumentError(
             f"{what}: rows= selects along the first dimension, and {server.name} has the shape {list(server.shape)}."
         )
-    numbers = checked_index(index, server.shape[0], what, server.name, unique=unique)
-    if bool((np.diff(numbers) > 0).all()):
+    numbers, increase = checked_index(index, server.shape[0], what, server.name, unique=unique)
+    if increase:
         return Rows(numbers, server.row_numel), None
     found, places, order = np.unique(numbers, return_index=True, return_inverse=True)
     return Rows(found, server.row_numel), torch.from_numpy(places if unique else order.reshape(-1))
@@ -672,4 +674,5 @@ def free_all() -> None:
     for group in reversed(list(runtime.current().context.groups)):
         context = ServerContext.of(group)
         for server in reversed(list(context.servers.values()) if context is not None else []):
-            free(server)
+            if not server.is_internal:
+                free(server)

@@ -1,8 +1,7 @@
-"""Records of runs with parameter servers: who sent what when, staleness, waits."""
+"""Records of runs with parameter servers: who sent what when, staleness, waits; and the order of calls."""
 
-from . import recording, run_record
-from .recording import *
+from . import run_record
 from .run_record import *
 
-_MODULES = (recording, run_record)
+_MODULES = (run_record,)
 """Modules whose ``__all__`` is public."""

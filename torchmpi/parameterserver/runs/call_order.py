@@ -1,35 +1,23 @@
-"""The order of the calls of all ranks on servers: recorded, and repeated from a record.
+"""The order of the calls of all ranks on servers: what a record has of each call, and the comparison with it.
 
-While an order is recorded or repeated, one call of the job runs at a time, with the number that it has in the order. It
-holds the lock of a chunk of shared memory, whose only value is the number of the next call.
+While an order is recorded or repeated, one call of the job runs at a time, with the number that it has in the order.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ... import collectives
-from ...communicators.group import Group, share
-from ...errors import ArgumentError, StallError
-from ..rules import PreparedRule
-from ..shards import CLIENT, Actor, Shards, layout, private_segment
+from ...errors import ArgumentError
 from .observed_run import KINDS, RECEIVE, SEND, ObservedRule, ObservedServer
 
 if TYPE_CHECKING:
     from .run_record import RunRecord
-
-T = TypeVar("T")
-_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
-_ITEM_BYTES = 8
 
 
 def checksum(data: torch.Tensor, numbers: tuple[float, ...] = ()) -> int:
@@ -40,54 +28,6 @@ def checksum(data: torch.Tensor, numbers: tuple[float, ...] = ()) -> int:
     """
     bits: Any = data.detach().reshape(-1).view(torch.uint8).numpy() if data.numel() else b""
     return zlib.crc32(bits, zlib.crc32(repr(numbers).encode()))
-
-
-class CallNumbers:
-    """The number of the next call of the job, and the lock that the current one holds. Collective."""
-
-    def __init__(self, world: Group) -> None:
-        plan = layout((1,), _ITEM_BYTES, _ITEM_BYTES)
-        segment = share(world.comm, "order", plan.num_bytes) if world.size > 1 else private_segment(plan.num_bytes)
-        if segment is None or len(world.hosts) > 1:
-            if segment is not None:
-                segment.close()
-            raise ArgumentError(
-                f"{world.where}: the order of calls can be recorded and repeated among ranks that share memory, on one "
-                "host. Use fewer ranks, or ps.simulate(replay=...) for a record of such ranks."
-            )
-        ranks = dict(zip(collectives.allgather_object(os.getpid(), comm=world), world.world_ranks, strict=True))
-        self._shards = Shards(segment, plan, [(0, 1)], dtypes=(torch.int64, torch.int64))
-        self._next, self._actor = self._shards.array(0), Actor(CLIENT, ranks=ranks)
-        self._unused = torch.zeros(1, dtype=torch.int64)
-        self._in_process = threading.Lock()  # of the threads of this rank, which share the actor
-
-    @property
-    def following(self) -> int:
-        """The number of the next call."""
-        return int(self._next[0])
-
-    def hold(self, action: Callable[[int], T]) -> T:
-        """Return ``action(number)`` for the number of the next call, during which no other call runs."""
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def run(values: torch.Tensor, sent: torch.Tensor) -> None:
-            try:
-                results.append(action(int(values[0])))
-            except BaseException as error:  # a call that fails has a number too
-                errors.append(error)
-            values += 1
-
-        with self._in_process:
-            self._actor.visit(self._shards, self._unused.data_ptr(), (0, 1), PreparedRule("order", (), 0, 0, run))
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    def close(self) -> None:
-        """Unmap the memory."""
-        del self._next
-        self._shards.close()
 
 
 class NumberedCalls:
@@ -105,23 +45,6 @@ class NumberedCalls:
     def end(self, data: torch.Tensor) -> tuple[int, int]:
         """Return the number of the call, and the checksum of its values."""
         return self.position, checksum(data) if self._checksum is None else self._checksum
-
-
-class RecordedCalls(NumberedCalls):
-    """Gives each call of the job the next number."""
-
-    def __init__(self, numbers: CallNumbers) -> None:
-        super().__init__()
-        self._numbers = numbers
-
-    def run(self, server: ObservedServer, task: Callable[[], T]) -> T:
-        """Run a call when no other one runs."""
-
-        def numbered(position: int) -> T:
-            self.position = position
-            return task()
-
-        return self._numbers.hold(numbered)
 
 
 class RecordedRows:
@@ -246,34 +169,3 @@ class ComparedCalls(NumberedCalls):
         if self._server is not None:
             self.rows.compare(self._server, self._row, {"checksum": found})
         return position, found
-
-
-class RepeatedCalls(ComparedCalls):
-    """Lets each call wait for its turn in a recorded order."""
-
-    def __init__(self, numbers: CallNumbers, rows: RecordedRows, limit_seconds: float) -> None:
-        super().__init__(rows)
-        self._numbers, self._limit_seconds = numbers, limit_seconds
-
-    def run(self, server: ObservedServer, task: Callable[[], T]) -> T:
-        """Run a call when all calls before it have run."""
-        position, row = self.rows.take(server)
-        self._wait_for(position, server)
-
-        def in_turn(number: int) -> T:
-            self.set(number, row)
-            return task()
-
-        return self._numbers.hold(in_turn)
-
-    def _wait_for(self, position: int, server: ObservedServer) -> None:
-        seconds, begin = _MIN_SLEEP_SECONDS, time.monotonic()
-        while (following := self._numbers.following) != position:
-            time.sleep(seconds)
-            seconds = min(1.5 * seconds, _MAX_SLEEP_SECONDS)
-            if time.monotonic() - begin >= self._limit_seconds > 0:
-                raise StallError(
-                    f"rank {server.world_rank}: the replay waits for {self.rows.describe(following)}, which has not "
-                    f"been made for {self._limit_seconds:.0f} s. A program whose calls depend on the time cannot be "
-                    "repeated."
-                )

@@ -24,6 +24,8 @@ from .update import Schedule, Update
 
 __all__ = ["ADPSGDUpdate", "GossipUpdate", "SGPUpdate"]
 
+_LEAST_WEIGHT = 0.5
+"""Of a rank that gives shares: with less, numbers of a rank that is far ahead of others would vanish."""
 Message = tuple[int, Sequence[Tensor]]
 """A worker, and what is added to its row on each server."""
 
@@ -185,8 +187,11 @@ class GossipUpdate(Update):
 class SGPUpdate(GossipUpdate):
     """Stochastic gradient push: a rank gives shares of its values and of its weight to its neighbors, without waiting.
 
-    ``x_i = sum_j P_ij (x_j + change_j)``, ``w_i = sum_j P_ij w_j``, and the network is ``z_i = x_i / w_i``; the columns
-    of P add up to 1, so that sums of x and w over the ranks stay, whatever arrives when.
+    ``x_i = sum_j P_ij (x_j + w_j change_j)``, ``w_i = sum_j P_ij w_j``, and the network is ``z_i = x_i / w_i``; the
+    columns of P add up to 1, so that sums of x and w over the ranks stay, whatever arrives when. In the paper ranks
+    exchange at the same time, and w is about 1. Here a rank that exchanges more often than others loses weight: its
+    changes are scaled by w, so that the network moves by the steps of its optimizer, and while w is below a half the
+    rank gives nothing.
 
     Args:
         network: The network, which an optimizer trains.
@@ -206,13 +211,15 @@ class SGPUpdate(GossipUpdate):
     def exchange(self, rows: list[list[Tensor]], changes: list[Tensor]) -> tuple[list[Tensor], list[Message]]:
         """Give a share to each neighbor."""
         rank, shares = self.workers.rank, self.matrix[:, self.workers.rank].tolist()
-        new = [row[0] + change for row, change in zip(rows, changes, strict=True)]
+        kept = [row[0][-1] * change for row, change in zip(rows, changes, strict=True)]
+        new = [row[0] + change for row, change in zip(rows, kept, strict=True)]
+        if min(float(row[-1]) for row in new) < _LEAST_WEIGHT:
+            return new, [(rank, kept)]
         messages: list[Message] = [
             (worker, [share * row for row in new])
             for worker, share in enumerate(shares)
             if share > 0 and worker != rank
         ]
-        kept = [change.clone() for change in changes]
         for _, parts in messages:
             torch._foreach_sub_(kept, list(parts))
         return new, [*messages, (rank, kept)]

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ... import collectives, files
-from ...argument_types import checks_types
-from ...errors import ArgumentError
-from ...session import runtime
-from . import observed_run
-from .call_order import CallNumbers, RecordedCalls, RecordedRows, RepeatedCalls
-from .observed_run import RunObserver
-from .run_record import RunRecord, read_run
+from .. import collectives, files
+from ..argument_types import checks_types
+from ..errors import ArgumentError
+from ..session import runtime
+from .call_numbers import CallNumbers, RecordedCalls, RepeatedCalls
+from .runs import observed_run
+from .runs.call_order import RecordedRows
+from .runs.observed_run import RunObserver
+from .runs.run_record import RunRecord, read_run
 
 if TYPE_CHECKING:
-    from ...communicators.group import Group
+    from ..communicators.group import Group
 
 __all__ = ["record", "replay"]
 
@@ -37,13 +38,14 @@ def record(path: files.StrPath, *, norms: bool = False, ordered: bool = False) -
         path: The file, by custom with the suffix ``.npz``: see :func:`read_run`, and ``torchmpi staleness FILE``.
         norms: Also compute the norm of all sent values, which reads them once more.
         ordered: Also record the order of all calls, for :func:`replay`. Then one call of the job runs at a time, and
-            checksums of the values are computed. The ranks must be on one host.
+            checksums of the values are computed.
 
     Returns:
         A context manager.
 
     Raises:
-        ArgumentError: A recording, or a simulation, is in progress; or an order of ranks that share no memory is asked.
+        ArgumentError: A recording, or a simulation, is in progress.
+        CommunicatorError: With ``ordered=True``: the ranks can have no parameter servers, see :func:`init`.
         OSError: The file cannot be written; raised on rank 0.
 
     Example:
@@ -64,11 +66,11 @@ def replay(path: files.StrPath, *, record: files.StrPath | None = None) -> Itera
     """Repeat a recorded run bit for bit, in a block of the program. Collective over all ranks.
 
     The sends and receives in the block run in the order of the record, whatever the load of the machine. The program,
-    its data and its seeds must be those of the recorded run, on as many ranks of one host. Each call is compared with
+    its data and its seeds must be those of the recorded run, on as many ranks, of any hosts. Each call is compared with
     the recorded one, by checksums of all values.
 
     Args:
-        path: A file of :func:`record` with ``ordered=True``.
+        path: A file of :func:`record` with ``ordered=True``, which rank 0 reads.
         record: File for the record of the repeated run.
 
     Returns:
@@ -77,6 +79,7 @@ def replay(path: files.StrPath, *, record: files.StrPath | None = None) -> Itera
     Raises:
         ArgumentError: The file is no such record, or a call differs from the recorded one, which is not applied; the
             message names row and column.
+        OSError: The file cannot be read.
         StallError: Another rank has not made its next call for ``stall_abort_seconds``.
 
     Example:
@@ -84,13 +87,27 @@ def replay(path: files.StrPath, *, record: files.StrPath | None = None) -> Itera
             train()
     """
     world = _world(f"replay({str(path)!r})")
-    rows = RecordedRows(read_run(path), path, world.size, world.where)
+    rows = RecordedRows(_read_by_rank_0(path, world), path, world.size, world.where)
     numbers = CallNumbers(world)
     observer = RunObserver()
-    observer.order = RepeatedCalls(numbers, rows, runtime.current().config.stall_abort_seconds)
+    observer.order = RepeatedCalls(numbers, rows)
     with _observed(world, observer, record, numbers):
         yield
         rows.check_all_taken(world.world_ranks[world.rank])
+
+
+def _read_by_rank_0(path: files.StrPath, world: Group) -> RunRecord:
+    """Return a record on all ranks, whose hosts may not have the file, or raise on all. Collective."""
+    content, problem = b"", None
+    if world.rank == 0:
+        try:
+            content = read_run(path).to_bytes()
+        except (ArgumentError, OSError) as error:
+            problem = error
+    content, problem = collectives.broadcast_object((content, problem), comm=world)
+    if problem is not None:
+        raise problem
+    return RunRecord.from_file(io.BytesIO(content))
 
 
 def _world(call: str) -> Group:
