@@ -104,7 +104,7 @@ def test_models_divided_over_the_ranks(launch, tmp_path):
     }
     assert found.keys() == expected
     # Parameters, gradients and momentum; with FSDP2 each rank has a half.
-    whole = 3 * 4 * 4 * (2 * 2 * 128 * 128 + 3 * 128)
+    whole = 3 * 4 * 4 * 2 * (128 * 128 + 128)
     held = {name: row["held_bytes"] for (workload, name), row in found.items() if workload == "training"}
     assert held["one process"] == held["DDP on torchmpi"] == held["averaged gradients"] == whole
     assert held["FSDP2 on torchmpi"] == held["FSDP2 on gloo"] == whole / 2

@@ -27,7 +27,7 @@ class TrainedBlock(nn.Module):
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
         torch.manual_seed(number)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = x + nn.functional.gelu(self.down(torch.relu(self.up(x))))
