@@ -81,16 +81,48 @@ def test_every_other_call(launch, tmp_path, ranks):
 def test_models_divided_over_the_ranks(launch, tmp_path):
     """Each contestant has been compared with one process."""
     file = tmp_path / "a.json"
-    result = launch(2, [*BENCH, "parallel", "--widths", "128", "--seconds", "0.1", "--json", file])
+    result = launch(2, [*BENCH, "parallel", "--widths", "128", "--batches", "8", "--seconds", "0.1", "--json", file])
     rows = rows_of(file, result)
     assert all("median_us" in row for row in rows), rows
-    names = {(row["workload"], row["contestant"]) for row in rows}
-    names.discard(("decoding", "one process, 2 threads"))  # if the ranks have two cores
-    decoding = ("one process", "tensor_parallel", "DTensor on gloo", "DTensor on torchmpi")
-    expected = {("decoding", name) for name in decoding}
-    experts = ("one process", "MixtureOfExperts", "torch.distributed on gloo", "torch.distributed on torchmpi")
-    expected |= {("experts", name) for name in experts}
-    assert names == expected | {("pipeline", name) for name in ("one process", "1F1B on gloo", "1F1B on torchmpi")}
+    found = {(row["workload"], row["contestant"]): row for row in rows}
+    found.pop(("decoding", "one process, 2 threads"), None)  # if the ranks have two cores
+    forms = {
+        "decoding": (["tensor_parallel"], ["DTensor"]),
+        "experts": (["MixtureOfExperts"], ["torch.distributed"]),
+        "training": (
+            ["no communication", "averaged gradients", "tensor_parallel"],
+            ["DDP", "DDP in 16 bits", "FSDP2", "1F1B", "its messages"],
+        ),
+        "sequence": (["ring attention", "its messages"], ["ring attention", "its messages"]),
+    }
+    expected = {(name, form) for name, (ours, _) in forms.items() for form in ["one process", *ours]}
+    expected |= {
+        (name, f"{form} on {group}")
+        for name, (_, both) in forms.items()
+        for form in both
+        for group in ("gloo", "torchmpi")
+    }
+    assert found.keys() == expected
+    # Parameters, gradients and momentum; with FSDP2 each rank has a half.
+    whole = 3 * 4 * 4 * 2 * (128 * 128 + 128)
+    held = {name: row["held_bytes"] for (workload, name), row in found.items() if workload == "training"}
+    assert held["one process"] == held["DDP on torchmpi"] == held["averaged gradients"] == whole
+    assert held["FSDP2 on torchmpi"] == held["FSDP2 on gloo"] == whole / 2
+    assert held["1F1B on torchmpi"] == whole / 2 and whole / 2 < held["tensor_parallel"] < 0.51 * whole
+    # By rings, as docs/which-parallelism.md has it, and a few bytes by which the ranks agree.
+    weights, activation = whole // 3, 8 * 128 * 4
+    expected_bytes = dict.fromkeys((("training", "DDP on torchmpi"), ("training", "averaged gradients")), weights)
+    expected_bytes |= {
+        ("training", "DDP in 16 bits on torchmpi"): weights / 2,
+        ("training", "FSDP2 on torchmpi"): 3 / 2 * weights,
+        ("training", "tensor_parallel"): 7 * activation,  # the input of the first block needs no gradient
+        ("training", "1F1B on torchmpi"): activation,
+        ("training", "its messages on torchmpi"): activation,
+        ("sequence", "ring attention"): 2 * 1024 * 128 * 4,
+        ("sequence", "ring attention on torchmpi"): 2 * 1024 * 128 * 4,
+    }
+    sent = {key: found[key]["sent_bytes"] for key in expected_bytes}
+    assert sent == {key: pytest.approx(number, rel=1e-3) for key, number in expected_bytes.items()}
 
 
 def test_results_until_the_time_limit_are_kept(alone, tmp_path):

@@ -42,13 +42,14 @@ def run(launch, tmp_path, names, n=2):
 def test_accuracies(launch, tmp_path):
     pytest.importorskip("sklearn", reason="the digits of scikit-learn: install the extra examples")
     pytest.importorskip("PIL", reason="resnet_folder.py draws images with Pillow")
-    result = run(launch, tmp_path, [*LEAST, "gpt"])
+    result = run(launch, tmp_path, [*LEAST, "gpt", "ring_attention"])
     assert result.returncode == 0, result.output
     lines = dict(line.split(": ", 1) for line in result.stdout.splitlines() if re.match(r"\w+: ", line))
     for name, (pattern, least) in LEAST.items():
         found = re.search(pattern, lines[name])
         assert found and float(found[1]) >= least, (name, lines[name])
     assert float(re.search(r"validation loss ([0-9.]+)", lines["gpt"])[1]) < 2.9, lines["gpt"]
+    assert "as in one process" in lines["ring_attention"]  # it has compared losses and gradients of each step
     # The averages of the same gradients: the three interfaces end with the same network but for the last bits.
     accuracies = [float(re.search(LEAST[name][0], lines[name])[1]) for name in ("ddp", "hvd", "nn_loop")]
     assert accuracies == pytest.approx(accuracies[:1] * 3, abs=1.01 / 360)

@@ -187,6 +187,13 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks_before_the_first_step(ag
     model.config.num_key_value_heads = HEADS
     mpinn.tensor_parallel(model)
     agree.raises(ArgumentError, lambda: mpinn.tensor_parallel(model), "divided already")
+    agree.raises(ArgumentError, lambda: mpinn.TensorSplit("diagonal"), "kind='diagonal'", "columns")  # type: ignore[arg-type]
+    turned = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mpinn.synchronize_parameters(turned)
+    mpinn.tensor_parallel(turned, {"0": mpinn.TensorSplit("rows"), "1": mpinn.TensorSplit("columns")})
+    if mpi.size() > 1:
+        words = "divided in rows", "but got 4. The plan must divide"
+        agree.raises(ArgumentError, lambda: turned(torch.ones(2, 4)), *words)
 
 
 @pytest.mark.ranks(2, 3)

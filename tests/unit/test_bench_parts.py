@@ -43,7 +43,8 @@ from torchmpi.launch import launcher
         (["--seconds", "nan"], "is no time"),
         (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, cnn, resnet, transformer, offloaded"),
         (["parallel", "--widths", "100"], "'100': write multiples of 64 up to 16384"),
-        (["parallel", "--workloads", "gpt"], "'gpt' is no workload; choose among decoding, experts, pipeline"),
+        (["parallel", "--workloads", "gpt"], "'gpt' is no workload; choose among decoding, experts, training"),
+        (["parallel", "--batches", "0"], "'0': write multiples of 1 up to 16384, such as 8,16"),
         (["frobnicate"], "invalid choice"),
     ],
 )

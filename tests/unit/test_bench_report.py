@@ -159,14 +159,15 @@ def test_a_contestant_has_one_color_in_all_panels(tmp_path, monkeypatch):
 
 def test_table_of_divided_models():
     def line(contestant: str, milliseconds: float | None):
-        head = {"ranks": 2, "workload": "decoding", "size": 512, "contestant": contestant}
-        return head | figures(None if milliseconds is None else milliseconds * 1e3)
+        head = {"ranks": 2, "workload": "decoding", "size": 512, "batch": 1, "contestant": contestant}
+        sizes = {"held_bytes": 2 * 10**6, "sent_bytes": 0}
+        return head | sizes | figures(None if milliseconds is None else milliseconds * 1e3)
 
     rows = [line("one process", 4), line("tensor_parallel", 2), line("DTensor on gloo", None)]
     text = parallel.as_text(report.new_report("parallel", [{"facts": FACTS, "rows": rows}], {}))
-    found = {cells[0]: cells[-4:] for cells in cells_of(text) if len(cells) >= 4}
-    assert found["tensor_parallel"] == ["2.00", "10%", "500", "2.00"], text
-    assert "batch 1, 4 layers of this width: 512, 2 ranks" in text and "DTensor on gloo: not installed" in text
+    found = {cells[0]: cells[-6:] for cells in cells_of(text) if len(cells) >= 6}
+    assert found["tensor_parallel"] == ["2.00", "10%", "500", "2.00", "2", "-"], text
+    assert "batch 1, 4 layers of width 512, 2 ranks" in text and "DTensor on gloo: not installed" in text
     assert tuple(parallel.WORKLOADS) == options.WORKLOADS
 
 

@@ -153,6 +153,11 @@ class MixtureOfExperts(nn.Module):
         arrived = _scale_gradient(arrived[order], size)
         parts = arrived.split(counts.sum(0).tolist())
         results = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
+        if results.shape[1:] != rows.shape[1:]:
+            raise ArgumentError(
+                f"{rank_prefix()}MixtureOfExperts({self.num_features}, {self.num_experts}): an expert has returned "
+                f"{results.shape[-1]} features. make_expert() must make modules that return {self.num_features}."
+            )
         results = _scale_gradient(results, 1 / size)
         return self.token_exchange.alltoall(results[order.argsort()], received, sent)
 

@@ -258,6 +258,11 @@ class _Head(_Columns):
 class _Rows:
     def forward(self: _Layer, input: Tensor) -> Tensor:
         weight = self.weight.t() if is_transposed(self) else self.weight  # type: ignore[arg-type]
+        if input.shape[-1] != weight.shape[1]:
+            raise ArgumentError(
+                f"{rank_prefix()}a layer that is divided in rows has {weight.shape[1]} input features on this rank, "
+                f"but got {input.shape[-1]}. The plan must divide the layer that computes its input in columns."
+            )
         output = self._torchmpi_part.add(functional.linear(input, weight))
         return output if self.bias is None else output + self.bias
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..argument_types import checks_types
 from ..errors import ArgumentError
 from ..tensors.partition import part_of
 
@@ -19,6 +20,7 @@ PlanName = Literal["auto", "bert", "gpt2", "llama"]
 _MOST_LISTED = 6
 
 
+@checks_types
 @dataclass(frozen=True)
 class TensorSplit:
     """How :func:`~torchmpi.nn.tensor_parallel` divides the layers that match a pattern of a plan.

@@ -23,7 +23,7 @@ KEYS = {
     "collectives": ("ranks", "verb", "dtype", "mode", "bytes", "contestant"),
     "calls": ("ranks", "verb", "dtype", "mode", "bytes", "contestant"),
     "train": ("ranks", "model", "part", "contestant"),
-    "parallel": ("ranks", "workload", "size", "contestant"),
+    "parallel": ("ranks", "workload", "size", "batch", "contestant"),
     "starts": ("ranks", "start", "contestant"),
     "leaks": ("ranks", "rank", "part"),
     "memory": ("ranks", "rank", "part"),

@@ -16,7 +16,7 @@ from torch.nn import functional
 from ... import nn as mpinn
 from ...launch import affinity
 from .bench_job import BenchJob
-from .divided_work import ONE_PROCESS, ParallelContestant
+from .divided_work import ONE_PROCESS, ParallelContestant, held_bytes
 
 _NUM_TOKENS, _NUM_LAYERS, HEAD, _LENGTH = 1000, 4, 64, 64
 _COMPARED, _TOLERANCE = 8, 1e-3
@@ -120,30 +120,28 @@ def _by_torch(model: Decoder, group: Any) -> nn.Module:
     return model
 
 
-def decoders(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
+def decoders(job: BenchJob, width: int, batch: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
     """Make the contestants: one process, with one thread and with all cores, and the decoder divided over the ranks."""
     whole = make_decoder(width)
     alone = Generation(whole)
     expected = alone.first()
     cores = sorted({core for own in job.comm.allgather(sorted(affinity.current())) for core in own})
-    found = [ParallelContestant(ONE_PROCESS, alone.step, alone=True)]
+    held = held_bytes(whole)
+    found = [ParallelContestant(ONE_PROCESS, alone.step, alone=True, held_bytes=held)]
     if job.one_clock and len(cores) > 1:
-        found.append(
-            ParallelContestant(f"{ONE_PROCESS}, {len(cores)} threads", _on_cores(cores, alone.step), alone=True)
-        )
+        step = _on_cores(cores, alone.step)
+        found.append(ParallelContestant(f"{ONE_PROCESS}, {len(cores)} threads", step, alone=True, held_bytes=held))
 
-    def add(name: str, divide: Callable[[Decoder], nn.Module], why_not: str | None) -> None:
-        generation = Generation(whole)
-        if why_not is None:
-            generation = Generation(divide(copy.deepcopy(whole)))
-            why_not = _difference(generation.first(), expected)
-        found.append(ParallelContestant(name, generation.step, why_not=why_not))
+    def add(name: str, divide: Callable[[Decoder], nn.Module], why_not: str | None = None) -> None:
+        model = copy.deepcopy(whole) if why_not else divide(copy.deepcopy(whole))
+        generation = Generation(model)
+        why_not = why_not or _difference(generation.first(), expected)
+        found.append(ParallelContestant(name, generation.step, why_not=why_not, held_bytes=held_bytes(model)))
 
-    add("tensor_parallel", lambda model: mpinn.tensor_parallel(model, plan(width)), None)
+    add("tensor_parallel", lambda model: mpinn.tensor_parallel(model, plan(width)))
     uneven = f"DTensor cannot divide {width // HEAD} heads over {job.size} ranks" if width // HEAD % job.size else None
     for name, group in groups.items():
-        why_not = uneven if group is not None else f"this torch was built without {name}"
-        add(f"DTensor on {name}", partial(_by_torch, group=group), why_not)
+        add(f"DTensor on {name}", partial(_by_torch, group=group), uneven)
     return found
 
 

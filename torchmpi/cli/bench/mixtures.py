@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,10 +16,9 @@ import torchmpi
 from ... import nn as mpinn
 from ...nn.experts import TokenExchange
 from .bench_job import BenchJob
-from .divided_work import ONE_PROCESS, ParallelContestant
+from .divided_work import ONE_PROCESS, ParallelContestant, compared, held_bytes
 
-_EXPERTS_PER_RANK, _TOKENS_PER_RANK = 2, 512
-_TOLERANCE = 1e-4
+_EXPERTS_PER_RANK = 2
 
 Average = Callable[[Tensor], object]
 
@@ -45,39 +43,30 @@ class TorchExchange(TokenExchange):
         return result
 
 
-def mixtures(job: BenchJob, width: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
+def mixtures(job: BenchJob, width: int, batch: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
     """Make the contestants: one process, the layer, and the same layer with the exchange of each group."""
     num_experts = _EXPERTS_PER_RANK * job.size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(job.size, _TOKENS_PER_RANK, width, generator=generator)
+    tokens = torch.randn(job.size, batch, width, generator=generator)
     layer = _make_layer(width, num_experts)
-    alone, found = partial(float), []
-    first = torchmpi.group([0])
+    alone = ParallelContestant(ONE_PROCESS, lambda: None, alone=True)
+    first, expected = torchmpi.group([0]), 0.0
     job.resources.callback(first.free)
     if first:
         with torchmpi.use(first):
             whole = _make_layer(width, num_experts)
-        alone = partial(_step, whole, tokens.view(-1, width), lambda gradient: gradient)
-    expected = torchmpi.broadcast(alone())
-    steps: dict[str, Callable[[], float] | None] = {
-        "MixtureOfExperts": partial(_step, layer, tokens[job.rank], partial(torchmpi.allreduce, op="avg"))
-    }
+        step = partial(_step, whole, tokens.view(-1, width), lambda gradient: gradient)
+        expected = step()
+        alone = ParallelContestant(ONE_PROCESS, step, alone=True, held_bytes=held_bytes(whole))
+    expected = job.comm.bcast(expected)
+    steps = {"MixtureOfExperts": partial(_step, layer, tokens[job.rank], partial(torchmpi.allreduce, op="avg"))}
     for name, group in groups.items():
-        steps[f"torch.distributed on {name}"] = (
-            None if group is None else _through_torch(layer, tokens[job.rank], group)
-        )
-    for name, step in steps.items():
-        if step is None:
-            why_not: str | None = "this torch was built without it"
-        else:
-            loss = torchmpi.allreduce(step(), op="avg")
-            is_right = math.isclose(loss, expected, rel_tol=_TOLERANCE)
-            why_not = None if is_right else f"wrong: the loss is {loss} instead of {expected}"
-        found.append(ParallelContestant(name, step or (lambda: None), why_not=why_not))
-    return [ParallelContestant(ONE_PROCESS, alone, alone=True), *found]
+        steps[f"torch.distributed on {name}"] = _through_torch(layer, tokens[job.rank], group)
+    held = partial(held_bytes, layer)
+    return [alone, *(compared(job, name, step, [expected], held) for name, step in steps.items())]
 
 
-def _through_torch(layer: mpinn.MixtureOfExperts, tokens: Tensor, group: Any) -> Callable[[], float]:
+def _through_torch(layer: mpinn.MixtureOfExperts, tokens: Tensor, group: Any) -> partial[float]:
     """Return the step of a copy of the layer that uses torch.distributed only."""
     other = copy.deepcopy(layer)
     other.token_exchange = TorchExchange(group)

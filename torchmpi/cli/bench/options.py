@@ -28,7 +28,7 @@ NONE, ALL = "none", "all"
 MEMORIES = ("plain", "shared")
 COMPUTING_HERE = ("mlp", "cnn", "resnet", "transformer")
 QUICK_MODELS = ("mlp", "cnn")
-WORKLOADS = ("decoding", "experts", "pipeline")
+WORKLOADS = ("decoding", "experts", "training", "sequence")
 WIDTHS, QUICK_WIDTHS = (512, 1024, 2048), (512,)
 MODELS = (*COMPUTING_HERE, "offloaded")
 DEFAULT_SECONDS, QUICK_SECONDS = 60.0, 10.0
@@ -114,16 +114,25 @@ def ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def widths(text: str) -> tuple[int, ...]:
-    """Parse numbers of features.
+def _numbers(step: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    """Return a parser of lists of multiples of a number.
 
-    >>> widths("512,1024")
+    >>> _numbers(64, 1024)("512,1024")
     (512, 1024)
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and 0 < int(part) <= _MOST_WIDTH and int(part) % 64 == 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: write multiples of 64 up to {_MOST_WIDTH}, such as 512,1024")
-    return tuple(dict.fromkeys(map(int, parts)))
+
+    def parse(text: str) -> tuple[int, ...]:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isdigit() and 0 < int(part) <= most and int(part) % step == 0 for part in parts):
+            example = f"{8 * step},{16 * step}"
+            raise argparse.ArgumentTypeError(f"{text!r}: write multiples of {step} up to {most}, such as {example}")
+        return tuple(dict.fromkeys(map(int, parts)))
+
+    return parse
+
+
+widths = _numbers(64, _MOST_WIDTH)
+batches = _numbers(1, _MOST_WIDTH)
 
 
 def _positive(kind: type[float], most: float, noun: str) -> Callable[[str], float]:
@@ -168,10 +177,10 @@ through torch.distributed, objects, numbers, strided tensors, many small tensors
 _TRAIN = """Time training steps of models without communication, with synchronize_gradients, with
 register_async_backward and with DistributedDataParallel on gloo; then communication alone. The model
 offloaded has the parameters of ResNet-18 (cnn) in layers that take time but no core, as on an accelerator."""
-_PARALLEL = """Time forms of parallelism that divide one model over the ranks, against one process, with one thread and
-with all cores, and against PyTorch's. decoding: generation of tokens, with tensor_parallel and with DTensor. experts:
-training of a MixtureOfExperts, also with the exchanges of torch.distributed. pipeline: training with PyTorch's
-schedule 1F1B, each rank with some of the blocks."""
+_PARALLEL = """Time forms of parallelism that divide the work of one model over the ranks, against one process and on
+gloo, with the bytes that they hold and send. decoding: generation of tokens, with tensor_parallel and DTensor. experts:
+training of a MixtureOfExperts, also with the exchanges of torch.distributed. training: one model with averaged
+gradients, DDP, FSDP2, tensor_parallel and the pipeline 1F1B. sequence: ring attention."""
 _COMPARE = """Show the lines that both files contain, with the ratio of times B/A. A change is marked if the quartiles
 do not overlap."""
 
@@ -250,11 +259,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "models divided over the ranks, against one process and DTensor",
         _PARALLEL,
         "parallel",
-        "parallel --widths 512,1024 -n 2,4 --json",
+        "parallel --widths 512,1024 --batches 8,128 -n 2,4 --json",
     )
     _add_list(option, "--workloads", WORKLOADS, "workload", default=WORKLOADS, note="all")
     option("--widths", type=widths, metavar="LIST",
            help=f"sizes of the model, multiples of 64 (default: {','.join(map(str, WIDTHS))})")  # fmt: skip
+    option("--batches", type=batches, default=(32,), metavar="LIST",
+           help="rows of the whole batch in training, multiples of the ranks (default: 32)")  # fmt: skip
     option("--quick", action="store_true", help=f"width {QUICK_WIDTHS[0]} only, {QUICK_SECONDS:g} seconds")
     _add_job(option, "parallel")
     option = add("compare", "two files written with --json, line by line", _COMPARE, "compare before.json after.json")
