@@ -85,7 +85,7 @@ def in_part(wanted: str, work: Callable[[], object]) -> Extra:
 
 def collecting() -> Extra:
     """Return what makes many objects that refer to each other, beside many that are kept, as large programs do."""
-    kept = [[index] for index in range(400_000)]
+    kept = [[index] for index in range(200_000)]
 
     def work() -> None:
         for _ in range(3):

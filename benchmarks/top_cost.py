@@ -5,7 +5,7 @@
 The ranks make short steps: some arithmetic, an allreduce, and a report of the step. Rank 0 starts a process that looks
 as `torchmpi top` does, once a second, in every second round. Reported are CPU times, as these depend less on what else
 runs: of all threads of the ranks, for each step, and of the threads of torchmpi, which do what a look asks for.
-`--functions` prints what these threads of rank 0 enter, while nobody looks and while somebody does.
+`--functions` counts what these threads of rank 0 enter, and prints what they enter only while somebody looks.
 """
 
 from __future__ import annotations
@@ -152,9 +152,13 @@ def measure(rounds: int, seconds: float, *, counts: bool) -> None:
         print(f"while somebody looks: {100 * (median(ratios) - 1):+.2f} % a step, {100 * more:.3f} % of a core a rank")
         print(f"the looking process: {100 * share:.2f} % of a core")
         print(f"report of a step: {100 * min(timeit.repeat(mpi.report_progress, number=10_000, repeat=20)):.2f} us")
-        for name in sorted(entered[1] | entered[0]):
-            alone, seen = (each[name] / rounds / seconds for each in entered)
-            print(f"{alone:8.1f} {seen:8.1f} a second  {name}")
+        if counted is not None:
+            alone, seen = (each.total() / rounds / seconds for each in entered)
+            print(
+                f"threads of torchmpi on rank 0 enter {alone:.0f} functions a second, {seen:.0f} while somebody looks:"
+            )
+            for name in sorted(entered[1].keys() - entered[0].keys()):
+                print(f"{entered[1][name] / rounds / seconds:6.1f} a second  {name}")
     mpi.stop()
 
 

@@ -38,12 +38,12 @@ class Images(Dataset):
         return 1 << 30
 
     def __getitem__(self, index):
-        time.sleep(0.06 * (mpi.rank() == mpi.size() - 1))
+        time.sleep(1.2 * step_seconds * (mpi.rank() == mpi.size() - 1))
         return torch.ones(64)
 
 num_hosts, step_seconds, ready = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 found = launcher.detect()
-os.environ["TORCHMPI_HOST_NAME"] = f"node{(found.rank or 0) * num_hosts // found.size}"
+os.environ["TORCHMPI_HOST_NAME"] = f"node{(found.rank or 0) * num_hosts // found.num_ranks}"
 mpi.start()
 net = torch.nn.Linear(64, 8)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

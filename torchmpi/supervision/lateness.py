@@ -62,13 +62,16 @@ class Pace(NamedTuple):
 
     @property
     def share_outside(self) -> float:
-        """The share of the time that was spent outside of calls, of a difference of two times."""
-        return 1 - self.inside / self.now
+        """The share of the time that was spent outside of calls, of a difference of two times.
+
+        A call counts when it ends, and may be longer than the window in which it does.
+        """
+        return max(0.0, 1 - self.inside / self.now)
 
     @property
     def share_waited(self) -> float:
         """The share of the time in which the rank has waited for others."""
-        return self.waited / self.now
+        return min(1.0, self.waited / self.now)
 
 
 class Looks(NamedTuple):
