@@ -10,7 +10,8 @@ usage: scripts/hosts.sh COMMAND
   run HOST CMD... run a command on a host, in this folder and environment
   cut HOST [in]   take down the link of a host, or only the direction to it; heal HOST restores it
   crash HOST      kill all processes of a host; revive HOST boots it again
-  rate RATE       limit every link, for example to 1gbit; none removes the limit
+  rate RATE [HOST]
+                  limit every link, or that of one host, for example to 1gbit; none removes the limit
   delay MICROSECONDS, loss PERCENT
                   delay every packet that a host receives (a round trip takes twice as long), or drop that part of them;
                   0 ends it. Both need the scheduler netem of the kernel (sch_netem)
@@ -205,13 +206,15 @@ other_port() {
 # The settings are kept in files, so that each command leaves the others as they are. Both ends of a link limit the rate; the
 # end that sends to the host also delays and drops.
 shape() {
-    local host rate delay loss
-    rate=$(cat "$state/rate" 2>/dev/null || echo none)
+    local host limited rate delay loss
+    limited=$(cat "$state/limited" 2>/dev/null || true)
     delay=$(cat "$state/delay" 2>/dev/null || echo 0)
     loss=$(cat "$state/loss" 2>/dev/null || echo 0)
     for host in $(hosts); do
         tc qdisc del dev "$prefix-$host" root 2>/dev/null || true
         ip netns exec "$prefix-$host" tc qdisc del dev eth0 root 2>/dev/null || true
+        rate=none
+        [ -n "$limited" ] && [ "$limited" != "$host" ] || rate=$(cat "$state/rate" 2>/dev/null || echo none)
         if [ "$rate" != none ]; then
             tc qdisc add dev "$prefix-$host" root handle 1: tbf rate "$rate" burst 128kb limit 16mb
             ip netns exec "$prefix-$host" tc qdisc add dev eth0 root tbf rate "$rate" burst 128kb limit 16mb
@@ -253,7 +256,7 @@ case $command in
     heal) heal_link "$@" ;;
     crash) kill -9 "$(pid "$1")" ;;
     revive) start_host "$1" ;;
-    rate) keep rate "$1" '^(none|[0-9.]+[a-z]*)$' && shape ;;
+    rate) keep rate "$1" '^(none|[0-9.]+[a-z]*)$' && echo "${2:-}" >"$state/limited" && shape ;;
     delay) keep delay "$1" '^[0-9]+$' && shape ;;
     loss) keep loss "$1" '^[0-9]+([.][0-9]+)?$' && shape ;;
     *) "$command" "$@" ;;

@@ -69,6 +69,7 @@ def running_job(
             own.note(progress.BY_PROGRAM, seq, 32, 2.3 / (1 + step / 200) if loss else float("nan"))
             at = 8 * progress._FIELDS_BEFORE + (seq - 1) % progress.LENGTH * progress._ENTRY.size
             memory[at : at + 8] = end.to_bytes(8, "little")
+        own.detach()
         memory.release()
         if rank in open_on:
             ring.enter(num_steps + 1, SUM, (25_000_000,))

@@ -137,6 +137,15 @@ def test_a_slow_link_is_no_loss(start: Start, torchrun: bool):
     assert job.processes().keys() == {"h0", "h1"}, job.output()
 
 
+def test_a_host_with_a_slow_network_is_named(start: Start):
+    job = start("h0:1,h1:1,h2:1")
+    hosts_sh("rate", "20mbit", "h1")
+    job.wait_for_message(0, "delays the calls of all ranks")
+    hosts_sh("rate", "none")
+    (line,) = (line for line in job.messages(0).splitlines() if " delays " in line)
+    assert re.search(r"host h1 \(rank 1\) delays the calls of all ranks by \d+ % of the time, .* its network: ", line)
+
+
 def test_torchrun_names_the_rank_that_raised(start: Start):
     job = start("h0:2,h1:2", "raise", torchrun=True)
     job.wait_for_end(60)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
@@ -17,10 +22,13 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2)]
 RANK = MPI.COMM_WORLD.rank
 
 
-def steps() -> progress.Steps:
+@pytest.fixture
+def steps() -> Callable[[], progress.Steps]:
+    """The steps since the test has begun, as after start(), which an earlier test may have called."""
     record = runtime.current().flight_record
     start = flight_record._PROGRESS_START
-    return progress.steps_in(bytes(record._head[start : start + progress.NUM_BYTES]))
+    progress.progress.attach(record._head[start : start + progress.NUM_BYTES])
+    return lambda: progress.steps_in(bytes(record._head[start : start + progress.NUM_BYTES]))
 
 
 def backward(net: nn.Module) -> None:
@@ -29,9 +37,7 @@ def backward(net: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_each_step_is_counted_once_by_whatever_counts_it(agree):
-    assert progress.progress._memory is not None
-    progress.progress.attach(progress.progress._memory)  # as after start(), which an earlier test may have called
+def test_each_step_is_counted_once_by_whatever_counts_it(agree, steps):
     net = nn.Linear(4, 3)
     for _ in range(3):
         backward(net)
@@ -52,3 +58,20 @@ def test_each_step_is_counted_once_by_whatever_counts_it(agree):
     agree.equal(found.step.tolist(), [1, 2, 3, 4, 5, 6, 7])
     agree.equal(found.samples.tolist()[-2:], [8 + RANK, 2 * (8 + RANK)])
     agree.equal(found.loss.tolist()[-2:], [0.5, 0.25])
+
+
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
+def test_a_step_of_torch_is_one_of_its_optimizer_however_many_passes_it_accumulates(agree, steps, shard):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    net = fully_shard(net) if shard else DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(4):
+        for last in (False, False, True):
+            if shard:
+                net.set_requires_gradient_sync(last)
+            with contextlib.nullcontext() if shard or last else net.no_sync():
+                net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    agree.equal(steps().step.tolist(), [1, 2, 3, 4])

@@ -176,6 +176,14 @@ def test_notices_replace_each_other_by_subject_and_rank(hosts):
     ranks.close()
 
 
+def test_the_first_rank_of_each_host_knows_the_round_trip_to_the_next_one():
+    ranks = Ranks([0, 0, 1, 2])
+    trips = [heartbeat.ask_round_trip() for heartbeat in ranks.heartbeats]
+    assert [trip > 0 for trip in trips] == [True, False, True, True]
+    assert max(trips) < 1e6 * WAIT_SECONDS
+    ranks.close()
+
+
 def test_a_goodbye_is_no_loss():
     ranks = Ranks([0, 0, 1, 2])
     ranks.heartbeats[2].close()

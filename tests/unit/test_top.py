@@ -26,9 +26,9 @@ from helpers.live_job import SECOND, running_job
 from torch import nn
 
 from torchmpi.cli.top import late_cause, top_screen, top_server, top_text
-from torchmpi.cli.top.call_waits import bytes_of, period_of, split_calls
+from torchmpi.cli.top.call_waits import bytes_of, split_calls
 from torchmpi.cli.top.far_ranks import FarRank
-from torchmpi.cli.top.job_history import JobHistory, Shares, pace_of
+from torchmpi.cli.top.job_history import JobHistory, Shares
 from torchmpi.cli.top.job_view import page_of, view_of
 from torchmpi.cli.top.rank_processes import ProcessWatch, RankProcess
 from torchmpi.cli.top.run_report import RunReport
@@ -102,14 +102,6 @@ def test_calls_that_no_rank_made_are_no_error():
 def test_bytes_follow_from_the_signature_where_it_has_the_shape():
     assert bytes_of(group((1, SUM, 1, 2), (2, BARRIER, 3, 4))).tolist()[:1] == [40]
     assert math.isnan(bytes_of(group((1, BARRIER, 3, 4)))[0])
-
-
-def test_the_period_of_the_calls_is_a_step():
-    codes = [SUM, SUM, BARRIER]
-    calls = [(seq, codes[seq % 3], seq * 10.0, seq * 10.0 + 1) for seq in range(1, 40)]
-    assert period_of(group(*calls)) == 3
-    mixed = [(seq, seq, seq * 10.0, seq * 10.0 + 1) for seq in range(1, 40)]
-    assert period_of(group(*mixed)) == 0
 
 
 # --- history
@@ -199,16 +191,6 @@ def test_calls_that_have_been_overwritten_are_not_taken_for_computing():
         job.close()
     assert shares.known.sum() < 1024 * 0.02 + 1.5
     assert shares.communicating.sum() == pytest.approx(shares.known.sum() * 0.1, rel=0.15)
-
-
-def test_without_reports_steps_are_what_repeats():
-    with running_job(1) as (record,):
-        start = flight_record._PROGRESS_START
-        record._head[start : start + 8] = bytes(8)
-        job = watched()
-        pace = pace_of(job.ranks[0].live, time.monotonic_ns())
-        job.close()
-    assert pace.is_guess and pace.step is None and pace.step_seconds == pytest.approx(0.1, rel=0.02)
 
 
 # --- causes
@@ -481,6 +463,24 @@ def test_the_last_steps_are_kept_in_order():
     steps = progress.steps_in(memory)
     assert steps.step.tolist() == list(range(1002 - len(steps.step), 1002))
     assert progress.LENGTH - 1 <= len(steps.step) <= progress.LENGTH
+
+
+def test_of_several_optimizers_the_one_that_makes_most_steps_counts():
+    memory, own = memoryview(bytearray(progress.NUM_BYTES)), progress.Progress()
+    parameter = nn.Parameter(torch.ones(1))
+    generator, critic = (torch.optim.SGD([parameter], lr=0.1) for _ in range(2))
+    own.attach(memory)
+    try:
+        generator.step()
+        for _ in range(10):
+            for _ in range(5):
+                critic.step()
+            generator.step()
+        assert own.last()[0] == 50  # the first one of the critic came after that of the generator
+    finally:
+        own.detach()
+    critic.step()
+    assert own.last()[0] is None
 
 
 # --- the page

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import struct
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from torch.utils.hooks import RemovableHandle
 
 LENGTH = 512
 """How many reports are kept."""
@@ -56,16 +59,36 @@ class Progress:
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
+        self._hook: RemovableHandle | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._count = self._step = self._samples = self._source = 0
+        self._leader, self._others = 0, set[int]()
 
     def attach(self, memory: memoryview) -> None:
-        """Write to this memory from now on, and begin with step 0."""
+        """Write to this memory from now on, also what optimizers of torch do, and begin with step 0."""
+        self.detach()
         self._memory = memory
-        self._count = self._step = self._samples = self._source = 0
+        self._reset()
+        self._hook = register_optimizer_step_post_hook(self._note_optimizer)
 
     def detach(self) -> None:
         """Write nowhere."""
         self._memory = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step of that optimizer which makes the most: in a step of the program there may be several."""
+        number = id(optimizer)
+        if self._leader and number != self._leader and number not in self._others:
+            self._others.add(number)  # it leads if it makes another step before the one that does
+            return
+        self._leader = number
+        self._others.clear()
+        self.note(BY_OPTIMIZER)
 
     def note(self, source: int, step: int | None = None, samples: int = 0, loss: float = math.nan) -> None:
         """Write that a step has ended.

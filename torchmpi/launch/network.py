@@ -16,7 +16,7 @@ NUM_STRANGERS = 128
 """Connections of other programs that the queue of a listener has room for, in addition to those of ranks."""
 Interface = IPv4Interface | IPv6Interface
 _LOOPBACK = ("127.0.0.1", "::1")
-_INFO_AGES = struct.Struct("=II")
+_INFO_NUMBER, _INFO_AGES = struct.Struct("=I"), struct.Struct("=II")
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: the route is looked up, nothing is sent
 
 
@@ -167,3 +167,9 @@ def silent_seconds(sock: socket.socket) -> float:
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
     last_data, last_ack = _INFO_AGES.unpack_from(info, 52)  # tcpi_last_data_recv, tcpi_last_ack_recv
     return int(min(last_data, last_ack)) / 1000
+
+
+def round_trip_us(sock: socket.socket) -> int:
+    """Return how long a message to the other host and its acknowledgement have taken lately, in microseconds."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 72)
+    return int(_INFO_NUMBER.unpack_from(info, 68)[0])  # tcpi_rtt

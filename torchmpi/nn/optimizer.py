@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.levels import Comm
-from ..communicators.progress import BY_OPTIMIZER as STEP_OF_OPTIMIZER
-from ..communicators.progress import progress
 from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
@@ -172,16 +170,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._begin_round()
             return self.optimizer.step(closure)
         if closure is not None:
-            result: Any = self.optimizer.step(lambda: self._synchronized_loss(closure))
-            progress.note(STEP_OF_OPTIMIZER)
-            return result
+            return self.optimizer.step(lambda: self._synchronized_loss(closure))
         registration = self._registration
         if registration is None or not registration.is_synchronized:
             self._reduce()
         self._begin_round()
-        result = self.optimizer.step()
-        progress.note(STEP_OF_OPTIMIZER)
-        return result
+        return self.optimizer.step()
 
     def _synchronized_loss(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():

@@ -13,8 +13,8 @@ __all__ = ["report_progress"]
 def report_progress(step: int | None = None, *, samples: int = 0, loss: float | None = None) -> None:
     """Tell ``torchmpi top`` that this rank has ended a step. Not collective; it takes about a microsecond.
 
-    The engines do this by themselves. ``DistributedOptimizer`` and ``synchronize_gradients`` count steps, without
-    samples and loss, until the program reports its own.
+    The engines do this by themselves. Optimizers of torch count steps, without samples and loss, until the program
+    reports its own.
 
     Args:
         step: The number of the step; None for one more than the last.

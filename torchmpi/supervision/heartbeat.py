@@ -23,7 +23,7 @@ from typing import Any
 
 from ..communicators.rank_status import RankStatus
 from ..launch import launcher, network
-from .host_ring import HostLink, Message, leaders_of, next_hop
+from .host_ring import HostLink, Message, ahead_of, leaders_of, next_hop
 
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 # Before a rank reports a lost host: until then reports of other ranks arrive, and the lowest rank reports.
@@ -36,6 +36,8 @@ _GRACE_SECONDS = 4.0
 _SILENT_PROBES = 2.5
 _QUIET_SECONDS = 1.0  # without an answer, after which no notice is sent
 _TO_ALL = _NOBODY = -1
+_HEARD = ("notice", "measure")
+"""Kinds of messages from other hosts to which a reply is sent at once, with which the kernel acknowledges them."""
 
 
 class HeartbeatQuestion:
@@ -146,6 +148,19 @@ class Heartbeat:
         of = self._rank if of is None else of
         self._pass_on({"kind": "notice", "to": to, "from": self._rank, "subject": subject, "of": of, "value": value})
 
+    def ask_round_trip(self) -> int:
+        """Return the round trip to the next host of the ring, in microseconds, and have the kernel measure it again.
+
+        0 if it is not known: on a rank that is not the first one of its host, or of one host.
+        """
+        ahead = ahead_of(self._hosts, self._rank)
+        link = self._links.get(ahead)
+        if link is None or link.is_closed:
+            return 0
+        if self._takes_notices(link):
+            link.send({"kind": "measure", "to": ahead, "from": self._rank})
+        return network.round_trip_us(link.sock)
+
     def ask_for_records(self, request: Mapping[str, Any]) -> None:
         """Have the ranks of other hosts write their flight records to the folder of a request."""
         host = self._hosts[self._rank]  # equal for all ranks of this host, so that each rank answers once
@@ -192,7 +207,7 @@ class Heartbeat:
                 messages, error = link.receive()
                 for message in messages:
                     self._take(message, link)
-                if self._is_far(link) and any(message["kind"] == "notice" for message in messages):
+                if self._is_far(link) and any(message["kind"] in _HEARD for message in messages):
                     # So both sides of a link that is cut in one direction wait for an acknowledgement, and notice.
                     link.send({"kind": "heard", "to": link.peer, "from": self._rank})
                 if error is not None:
@@ -203,7 +218,7 @@ class Heartbeat:
                 self._end()
 
     def _take(self, message: Message, link: HostLink) -> None:
-        if message["kind"] == "heard":
+        if message["kind"] in ("heard", "measure"):
             return
         if message["kind"] == "goodbye":
             link.said_goodbye = True

@@ -47,9 +47,19 @@ def next_hop(hosts: Sequence[int], rank: int, to: int, closed: Iterable[int] = (
     else:
         ring = list(leaders.values())
         own, goal = ring.index(rank), ring.index(leaders[hosts[to]])
-        ahead, behind = ring[(own + 1) % len(ring)], ring[own - 1]
+        ahead, behind = ahead_of(hosts, rank), ring[own - 1]
         path = [ahead, behind] if (goal - own) % len(ring) <= len(ring) // 2 else [behind, ahead]
     return next((hop for hop in path if hop not in set(closed)), None)
+
+
+def ahead_of(hosts: Sequence[int], rank: int) -> int:
+    """Return the first rank of the next host of the ring; the rank itself if it is not the first one of its host.
+
+    >>> ahead_of([0, 0, 1, 1, 2], 0), ahead_of([0, 0, 1, 1, 2], 4), ahead_of([0, 0, 1, 1, 2], 3)
+    (2, 0, 3)
+    """
+    ring = list(leaders_of(hosts).values())
+    return ring[(ring.index(rank) + 1) % len(ring)] if rank in ring else rank
 
 
 def leaders_of(hosts: Sequence[int]) -> dict[int, int]:

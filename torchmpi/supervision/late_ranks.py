@@ -7,8 +7,19 @@ from collections.abc import Mapping, Sequence
 from ..communicators.group import GroupContext
 from ..log import logger
 from .heartbeat import Heartbeat
-from .lateness import NUM_WINDOWS, PERIODS_PER_WINDOW, Evidence, LateWatch, Looks, Verdict, likely_cause
+from .host_ring import leaders_of
+from .lateness import (
+    NUM_WINDOWS,
+    PERIODS_PER_WINDOW,
+    Evidence,
+    LateWatch,
+    Looks,
+    Verdict,
+    compared_round_trips,
+    likely_cause,
+)
 from .pace import Note, PaceReader, StackLooks, account
+from .report import named
 from .status_exchange import StatusExchange
 
 _LOOKS_PER_PERIOD = 25
@@ -40,6 +51,7 @@ class LateRanks:
     ) -> None:
         self._exchange, self._names, self._period = exchange, names, period
         self._rank, self._hosts = exchange.world.rank, context.hosts
+        self._ring = list(leaders_of(context.hosts).values())
         self._watch = LateWatch(least)
         self._reader = PaceReader(context)
         self._looks: StackLooks | None = None
@@ -57,8 +69,9 @@ class LateRanks:
             notes = self._exchange_notes()
             if self._rank == 0:
                 self._show(notes)
-                for verdict in self._watch.add({rank: note.pace for rank, note in notes.items()}):
-                    self._act(verdict, notes)
+                trips = [notes[rank].round_trip for rank in self._ring if rank in notes]
+                for verdict in self._watch.add({rank: note.pace for rank, note in notes.items()}, trips):
+                    self._act(verdict, notes, trips)
         except ValueError:  # the group of the host was freed meanwhile: this rank is in stop()
             pass
         except Exception as error:  # nothing that only observes may end the job
@@ -92,7 +105,8 @@ class LateRanks:
         looks = Looks() if self._looks is None else self._looks.result()
         is_watched = self._watched_checks > 0
         told = account(self._exchange) if is_watched else {}
-        notes[self._rank] = own = Note(self._reader.read(), looks, self._wanted, is_watched, told)
+        trip = 0 if heartbeat is None else heartbeat.ask_round_trip()
+        notes[self._rank] = own = Note(self._reader.read(), looks, self._wanted, is_watched, told, trip)
         if board is not None and host is not None and not board.write_note(host.rank, own.packed()):
             board.write_note(host.rank, own.without_lines().packed())
         if heartbeat is not None and self._rank == 0:
@@ -139,16 +153,27 @@ class LateRanks:
             for leader in self._other_leaders(heartbeat):
                 heartbeat.send_notice(leader, _LOOK, self._wanted)
 
-    def _act(self, verdict: Verdict, notes: Mapping[int, Note]) -> None:
-        who = f"rank {verdict.rank} on host {self._names[verdict.rank]}"
+    def _act(self, verdict: Verdict, notes: Mapping[int, Note], trips: Sequence[float]) -> None:
+        rank = self._ring[verdict.number] if verdict.of == "host" else verdict.number
+        ranks = [each for each, host in enumerate(self._hosts) if host == self._hosts[rank]]
+        name = f"host {self._names[rank]}"
+        who = f"{name} ({named(ranks)})" if verdict.of == "host" else f"rank {rank} on {name}"
         if verdict.kind == "suspected":
-            self._ask_for_looks()
-        elif verdict.kind == "over":
+            if verdict.of == "rank":
+                self._ask_for_looks()
+            return
+        if verdict.kind == "over":
             logger.warning(f"{who} is not late any more, after {verdict.seconds:.0f} s.")
+            return
+        if verdict.of == "host":
+            own, others = (each / 1000 for each in compared_round_trips(trips)[verdict.number])
+            what = "delays the calls of all ranks by"
+            cause = f"its network: a message and its acknowledgement take {own:.3g} ms, elsewhere {others:.3g} ms"
         else:
-            found = {rank: Evidence(self._watch.pace(rank), note.looks) for rank, note in notes.items()}
-            cause = likely_cause(verdict.share, found.pop(verdict.rank), list(found.values()))
-            logger.warning(
-                f"{who} is late: the other ranks wait for it {100 * verdict.share:.0f} % of the time, for "
-                f"{verdict.seconds:.0f} s now. Likely cause: {cause}."
-            )
+            found = {number: Evidence(self._watch.pace(number), note.looks) for number, note in notes.items()}
+            what = "is late: the other ranks wait for it"
+            cause = likely_cause(verdict.share, found.pop(rank), list(found.values()))
+        logger.warning(
+            f"{who} {what} {100 * verdict.share:.0f} % of the time, for {verdict.seconds:.0f} s now. "
+            f"Likely cause: {cause}."
+        )

@@ -28,6 +28,8 @@ _LEAST_PARTS = 4
 """So many parts of the past are needed to know how they differ."""
 _CERTAINTY = 4.0
 """By how many standard errors the median of a late rank is above 0."""
+_FAR = 4.0
+"""So many times as long the round trips of hosts may be, as some are behind more switches than others."""
 _TO_SIGMA, _OF_MEDIAN = 1.4826, 1.2533
 """From the median deviation to the standard deviation, and from that of a mean to that of a median."""
 
@@ -60,13 +62,16 @@ class Pace(NamedTuple):
 
     @property
     def share_outside(self) -> float:
-        """The share of the time that was spent outside of calls, of a difference of two times."""
-        return 1 - self.inside / self.now
+        """The share of the time that was spent outside of calls, of a difference of two times.
+
+        A call counts when it ends, and may be longer than the window in which it does.
+        """
+        return max(0.0, 1 - self.inside / self.now)
 
     @property
     def share_waited(self) -> float:
         """The share of the time in which the rank has waited for others."""
-        return self.waited / self.now
+        return min(1.0, self.waited / self.now)
 
 
 class Looks(NamedTuple):
@@ -81,14 +86,16 @@ class Looks(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What has become known of a rank."""
+    """What has become known of a rank or a host."""
 
     kind: Literal["suspected", "late", "over"]
-    rank: int
+    number: int
+    """Of the rank, or the place of the host in the ring."""
     share: float
-    """The share of the time for which the others wait for the rank."""
+    """The share of the time for which the others wait for it."""
     seconds: float
-    """For how long the rank has been late."""
+    """For how long it has been late."""
+    of: Literal["rank", "host"] = "rank"
 
 
 def lateness(window: Mapping[int, Pace]) -> dict[int, float]:
@@ -161,8 +168,72 @@ def variation(shares: Mapping[int, Sequence[float]]) -> float:
     return math.sqrt(sum(each**2 for each in deviations) / len(deviations))
 
 
+class Verdicts:
+    """Decides who is late, given the share of each window for which each one has kept the others waiting.
+
+    Args:
+        least: The least share that counts as late.
+        of: What the numbers in the verdicts are.
+    """
+
+    def __init__(self, least: float, of: Literal["rank", "host"] = "rank") -> None:
+        self._least, self._of = least, of
+        self._begins: deque[int] = deque(maxlen=NUM_WINDOWS)
+        self._clear({})
+
+    def _clear(self, shares: Mapping[int, float]) -> None:
+        self._shares: dict[int, deque[float]] = {each: deque(maxlen=NUM_WINDOWS + _PAST) for each in shares}
+        """Of the windows of a verdict, and of those before."""
+        self._begins.clear()
+        self._since: dict[int, int] = {}
+        """When each one that has been reported has begun to be late."""
+        self._suspected: dict[int, int] = {}
+        """At which window each one was suspected."""
+        self._num_windows = 0
+
+    def add(self, shares: Mapping[int, float], begin: int, now: int) -> list[Verdict]:
+        """Take the shares of a window from `begin` to `now`, and return what follows; others begin anew."""
+        if shares.keys() != self._shares.keys():
+            self._clear(shares)
+        self._begins.append(begin)
+        self._num_windows += 1
+        for each, share in shares.items():
+            self._shares[each].append(share)
+        if self._num_windows < _HALF or not shares:
+            return []
+        recent = [list(each)[-_HALF:] for each in self._shares.values()]
+        if not self._since and not self._suspected and all(median(half) < self._least for half in recent):
+            return []  # the usual case, and no more work than that
+        noise = variation({each: list(known)[:-NUM_WINDOWS] or list(known) for each, known in self._shares.items()})
+        return [verdict for each in sorted(shares) for verdict in self._of_one(each, now, noise)]
+
+    def _of_one(self, each: int, now: int, noise: float) -> list[Verdict]:
+        shares = list(self._shares[each])[-NUM_WINDOWS:]
+        half = shares[-_HALF:]
+        if each in self._since:
+            if median(half) >= self._least / 2:
+                return []
+            begin = self._since.pop(each)
+            self._suspected.pop(each, None)
+            return [Verdict("over", each, median(half), (now - begin) / 1e9, self._of)]
+        if each not in self._suspected:
+            if not is_late(half, self._least, noise / 2):
+                return []
+            self._suspected[each] = self._num_windows
+            return [Verdict("suspected", each, median(half), 0.0, self._of)]
+        # As long after the suspicion as it takes to learn the cause.
+        num_since = self._num_windows - self._suspected[each]
+        if median(half) < self._least / 2:
+            del self._suspected[each]
+            return []
+        if num_since < _HALF or len(shares) < NUM_WINDOWS or not is_late(shares, self._least, noise):
+            return []
+        begin = self._since[each] = self._begins[0]
+        return [Verdict("late", each, median(shares), (now - begin) / 1e9, self._of)]
+
+
 class LateWatch:
-    """Finds late ranks in what all ranks tell of themselves, and when they are late no longer.
+    """Finds late ranks and hosts in what all ranks tell of themselves, and when they are late no longer.
 
     Args:
         least: The least share of the time for which the others wait, to be reported.
@@ -172,36 +243,32 @@ class LateWatch:
     >>> for second in range(30):  # rank 0 waits for an eighth of the time
     ...     now, late = second * ns, second * ns // 8
     ...     found += watch.add({0: Pace(now, second, 2 * late, late), 1: Pace(now, second, late)})
-    >>> [(verdict.kind, verdict.rank, round(verdict.share, 2)) for verdict in found]
+    >>> [(verdict.kind, verdict.number, round(verdict.share, 2)) for verdict in found]
     [('suspected', 1, 0.12), ('late', 1, 0.12)]
     """
 
     def __init__(self, least: float) -> None:
-        self._least = least
+        self._of_ranks, self._of_hosts = Verdicts(least), Verdicts(least, "host")
         self._begin: dict[int, Pace] = {}
         self._last: dict[int, Pace] = {}
         self._num_periods = 0
-        self._shares: dict[int, deque[float]] = {}
-        """Of the windows of a verdict, and of those before."""
         self._windows: deque[dict[int, Pace]] = deque(maxlen=NUM_WINDOWS)
         """The pace of each rank at the begin of each window."""
-        self._since: dict[int, int] = {}
-        """When each rank that has been reported has begun to be late, by the clock of the first rank."""
-        self._suspected: dict[int, int] = {}
-        """At which window each rank was suspected."""
-        self._num_windows = 0
 
-    def add(self, paces: Mapping[int, Pace]) -> list[Verdict]:
+    def add(self, paces: Mapping[int, Pace], round_trips: Sequence[float] = ()) -> list[Verdict]:
         """Take what the ranks have told; return what follows.
 
         A window ends when each rank has told of itself and has ended a call since its begin, so that windows are as
         long as steps of the program, if these are long. All ranks must be known; other sets of ranks begin anew.
+
+        Args:
+            paces: Of each rank.
+            round_trips: Of the links between neighboring hosts (:func:`host_lateness`), 0 if one is not known.
         """
         if len(paces) < 2:
             return []
         if paces.keys() != self._begin.keys():
             self._begin, self._last, self._num_periods = dict(paces), dict(paces), 0
-            self._shares = {rank: deque(maxlen=NUM_WINDOWS + _PAST) for rank in paces}
             self._windows.clear()
             return []
         has_ended = all(each.calls > self._begin[rank].calls for rank, each in paces.items())
@@ -210,48 +277,59 @@ class LateWatch:
         if self._num_periods < PERIODS_PER_WINDOW or not has_ended:
             return []
         window = {rank: each.since(self._begin[rank]) for rank, each in paces.items()}
+        begin, now = (of[min(paces)].now for of in (self._begin, paces))
         self._windows.append(self._begin)
         self._begin, self._num_periods = dict(paces), 0
-        self._num_windows += 1
-        for rank, share in lateness(window).items():
-            self._shares[rank].append(share)
-        clock, length = paces[min(paces)].now, min(map(len, self._shares.values()))
-        if length < _HALF:
-            return []
-        recent = {rank: list(each)[-_HALF:] for rank, each in self._shares.items()}
-        if not self._since and not self._suspected and all(median(half) < self._least for half in recent.values()):
-            return []  # the usual case, and no more work than that
-        past = {rank: list(each)[:-NUM_WINDOWS] or list(each) for rank, each in self._shares.items()}
-        noise = variation(past)
-        return [verdict for rank in sorted(paces) for verdict in self._verdicts(rank, clock, noise)]
-
-    def _verdicts(self, rank: int, now: int, noise: float) -> list[Verdict]:
-        shares = list(self._shares[rank])[-NUM_WINDOWS:]
-        half = shares[-_HALF:]
-        if rank in self._since:
-            if median(half) >= self._least / 2:
-                return []
-            begin = self._since.pop(rank)
-            self._suspected.pop(rank, None)
-            return [Verdict("over", rank, median(half), (now - begin) / 1e9)]
-        if rank not in self._suspected:
-            if not is_late(half, self._least, noise / 2):
-                return []
-            self._suspected[rank] = self._num_windows
-            return [Verdict("suspected", rank, median(half), 0.0)]
-        # As long after the suspicion as it takes to learn the cause.
-        num_since = self._num_windows - self._suspected[rank]
-        if median(half) < self._least / 2:
-            del self._suspected[rank]
-            return []
-        if num_since < _HALF or len(shares) < NUM_WINDOWS or not is_late(shares, self._least, noise):
-            return []
-        begin = self._since[rank] = self._windows[0][min(self._begin)].now
-        return [Verdict("late", rank, median(shares), (now - begin) / 1e9)]
+        found = self._of_ranks.add(lateness(window), begin, now)
+        if len(round_trips) > 2 and all(round_trips):
+            share_inside = 1 - max(each.share_outside for each in window.values())
+            found += self._of_hosts.add(host_lateness(round_trips, share_inside), begin, now)
+        return found
 
     def pace(self, rank: int) -> Pace:
         """Return what a rank has done in the windows of a verdict."""
         return self._begin[rank].since(self._windows[0][rank])
+
+
+# --- the network of a host --------------------------------------------------------------------------------------------
+
+
+def compared_round_trips(round_trips: Sequence[float]) -> list[tuple[float, float]]:
+    """Return for each host the shorter round trip of its two links, and the median of the links of other hosts.
+
+    Args:
+        round_trips: Of the link from each host to the next one of the ring: three or more.
+
+    >>> compared_round_trips([0.2, 50.0, 60.0, 0.3])  # between hosts 0 and 1, 1 and 2, 2 and 3, 3 and 0
+    [(0.2, 55.0), (0.2, 30.15), (50.0, 0.25), (0.3, 25.1)]
+    """
+    links = len(round_trips)
+    return [
+        (
+            min(round_trips[host - 1], round_trips[host]),
+            median([round_trips[link] for link in range(links) if link not in (host, (host - 1) % links)]),
+        )
+        for host in range(links)
+    ]
+
+
+def host_lateness(round_trips: Sequence[float], share_inside: float) -> dict[int, float]:
+    """Return for each host the share of a window that its slow network costs all ranks, as far as can be known.
+
+    A message that takes longer, or waits in a queue behind others, delays the calls between hosts for all ranks alike,
+    so that no rank is later than others. A host is slow if both of its links are. With two hosts, that is not known.
+
+    Args:
+        round_trips: Of the link from each host to the next one of the ring: three or more.
+        share_inside: The share of the window for which all ranks were in calls.
+
+    >>> host_lateness([0.2, 50.0, 60.0, 0.2], 0.5)
+    {0: 0.0, 1: 0.0, 2: 0.492, 3: 0.0}
+    """
+    return {
+        host: share_inside * max(0.0, 1 - _FAR * others / own)
+        for host, (own, others) in enumerate(compared_round_trips(round_trips))
+    }
 
 
 # --- causes ----------------------------------------------------------------------------------------------------------

@@ -266,11 +266,13 @@ class Note(NamedTuple):
     """Whether ``torchmpi top`` looks at rank 0, and the ranks of this other host are to tell more."""
     told: Mapping[str, Any] = MappingProxyType({})
     """What they tell then (:func:`account`)."""
+    round_trip: int = 0
+    """Of the first rank of a host: that to the next host (:meth:`Heartbeat.ask_round_trip`)."""
 
     def packed(self) -> list[Any]:
         """Return the note in types of JSON."""
         looks = [self.looks.num, self.looks.queued, dict(self.looks.places)]
-        return [list(self.pace), looks, self.wanted, self.is_watched, dict(self.told)]
+        return [list(self.pace), looks, self.wanted, self.is_watched, dict(self.told), self.round_trip]
 
     def without_lines(self) -> Note:
         r"""Return the note with the phases alone, for where there is no room.
@@ -288,7 +290,8 @@ class Note(NamedTuple):
     def unpacked(cls, values: Any) -> Note | None:
         """Return the note of which `packed` has returned this; None if it is none."""
         try:
-            pace, (num, queued, places), wanted, is_watched, told = values
-            return cls(Pace(*map(int, pace)), Looks(num, queued, dict(places)), wanted, bool(is_watched), dict(told))
+            pace, (num, queued, places), wanted, is_watched, told, trip = values
+            looks = Looks(num, queued, dict(places))
+            return cls(Pace(*map(int, pace)), looks, wanted, bool(is_watched), dict(told), int(trip))
         except (TypeError, ValueError):
             return None

@@ -15,8 +15,6 @@ from ...tensors.dtypes import from_code
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-_MOST_PERIOD = 256
-_REPEATS = 3
 
 
 class SplitCalls(NamedTuple):
@@ -134,18 +132,3 @@ def _passed(times: Floats, edges: Floats) -> Floats:
     number = np.searchsorted(times, edges)
     passed: Floats = number * (edges - edges[0]) - sums[number]
     return passed
-
-
-def period_of(group: LiveGroup) -> int:
-    """Return after how many calls the calls of a group repeat, by their signatures; 0 if they do not.
-
-    The same calls in the same order are most probably a step of the training.
-    """
-    rows = np.column_stack((group.code, group.shape))
-    _, kind = np.unique(rows, axis=0, return_inverse=True)
-    kind = kind.reshape(-1)
-    for period in range(1, min(_MOST_PERIOD, len(kind) // _REPEATS) + 1):
-        tail = kind[-_REPEATS * period :].reshape(_REPEATS, period)
-        if (tail == tail[0]).all():
-            return period
-    return 0

@@ -13,7 +13,7 @@ from ...collective_specs import CODES
 from ...communicators.flight_record import LiveGroup, LiveRank
 from ...shared_memory.memory_layout import RECORD_LENGTH
 from ..flight_analysis import is_step
-from .call_waits import Floats, period_of, shared_out, split_calls
+from .call_waits import Floats, shared_out, split_calls
 
 SECOND = 1e9
 _TOLD_LATER_SECONDS = 1.5
@@ -182,28 +182,20 @@ class StepPace(NamedTuple):
     step_seconds: float | None = None
     samples_per_second: float | None = None
     loss: float | None = None
-    is_guess: bool = False
-    """Whether a step is what repeats in the calls, since nothing reports steps."""
 
 
 def pace_of(rank: LiveRank, now: float, seconds: float = 10.0) -> StepPace:
     """Return how fast a rank goes, over the last seconds, or the last few steps if they take longer."""
     steps = rank.steps
-    if len(steps.ns):
-        first = min(int(np.searchsorted(steps.ns, now - seconds * SECOND)), max(0, len(steps.ns) - 3))
-        took = (steps.ns[-1] - steps.ns[first]) / SECOND
-        num_steps, samples = int(steps.step[-1] - steps.step[first]), int(steps.samples[-1] - steps.samples[first])
-        loss = float(steps.loss[-1])
-        return StepPace(
-            int(steps.step[-1]),
-            took / num_steps if num_steps > 0 else None,
-            samples / took if samples > 0 and took > 0 else None,
-            loss if np.isfinite(loss) else None,
-        )
-    busy = max(rank.groups, key=lambda group: len(group.seq) * (not is_step(group.name)), default=None)
-    period = 0 if busy is None or is_step(busy.name) else period_of(busy)
-    if busy is None or not period:
+    if not len(steps.ns):
         return StepPace()
-    begins = busy.begin[::-1][::period][::-1]  # of the same call in each step
-    begins = begins[max(0, min(len(begins) - 3, int(np.searchsorted(begins, now - seconds * SECOND)))) :]
-    return StepPace(step_seconds=float(np.median(np.diff(begins))) / SECOND, is_guess=True)
+    first = min(int(np.searchsorted(steps.ns, now - seconds * SECOND)), max(0, len(steps.ns) - 3))
+    took = (steps.ns[-1] - steps.ns[first]) / SECOND
+    num_steps, samples = int(steps.step[-1] - steps.step[first]), int(steps.samples[-1] - steps.samples[first])
+    loss = float(steps.loss[-1])
+    return StepPace(
+        int(steps.step[-1]),
+        took / num_steps if num_steps > 0 else None,
+        samples / took if samples > 0 and took > 0 else None,
+        loss if np.isfinite(loss) else None,
+    )

@@ -100,7 +100,7 @@ def _entry(
 def _pace(pace: StepPace) -> dict[str, Any]:
     return {
         "step": pace.step, "step_seconds": pace.step_seconds, "samples_per_second": pace.samples_per_second,
-        "loss": pace.loss, "step_is_guess": pace.is_guess,
+        "loss": pace.loss,
     }  # fmt: skip
 
 
