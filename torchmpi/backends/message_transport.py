@@ -214,7 +214,6 @@ class MpiTransport(Transport):
         self._open: dict[CallQueue, deque[_Open]] = {}
 
     def post(self, message: PostedMessage) -> None:
-        """Begin a message, and end it if that is possible at once."""
         self.begin_deferred()
         message.begin_record()
         self.start(message, self._first_stage)
@@ -254,7 +253,6 @@ class MpiTransport(Transport):
         self._open.setdefault(queue, deque()).append(_Open(message, stage))
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
-        """Continue a message for a while; return the next turn."""
         begun = time.monotonic_ns()
         self.test(message)
         if turn < self.brief_turns:
@@ -265,7 +263,6 @@ class MpiTransport(Transport):
         return turn + 1
 
     def test(self, message: PostedMessage) -> None:
-        """Continue a message, and those before it, if that is possible at once."""
         if not self._lock.acquire(False):  # another thread does
             return
         ended = []
@@ -295,7 +292,6 @@ class MpiTransport(Transport):
         wait(seconds)
 
     def cancel(self, message: PostedMessage) -> bool:
-        """Withdraw a message; return False if it has begun."""
         with self._lock:
             opened = self._open.get(message.call_queue, deque())
             found = next((each for each in opened if each.message is message), None)

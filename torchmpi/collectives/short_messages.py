@@ -162,7 +162,7 @@ class _FastMessage:
         """Return the handle of a receive into a tensor like that of the call: deferred, if nothing is under way."""
         seen = writable.known.get(id(tensor))
         if seen is None or seen() is not tensor:
-            writable.refuse_read_only(tensor, self.group.where, self.name)
+            writable.refuse_read_only(self.group.where, self.name, tensor)
         receive, transport = DeferredReceive(self, tensor), self.transport
         if not transport.defer(receive):
             receive.begin()
@@ -367,10 +367,6 @@ class DeferredReceive(Handle[Any]):
     def call_helper(self) -> None:
         """Begin."""
         self.handle()
-
-    def await_end(self) -> None:
-        """Wait until the message has ended; as of any handle, this continues nothing."""
-        self.handle().await_end()
 
     def attach(self, callback: Callable[[], object]) -> None:
         """Call `callback` at the end of the message, which begins now, if it has not."""

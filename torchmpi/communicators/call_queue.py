@@ -99,13 +99,13 @@ class RunLock:
                 self.release()
                 return False
             try:
-                self._wait_for_fast_path()
+                sleep_until(lambda: not fields[LockFields.entered])
             except BaseException:  # KeyboardInterrupt
                 self.release()
                 raise
         return True
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Release the lock."""
         self.fields[LockFields.held] = 0
         self.mutex.release()
@@ -114,14 +114,7 @@ class RunLock:
         """Return whether a thread or the fast path holds the lock."""
         return self.mutex.locked() or self.fields[LockFields.entered] != 0
 
-    def _wait_for_fast_path(self) -> None:
-        sleep_until(lambda: not self.fields[LockFields.entered])
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
 
 class FastCall(Protocol):

@@ -111,7 +111,7 @@ class Handle(Generic[T_co]):
             else:  # a thread that runs the call itself cannot return before its end
                 self.call_helper()
             if not self._is_done:
-                self._await(timeout)
+                self.await_end(timeout)
             if recorder is not None:
                 recorder.slice(events.WAIT, events.WAIT, begin, call=self._description)
         self._seen = True
@@ -119,7 +119,8 @@ class Handle(Generic[T_co]):
             raise self._error
         return self._result
 
-    def _await(self, timeout: float | None) -> None:
+    def await_end(self, timeout: float | None = None) -> None:
+        """Wait until the call has ended; unlike :meth:`wait`, this runs no call and raises no error of the call."""
         if not self._finished.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX)):
             ranks = self.awaited() if self.awaited is not None else ""
             reason = f": it waits for {ranks}" if ranks else ""
@@ -146,10 +147,6 @@ class Handle(Generic[T_co]):
         """Run the call, and those before it, in this thread if it may; else wake the helper."""
         if (order := self.queue) is not None:
             order.run_until(self)
-
-    def await_end(self) -> None:
-        """Wait until the call has ended; unlike :meth:`wait`, this runs no call and raises no error."""
-        self._await(None)
 
     @property
     def has_ended(self) -> bool:
@@ -249,16 +246,11 @@ class EndedHandle(Handle[T_co]):
         self._result = result
 
     def wait(self, timeout: float | None = None) -> T_co:
-        """Return the result."""
         return self._result
 
     def attach(self, callback: Callable[[], object]) -> None:
-        """Call `callback` now."""
         self._callbacks = [callback]
         self._call_back()
-
-    def await_end(self) -> None:
-        """Return: the call has ended."""
 
 
 class DeviceHandle(Handle[T_co]):
@@ -304,17 +296,14 @@ class DeviceHandle(Handle[T_co]):
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """The error, if the call failed and ``wait()`` has not raised it."""
         return self._queued.unseen_error
 
     @property
     def error(self) -> BaseException | None:
-        """The error, if the call has failed; it counts as seen then."""
         return self._queued.error
 
     @property
     def failed(self) -> bool:
-        """Whether the call has ended with an error, which does not count as seen."""
         return self._queued.failed
 
 
@@ -354,12 +343,10 @@ class JoinedHandle(Handle[T_co]):
         return self._result
 
     def run_here(self) -> None:
-        """Run the calls in this thread if it may; else wake their helpers."""
         for handle in self._handles:
             handle.run_here()
 
     def call_helper(self) -> None:
-        """Have the helpers run the calls."""
         for handle in self._handles:
             handle.call_helper()
 
@@ -369,16 +356,13 @@ class JoinedHandle(Handle[T_co]):
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """The first error that ``wait()`` has not raised."""
         return next((error for handle in self._handles if (error := handle.unseen_error) is not None), None)
 
     @property
     def error(self) -> BaseException | None:
-        """The first error, if a call has failed; the errors of all calls count as seen then."""
         errors = [error for handle in self._handles if (error := handle.error) is not None]
         return errors[0] if errors else None
 
     @property
     def failed(self) -> bool:
-        """Whether a call has ended with an error, which does not count as seen."""
         return any(handle.failed for handle in self._handles)

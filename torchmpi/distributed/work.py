@@ -27,7 +27,6 @@ class CompletedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def is_success(self) -> bool:
@@ -41,7 +40,6 @@ class CompletedWork(dist.Work):
         """Return None: a failed call has raised."""
 
     def get_future(self) -> Future:
-        """Return a completed future."""
         future: Future = torch.futures.Future()
         future.set_result([])
         return future
@@ -59,17 +57,14 @@ class EndedMessage(CompletedWork):
         self._tensor, self._source = tensor, source
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensor."""
         return [self._tensor]
 
     def get_future(self) -> Future:
-        """Return a completed future of the tensor."""
         future: Future = torch.futures.Future()
         future.set_result([self._tensor])
         return future
 
     def source_rank(self) -> int:
-        """Return the rank in the group that sent the message."""
         return self._source
 
     _source_rank = source_rank

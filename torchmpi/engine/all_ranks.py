@@ -34,30 +34,24 @@ class AllRanks:
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
         return api.rank()
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return api.size()
 
     # --- agreement -----------------------------------------------------------------------------------------
 
     def count(self, number: int) -> int:
-        """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
         return int(collectives.allreduce(int(number)))
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return the object of one rank on all ranks."""
         return collectives.broadcast_object(value, root)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order."""
         return list(collectives.allgather_object(value))
 
     def collect(self, rows: Tensor) -> Tensor | None:
-        """Return the rows of all ranks, in rank order, on rank 0; None on the others."""
         return collectives.gather(rows)
 
     # --- training ------------------------------------------------------------------------------------------
@@ -132,7 +126,6 @@ class AllRanks:
 
     @property
     def loss(self) -> str:
-        """The loss of a rank; '' for none."""
         return runtime.current().context.loss
 
     def confirm(self) -> None:

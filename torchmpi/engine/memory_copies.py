@@ -19,12 +19,7 @@ from .training_run import TrainingRun, redivided_batch
 
 
 class MemoryCopies:
-    """The last copies of a run.
-
-    copies = MemoryCopies()
-    copies.take(run)
-    saved = copies.last_common(run, num_lost=1, coordinator=SingleProcess())
-    """
+    """The last copies of a run."""
 
     def __init__(self) -> None:
         self._copies = NumberedCopies[Content]()

@@ -90,7 +90,6 @@ class GradientGuard:
 
     @property
     def is_inside_join(self) -> bool:
-        """Whether the net is inside ``join``."""
         return self._net is not None and attached(self._net, JOIN_STATE) is not None
 
     def open(self) -> None:

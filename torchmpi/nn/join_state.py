@@ -62,7 +62,6 @@ class JoinState(Attachment):
         return self._exchange([0, 0, 0, 0, 0])
 
     def reduction(self, joint: JoinRound) -> GradientReduction:
-        """Return the reduction of the gradients in a round."""
         size, wire = self.comm.size, transport(joint.compression).wire
         if not joint.average:
             return GradientReduction(1, size, wire)

@@ -122,7 +122,6 @@ class Replica:
         return list(parts.values())
 
     def names(self, tensors: Iterable[Tensor]) -> list[str]:
-        """Return the names of `tensors`."""
         known: dict[int, str] = {}
         if self._root is not None:
             known = {id(tensor): name for name, tensor in self._root.named_buffers()}
@@ -136,7 +135,6 @@ class Replica:
         return events.labelled(f"{label}: {' to '.join(dict.fromkeys(self.names((tensors[0], tensors[-1]))))}")
 
     def name(self, tensor: Tensor) -> str:
-        """Return the name of one tensor."""
         everything = self.parameters + self.buffers + self.shards
         names = self.names(everything)
         return next((name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor")

@@ -108,27 +108,27 @@ class Server:
         self.repeater = Repeater(self)
 
     @property
-    def num_sent(self) -> int:  # noqa: D102, as those that follow: see the attributes of the class
+    def num_sent(self) -> int:
         return self.sends.count
 
     @property
-    def bytes_sent(self) -> int:  # noqa: D102
+    def bytes_sent(self) -> int:
         return self.sends.num_bytes
 
     @property
-    def bytes_received(self) -> int:  # noqa: D102
+    def bytes_received(self) -> int:
         return self.receives.num_bytes
 
     @property
-    def sent_version(self) -> float:  # noqa: D102
+    def sent_version(self) -> float:
         return self.sends.version
 
     @property
-    def sent_staleness(self) -> float:  # noqa: D102
+    def sent_staleness(self) -> float:
         return self.sends.staleness if self.sends.count else math.nan
 
     @property
-    def received_version(self) -> float:  # noqa: D102
+    def received_version(self) -> float:
         return self.receives.version
 
     @property
@@ -601,7 +601,7 @@ def receive(
         tensor = torch.empty(shape, dtype=server.dtype, device="cpu")
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what, written=True)
-    writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
+    writable.refuse_read_only(server.group.where, "parameterserver.receive", tensor)
     _check_fits(server, tensor, what, selected, None if order is None else len(order))
     return server.context.call(ServerRequest(server, tensor, None, what, rows=selected, order=order), key)
 

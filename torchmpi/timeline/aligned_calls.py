@@ -96,7 +96,6 @@ class AlignedCalls(Sequence[AlignedCall]):
         return np.concatenate(kinds)[self._source]
 
     def of_kinds(self, values: Sequence[Any]) -> npt.NDArray[Any]:
-        """Return for each part the value of its kind."""
         return np.array(values or np.empty(0, np.int64))[self.kind]
 
     def wait_error(self) -> Floats:
@@ -129,7 +128,6 @@ class AlignedCalls(Sequence[AlignedCall]):
         return np.where(is_whole & self.of_kinds(waits), found, -1)
 
     def _num_parts(self) -> IntArray:
-        """Return for each part the number of parts of its call."""
         found: IntArray = np.diff(np.append(self.starts, len(self.call)))[self.call]
         return found
 

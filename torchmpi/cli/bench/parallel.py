@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
-from .bench_report import Row, grouped, has_figure, header, reasons, timing_of
+from .bench_report import Row, grouped, has_figure, page, timing_of, titled
 from .contestants import open_group, why_absent
 from .decoding import decoders
 from .divided_work import ONE_PROCESS, ParallelContestant
 from .mixtures import mixtures
 from .pipelines import pipelines
-from .timing import TimedCall, measure_calls
+from .timing import TimedCall, timed_rows
 
 _POLL_SECONDS = 1e-3
 
@@ -56,17 +55,12 @@ def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
 def _rows(job: BenchJob, workload: str, size: int, groups: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
     contestants = WORKLOADS[workload].make(job, size, groups)
     why_not = {each.name: job.agreed(each.why_not) for each in contestants}
-    found = [each for each in contestants if why_not[each.name] is None]
     timed = [
         TimedCall(each.name, (each.step,), lambda: None, partial(_alone, job, each.step) if each.alone else None)
-        for each in found
+        for each in contestants
+        if why_not[each.name] is None
     ]
-    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock)
-    rows = [
-        {"contestant": each.name} | dataclasses.asdict(summary) for each, summary in zip(found, summaries, strict=True)
-    ]
-    rows += [{"contestant": name, "why_not": reason} for name, reason in why_not.items() if reason is not None]
-    return [{"ranks": job.size, "workload": workload, "size": size} | row for row in rows]
+    return timed_rows(job, timed, why_not, seconds, {"ranks": job.size, "workload": workload, "size": size})
 
 
 def _alone(job: BenchJob, step: Callable[[], object], number: int) -> float:
@@ -93,14 +87,11 @@ _LEGEND = (
 
 def as_text(report: Mapping[str, Any]) -> str:
     """Format the header, and a table for each workload, size and number of ranks."""
-    lines = header(report)
+    lines: list[str] = []
     for (ranks, name, size), rows in grouped(report["rows"], ("ranks", "workload", "size")):
         workload = WORKLOADS[name]
-        lines += ["", f"{workload.title}: {size}, {counted(ranks, 'rank')}", ""]
-        lines += [f"  {line}" for line in _table(rows, workload)]
-    lines += ["", *_LEGEND]
-    missing = reasons(report["rows"], "size")
-    return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])
+        lines += titled(f"{workload.title}: {size}, {counted(ranks, 'rank')}", _table(rows, workload))
+    return page(report, lines, _LEGEND, "size")
 
 
 def _table(rows: Sequence[Row], workload: ParallelWorkload) -> list[str]:

@@ -1,6 +1,5 @@
 """Training steps of blocks in one process and in a pipeline of ranks, for ``torchmpi bench parallel``."""
 
-# ruff: noqa: D102 -- forward() needs no docstring
 from __future__ import annotations
 
 import math

@@ -57,7 +57,6 @@ class NumberedServing(NumberedCalls):
     """Numbers the calls of workers, which are served one at a time."""
 
     def run(self, server: ObservedServer, task: Callable[[], T]) -> T:
-        """Run a call."""
         self.position += 1
         return task()
 
@@ -223,11 +222,9 @@ class SimulatedServerContext(ServerContext):
         self._served.turns.wait([event])
 
     def time(self) -> float:
-        """Return the simulated time."""
         return self._served.turns.clock
 
     def free(self, server: Server) -> None:
-        """Complete all calls and unmap a server. Collective."""
         turns = self._served.turns
         turns.sleep(max(0.0, self._free_at - turns.clock))
         super().free(server)
