@@ -280,7 +280,7 @@ class _RingMessage(_FastMessage):
 
 def _failed(error: BaseException) -> Handle[Any]:
     handle = Handle[Any]()
-    handle.set_error(error)
+    handle.end(error=error)
     return handle
 
 

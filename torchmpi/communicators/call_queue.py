@@ -372,18 +372,16 @@ class CallQueue:
 
     def _run_all(self) -> None:
         """Run the calls that no thread waits for, until nothing is queued."""
-        while self._is_left_to_helper():
+        entries = self._entries
+        while entries and not (self._waiting and self._is_head_for_any_thread()):
             with self.run_lock:
-                if self._is_left_to_helper():
+                if entries and not (self._waiting and self._is_head_for_any_thread()):
                     self._num_run_by_waiters = 0
                     self.be_patient(polite=True)
                     try:
-                        self._run(self._entries.popleft())
+                        self._run(entries.popleft())
                     finally:
                         self.be_patient(polite=False)
-
-    def _is_left_to_helper(self) -> bool:
-        return bool(self._entries) and not (self._waiting and self._is_head_for_any_thread())
 
     def _run(self, handle: Handle[Any]) -> None:
         """Run a call that has been taken; the caller holds the run lock."""
@@ -417,7 +415,7 @@ class CallQueue:
         except BaseException as error:  # every error is raised by wait()
             self.origin = before  # callbacks of the handle make calls of their own
             self.failed = [*self.failed, handle]
-            handle.set_error(error)
+            handle.end(error=error)
         else:
             self.origin = before
-            handle.set_result(result)
+            handle.end(result)

@@ -88,7 +88,7 @@ class Handle(Generic[T_co]):
         3
         """
         handle: Handle[T] = Handle()
-        handle.set_result(result)
+        handle.end(result)
         return handle
 
     def wait(self, timeout: float | None = None) -> T_co:
@@ -179,15 +179,13 @@ class Handle(Generic[T_co]):
 
     # For the code that runs the call.
 
-    def set_result(self, result: Any) -> None:
-        """End the call with `result`."""
-        self._result = result
-        self._end()
-
-    def set_error(self, error: BaseException) -> None:
-        """End the call with `error`, which ``wait()`` raises."""
-        self._error = error
-        self._end()
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        """End the call with a result, or with an error, which ``wait()`` raises."""
+        self._result, self._error = result, error
+        self._is_done, self.queue = True, None
+        self._finished.release()
+        if self._callbacks:
+            self._call_back()
 
     @property
     def unseen_error(self) -> BaseException | None:
@@ -210,12 +208,6 @@ class Handle(Generic[T_co]):
     def result(self) -> T_co:
         """The result of a call that has ended without an error."""
         return self._result
-
-    def _end(self) -> None:
-        self._is_done, self.queue = True, None
-        self._finished.release()
-        if self._callbacks:
-            self._call_back()
 
     def _call_back(self) -> None:
         """Call each callback once; the thread that ends the call and one that attaches a callback may both be here."""
@@ -323,14 +315,14 @@ class JoinedHandle(Handle[T_co]):
         for handle in handles:
             handle.attach(self._one_has_ended)
         if not handles:
-            self._end()
+            self.end(result)
 
     def _one_has_ended(self) -> None:
         if next(self._num_ended) == len(self._handles):
             if not self.failed:
                 for handle in self._handles:
                     handle.wait()  # the current stream follows the work of all
-            self._end()
+            self.end(self._result)
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Wait until all calls have ended and return the result; raise the first error."""

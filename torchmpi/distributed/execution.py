@@ -197,7 +197,8 @@ class GroupExecution(GroupProperties):
         if not is_asynchronous(options):
             handle.wait(limit or None)
             return COMPLETED
-        return self._noted(PendingWork(handle, outputs, limit))
+        work = PendingWork(handle, outputs, limit)
+        return work if self._block is None else self._noted(work)
 
     def _launch(
         self,

@@ -171,8 +171,7 @@ class MessageWork(PendingWork):
         source: int = handle.source if isinstance(handle, (MessageHandle, DeferredReceive)) else -1
         return source
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
 
 class JoinedWork(PendingWork):

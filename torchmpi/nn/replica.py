@@ -80,8 +80,7 @@ class Replica:
         assert self._root is not None
         name = next(name for name, module in self._root.named_modules() if module is layer)
         raise ArgumentError(
-            f"{rank_prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed "
-            "only, but "
+            f"{rank_prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed only, but "
             "torch.distributed is not initialized: each rank would normalize with the statistics of its own batch. "
             "Convert the net with mpinn.SyncBatchNorm.convert_sync_batchnorm(net)."
         )

@@ -297,7 +297,7 @@ class ServerContext(GroupResource):
         except Exception as error:  # wait() raises the error, as for a queued request
             self.note_failed(handle, error)
         else:
-            handle.set_result(result)
+            handle.end(result)
         finally:
             lock.release()
         return handle
@@ -329,7 +329,7 @@ class ServerContext(GroupResource):
         """End a request that has failed."""
         queue = self.call_queue
         queue.failed = [*(other for other in queue.failed if other.unseen_error is not None), handle]
-        handle.set_error(error)
+        handle.end(error=error)
 
     def _counted(self) -> dict[str, MessageCount]:
         """Return the counts of the requests to all servers that have not been freed."""

@@ -363,9 +363,8 @@ class Runtime:
         tuned = ", tuned" if self.selector.tuned else ""
         overlap = "" if self.threads_allowed else f" (only THREAD_{level}: asynchronous calls do not overlap)"
         return (
-            f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, "
-            f"device {self.device}, {threads} per rank, {self.binding}{tuned}"
-            f"{about_gpu_backends(self.config, self.devices)}"
+            f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, device "
+            f"{self.device}, {threads} per rank, {self.binding}{tuned}{about_gpu_backends(self.config, self.devices)}"
         )
 
     def close(self) -> None:

@@ -168,11 +168,6 @@ def _differs(values: npt.NDArray[Any]) -> Flags:
     return np.append(np.ones(min(1, len(values)), bool), values[1:] != values[:-1])
 
 
-def align(traces: Sequence[RankTrace]) -> AlignedCalls:
-    """Return the calls of all groups with their parts on the ranks, in the order of their first begin."""
-    return AlignedCalls(traces)
-
-
 def earliest_result(aligned: AlignedCalls) -> float:
     """Return the smallest time between the last arrival at a call and its end on any rank, in seconds.
 

@@ -185,9 +185,9 @@ class SimulatedServerContext(ServerContext):
         observer = observed_run.active
         num_events = 0 if observer is None else len(observer.events)
         try:
-            end = partial(handle.set_result, run())
+            end = partial(handle.end, run())
         except Exception as error:
-            end = partial(handle.set_error, error)
+            end = partial(handle.end, error=error)
         if observer is not None and len(observer.events) > num_events:
             begun, ended = round(1e9 * span[0]), round(1e9 * (now + span[1]))
             observer.events[-1] = (*observer.events[-1][:4], begun, ended, *observer.events[-1][6:])
