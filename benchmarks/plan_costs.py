@@ -27,7 +27,6 @@ from torchmpi.backends.plan_cost import (
     allreduce_plans,
     cost_of,
     most_relayed_bytes,
-    other_plans,
 )
 from torchmpi.config import Config
 from torchmpi.tensors import schedule
@@ -46,6 +45,21 @@ def plans(size: int, num_bytes: float) -> dict[str, PlanCost]:
     """Return the cost of all plans."""
     allreduces = allreduce_plans(size, num_bytes)
     return {f"allreduce, {name}": cost for name, cost in allreduces.items()} | other_plans(size, num_bytes)
+
+
+def other_plans(size: int, num_bytes: float) -> dict[str, PlanCost]:
+    """Return the cost of the other collectives of `p2p`, and of the comparison of a call.
+
+    The payload of an allgather is what one rank contributes. The bytes of a comparison do not depend on the payload.
+    """
+    comparison = cost_of(schedule.doubling(0, size), 0)
+    return {
+        "comparison": comparison._replace(num_bytes=HEADER_BYTES * comparison.rounds),
+        "reduce_scatter": cost_of([schedule.exchange(0, size)], num_bytes / size, num_bytes * (size - 1) / size),
+        "broadcast by a tree": cost_of(schedule.tree(0, size, 0), num_bytes),
+        "allgather, short": cost_of(schedule.doubling(0, size), num_bytes, size * num_bytes),
+        "allgather, long": cost_of([schedule.spread(0, size)], num_bytes),
+    }
 
 
 def chosen(size: int, num_bytes: int) -> tuple[str, PlanCost]:

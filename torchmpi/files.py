@@ -79,10 +79,6 @@ def replacing(
 
     Raises:
         OSError: The file cannot be written, or another user may have chosen its folder.
-
-    Example:
-        with files.replacing("report.json") as file:
-            file.write(b"{}")
     """
     with _place(path, make_folder=make_folder, folder_mode=0o777) as place:
         if place.is_special:
@@ -107,14 +103,7 @@ def replacing(
 
 
 def write(path: StrPath, data: bytes | str, *, mode: int = 0o666, make_folder: bool = False) -> None:
-    """Write a file as :func:`replacing` does: a reader finds the old content or the new one.
-
-    Raises:
-        OSError: As of :func:`replacing`.
-
-    Example:
-        files.write("report.json", "{}")
-    """
+    """Write a file as :func:`replacing` does: a reader finds the old content or the new one."""
     with replacing(path, mode=mode, make_folder=make_folder) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -125,12 +114,6 @@ def create(path: StrPath, *, mode: int = 0o666) -> int:
     Args:
         path: The file. One that exists is replaced; processes that have it open keep the old one.
         mode: Permissions, of which the umask takes some away.
-
-    Raises:
-        OSError: As of :func:`replacing`.
-
-    Example:
-        descriptor = files.create("trace.json")
     """
     with _place(path, make_folder=True, folder_mode=0o777) as place:
         if place.is_special:
@@ -153,46 +136,25 @@ def append(path: StrPath, *, mode: int = 0o666) -> int:
     Raises:
         OSError: As of :func:`replacing`; or the file is a link or has a second name, or belongs neither to this user
             nor to the owner of the folder.
-
-    Example:
-        descriptor = files.append("logs/rank0.log")
     """
     with _place(path, make_folder=True, folder_mode=0o777) as place:
         return _open_special(place, path) if place.is_special else _open_own(place, path, mode)
 
 
 def make_folder(path: StrPath, *, mode: int = 0o777) -> None:
-    """Make a folder for outputs, and those above it, unless it exists; raise if another user may have chosen it.
-
-    Raises:
-        OSError: As of :func:`replacing`.
-
-    Example:
-        files.make_folder("run/servers")
-    """
+    """Make a folder for outputs, and those above it, unless it exists; raise if another user may have chosen it."""
     with _place(Path(path, "-"), make_folder=True, folder_mode=mode):
         pass
 
 
 def check_folder(path: StrPath) -> None:
-    """Raise if another user may have chosen the folder at a path, or if there is none.
-
-    Raises:
-        OSError: As of :func:`replacing`.
-
-    Example:
-        files.check_folder("run.ckpt")
-    """
+    """Raise if another user may have chosen the folder at a path, or if there is none."""
     with _place(Path(path, "-"), make_folder=False, folder_mode=0):
         pass
 
 
 def remove_unfinished(folder: Path, prefix: str) -> None:
-    """Remove what :func:`replacing` has left in a folder of files with this prefix when its process was killed.
-
-    Example:
-        files.remove_unfinished(Path("run/servers"), "shards-")
-    """
+    """Remove what :func:`replacing` has left in a folder of files with this prefix when its process was killed."""
     for path in folder.glob(f".{prefix}*.tmp"):
         with contextlib.suppress(OSError), open_lock(path, make=False) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if it is being written
@@ -367,10 +329,6 @@ def open_input(path: StrPath, most_bytes: int, *, is_changed: bool = False) -> B
 
     Raises:
         OSError: It cannot be read, is not a regular file, or is larger.
-
-    Example:
-        with files.open_input("tuning.json", files.MOST_JSON_BYTES) as file:
-            data = file.read()
     """
     flags = os.O_RDWR if is_changed else os.O_RDONLY
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -389,14 +347,7 @@ def open_input(path: StrPath, most_bytes: int, *, is_changed: bool = False) -> B
 
 
 def read(path: StrPath, most_bytes: int) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: As of :func:`open_input`.
-
-    Example:
-        data = files.read("tuning.json", files.MOST_JSON_BYTES)
-    """
+    """Return the content of a file."""
     with open_input(path, most_bytes) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:  # written meanwhile
@@ -423,6 +374,18 @@ def parse_json(data: bytes | str) -> Any:
     return json.loads(text)
 
 
+def text_of(path: str | Path) -> str:
+    """Return the text of a file of the kernel, without spaces around it; '' if it cannot be read.
+
+    >>> text_of("/proc/self/missing")
+    ''
+    """
+    try:
+        return Path(path).read_bytes().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def printable(text: str) -> str:
     r"""Return a text of a file with escapes for characters that would control a terminal.
 
@@ -441,9 +404,6 @@ def why_not_trusted(found: os.stat_result, like: os.stat_result) -> str:
     Args:
         found: The file or folder.
         like: The folder of a program that is run anyway: its owner and group may write.
-
-    Example:
-        reason = files.why_not_trusted(os.stat("cache"), os.stat(Path(__file__).parent))
     """
     if found.st_uid not in (0, os.geteuid(), like.st_uid):
         return f"it belongs to user {found.st_uid}"
@@ -478,10 +438,6 @@ def open_lock(path: StrPath, *, make: bool = True) -> BinaryIO:
 
     Raises:
         OSError: That is not possible, or the file belongs to another user or is a link.
-
-    Example:
-        with files.open_lock("cache/lock") as file:
-            held = files.lock(file, fcntl.LOCK_EX, seconds=10)
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NFS locks only what is open to read and to write
     descriptor = os.open(path, flags | (os.O_CREAT if make else 0), 0o600)
@@ -507,9 +463,6 @@ def lock(file: BinaryIO, operation: int, seconds: float) -> bool:
 
     Raises:
         OSError: The file system has no locks.
-
-    Example:
-        held = files.lock(file, fcntl.LOCK_EX, seconds=10)
     """
     limit = time.monotonic() + seconds
     while True:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmpi.timeline.aligned_calls import align, earliest_result
+from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result
 from torchmpi.timeline.merging import merge, merged_events
 from torchmpi.timeline.trace_reader import RankTrace, read_folder
 
@@ -82,7 +82,7 @@ def test_a_thousand_mixed_calls_are_in_the_traces_of_all_ranks(folder):
         assert trace.is_complete and trace.num_lost == 0
         assert len({call.seq for call in trace.calls if call.group == key}) == NUM_CALLS
     assert {trace.job["host"] for trace in traces} == {"node0", "node1"}
-    aligned = align(traces)
+    aligned = AlignedCalls(traces)
     assert all(each.is_whole for each in aligned)
     assert earliest_result(aligned) >= -error_of_clocks(traces)
     calls = [each.details for trace in traces for each in trace.calls]
@@ -173,12 +173,12 @@ def test_clocks_whose_rates_change_while_a_timeline_is_recorded_stay_aligned(lau
     traces = read_folder(tmp_path)
     limit, samples = error_of_clocks(traces), traces[2].samples
     assert [trace.error_seconds for trace in traces[:2]] == [0, 0] and len(samples) > 8
-    aligned = earliest_result(align(traces))
+    aligned = earliest_result(AlignedCalls(traces))
     assert aligned >= -limit
     ends_alone = RankTrace(traces[2].path)
     ends_alone.align([samples[0], samples[-1]])
     # 0.9 ms less the duration of a call; the limit is not used, as it grows with the load of the machine.
-    assert earliest_result(align([*traces[:2], ends_alone])) < min(-0.0002, aligned)
+    assert earliest_result(AlignedCalls([*traces[:2], ends_alone])) < min(-0.0002, aligned)
 
 
 BURST_BYTES = 400_000

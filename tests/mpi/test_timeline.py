@@ -19,7 +19,7 @@ from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
 from torchmpi.tensors.dtypes import OPS
 from torchmpi.timeline import events
-from torchmpi.timeline.aligned_calls import align, earliest_result
+from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result
 from torchmpi.timeline.merging import merged_events
 from torchmpi.timeline.step_times import call_sites
 from torchmpi.timeline.trace_reader import read_folder
@@ -62,9 +62,9 @@ def test_every_call_is_a_slice_on_every_rank(agree, folder):
     agree.equal(sum(each.is_queued for each in calls), 10)
     agree(all(each.queued <= each.begin <= each.end for each in calls))
     agree.equal([each.name for each in own.intervals("range")], ["validation"])
-    aligned = [each for each in align(traces) if each.calls[min(each.calls)].details["communicator"] == "world"]
+    aligned = [each for each in AlignedCalls(traces) if each.calls[min(each.calls)].details["communicator"] == "world"]
     agree(all(each.is_whole for each in aligned))
-    earliest = earliest_result(align(traces))
+    earliest = earliest_result(AlignedCalls(traces))
     agree(earliest >= -2 * max(trace.error_seconds for trace in traces), str(earliest))
 
 
@@ -116,7 +116,7 @@ def test_the_algorithm_is_named(agree, folder):
                 expected.append(("broadcast", backend, name))
     calls = traces_of(folder)[mpi.rank()].calls
     agree.equal([(each.collective, each.details["backend"], each.details["algorithm"]) for each in calls], expected)
-    sites = call_sites(align(traces_of(folder)))
+    sites = call_sites(AlignedCalls(traces_of(folder)))
     names = {f"{backend}: {name}" for what, backend, name in expected if what == "broadcast"}
     agree.equal({each.backends for each in sites if each.collective == "broadcast"}, {" + ".join(sorted(names))})
 

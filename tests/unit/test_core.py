@@ -496,7 +496,7 @@ def test_waiting_with_a_limit():
     for timeout in (0.01, 0, -0.3, -1):
         with pytest.raises(errors.StallError, match="slow call"):
             handle.wait(timeout)
-    handle.set_result(5)
+    handle.end(5)
     assert handle.wait(timeout=1) == handle.wait(timeout=math.inf) == 5 and handle.done()
 
 
@@ -505,7 +505,7 @@ def test_many_threads_may_wait_on_one_handle():
     threads = [threading.Thread(target=lambda: results.append(handle.wait())) for _ in range(8)]
     for thread in threads:
         thread.start()
-    handle.set_result(1)
+    handle.end(1)
     for thread in threads:
         thread.join()
     assert results == [1] * 8
@@ -583,9 +583,9 @@ def test_a_joined_handle_ends_with_the_last_of_its_calls():
     joined.when_done(lambda: seen.append(joined.failed))
     with pytest.raises(errors.StallError, match="two calls"):
         joined.wait(timeout=0.01)
-    second.set_error(ValueError("second"))
+    second.end(error=ValueError("second"))
     assert not seen and not joined.done()
-    first.set_error(KeyError("first"))
+    first.end(error=KeyError("first"))
     assert seen == [True] and joined.done() and isinstance(joined.unseen_error, KeyError)
     with pytest.raises(KeyError, match="first"):
         joined.wait()

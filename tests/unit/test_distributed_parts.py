@@ -36,7 +36,7 @@ def pending(limit_seconds: float = 0.0):
 def test_a_work_before_and_after_its_call_has_ended():
     handle, outputs, pending_work = pending()
     assert not pending_work.is_completed() and not pending_work.is_success() and pending_work.exception() is None
-    handle.set_result(None)
+    handle.end(None)
     assert pending_work.is_completed() and pending_work.is_success() and pending_work.wait()
     assert pending_work.result()[0] is outputs[0]
 
@@ -45,7 +45,7 @@ def test_a_work_of_a_call_that_failed():
     handle, _, pending_work = pending()
     future = pending_work.get_future()
     chained = future.then(lambda future: future.value())
-    handle.set_error(ValueError("bad sample"))
+    handle.end(error=ValueError("bad sample"))
     assert pending_work.is_completed() and not pending_work.is_success()
     assert isinstance(pending_work.exception(), ValueError)
     with pytest.raises(ValueError, match="bad sample"):
@@ -62,7 +62,7 @@ def test_a_wait_that_takes_too_long_raises_and_may_be_repeated():
     for timeout in (None, timedelta(0), timedelta(milliseconds=5)):
         with pytest.raises(StallError):
             pending_work.wait(timeout)
-    handle.set_result(None)
+    handle.end(None)
     assert pending_work.wait()
 
 
@@ -72,7 +72,7 @@ def test_the_future_of_a_work_is_one_and_has_its_tensors():
     seen: list[torch.Tensor] = []
     early.add_done_callback(lambda future: seen.extend(future.value()))
     assert not early.done()
-    handle.set_result(None)
+    handle.end(None)
     assert seen[0] is outputs[0] and early.wait()[0] is outputs[0]
     late = work.PendingWork(handle, outputs, 0.0).get_future()
     assert late.done() and late.value()[0] is outputs[0]
@@ -92,7 +92,7 @@ def test_futures_requested_while_the_call_ends():
         thread = threading.Thread(target=ask)
         thread.start()
         barrier.wait()
-        handle.set_result(None)
+        handle.end(None)
         thread.join()
         pending_work.get_future().wait()
         assert called == [1]

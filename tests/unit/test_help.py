@@ -72,6 +72,26 @@ def test_each_public_name_is_documented_with_its_parameters():
     assert [each.id for each in named if not (each.values[0].__doc__ or "").strip()] == []
 
 
+def test_each_method_of_a_public_class_is_documented():
+    """There or in a base class, or, for a property, among the attributes of the class."""
+    members = [
+        (kind.values[0], name, member, getattr(member, "fget", member))
+        for kind in _public(inspect.isclass)
+        for name, member in inspect.getmembers(kind.values[0])
+    ]
+    methods = [
+        (kind, name, member)
+        for kind, name, member, function in members
+        if not name.startswith("_") and getattr(function, "__module__", "").startswith("torchmpi")
+    ]
+    assert len(methods) > 200
+    assert [
+        f"{kind.__qualname__}.{name}"
+        for kind, name, member in methods
+        if not inspect.getdoc(member) and not re.search(rf"^ +{name}: ", inspect.getdoc(kind) or "", re.M)
+    ] == []
+
+
 def test_forms_in_the_background_have_the_parameters_that_they_refer_to():
     twins = [name for name in mpi.__all__ if name.endswith("_async")]
     assert len(twins) > 10

@@ -23,7 +23,7 @@ from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.observed_calls import ShownTask
 from torchmpi.errors import ArgumentError
 from torchmpi.timeline import events, observer, trace_writer
-from torchmpi.timeline.aligned_calls import align, earliest_result
+from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result
 from torchmpi.timeline.bench_times import BenchTimes
 from torchmpi.timeline.clocks import ClockSample
 from torchmpi.timeline.events import CallRecord, GroupInfo, SliceRecord
@@ -140,7 +140,7 @@ def test_a_million_calls_do_not_fill_memory(tmp_path, monkeypatch):
 
 def test_phases_and_the_late_rank(tmp_path):
     traces = write(tmp_path, [[call(0, 1, 0, 12), call(0, 2, 20, 21)], [call(1, 1, 10, 12), call(1, 2, 20, 21)]])
-    aligned = align(traces)
+    aligned = AlignedCalls(traces)
     assert aligned[0].awaited(0) == aligned[0].awaited(1) == 1
     assert [aligned[0].ready(rank) for rank in (0, 1)] == pytest.approx([0.010, 0.010])
     (late,) = late_ranks(aligned)
@@ -162,14 +162,14 @@ def test_phases_and_the_late_rank(tmp_path):
 )
 def test_ranks_wait_for_those_whose_data_they_need(tmp_path, collective, expected):
     parts = [[call(rank, 1, rank, 5, collective=collective, root=0)] for rank in range(2)]
-    (aligned,) = align(write(tmp_path, parts))
+    (aligned,) = AlignedCalls(write(tmp_path, parts))
     assert (aligned.awaited(0), aligned.awaited(1)) == expected
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_a_rank_that_is_alone_in_its_group_waits_for_nobody(tmp_path, collective):
     root = 0 if collective == "broadcast" else -1
-    (aligned,) = align(write(tmp_path, [[call(0, 1, 3, 5, size=1, collective=collective, root=root)]]))
+    (aligned,) = AlignedCalls(write(tmp_path, [[call(0, 1, 3, 5, size=1, collective=collective, root=root)]]))
     assert aligned.awaited(0) is None and aligned.ready(0) == pytest.approx(0.003)
 
 
@@ -177,7 +177,7 @@ def test_clocks_of_hosts_are_aligned(tmp_path):
     """The clock of rank 1 is 5 ms ahead, and drifts by 1 ms in a second."""
     samples = [[ClockSample(0, 0, 0)], [ClockSample(0, -5 * MILLISECOND, 10), ClockSample(10**9, -6 * MILLISECOND, 10)]]
     traces = write(tmp_path, [[call(0, 1, 500, 510)], [call(1, 1, 510, 516)]], samples)
-    (aligned,) = align(traces)
+    (aligned,) = AlignedCalls(traces)
     assert aligned.calls[1].begin == pytest.approx(0.50449)
     assert aligned.last == 1 and traces[1].error_seconds == pytest.approx(250_012e-9)  # 500 ppm of half a second
 
@@ -191,7 +191,7 @@ def test_ends_are_aligned_like_begins(tmp_path):
     (trace,) = write(tmp_path, [records], samples)
     assert trace.calls.end.tolist() == pytest.approx([0.995, 1.995]) and not trace.calls.is_step.any()
     assert trace.intervals("wait").end.tolist() == pytest.approx([0.995])
-    assert call_sites(align([trace]))[0].num_calls == 2
+    assert call_sites(AlignedCalls([trace]))[0].num_calls == 2
     assert trace.error_seconds == pytest.approx(500_012e-9)  # 500 ppm of the second after the last sample
     found = [each for each in merged_events([trace]) if each["ph"] == "X"]
     spans = {(each["cat"], each["ts"], each["ts"] + each["dur"]) for each in found}
@@ -216,7 +216,7 @@ def test_parts_of_a_step(tmp_path):
         ranks.append([step(0), hidden, call(rank, 2, begin, 90), step(100), step(200)])
     traces = write(tmp_path, ranks)
     assert [time for span in step_spans(traces[0]) for time in span] == pytest.approx([0.0, 0.1, 0.1, 0.2])
-    first, second = times_of_steps(traces[0], align(traces))
+    first, second = times_of_steps(traces[0], AlignedCalls(traces))
     assert first[2:] == pytest.approx((0.070, 0.020, 0.010, 0.020))
     assert second[2:] == pytest.approx((0.1, 0, 0, 0))
 
@@ -228,7 +228,7 @@ def test_the_wait_of_torchs_reducer_for_its_last_bucket_is_exposed(tmp_path):
         call(0, 2, 40, 60, size=1, queued=30, label=f"bucket 0 {events.OF_DDP}", thread=1),
     ]
     (trace,) = write(tmp_path, [[step(0), *buckets, step(100)]])
-    (times,) = times_of_steps(trace, align([trace]))
+    (times,) = times_of_steps(trace, AlignedCalls([trace]))
     assert times[2:] == pytest.approx((0.070, 0.030, 0, 0.010))
 
 
@@ -237,7 +237,7 @@ def test_steps_of_a_hierarchical_call_are_not_counted_twice(tmp_path):
     inner = call(0, 9, 2, 8, size=1)
     inner = inner._replace(group=inner.group._replace(key=8, name="world on one host"))
     (trace,) = write(tmp_path, [[inner, outer]])
-    (site,) = call_sites(align([trace]))
+    (site,) = call_sites(AlignedCalls([trace]))
     assert (site.num_calls, site.line, site.seconds) == (1, "train.py:3", pytest.approx(0.010))
 
 
@@ -332,7 +332,7 @@ def test_calls_of_every_collective_are_compared_with_the_benchmark(tmp_path, col
         [each._replace(**own) if isinstance(each, CallRecord) else each for each in steps_of(rank, size=2)]
         for rank in range(2)
     ]
-    (site,) = call_sites(align(write(tmp_path, of_ranks)))
+    (site,) = call_sites(AlignedCalls(write(tmp_path, of_ranks)))
     sizes = (0, 0) if collective == "barrier" else (2048, 4096, 8192)
     rows = [
         bench_rows.row("auto", 250.0 * (size or 4096) / 4096, num_bytes=size, verb=collective, dtype=own["dtype"])
@@ -390,7 +390,7 @@ def test_the_order_of_arrival_at_a_step_of_a_hierarchical_call_makes_no_rank_lat
         records.append([step(0), call(rank, 1, 1, 10), inner, step(20)])
     traces = write(tmp_path, records)
     assert StepReport.of(traces).late == []
-    assert [late.rank for late in late_ranks(align(traces))] == [1]
+    assert [late.rank for late in late_ranks(AlignedCalls(traces))] == [1]
 
 
 def test_a_time_without_samples_hides_no_late_rank_of_other_times(tmp_path):
@@ -477,13 +477,13 @@ def test_the_line_that_takes_most_time_comes_first(tmp_path):
         each = call(0, number + 1, begin, end, size=1)
         records.append(each._replace(origin=each.origin._replace(line=line)))
     (trace,) = write(tmp_path, [records])
-    assert [site.line for site in call_sites(align([trace]))] == ["b.py:2", "a.py:1", "c.py:3"]
+    assert [site.line for site in call_sites(AlignedCalls([trace]))] == ["b.py:2", "a.py:1", "c.py:3"]
 
 
 def test_calls_are_found_by_their_index(tmp_path):
     """Also if a group has only some of the ranks."""
     parts = [[call(rank, seq, 10 * seq + rank, 10 * seq + 5) for seq in (1, 2, 3)] for rank in range(2)]
-    aligned = align(write(tmp_path, parts))
+    aligned = AlignedCalls(write(tmp_path, parts))
     assert len(aligned) == 3
     for index in (0, 1, 2, -1):
         found = aligned[index]

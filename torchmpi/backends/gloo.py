@@ -118,12 +118,10 @@ class GlooGroup(TorchGroup):
         return ProcessGroupGloo(store, self.rank, self.size, options)
 
     def barrier(self, source: Any, destination: Any, root: int) -> None:
-        """Wait until all ranks have called."""
         if self.size > 1:
             self.wait(self.opened.barrier())
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank."""
         self.log[LogFields.algorithm] = algorithms.DIRECT
         works = []
         for shift in range(1, self.size):
@@ -142,7 +140,6 @@ class GlooGroup(TorchGroup):
         return self._checked(partial(getattr(self.opened, name), [buffers.byte_view(tensor)], peer, _TAG), peer)
 
     def wait(self, work: Any, peer: int | None = None) -> None:
-        """Wait for a work of gloo; raise TransportError if it fails."""
         if peer is None:  # a collective; torch cannot poll messages
             limit = time.monotonic() + _POLL_SECONDS
             while not work.is_completed() and time.monotonic() < limit:
@@ -213,7 +210,6 @@ class GlooMessages:
         return [(work, received, copies, source)]  # gloo reads the source until the work is complete
 
     def finish(self, requests: list[Any]) -> None:
-        """Return when all these messages have been sent or received."""
         for work, received, copies, _ in requests:
             self.torch_group.wait(work)
             for part, copy in zip(received, copies, strict=False):

@@ -42,7 +42,6 @@ class GlooBackend(Backend):
 
     @classmethod
     def make(cls, job: JobFacts) -> GlooBackend:
-        """Make the backend of a job."""
         return cls(job.config, problem(), job.backend(SharedMemoryBackend))
 
     def offer(self) -> str:
@@ -54,7 +53,6 @@ class GlooBackend(Backend):
         self.problem = problem_of_any(offers, self.problem)
 
     def takes(self, device_type: str, collective: str) -> bool:
-        """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
@@ -62,7 +60,6 @@ class GlooBackend(Backend):
         return self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group."""
         from .gloo import GlooGroup, prepare
 
         torch_group = self._torch_groups.setdefault(group, GlooGroup(group))  # atomic: several threads may bind

@@ -218,7 +218,6 @@ class MpiTransport(Transport):
         self._open: dict[CallQueue, deque[_Open]] = {}
 
     def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
-        """Begin a message, and end it if that is possible at once."""
         if not was_deferred:
             self.begin_deferred()
         message.begin_record()
@@ -264,7 +263,6 @@ class MpiTransport(Transport):
             opened.append(_Open(message, stage, self.MPI.Status()))
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
-        """Continue a message for a while; return the next turn."""
         begun = time.monotonic_ns()
         self.test(message)
         if turn < self.brief_turns:
@@ -275,7 +273,6 @@ class MpiTransport(Transport):
         return turn + 1
 
     def test(self, message: PostedMessage) -> None:
-        """Continue a message, and those before it, if that is possible at once."""
         if not self._lock.acquire(False):  # another thread does
             return
         ended = []
@@ -310,7 +307,6 @@ class MpiTransport(Transport):
         wait(seconds)
 
     def cancel(self, message: PostedMessage) -> bool:
-        """Withdraw a message; return False if it has begun."""
         with self._lock:
             opened = self._open.get(message.call_queue, ())
             found = next((each for each in opened if each.message is message), None)

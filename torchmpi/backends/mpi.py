@@ -68,7 +68,6 @@ class MPIBackend(Backend):
 
     @classmethod
     def make(cls, job: JobFacts) -> MPIBackend:
-        """Make the backend of a job."""
         return cls(
             job.config,
             is_cuda_aware=job.is_cuda_aware,
@@ -92,7 +91,6 @@ class MPIBackend(Backend):
         return None if SPECS[collective].kind == "message" else self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group."""
         return compared(self._bind(group, collective, dtype, op), group, collective, dtype, op, self.shared)
 
     def _bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
@@ -128,7 +126,6 @@ class NativeReduction:
         self.chunk_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks."""
         numel = buffer.numel()
         if numel <= self.chunk_numel:
             memory = (self.fromaddress(buffer.data_ptr(), numel * self.itemsize), numel, self.type)
@@ -142,7 +139,6 @@ class NativeReduction:
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Reduce in place on the root; the buffers of other ranks are unchanged."""
         flat = buffer.detach().view(-1)
         for begin, count in partition.chunks(flat.numel(), self.chunk_numel):
             chunk = flat[begin : begin + count]
@@ -160,7 +156,6 @@ class NativeReduction:
         return buffer
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
-        """Write the result of this rank's range of the flat `source` to `destination`."""
         flat, out = source.detach().view(-1), destination.detach().view(-1)
         if flat.numel() <= self.chunk_numel:
             counts = [numel for _, numel in ranges]
@@ -207,7 +202,6 @@ class OrderedReduction:
         self.scratch = buffers.Scratch()
 
     def allreduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
         if flat.numel() * self.itemsize * self.size <= _GATHER_ALL_BYTES:
             self._gather_all(flat)
@@ -219,7 +213,6 @@ class OrderedReduction:
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
-        """Reduce in place on the root; the buffers of other ranks are unchanged."""
         flat = buffer.detach().view(-1)
         for begin, numel in partition.chunks(flat.numel(), self.chunk_numel):
             chunk = flat[begin : begin + numel]
@@ -229,7 +222,6 @@ class OrderedReduction:
         return buffer
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
-        """Write the result of this rank's range of the flat `source` to `destination`."""
         flat, out = source.detach().view(-1), destination.detach().view(-1)
         longest = max(numel for _, numel in ranges)
         chunk_numel = max(1, self.chunk_numel // self.size)
@@ -296,11 +288,9 @@ class MPIMovement:
         self.MPI, self.comm, self.rank, self.size = group.context.MPI, group.comm, group.rank, group.size
 
     def barrier(self, source: Any, destination: Any, root: int) -> None:
-        """Wait until all ranks have called."""
         self.comm.Barrier()
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Copy the root's values to all ranks, in place."""
         # In shared memory, MPICH writes to the buffer of the root too.
         source = buffer.clone() if self.rank == root and not is_writable(buffer) else buffer
         for message in self._messages(source):
@@ -308,7 +298,6 @@ class MPIMovement:
         return buffer
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Concatenate the rows of all ranks on all ranks."""
         rows, row_bytes = self._rows(source)
         destination = destination_for(source, sum(rows), destination)
         counts, offsets = counts_and_offsets([count * row_bytes for count in rows])
@@ -323,7 +312,6 @@ class MPIMovement:
         return destination
 
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
-        """Concatenate the rows of all ranks on the root."""
         rows, row_bytes = self._rows(source)
         if self.rank == root:
             destination = destination_for(source, sum(rows), destination)
@@ -344,7 +332,6 @@ class MPIMovement:
         return destination if self.rank == root else None
 
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Split the root's rows evenly over the ranks."""
         source = source if self.rank == root else None  # the tensors of other ranks are ignored
         shape, dtype = broadcast_header(self.group, source, root)
         rows = [num_rows for _, num_rows in partition.even_partition(shape[0], self.size)]
@@ -368,7 +355,6 @@ class MPIMovement:
         return destination
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Send part j of the rows to rank j, and concatenate the parts received."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
         sent = [count for _, count in partition.even_partition(num_rows, self.size)]
@@ -391,14 +377,12 @@ class MPIMovement:
         return destination
 
     def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
-        """Send part j of `sources` to rank j, and receive part j of `destinations` from rank j."""
         check_part_sizes(self.group, sources, destinations)
         self._exchange(sources, destinations)
 
     def exchange_matching_parts(
         self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int
     ) -> None:
-        """Do the same if both sides of each message are known to have the same size."""
         self._exchange(sources, destinations)
 
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:

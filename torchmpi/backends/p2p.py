@@ -106,7 +106,6 @@ class RelayedAllreduce:
         self.scratch = ChunkBuffers(dtype)
 
     def run(self, flat: torch.Tensor) -> None:
-        """Reduce in place on all ranks."""
         numel, rank, size = flat.numel(), self.rank, self.size
         width = -(-numel // size)
         memory = self.scratch.take(0, 2 * size * width)
@@ -152,7 +151,6 @@ class PipelinedReduction(ABC):
         self.received, self.results = ChunkBuffers(dtype), ChunkBuffers(dtype)
 
     def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
         if self._is_short(flat):
             self.log[LogFields.algorithm] = algorithms.WHOLE_TO_ALL
@@ -166,7 +164,6 @@ class PipelinedReduction(ABC):
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
-        """Reduce in place on the root; the buffers of other ranks are unchanged."""
         flat = buffer.detach().view(-1)
         step = schedule.collect(self.rank, self.size, root)
         if self.size <= 2 or self._is_short(flat):
@@ -178,7 +175,6 @@ class PipelinedReduction(ABC):
         return buffer
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
-        """Write the result of this rank's range of the flat `source` to `destination`."""
         flat, out = source.detach().view(-1), destination.detach().view(-1)
         self.log[LogFields.algorithm] = algorithms.PARTS
         section = max(1, self.chunk_numel // self.size)
@@ -334,7 +330,6 @@ class P2PMovement:
         self.scratch = ChunkBuffers(torch.uint8)
 
     def broadcast(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
-        """Copy the root's values to all ranks, in place."""
         flat = buffer.detach().view(-1)
         if flat.numel() * flat.element_size() > _TREE_BYTES and self.size > 2:
             self.log[LogFields.algorithm] = algorithms.CHAIN
@@ -363,7 +358,6 @@ class P2PMovement:
         return self.messages.begin(step, lambda _: chunk, lambda _: chunk)
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Concatenate the rows of all ranks on all ranks."""
         rows = row_counts(self.group, source)
         destination = destination_for(source, sum(rows), destination)
         parts = [part.view(-1) for part in destination.detach().split_with_sizes(rows)]

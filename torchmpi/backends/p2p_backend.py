@@ -25,16 +25,13 @@ class P2PBackend(Backend):
     enqueues = False
 
     def __init__(self, config: Config, shared: SharedMemoryBackend | None = None) -> None:
-        """Create the backend; `shared`: in whose memory the ranks of a host compare their calls."""
         self.config, self.shared = config, shared
 
     @classmethod
     def make(cls, job: JobFacts) -> P2PBackend:
-        """Make the backend of a job."""
         return cls(job.config, job.backend(SharedMemoryBackend))
 
     def takes(self, device_type: str, collective: str) -> bool:
-        """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
@@ -44,7 +41,6 @@ class P2PBackend(Backend):
         return None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group."""
         from .p2p import prepare
 
         return compared(prepare(self.config, group, collective, dtype, op), group, collective, dtype, op, self.shared)

@@ -109,18 +109,3 @@ def most_relayed_bytes(size: int, limit: int) -> int:
             break
         most, num_bytes = num_bytes, 2 * num_bytes
     return most
-
-
-def other_plans(size: int, num_bytes: float) -> dict[str, PlanCost]:
-    """Return the cost of the other collectives of `p2p`, and of the comparison of a call.
-
-    The payload of an allgather is what one rank contributes. The bytes of a comparison do not depend on the payload.
-    """
-    comparison = cost_of(schedule.doubling(0, size), 0)
-    return {
-        "comparison": comparison._replace(num_bytes=HEADER_BYTES * comparison.rounds),
-        "reduce_scatter": cost_of([schedule.exchange(0, size)], num_bytes / size, num_bytes * (size - 1) / size),
-        "broadcast by a tree": cost_of(schedule.tree(0, size, 0), num_bytes),
-        "allgather, short": cost_of(schedule.doubling(0, size), num_bytes, size * num_bytes),
-        "allgather, long": cost_of([schedule.spread(0, size)], num_bytes),
-    }

@@ -131,7 +131,6 @@ class RingTransport(Transport, GroupResource):
     # --- What the waiting thread and the progress thread call --------------------------------------------------------
 
     def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
-        """Begin a message, and end it if that is possible at once."""
         if not was_deferred:
             self.begin_deferred()
         with self.lock:
@@ -193,7 +192,6 @@ class RingTransport(Transport, GroupResource):
                 self._end(ended)
 
     def cancel(self, message: PostedMessage) -> bool:
-        """Withdraw a message; return False if it has begun."""
         with self.lock:
             for direction in self._directions_of(message):
                 for request in self._posted[direction]:

@@ -54,10 +54,7 @@ def cpu_model() -> str:
     >>> cpu_model() != ""
     True
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = files.text_of("/proc/cpuinfo").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
 

@@ -47,13 +47,11 @@ class GroupStore(Store):
         self._comm = None
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key on all ranks."""
         value = value.encode() if isinstance(value, str) else value
         self._values[key] = value
         self._exchange({key: value})
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key."""
         if key not in self._values:
             self._exchange({})
         return self._values[key]

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from .. import files
 from .._version import __version__
 from ..backends import gpus
 from ..backends.nccl import nccl_backend
@@ -245,7 +246,7 @@ def process_facts() -> ProcessFacts:
     physical = affinity.physical_cores()
     return ProcessFacts(
         host=socket.gethostname(),
-        machine=f"{socket.gethostname()} {read_text(Path('/proc/sys/kernel/random/boot_id'))}",
+        machine=f"{socket.gethostname()} {files.text_of('/proc/sys/kernel/random/boot_id')}",
         executable=sys.executable,
         versions=versions(),
         launcher=found.name,
@@ -287,14 +288,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file, or '' if it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _cuda() -> dict[str, Any]:
@@ -363,7 +356,7 @@ def leftovers(folder: Path) -> list[str]:
                 continue  # deleted meanwhile
             if status.st_uid == os.geteuid() and status.st_mtime < limit:
                 stale.append(str(path))
-    maps = "".join(map(read_text, Path("/proc").glob("[0-9]*/maps"))) if stale else ""
+    maps = "".join(map(files.text_of, Path("/proc").glob("[0-9]*/maps"))) if stale else ""
     return sorted(set(stale) - set(re.findall(r"/dev/shm/\S+", maps)))
 
 
@@ -403,7 +396,7 @@ def library_paths(maps: Iterable[str] | None = None) -> list[str]:
     """
     # libmpi.so (most), libmpich.so (Debian), libmpi_cray.so; not the bindings for Fortran and C++.
     pattern = re.compile(r"(/.*/libmpi(?:ch)?(?:_cray|_gnu\w*)?\.so[.\d]*)$")
-    maps = read_text(Path("/proc/self/maps")).splitlines() if maps is None else maps
+    maps = files.text_of("/proc/self/maps").splitlines() if maps is None else maps
     return sorted({match[1] for line in maps if (match := pattern.search(line))})
 
 

@@ -39,14 +39,7 @@ def text_of(call: LoggedCall) -> str:
 
 
 def analyze(records: Sequence[RankCalls]) -> list[Divergence]:
-    """Compare the last calls of all ranks, group by group; groups on which ranks wait come first.
-
-    Args:
-        records: The records of the ranks of one job, as many as there are.
-
-    Returns:
-        A finding for each group with calls.
-    """
+    """Compare the last calls of all ranks, group by group; groups on which ranks wait come first."""
     latest = max((_latest(record) for record in records), default=0.0)
     states = {record.rank: status_of(record, latest) for record in records}
     by_key: dict[int, list[tuple[RankCalls, GroupCalls]]] = {}
@@ -217,14 +210,7 @@ def _have(ranks: Sized) -> str:
 
 
 def report(records: Sequence[RankCalls]) -> str:
-    """Describe the records of a job: the ranks without a record, the findings, and the last calls of each rank.
-
-    Args:
-        records: The records of the ranks of one job.
-
-    Returns:
-        The text that ``torchmpi analyze`` prints.
-    """
+    """Describe the records of a job: the ranks without a record, the findings, and the last calls of each rank."""
     size = max((record.about["size"] for record in records), default=0)
     missing = sorted(set(range(size)) - {record.rank for record in records})
     ended = sum(record.has_ended for record in records)

@@ -67,9 +67,6 @@ def read_folder(folder: Path) -> list[RankCalls]:
 def dump(process: int, folder: Path) -> list[RankCalls]:
     """Copy the flight records of a process and of all processes that it has started, unless they are in the folder.
 
-    Returns:
-        The records.
-
     Raises:
         TorchMPIError: The process does not exist, none of them is a rank that this user may read, or they are ranks of
             several jobs.
@@ -102,13 +99,7 @@ def dump(process: int, folder: Path) -> list[RankCalls]:
 
 
 def gather_other_hosts(process: int, folder: Path, about: dict[str, Any]) -> str:
-    """Ask the ranks of other hosts for their flight records, through a rank of this host; return what is missing.
-
-    Args:
-        process: The process of a rank, or of the launcher of all ranks of this host.
-        folder: The folder with the records of this host, which the other hosts should have too.
-        about: The description of a rank of this host, as its record has it.
-    """
+    """Ask the ranks of other hosts for their flight records, through a rank of this host; return what is missing."""
     paths = list(records_of(process))
     elsewhere = set(range(about["size"])) - set(from_ranges(str(about.get("on_host", ""))))
     if not elsewhere or _are_in(folder, paths):
@@ -169,8 +160,7 @@ def _file_number(folder: Path, rank: int) -> int:
 def records_of(process: int | None = None) -> Iterator[Path]:
     """Return the flight records that a process and its children have open, without their help: they may be stopped.
 
-    Args:
-        process: The process; None for all of this host.
+    Without a process, those of all processes of this host.
 
     Raises:
         TorchMPIError: The process does not exist.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from ..communicators.flight_record import as_ranges
+
 WIDTH = 110
 
 
@@ -14,13 +16,7 @@ def core_list(cores: Iterable[int]) -> str:
     >>> core_list([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
     """
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][1] + 1:
-            runs[-1][1] = core
-        else:
-            runs.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return as_ranges(sorted(cores))
 
 
 def counted(number: int, noun: str) -> str:

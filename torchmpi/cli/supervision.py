@@ -50,9 +50,6 @@ class GroupSignals:
 
     The other processes of the group have got the former already. A second one would end mpirun without its ranks, and
     interrupt the end of a rank. Signals that end a job stay pending in a process of the group that blocks them.
-
-    with GroupSignals() as signals:
-        signals.has_reached_group(signal.SIGINT)
     """
 
     def __enter__(self) -> GroupSignals:

@@ -45,7 +45,7 @@ def check(group: Group, spec: CollectiveSpec, tensor: Any, out: Any, root: Any, 
     place = place_of(group, spec, tensor, out, is_root=is_root)
     written = tensor if out is None and spec.changed_by[is_root] else out if spec.receives(is_root) else None
     if written is not None and not writable.is_writable(written):  # else no name of the rank is needed
-        writable.refuse_read_only(written, group.where, spec.name if out is None else f"{spec.name}: out")
+        writable.refuse_read_only(group.where, spec.name if out is None else f"{spec.name}: out", written)
     return CheckedArguments(tensor, root, place, finish)
 
 

@@ -196,14 +196,14 @@ class MessageHandle(Handle[Any]):
         except BaseException as error:
             self.fail(error)
         else:
-            self.set_result(self.tensor if self._result_of is None else self._result_of())
+            self.end(self.tensor if self._result_of is None else self._result_of())
 
     def fail(self, error: BaseException) -> None:
         """End the message with an error."""
         failure = self._failure(error)
         if self.compares_shape:  # works of torch.distributed may be dropped
             self.call_queue.failed = [*(each for each in self.call_queue.failed if each.unseen_error), self]
-        self.set_error(failure)
+        self.end(error=failure)
 
     def pause(self, seconds: float) -> None:
         """Sleep, at most until the message has ended."""
@@ -318,22 +318,21 @@ class MessageHandle(Handle[Any]):
         failure.__cause__ = error
         return context.loss_behind(error) or failure
 
-    def _end(self) -> None:
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
         """Count and record the message before other threads see its end."""
-        group = self.group
+        group, now = self.group, events.now()
         group.open_messages.discard(self)
-        end = events.now()
         if not self._is_part:
-            if self._error is None:
+            if error is None:
                 waited = max(self.waited_until - self._begin, 0) if self.is_receive and self.waited_until else None
-                group.context.call_counts.add_message(group.name, self.name, self.num_bytes, end - self._begin, waited)
+                group.context.call_counts.add_message(group.name, self.name, self.num_bytes, now - self._begin, waited)
             if self._show_end is not None:
                 self._show_end()
             if (recorder := events.recorder) is not None and self._origin is not None:
-                self._record(recorder, end)
-        super()._end()
+                self._record(recorder, now, error)
+        super().end(result, error)
 
-    def _record(self, recorder: events.Recorder, end: int) -> None:
+    def _record(self, recorder: events.Recorder, end: int, error: BaseException | None) -> None:
         group, peer = self.group, self.source if self.is_receive else self.peer
         if peer is None or peer < 0:
             peer = self.peer
@@ -351,7 +350,7 @@ class MessageHandle(Handle[Any]):
                 group.info, self.name, dtypes.short_name(self.tensor.dtype), self.num_bytes, rank, sent, received,
                 self.tag, self.call_queue.name, is_background=self.tag != NO_TAG, begin=begin, end=end,
                 thread=threading.get_ident(), origin=events.origin_of(self._origin),
-                error="" if self._error is None else type(self._error).__name__,
+                error="" if error is None else type(error).__name__,
             )
         )  # fmt: skip
 

@@ -240,7 +240,7 @@ class _Call:
         given = as_tensor(tensor) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=name != "send", or_number=True)
         if name != "send":
-            writable.refuse_read_only(self.tensor, self.group.where, name)
+            writable.refuse_read_only(self.group.where, name, self.tensor)
         checked_dtype(name, self.tensor.dtype, None, self.what)
 
     def peer(self, given: Any) -> int:

@@ -167,7 +167,7 @@ class _FastMessage:
         """Return the handle of a receive into a tensor like that of the call: deferred, if nothing is under way."""
         seen = writable.known.get(id(tensor))
         if seen is None or seen() is not tensor:
-            writable.refuse_read_only(tensor, self.group.where, self.name)
+            writable.refuse_read_only(self.group.where, self.name, tensor)
         receive, transport = DeferredReceive(self, tensor), self.transport
         if transport.defer(receive) and not transport.is_watched:
             continue_deferred(transport)
@@ -335,7 +335,7 @@ class _RingMessage(_FastMessage):
 
 def _failed(error: BaseException) -> Handle[Any]:
     handle = Handle[Any]()
-    handle.set_error(error)
+    handle.end(error=error)
     return handle
 
 
@@ -372,7 +372,7 @@ class DeferredReceive(Handle[Any]):
             message.start(was_deferred=True)
         except Exception as error:
             self._begun = self._begun or Handle()
-            self._begun.set_error(error)
+            self._begun.end(error=error)
 
     def receive(self) -> bool:
         """Receive by the fast path if that is possible; return whether the message has arrived."""
@@ -427,10 +427,6 @@ class DeferredReceive(Handle[Any]):
     def call_helper(self) -> None:
         """Begin."""
         self.handle()
-
-    def await_end(self) -> None:
-        """Wait until the message has ended; as of any handle, this continues nothing."""
-        self.handle().await_end()
 
     def attach(self, callback: Callable[[], object]) -> None:
         """Call `callback` at the end of the message, which begins now, if it has not."""

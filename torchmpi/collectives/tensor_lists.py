@@ -328,8 +328,7 @@ def _start(
     where = group.where
     buffers.refuse_tracing(f"{where}: allreduce_many")
     lists = tensor_lists(tensors, communicator, op, backend, "async" if asynchronous else "sync")
-    for tensor in tensors:
-        writable.refuse_read_only(tensor, where, "allreduce")
+    writable.refuse_read_only(where, "allreduce", *tensors)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(
             f"{where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each tensor once."

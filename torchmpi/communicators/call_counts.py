@@ -75,7 +75,6 @@ class CallCounts:
         self._freed_totals: Totals = (0, 0, 0, 0)
 
     def add(self, name: str, is_step: bool, call_log: CallLog) -> None:
-        """Count the calls of a group."""
         with self._lock:
             self._groups[call_log] = name, is_step
 
@@ -172,7 +171,6 @@ class CallCounts:
         return calls, ticks, nanoseconds, waited
 
     def read_messages(self) -> dict[MessageKey, MessageCount]:
-        """Return the counts of messages that have ended."""
         with self._lock:
             found = dict(self._messages)
             for call_log, (name, receives) in self._exchanges.items():

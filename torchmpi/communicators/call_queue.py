@@ -99,13 +99,13 @@ class RunLock:
                 self.release()
                 return False
             try:
-                self._wait_for_fast_path()
+                sleep_until(lambda: not fields[LockFields.entered])
             except BaseException:  # KeyboardInterrupt
                 self.release()
                 raise
         return True
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Release the lock."""
         self.fields[LockFields.held] = 0
         self.mutex.release()
@@ -114,14 +114,7 @@ class RunLock:
         """Return whether a thread or the fast path holds the lock."""
         return self.mutex.locked() or self.fields[LockFields.entered] != 0
 
-    def _wait_for_fast_path(self) -> None:
-        sleep_until(lambda: not self.fields[LockFields.entered])
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
 
 class FastCall(Protocol):
@@ -379,18 +372,16 @@ class CallQueue:
 
     def _run_all(self) -> None:
         """Run the calls that no thread waits for, until nothing is queued."""
-        while self._is_left_to_helper():
+        entries = self._entries
+        while entries and not (self._waiting and self._is_head_for_any_thread()):
             with self.run_lock:
-                if self._is_left_to_helper():
+                if entries and not (self._waiting and self._is_head_for_any_thread()):
                     self._num_run_by_waiters = 0
                     self.be_patient(polite=True)
                     try:
-                        self._run(self._entries.popleft())
+                        self._run(entries.popleft())
                     finally:
                         self.be_patient(polite=False)
-
-    def _is_left_to_helper(self) -> bool:
-        return bool(self._entries) and not (self._waiting and self._is_head_for_any_thread())
 
     def _run(self, handle: Handle[Any]) -> None:
         """Run a call that has been taken; the caller holds the run lock."""
@@ -424,7 +415,7 @@ class CallQueue:
         except BaseException as error:  # every error is raised by wait()
             self.origin = before  # callbacks of the handle make calls of their own
             self.failed = [*self.failed, handle]
-            handle.set_error(error)
+            handle.end(error=error)
         else:
             self.origin = before
-            handle.set_result(result)
+            handle.end(result)

@@ -536,11 +536,7 @@ def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
     """
     file = record.fileno()
     data = os.pread(file, _HEAD_BYTES, 0)
-    about = _shown(_read_text(data, 0))
-    head = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist() if len(data) >= _TEXT_BYTES else [0]
-    numbers = about.get("rank"), about.setdefault("size", 0)
-    if head[_MAGIC] != MAGIC or not all(type(each) is int and 0 <= each <= _MOST_RANKS for each in numbers):
-        raise TorchMPIError("The file is no flight record of this version of torchmpi.")
+    head, about = _begin_of(data, "The file")
     groups: list[LiveGroup] = []
     known: dict[str, tuple[int, ...]] = {}
     for index in range(min(max(head[_NUM_RINGS], 0), MOST_BYTES // _RING_BYTES)):
@@ -588,16 +584,8 @@ def parse(record: BinaryIO, name: str) -> RankCalls:
     Raises:
         TorchMPIError: The file is no flight record.
     """
-    problem = TorchMPIError(f"{name} is no flight record of this version of torchmpi.")
     record.seek(0)
-    data = record.read(_HEAD_BYTES)
-    if len(data) < _HEAD_BYTES:
-        raise problem
-    head = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist()
-    about = _shown(_read_text(data, 0))
-    rank, size = about.get("rank"), about.setdefault("size", 0)
-    if head[_MAGIC] != MAGIC or not all(type(each) is int and 0 <= each <= _MOST_RANKS for each in (rank, size)):
-        raise problem
+    head, about = _begin_of(record.read(_HEAD_BYTES), name)
     groups: list[GroupCalls] = []
     messages: dict[int, list[LoggedMessages]] = {OF_MESSAGES: [], OF_REQUESTS: []}
     known: dict[str, tuple[int, ...]] = {}
@@ -618,6 +606,17 @@ def parse(record: BinaryIO, name: str) -> RankCalls:
     numbers, blocked = (head[_WALL_NS], groups, head[LAST_NS]), (head[_GROUP], head[_CALL])
     listed = messages[OF_MESSAGES], blocked, messages[OF_REQUESTS]
     return RankCalls(about["rank"], about, bool(head[_ENDED]), *numbers, *listed)
+
+
+def _begin_of(data: bytes, name: str) -> tuple[list[int], dict[str, Any]]:
+    """Return the numbers and the description at the begin of a flight record; raise if they are none."""
+    if len(data) == _HEAD_BYTES:
+        head: list[int] = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist()
+        about = _shown(_read_text(data, 0))
+        numbers = about.get("rank"), about.setdefault("size", 0)
+        if head[_MAGIC] == MAGIC and all(type(each) is int and 0 <= each <= _MOST_RANKS for each in numbers):
+            return head, about
+    raise TorchMPIError(f"{name} is no flight record of this version of torchmpi.")
 
 
 def _shown(values: dict[str, Any]) -> dict[str, Any]:

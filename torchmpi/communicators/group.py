@@ -344,9 +344,7 @@ class Group:
     def end_call(self, seq: int | None = None, report: str = "") -> None:
         """End the current call with an error, if it waits in shared memory, or for ranks to arrive there.
 
-        Args:
-            seq: The number of the call, if no other one is to be ended.
-            report: The message of the error.
+        `seq`: its number, if no other one is to be ended; `report`: the message of the error.
         """
         current = self.call_log.current
         if current is not None and seq in (None, current[0]):

@@ -24,17 +24,7 @@ class _Request(NamedTuple):
 def make(parent: Group, ranks: Iterable[int], name: str | None) -> Communicator | NullCommunicator:
     """Make a communicator of some ranks of a group. Collective over the group.
 
-    Args:
-        parent: The group.
-        ranks: Ranks of `parent`; their order is that of the numbers in the new communicator.
-        name: The name in messages.
-
-    Returns:
-        The communicator; a :class:`NullCommunicator` on ranks that are not in `ranks`.
-
-    Raises:
-        ArgumentError: The list is not a list of ranks.
-        MismatchError: The ranks passed different arguments, or make different calls.
+    For arguments and errors see :func:`torchmpi.group`.
     """
     # Arguments are checked after the exchange only: all ranks raise, or none.
     request = _request(ranks, name)

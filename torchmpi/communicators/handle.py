@@ -88,7 +88,7 @@ class Handle(Generic[T_co]):
         3
         """
         handle: Handle[T] = Handle()
-        handle.set_result(result)
+        handle.end(result)
         return handle
 
     def wait(self, timeout: float | None = None) -> T_co:
@@ -111,7 +111,7 @@ class Handle(Generic[T_co]):
             else:  # a thread that runs the call itself cannot return before its end
                 self.call_helper()
             if not self._is_done:
-                self._await(timeout)
+                self.await_end(timeout)
             if recorder is not None:
                 recorder.slice(events.WAIT, events.WAIT, begin, call=self._description)
         self._seen = True
@@ -119,7 +119,8 @@ class Handle(Generic[T_co]):
             raise self._error
         return self._result
 
-    def _await(self, timeout: float | None) -> None:
+    def await_end(self, timeout: float | None = None) -> None:
+        """Wait until the call has ended; unlike :meth:`wait`, this runs no call and raises no error of the call."""
         if not self._finished.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX)):
             ranks = self.awaited() if self.awaited is not None else ""
             reason = f": it waits for {ranks}" if ranks else ""
@@ -146,10 +147,6 @@ class Handle(Generic[T_co]):
         """Run the call, and those before it, in this thread if it may; else wake the helper."""
         if (order := self.queue) is not None:
             order.run_until(self)
-
-    def await_end(self) -> None:
-        """Wait until the call has ended; unlike :meth:`wait`, this runs no call and raises no error."""
-        self._await(None)
 
     @property
     def has_ended(self) -> bool:
@@ -182,15 +179,13 @@ class Handle(Generic[T_co]):
 
     # For the code that runs the call.
 
-    def set_result(self, result: Any) -> None:
-        """End the call with `result`."""
-        self._result = result
-        self._end()
-
-    def set_error(self, error: BaseException) -> None:
-        """End the call with `error`, which ``wait()`` raises."""
-        self._error = error
-        self._end()
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        """End the call with a result, or with an error, which ``wait()`` raises."""
+        self._result, self._error = result, error
+        self._is_done, self.queue = True, None
+        self._finished.release()
+        if self._callbacks:
+            self._call_back()
 
     @property
     def unseen_error(self) -> BaseException | None:
@@ -213,12 +208,6 @@ class Handle(Generic[T_co]):
     def result(self) -> T_co:
         """The result of a call that has ended without an error."""
         return self._result
-
-    def _end(self) -> None:
-        self._is_done, self.queue = True, None
-        self._finished.release()
-        if self._callbacks:
-            self._call_back()
 
     def _call_back(self) -> None:
         """Call each callback once; the thread that ends the call and one that attaches a callback may both be here."""
@@ -249,16 +238,11 @@ class EndedHandle(Handle[T_co]):
         self._result = result
 
     def wait(self, timeout: float | None = None) -> T_co:
-        """Return the result."""
         return self._result
 
     def attach(self, callback: Callable[[], object]) -> None:
-        """Call `callback` now."""
         self._callbacks = [callback]
         self._call_back()
-
-    def await_end(self) -> None:
-        """Return: the call has ended."""
 
 
 class DeviceHandle(Handle[T_co]):
@@ -304,17 +288,14 @@ class DeviceHandle(Handle[T_co]):
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """The error, if the call failed and ``wait()`` has not raised it."""
         return self._queued.unseen_error
 
     @property
     def error(self) -> BaseException | None:
-        """The error, if the call has failed; it counts as seen then."""
         return self._queued.error
 
     @property
     def failed(self) -> bool:
-        """Whether the call has ended with an error, which does not count as seen."""
         return self._queued.failed
 
 
@@ -334,14 +315,14 @@ class JoinedHandle(Handle[T_co]):
         for handle in handles:
             handle.attach(self._one_has_ended)
         if not handles:
-            self._end()
+            self.end(result)
 
     def _one_has_ended(self) -> None:
         if next(self._num_ended) == len(self._handles):
             if not self.failed:
                 for handle in self._handles:
                     handle.wait()  # the current stream follows the work of all
-            self._end()
+            self.end(self._result)
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Wait until all calls have ended and return the result; raise the first error."""
@@ -354,12 +335,10 @@ class JoinedHandle(Handle[T_co]):
         return self._result
 
     def run_here(self) -> None:
-        """Run the calls in this thread if it may; else wake their helpers."""
         for handle in self._handles:
             handle.run_here()
 
     def call_helper(self) -> None:
-        """Have the helpers run the calls."""
         for handle in self._handles:
             handle.call_helper()
 
@@ -369,16 +348,13 @@ class JoinedHandle(Handle[T_co]):
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """The first error that ``wait()`` has not raised."""
         return next((error for handle in self._handles if (error := handle.unseen_error) is not None), None)
 
     @property
     def error(self) -> BaseException | None:
-        """The first error, if a call has failed; the errors of all calls count as seen then."""
         errors = [error for handle in self._handles if (error := handle.error) is not None]
         return errors[0] if errors else None
 
     @property
     def failed(self) -> bool:
-        """Whether a call has ended with an error, which does not count as seen."""
         return any(handle.failed for handle in self._handles)

@@ -90,11 +90,7 @@ class Channel:
 
 
 class Channels(Generic[M]):
-    """The channels of a rank on one group.
-
-    Args:
-        make_memory: Returns memory for RECORD_LENGTH channels.
-    """
+    """The channels of a rank on one group. `make_memory` returns memory for RECORD_LENGTH of them."""
 
     def __init__(self, make_memory: Callable[[], M]) -> None:
         self._make_memory = make_memory

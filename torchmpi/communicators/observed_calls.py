@@ -22,13 +22,6 @@ def message_sizes(collective: str, rank: int, size: int, given: Any, out: Any) -
     They are those that torch's own backends record: all ranks of a gather or scatter have those of the root. Where
     ranks may differ in length, they count as if all had the length of this one.
 
-    Args:
-        collective: Name of the collective.
-        rank: This rank.
-        size: The number of ranks.
-        given: The tensor or tensors that the rank passes, or None.
-        out: Those in which it receives, or None.
-
     >>> import torch
     >>> message_sizes("allgather", 0, 2, torch.ones(3), None), message_sizes("scatter", 1, 2, None, torch.ones(3))
     ((3, 6), (6, 3))
@@ -73,7 +66,6 @@ class ShownTask(events.DescribedTask):
         self._call_queue, self._task, self._call = call_queue, task, call
 
     def described_call(self) -> events.ShownCall:
-        """Return what the profiler shows."""
         return self._call
 
     def __call__(self) -> Any:

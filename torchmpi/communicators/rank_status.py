@@ -105,11 +105,8 @@ def await_answers(
 ) -> dict[int, RankStatus]:
     """Return the status of the ranks that answer a question in time.
 
-    Args:
-        question: The question.
-        patience_seconds: How long to wait for the answers.
-        meanwhile: Called while waiting. A watchdog passes the function that answers the questions of other ranks, since
-            the other rank may be waiting for this one.
+    `meanwhile` is called while waiting: a watchdog passes the function that answers the questions of other ranks, since
+    the other rank may be waiting for this one.
     """
     limit = time.monotonic() + patience_seconds
     while not question.is_answered() and time.monotonic() < limit:

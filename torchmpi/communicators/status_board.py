@@ -49,7 +49,6 @@ class StatusBoard:
         return self.segment.address + rank * BLOCK_BYTES
 
     def last_call(self, rank: int) -> LastCall:
-        """Return the last call of a rank on this group."""
         entered = self.get(rank, Block.entered)
         return LastCall(entered, entered > self.get(rank, Block.left))
 
@@ -135,19 +134,12 @@ class UnusedMemory:
         return None
 
     def close(self) -> None:
-        """Unmap all."""
         while self._segments:
             self._segments.pop()[1].close()
 
 
 class BoardQuestion:
-    """A question to other ranks of this host for their status, which their watchdogs answer.
-
-    Args:
-        board: The status board of a group with these ranks.
-        rank: This rank.
-        others: The ranks that are asked.
-    """
+    """A question to other ranks of this host for their status, which their watchdogs answer."""
 
     def __init__(self, board: StatusBoard, rank: int, others: Iterable[int]) -> None:
         self._board = board

@@ -117,7 +117,6 @@ class BoundCall:
         return (self._takes_own_row and given.data_ptr() == own) or not buffers.overlap(given, received)
 
     def run(self, given: Rows | None, received: Rows | None) -> None:
-        """Run the call in this thread."""
         if self.code.run(given, received) is None:
             runtime.current()  # raises in a forked child
             self.code.cache()

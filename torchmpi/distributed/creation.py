@@ -15,7 +15,7 @@ from .process_group import ProcessGroup
 from .torch_names import BackendOptions
 
 
-def create(options: BackendOptions, backend_name: str = torch_names.NAME) -> ProcessGroup:
+def create(options: BackendOptions, pg_options: object = None, *, backend_name: str = torch_names.NAME) -> ProcessGroup:
     """Create a process group, as torch requires of a backend. Collective over its members."""
     torch_names.check_version()
     torch_names.keep_works_of_join()
@@ -25,14 +25,14 @@ def create(options: BackendOptions, backend_name: str = torch_names.NAME) -> Pro
     return group
 
 
-def create_for_mpi(options: BackendOptions) -> ProcessGroup:
+def create_for_mpi(options: BackendOptions, pg_options: object) -> ProcessGroup:
     """Create a process group and announce it."""
     group = create(options)
     _announce(options, "TORCHMPI_AS_MPI", _description(group))
     return group
 
 
-def create_for_gloo(options: BackendOptions) -> dist.ProcessGroup:
+def create_for_gloo(options: BackendOptions, pg_options: object) -> dist.ProcessGroup:
     """Create a process group of torchmpi that has the name ``gloo``; one of gloo itself if torchmpi rejects it.
 
     All ranks of the group know the reasons for which it may be rejected here. An error of one rank is not one of them:
@@ -43,7 +43,7 @@ def create_for_gloo(options: BackendOptions) -> dist.ProcessGroup:
         gloo = torch_names.group_of_gloo(options)
         _announce(options, "TORCHMPI_AS_GLOO", f"gloo, {gloo.size()} ranks, since {reason}")
         return gloo
-    group = create(options, torch_names.GLOO)
+    group = create(options, backend_name=torch_names.GLOO)
     _announce(options, "TORCHMPI_AS_GLOO", _description(group))
     return group
 

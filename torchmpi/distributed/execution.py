@@ -86,7 +86,7 @@ class GroupExecution(GroupProperties):
             call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
         if options.timeout > _NO_LIMIT:
             return None
-        self._refuse_read_only(given if call.changes else outputs, name)
+        writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
         if not is_asynchronous(options):  # machine code looks whether the tensors are plain, and ends at the timeout
             sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
             received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
@@ -120,7 +120,7 @@ class GroupExecution(GroupProperties):
         """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
         if self._by_messages or is_asynchronous(options) or options.timeout > _NO_LIMIT:
             return False
-        self._refuse_read_only(written, "all_to_all")
+        writable.refuse_read_only(self._where, "all_to_all", *written)
         if not call.run_fast(given, received):
             return False
         buffers.touch_all(written)
@@ -197,7 +197,8 @@ class GroupExecution(GroupProperties):
         if not is_asynchronous(options):
             handle.wait(limit or None)
             return COMPLETED
-        return self._noted(PendingWork(handle, outputs, limit))
+        work = PendingWork(handle, outputs, limit)
+        return work if self._block is None else self._noted(work)
 
     def _launch(
         self,
@@ -211,7 +212,7 @@ class GroupExecution(GroupProperties):
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
-            self._refuse_read_only(outputs, collective)
+            writable.refuse_read_only(self._where, collective, *outputs)
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         limit = options.timeout.total_seconds()
         if limit > 0:
@@ -228,12 +229,6 @@ class GroupExecution(GroupProperties):
         description, ends_itself = f"{self._where}: {collective}", not self._by_messages
         handle = self._group.call_queue.submit(task, description, tensor, in_any_thread=ends_itself)
         return self._begun(handle, outputs, options, limit)
-
-    def _refuse_read_only(self, outputs: Sequence[torch.Tensor], collective: str) -> None:
-        for each in outputs:
-            seen = writable.known.get(id(each))
-            if seen is None or seen() is not each:  # as in is_writable(), without calls for a repeated tensor
-                writable.refuse_read_only(each, self._where, collective)
 
     def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
         """Run a task with another timeout than that of the group."""
@@ -274,7 +269,7 @@ class GroupExecution(GroupProperties):
             buffers.check(tensor, what)
         for tensor in outputs:
             buffers.check(tensor, what, written=True)
-            writable.refuse_read_only(tensor, self._where, collective)
+        writable.refuse_read_only(self._where, collective, *outputs)
 
 
 def _on_device(tensors: Tensors) -> torch.Tensor | None:

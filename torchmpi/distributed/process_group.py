@@ -371,12 +371,8 @@ class ProcessGroup(HookedGroup):
         """Gather one tensor of each rank into a list on the root."""
         tensor, is_root = single(inputs), self.rank() == opts.rootRank
         parts = list(single(outputs)) if is_root else []
-        if is_root and (len(parts) != self.size() or not have_equal_lengths([*parts, tensor])):
-            raise ArgumentError(
-                f"{self._where}: gather: {len(parts)} output tensors of "
-                f"{[part.numel() for part in parts]} elements; the input has {tensor.numel()}. "
-                f"Pass one like the input for each of the {self.size()} ranks."
-            )
+        if is_root:
+            self._check_parts("gather", "output", parts, "input", tensor)
         return self._on_rows("gather", [tensor], parts, opts, root=opts.rootRank)
 
     @apart_from_modes
@@ -396,13 +392,16 @@ class ProcessGroup(HookedGroup):
         """Send entry j of the root's list to rank j."""
         output, is_root = single(outputs), self._group.rank == opts.rootRank
         parts = list(single(inputs)) if is_root else []
-        if is_root and (len(parts) != self._size or not have_equal_lengths([*parts, output])):
-            raise ArgumentError(
-                f"{self._where}: scatter: {len(parts)} input tensors of "
-                f"{[part.numel() for part in parts]} elements; the output has {output.numel()}. "
-                f"Pass one like the output for each of the {self._size} ranks."
-            )
+        if is_root:
+            self._check_parts("scatter", "input", parts, "output", output)
         return self._on_rows("scatter", parts, [output], opts, root=opts.rootRank)
+
+    def _check_parts(self, name: str, kind: str, parts: Tensors, other: str, tensor: torch.Tensor) -> None:
+        if len(parts) != self._size or not have_equal_lengths([*parts, tensor]):
+            raise ArgumentError(
+                f"{self._where}: {name}: {len(parts)} {kind} tensors of {[part.numel() for part in parts]} elements; "
+                f"the {other} has {tensor.numel()}. Pass one like the {other} for each of the {self._size} ranks."
+            )
 
     @overloaded(AllToAllOptions, 2, "timeout")
     def alltoall(  # type: ignore[override]

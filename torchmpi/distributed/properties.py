@@ -54,15 +54,9 @@ class GroupProperties(dist.ProcessGroup):
 
     _set_group_desc = setGroupDesc  # type: ignore[assignment]
 
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """The name, as Python code reads it."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The description, as Python code reads it."""
-        return self._description
+    # As Python code reads them.
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:

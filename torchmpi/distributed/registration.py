@@ -6,11 +6,12 @@ import MPI and must not raise, otherwise ``import torch`` would fail.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -61,16 +62,16 @@ def _register() -> None:
     if not dist.is_available() or torch_names.NAME in dist.Backend.backend_list:
         return
 
-    dist.Backend.register_backend(torch_names.NAME, _create, extended_api=True, devices=DEVICES)
-    dist.register_rendezvous_handler(SCHEME, _rendezvous_through_mpi)  # type: ignore[attr-defined,no-untyped-call]
+    dist.Backend.register_backend(torch_names.NAME, _later(".creation", "create"), extended_api=True, devices=DEVICES)
+    dist.register_rendezvous_handler(SCHEME, _later(".rendezvous", "through_mpi"))  # type: ignore[attr-defined,no-untyped-call]
     torch_names.call_when_named(lambda: torch_names.wrap_rendezvous("env", _environment_or_mpi))
     torch_names.refuse_mixtures()
     torch_names.leave_flight_recorder()
     torch_names.keep_dynamo_out(torch_names.NAME)
     if _is_set(_AS_MPI):
-        torch_names.take_name_of_mpi(_create_for_mpi)
+        torch_names.take_name_of_mpi(_later(".creation", "create_for_mpi"))
     if _is_set(_AS_GLOO):
-        torch_names.take_name_of_gloo(_create_for_gloo, DEVICES)
+        torch_names.take_name_of_gloo(_later(".creation", "create_for_gloo"), DEVICES)
         torch_names.wrap_rendezvous("env", _environment_or_mpi)
     _has_address = has_address or not (_is_set(_AS_MPI) or is_like_torchrun)
 
@@ -105,28 +106,13 @@ def names_wanted() -> dict[str, bool]:
     return {name: name in taken for name in wanted}
 
 
-def _create(options: Any, pg_options: Any) -> Any:
-    from . import creation
+def _later(module: str, function: str) -> Callable[..., Any]:
+    """Return a function whose module is imported when it is called."""
 
-    return creation.create(options)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(module, __package__), function)(*arguments, **options)
 
-
-def _create_for_mpi(options: Any, pg_options: Any) -> Any:
-    from . import creation
-
-    return creation.create_for_mpi(options)
-
-
-def _create_for_gloo(options: Any, pg_options: Any) -> Any:
-    from . import creation
-
-    return creation.create_for_gloo(options)
-
-
-def _rendezvous_through_mpi(url: str, **options: Any) -> Iterator[Any]:
-    from . import rendezvous
-
-    return rendezvous.through_mpi(url, **options)
+    return call
 
 
 def _environment_or_mpi(original: Any, url: str, **options: Any) -> Iterator[Any]:

@@ -55,7 +55,7 @@ def _check(group: Group, tensor: torch.Tensor, name: str, peer: int | None, tag:
     check_open(group, what)
     buffers.check(tensor, what, written=name == "recv")
     if name == "recv":
-        writable.refuse_read_only(tensor, group.where, name)
+        writable.refuse_read_only(group.where, name, tensor)
     if peer is not None and not 0 <= peer < group.size:
         raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
     if not 0 <= tag <= MAX_TAG:

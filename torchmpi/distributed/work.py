@@ -28,7 +28,6 @@ class CompletedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
     def is_success(self) -> bool:
@@ -42,7 +41,6 @@ class CompletedWork(dist.Work):
         """Return None: a failed call has raised."""
 
     def get_future(self) -> Future:
-        """Return a completed future."""
         future: Future = torch.futures.Future()
         future.set_result([])
         return future
@@ -60,17 +58,14 @@ class EndedMessage(CompletedWork):
         self._tensor, self._source = tensor, source
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensor."""
         return [self._tensor]
 
     def get_future(self) -> Future:
-        """Return a completed future of the tensor."""
         future: Future = torch.futures.Future()
         future.set_result([self._tensor])
         return future
 
     def source_rank(self) -> int:
-        """Return the rank in the group that sent the message."""
         return self._source
 
     _source_rank = source_rank
@@ -188,8 +183,7 @@ class MessageWork(PendingWork):
         source: int = handle.source if isinstance(handle, (MessageHandle, DeferredReceive)) else -1
         return source
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
 
 class JoinedWork(PendingWork):

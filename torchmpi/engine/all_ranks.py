@@ -12,7 +12,7 @@ from .. import nn as mpinn
 from ..errors import ArgumentError, DeviceError
 from ..nn.replica import attached
 from ..nn.sync import ASYNC_BACKWARD
-from ..session import api, recovery, runtime
+from ..session import api
 from .state import State
 from .updates import trained_parameters
 
@@ -34,30 +34,24 @@ class AllRanks:
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
         return api.rank()
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return api.size()
 
     # --- agreement -----------------------------------------------------------------------------------------
 
     def count(self, number: int) -> int:
-        """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
         return int(collectives.allreduce(int(number)))
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return the object of one rank on all ranks."""
         return collectives.broadcast_object(value, root)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order."""
         return list(collectives.allgather_object(value))
 
     def collect(self, rows: Tensor) -> Tensor | None:
-        """Return the rows of all ranks, in rank order, on rank 0; None on the others."""
         return collectives.gather(rows)
 
     # --- training ------------------------------------------------------------------------------------------
@@ -122,40 +116,6 @@ class AllRanks:
             mpinn.unregister_async_backward(module)
         elif (backward := attached(module, ASYNC_BACKWARD)) is not None:
             backward.abandon()
-
-    # --- loss of a rank ------------------------------------------------------------------------------------
-
-    @property
-    def raises_losses(self) -> bool:
-        """Whether calls raise an error when a rank is lost, instead of ending the job."""
-        return runtime.current().context.raises_lost_ranks
-
-    @property
-    def loss(self) -> str:
-        """The loss of a rank; '' for none."""
-        return runtime.current().context.loss
-
-    def confirm(self) -> None:
-        """Return if all ranks are here and none is lost, so that all results are right; raise otherwise."""
-        recovery.confirm()
-
-    def begin_again(self) -> None:
-        """Begin the loop together, by a call that only loops make."""
-        recovery.begin_again()
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this rank was a spare, has just taken the place of a lost rank, and has no state."""
-        return recovery.is_newcomer()
-
-    def note_state(self) -> None:
-        """Note that this rank has got the state of the others."""
-        recovery.note_state()
-
-    def recover(self, timeout: float) -> None:
-        """Continue with the remaining ranks; ``begin()`` comes next."""
-        recovery.recover(timeout)
-        self.end(failed=True)  # the communicators of the registration are closed
 
     # --- details -------------------------------------------------------------------------------------------
 

@@ -75,12 +75,7 @@ class Saved:
 
 
 class Saver:
-    """Saves the checkpoints of a run, one at a time, in a thread of rank 0. Its methods are collective.
-
-    saver = Saver(SingleProcess())
-    saver.save(Path("run.ckpt"), Content({"epoch": 1}, {}, {"network": net.state_dict()}), asynchronous=True)
-    saver.wait()
-    """
+    """Saves the checkpoints of a run, one at a time, in a thread of rank 0. Its methods are collective."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -134,10 +129,7 @@ def exists(path: Path) -> bool:
 
 
 def read(path: Path, coordinator: Coordinator) -> Saved:
-    """Read a checkpoint. Collective: only rank 0 reads the files.
-
-    saved = read(Path("run.ckpt"), SingleProcess())
-    """
+    """Read a checkpoint. Collective: only rank 0 reads the files."""
     tensors, ranks = _on_rank_0(coordinator, lambda: _load(path))
     try:
         mine = ranks[0]

@@ -75,19 +75,15 @@ class SingleProcess:
         self._device = device
 
     def count(self, number: int) -> int:
-        """Return `number`."""
         return int(number)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return `value`."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a list of `value` only."""
         return [value]
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return `rows`."""
         return rows
 
     def device(self, network: nn.Module) -> torch.device:

@@ -127,11 +127,7 @@ def map_tensors(function: Callable[[Tensor, str], Tensor], value: Any, name: str
 
 
 class DeviceCopy:
-    """Copies batches to a device. On a GPU the copies use a stream of their own and overlap with the current step.
-
-    copies = DeviceCopy(torch.device("cuda:0"))
-    sample = copies.adopt(copies.send(sample))   # send() may run in another thread
-    """
+    """Copies batches to a device. On a GPU the copies use a stream of their own and overlap with the current step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -183,10 +179,6 @@ class Prefetcher(Generic[T]):
 
     Exceptions of `load` are raised by the iteration that would have returned the batch, with the traceback of the
     thread.
-
-        with Prefetcher(iter(batches).__next__, depth=1) as ahead:
-            for batch in ahead:
-                train_on(batch)
     """
 
     def __init__(self, load: Callable[[], T], depth: int) -> None:
@@ -266,12 +258,7 @@ class _Loaded(NamedTuple):
 
 
 class Epoch:
-    """One pass over `iterator`, from the beginning or from a saved position.
-
-    with Epoch(loader, DeviceCopy(device), depth=1) as epoch:
-        while (sample := epoch.next()) is not None:
-            train_on(sample)
-    """
+    """One pass over `iterator`, from the beginning or from a saved position."""
 
     def __init__(
         self, iterator: Iterable[Any], device_copy: DeviceCopy, depth: int, position: dict[str, Any] | None = None

@@ -71,7 +71,6 @@ class BestEpoch:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, for a checkpoint."""
         return {"value": self.value, "epoch": self.epoch, "num_worse": self._num_worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

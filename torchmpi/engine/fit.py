@@ -122,14 +122,9 @@ def fit(
 class DividedBatches(Sampler[list[int]]):
     """The indices of the part of one rank in each batch, in an order that depends on seed and epoch only.
 
-    A rank may have no part in the last batch.
+    A `seed` of None takes the order of the data.
 
-    Args:
-        num_examples: Number of examples of the data.
-        batch_size: Number of examples of a batch, over all ranks.
-        rank: Rank of this process.
-        size: Number of ranks.
-        seed: Seed of the order; None for the order of the data.
+    A rank may have no part in the last batch.
 
     Example:
         >>> [list(DividedBatches(5, 4, rank, 2, None)) for rank in range(2)]

@@ -10,8 +10,8 @@ from ..continuing.numbered_copies import NumberedCopies
 from ..errors import ArgumentError, RankLostError, TorchMPIError
 from ..log import logger
 from ..nn import DistributedOptimizer
+from ..session import recovery, runtime
 from ..tensors import streams
-from .all_ranks import AllRanks
 from .checkpoint import Content, Saved
 from .coordination import Coordinator
 from .data_loading import Source, is_function, map_tensors, num_batches
@@ -19,12 +19,7 @@ from .training_run import TrainingRun, redivided_batch
 
 
 class MemoryCopies:
-    """The last copies of a run.
-
-    copies = MemoryCopies()
-    copies.take(run)
-    saved = copies.last_common(run, num_lost=1, coordinator=SingleProcess())
-    """
+    """The last copies of a run."""
 
     def __init__(self) -> None:
         self._copies = NumberedCopies[Content]()
@@ -67,14 +62,14 @@ def _copied(content: Content) -> Content:
 class Recovery:
     """What ``engine.recover()`` adds to a run: copies at intervals, and the return to one of them."""
 
-    def __init__(self, coordinator: AllRanks, every: int, timeout: float) -> None:
+    def __init__(self, coordinator: Coordinator, every: int, timeout: float) -> None:
         self._coordinator, self._every, self._timeout = coordinator, every, timeout
         self._copies = MemoryCopies()
 
     def check(self, optimizer: torch.optim.Optimizer | None, sources: list[Source]) -> None:
         """Refuse a run that could not continue."""
         self._copies = MemoryCopies()
-        if not self._coordinator.raises_losses:
+        if not runtime.current().context.raises_lost_ranks:
             raise ArgumentError(
                 f"rank {self._coordinator.rank}: recover() needs start(config=Config(on_lost_rank='raise')), or "
                 "TORCHMPI_ON_LOST_RANK=raise: without it, the job ends when a rank is lost."
@@ -97,20 +92,20 @@ class Recovery:
             return
         # A call on a device that was aborted, because a rank is lost, has left undefined values in the parameters.
         streams.settle(next(run.state.network.parameters()))
-        self._coordinator.confirm()
+        recovery.confirm()
         self._copies.take(run)
 
     @property
     def joins(self) -> bool:
         """Whether this rank was a spare, and has not got the state of the others yet."""
-        return self._coordinator.is_newcomer
+        return recovery.is_newcomer()
 
     def return_to_copy(self, run: TrainingRun, error: TorchMPIError) -> Saved:
         """Return the copy from which the remaining ranks continue; raise an error that is not the loss of a rank."""
-        if not self._coordinator.loss:
+        if not runtime.current().context.loss:
             raise error
         num_before = self._coordinator.size
-        self._coordinator.recover(self._timeout)
+        self._recover()
         return self._common_copy(run, num_before)
 
     def join(self, run: TrainingRun) -> Saved:
@@ -121,14 +116,18 @@ class Recovery:
         coordinator = self._coordinator
         while True:
             try:
-                coordinator.begin_again()
+                recovery.begin_again()
                 run.divide_anew()
                 num_lost = num_before - coordinator.size
                 saved = self._copies.last_common(run, num_lost, coordinator, is_newcomer=self.joins)
                 if coordinator.rank == 0:
                     logger.info(f"continuing from epoch {saved.common['epoch'] + 1}, after update {saved.common['t']}")
                 coordinator.begin(run.state)
-                coordinator.note_state()
+                recovery.note_state()
                 return saved
             except RankLostError:  # another one
-                coordinator.recover(self._timeout)
+                self._recover()
+
+    def _recover(self) -> None:
+        recovery.recover(self._timeout)
+        self._coordinator.end(failed=True)  # the communicators of the registration are closed

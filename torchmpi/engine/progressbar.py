@@ -36,13 +36,7 @@ _Bar.set_lock(threading.RLock())  # the default is a lock of multiprocessing, wh
 
 
 class ProgressBar:
-    """Progress of a run, one line per epoch on a terminal.
-
-    bar = ProgressBar()
-    bar.begin_epoch(state)
-    bar.update(state)
-    bar.close()
-    """
+    """Progress of a run, one line per epoch on a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream

@@ -23,13 +23,7 @@ ClipNorm = Callable[[list[Tensor], float], Tensor]
 class UpdateOptions:
     """How ``train()`` makes an update. The options are equal on all ranks.
 
-    Args:
-        accumulate: Number of batches per update, on each rank.
-        weight: Whether batches or examples have equal weights in the average of the gradients.
-        clip_grad_norm: Largest norm of the averaged gradient.
-        clip_grad_value: Largest absolute value of an element of the averaged gradient.
-        autocast: Data type of automatic mixed precision.
-        has_scaler: Whether a GradScaler scales the loss.
+    The options are those of ``train()``; `has_scaler`: whether a GradScaler scales the loss.
     """
 
     accumulate: int = 1

@@ -35,7 +35,6 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the result in the dtype of the tensor that was compressed."""
         return tensor.to(ctx)
 
 

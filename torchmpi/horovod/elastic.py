@@ -89,7 +89,6 @@ class ObjectState(ElasticState):
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 
     def restore(self) -> None:
-        """Return to the copy."""
         self.__dict__.update(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -296,13 +295,11 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Return to the copies."""
         for handler in self._state_handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks."""
         for handler in self._state_handlers.values():
             handler.sync()
         super().sync()

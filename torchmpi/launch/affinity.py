@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+
+from .. import files
 
 # Quota and period: in one file of cgroup v2, in two of v1.
 _QUOTA_FILES_2, _QUOTA_FILES_1 = ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
@@ -38,10 +39,7 @@ def in_several_autogroups(processes: Iterable[int]) -> bool:
 
 def has_autogroups() -> bool:
     """Return whether Linux divides the cores between sessions, as on most desktops and servers."""
-    try:
-        return Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1"
-    except OSError:
-        return False
+    return files.text_of("/proc/sys/kernel/sched_autogroup_enabled") == "1"
 
 
 def bind(cores: frozenset[int]) -> bool:
@@ -90,20 +88,13 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 def statistics_of_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Path | None:
     """Return the file in which the kernel counts how long the CPU limit has stopped this process; None if unknown."""
-    for folder, _ in _control_groups(root, own):
-        with contextlib.suppress(OSError):
-            if "throttled" in (file := folder / "cpu.stat").read_text():
-                return file
-    return None
+    found = (folder / "cpu.stat" for folder, _ in _control_groups(root, own))
+    return next((file for file in found if "throttled" in files.text_of(file)), None)
 
 
 def _control_groups(root: Path, own: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     """Generate the control groups that limit the CPU of this process, from the inside, with the files of limits."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in files.text_of(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, names = root, _QUOTA_FILES_2
@@ -118,11 +109,11 @@ def _control_groups(root: Path, own: Path) -> Iterator[tuple[Path, Sequence[str]
                 break
 
 
-def _quota_of(files: Iterable[Path]) -> float:
+def _quota_of(paths: Iterable[Path]) -> float:
     try:
-        quota, period = " ".join(file.read_text() for file in files).split()
+        quota, period = " ".join(map(files.text_of, paths)).split()
         return int(quota) / int(period) if quota not in ("max", "-1") else math.inf
-    except (OSError, ValueError):
+    except ValueError:
         return math.inf
 
 

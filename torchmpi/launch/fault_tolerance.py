@@ -140,7 +140,6 @@ class _Communicators:
         self._made: dict[int, tuple[Any, float]] = {}
 
     def add(self, comm: Any) -> Any:
-        """Add a communicator, and return it."""
         with self._lock:
             self._made[id(comm)] = comm, time.monotonic()
         return comm
@@ -151,7 +150,6 @@ class _Communicators:
             self._made.pop(id(comm), None)
 
     def clear(self) -> None:
-        """Forget all."""
         with self._lock:
             self._made.clear()
 
@@ -172,19 +170,15 @@ def _tracked(MPI: Any, known: _Communicators) -> Callable[[Any], Any]:
         """A communicator whose calls a loss ends."""
 
         def Dup(self, *arguments: Any) -> Any:
-            """Return another communicator of the same ranks. Collective."""
             return known.add(Tracked(super().Dup(*arguments)))
 
         def Split(self, *arguments: Any) -> Any:
-            """Return a communicator of some of the ranks. Collective."""
             return self._made(super().Split(*arguments))
 
         def Split_type(self, *arguments: Any) -> Any:
-            """Return a communicator of ranks that share something. Collective."""
             return self._made(super().Split_type(*arguments))
 
         def Create_group(self, *arguments: Any) -> Any:
-            """Return a communicator of the ranks of a group. Collective over these."""
             return self._made(super().Create_group(*arguments))
 
         def Abort(self, errorcode: int = 0) -> None:
@@ -192,7 +186,6 @@ def _tracked(MPI: Any, known: _Communicators) -> Callable[[Any], Any]:
             MPI.COMM_WORLD.Abort(errorcode)
 
         def Free(self) -> None:
-            """Free the communicator."""
             known.discard(self)
             super().Free()
 
@@ -234,12 +227,10 @@ class FaultTolerantMPI(Continuing):
     # --- start and end
 
     def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables to set before MPI is initialized."""
         self._is_prepared = True
         return variables(environment)
 
     def why_no_recovery(self) -> str:
-        """Return why the job cannot continue without a lost rank; '' if it can."""
         if self._library.Query_thread() != self._library.THREAD_MULTIPLE:
             return "it was initialized without MPI_THREAD_MULTIPLE, and a thread must look for lost ranks"
         if not self._is_prepared:
@@ -255,7 +246,6 @@ class FaultTolerantMPI(Continuing):
         return self.survivors is not None
 
     def begin(self) -> Survivors:
-        """Begin to let all calls fail when a rank is lost, instead of ending the job. Collective, the first time."""
         if self.survivors is None:
             world = self._library.COMM_WORLD
             spares = int(os.environ.get(SPARES_VARIABLE) or 0)
@@ -272,7 +262,6 @@ class FaultTolerantMPI(Continuing):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The first rank of each rank of `COMM_WORLD`."""
         return self._places
 
     def take_place(self, prepare: Callable[[], object]) -> None:
@@ -375,7 +364,6 @@ class FaultTolerantMPI(Continuing):
 
     @property
     def loss(self) -> str:
-        """Why all calls fail, if a rank has been lost and the ranks have not agreed since; '' otherwise."""
         return self._reason
 
     def loss_behind_error(self) -> str:
@@ -445,7 +433,6 @@ class FaultTolerantMPI(Continuing):
         return False
 
     def agree(self, timeout_seconds: float) -> None:
-        """Make `COMM_WORLD` that of the remaining ranks; `loss` is '' then. Collective over them, and spare ranks."""
         assert self.survivors is not None
         limit = time.monotonic() + timeout_seconds
         is_spare = self.COMM_WORLD == self._library.COMM_NULL

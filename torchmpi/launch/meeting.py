@@ -54,7 +54,6 @@ class Met(NamedTuple):
     """The ranks that have not connected in time."""
 
     def close(self) -> None:
-        """Close the connections."""
         for sock in self.sockets.values():
             sock.close()
 

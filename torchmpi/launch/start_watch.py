@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import files
 from ..config import Config
 from ..errors import ConfigError
 from ..log import log_fatal, logger
@@ -48,7 +49,6 @@ class _Ranks(NamedTuple):
 
     @property
     def all(self) -> set[int]:
-        """The numbers of all."""
         return {*self.starting, *self.others}
 
 
@@ -104,7 +104,6 @@ class StartWatch:
         return self._lowest == self._launcher.rank or late_seconds > _GRACE_SECONDS
 
     def _has_ended(self, ranks: _Ranks) -> bool:
-        """Return whether a rank of this host has ended."""
         return bool(ranks.all) and len(ranks.all) < (self._launcher.local_size or 0)
 
     def _ended(self, existing: set[int]) -> str:
@@ -176,22 +175,14 @@ def _ranks_of_host() -> _Ranks:
 def _all_processes() -> dict[int, _Process]:
     processes = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        if fields := _read(f"/proc/{name}/stat").rpartition(")")[2].split():
+        if fields := files.text_of(f"/proc/{name}/stat").rpartition(")")[2].split():
             processes[int(name)] = _Process(int(name), fields[0], int(fields[1]))
     return processes
 
 
-def _read(path: str) -> str:
-    """Return the contents of a file of /proc; '' if the process has ended, or belongs to another user."""
-    try:
-        return Path(path).read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _rank_of(pid: int, job: str | None = None) -> int | None:
     """Return the rank in the environment of a process; None if it is of no job, or of another one than `job`."""
-    entries = _read(f"/proc/{pid}/environ").split("\0")
+    entries = files.text_of(f"/proc/{pid}/environ").split("\0")
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     if job is not None and environment.get("PMIX_NAMESPACE") != job:
         return None
@@ -204,6 +195,6 @@ def _is_in_start(pid: int, children: dict[int, list[int]]) -> bool:
     """Return whether a process, or one that it has started, is in ``start()``."""
     with contextlib.suppress(OSError):  # it has ended
         folder = f"/proc/{pid}/task"
-        if any(_read(f"{folder}/{thread}/comm").rstrip("\n") == _THREAD_NAME for thread in os.listdir(folder)):
+        if any(files.text_of(f"{folder}/{thread}/comm") == _THREAD_NAME for thread in os.listdir(folder)):
             return True
     return any(_is_in_start(child, children) for child in children.get(pid, ()))

@@ -27,14 +27,9 @@ def check_same_layout(
 ) -> None:
     """Raise on all ranks unless names, shapes and dtypes of `tensors` are the same everywhere, and none is sparse.
 
-    The ranks exchange a checksum, and the complete lists only if the checksums differ, for the message.
+    With `strides`, these are compared too; with `written`, expanded tensors are refused.
 
-    Args:
-        replica: The net, for the names of tensors.
-        tensors: The tensors.
-        comm: The communicator of the ranks.
-        strides: Compare strides too.
-        written: Refuse expanded tensors.
+    The ranks exchange a checksum, and the complete lists only if the checksums differ, for the message.
     """
     names = replica.names(tensors)
     layout = [

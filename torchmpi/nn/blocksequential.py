@@ -179,9 +179,8 @@ def _block_sequentials(modules: Iterable[nn.Module]) -> list[BlockSequential]:
         own = {id(parameter) for parameter in Replica(module).parameters}
         if stored & own:
             raise ArgumentError(
-                f"{rank_prefix()}Two BlockSequential modules share a parameter, which can be stored in only one "
-                "block. Make one "
-                "BlockSequential of both, or use nn.Sequential for one of them."
+                f"{rank_prefix()}Two BlockSequential modules share a parameter, which can be stored in only one block. "
+                "Make one BlockSequential of both, or use nn.Sequential for one of them."
             )
         stored |= own
     return found

@@ -71,8 +71,7 @@ def clip_grad_norm_(
         norm = _same_norm(norm, communicator, net if isinstance(net, nn.Module) else parameters, call)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"{rank_prefix()}clip_grad_norm_: the total norm of order {norm_type} of the gradients is "
-            f"{norm.item()}. "
+            f"{rank_prefix()}clip_grad_norm_: the total norm of order {norm_type} of the gradients is {norm.item()}. "
             "Pass error_if_nonfinite=False to scale the gradients by it."
         )
     nn.utils.clip_grads_with_norm_([each for each in parameters if not _is_sparse(each)], max_norm, norm)

@@ -90,7 +90,6 @@ class GradientGuard:
 
     @property
     def is_inside_join(self) -> bool:
-        """Whether the net is inside ``join``."""
         return self._net is not None and attached(self._net, JOIN_STATE) is not None
 
     def open(self) -> None:
@@ -166,10 +165,9 @@ def refuse_shared(net: nn.Module, own: GradientGuard | None) -> None:
         if other is not own:
             shared = [name for name, parameter in net.named_parameters() if id(parameter) in other.known]
             raise ArgumentError(
-                f"{rank_prefix()}The parameters {', '.join(map(repr, shared))} belong to another net too, which "
-                "is registered or has "
-                "a DistributedOptimizer. Pass one module that contains both nets, such as nn.ModuleList([a, b]), or "
-                "unregister the other net, or delete its optimizer, before."
+                f"{rank_prefix()}The parameters {', '.join(map(repr, shared))} belong to another net too, which is "
+                "registered or has a DistributedOptimizer. Pass one module that contains both nets, such as "
+                "nn.ModuleList([a, b]), or unregister the other net, or delete its optimizer, before."
             )
 
 

@@ -78,10 +78,7 @@ class GradientReduction(NamedTuple):
     def start(self, flat: Tensor, bucket: ReducibleBucket | None, comm: Communicator) -> Callable[[], object]:
         """Launch the reduction of `flat` in place and return the function that finishes it.
 
-        Args:
-            flat: A flat tensor of gradients.
-            bucket: Their bucket; None if no compressor is used for `comm`.
-            comm: The communicator.
+        `bucket` is that of the gradients; None if no compressor is used for `comm`.
         """
         if bucket is not None and flat.is_floating_point() and flat.numel() and self.is_compressed(comm):
             assert self.compressor is not None

@@ -94,9 +94,6 @@ class GradientList:
             scattered: Whether the gradients of this rank lie elsewhere than in shared blocks.
             changed: The ids of parameters, these or others, whose gradients this rank has changed since backward.
 
-        Returns:
-            The same result on all ranks.
-
         Raises:
             GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
             ReplicaError: The nets of the ranks have different numbers of parameters, or other ones are frozen.

@@ -48,9 +48,8 @@ class JoinState(Attachment):
         """Announce a synchronization of this rank, which has data."""
         if isinstance(compression, GradientCompressor):
             raise ArgumentError(
-                f"{rank_prefix()}compression={type(compression).__name__} inside join(): ranks without data would "
-                "have no gradients "
-                "to which its error feedback belongs. Use 'fp16', 'bf16' or None."
+                f"{rank_prefix()}compression={type(compression).__name__} inside join(): ranks without data would have "
+                "no gradients to which its error feedback belongs. Use 'fp16', 'bf16' or None."
             )
         self.num_rounds += 1
         joint = self._exchange([1, kind, int(average), bucket_bytes, _COMPRESSIONS.index(compression)])
@@ -62,7 +61,6 @@ class JoinState(Attachment):
         return self._exchange([0, 0, 0, 0, 0])
 
     def reduction(self, joint: JoinRound) -> GradientReduction:
-        """Return the reduction of the gradients in a round."""
         size, wire = self.comm.size, transport(joint.compression).wire
         if not joint.average:
             return GradientReduction(1, size, wire)

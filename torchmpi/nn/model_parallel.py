@@ -73,8 +73,7 @@ class MPLinear(nn.Module):
         if input.shape[-1] != self.in_features:
             raise ArgumentError(
                 f"{rank_prefix()}MPLinear({self.in_features}, {self.out_features}) got an input of shape "
-                f"{list(input.shape)}. Pass the complete input, with {self.in_features} features in the "
-                "last dimension."
+                f"{list(input.shape)}. Pass the complete input, with {self.in_features} features in the last dimension."
             )
         layer_comm = self._layer_comm
         layer_comm.check_same_input(input)

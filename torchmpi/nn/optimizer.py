@@ -221,9 +221,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ArgumentError(
-            f"{rank_prefix()}a DistributedOptimizer cannot be copied or pickled, as it belongs to the "
-            "communicators of a job. Save its "
-            "state_dict(), or copy model and optimizer before the optimizer is wrapped."
+            f"{rank_prefix()}a DistributedOptimizer cannot be copied or pickled, as it belongs to the communicators of "
+            "a job. Save its state_dict(), or copy model and optimizer before the optimizer is wrapped."
         )
 
     def __getattr__(self, name: str) -> Any:

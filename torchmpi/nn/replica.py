@@ -80,8 +80,7 @@ class Replica:
         assert self._root is not None
         name = next(name for name, module in self._root.named_modules() if module is layer)
         raise ArgumentError(
-            f"{rank_prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed "
-            "only, but "
+            f"{rank_prefix()}{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed only, but "
             "torch.distributed is not initialized: each rank would normalize with the statistics of its own batch. "
             "Convert the net with mpinn.SyncBatchNorm.convert_sync_batchnorm(net)."
         )
@@ -122,7 +121,6 @@ class Replica:
         return list(parts.values())
 
     def names(self, tensors: Iterable[Tensor]) -> list[str]:
-        """Return the names of `tensors`."""
         known: dict[int, str] = {}
         if self._root is not None:
             known = {id(tensor): name for name, tensor in self._root.named_buffers()}
@@ -136,7 +134,6 @@ class Replica:
         return events.labelled(f"{label}: {' to '.join(dict.fromkeys(self.names((tensors[0], tensors[-1]))))}")
 
     def name(self, tensor: Tensor) -> str:
-        """Return the name of one tensor."""
         everything = self.parameters + self.buffers + self.shards
         names = self.names(everything)
         return next((name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor")

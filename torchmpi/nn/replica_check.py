@@ -90,17 +90,10 @@ class Difference(NamedTuple):
 
 @torch.no_grad()
 def compare(tensors: Compared, comm: Communicator) -> dict[str, Difference]:
-    """Compare tensors over the ranks by their checksums. Collective.
+    """Compare tensors over the ranks by their checksums. Collective. Return the differences by name.
 
     The ranks exchange one number for all tensors, which travels with the comparison of the call between hosts, and
     through shared memory within a host. Only if it differs, they exchange the checksums of each.
-
-    Args:
-        tensors: The tensors.
-        comm: The communicator of the ranks.
-
-    Returns:
-        The differences by name, on all ranks of those of the same names.
     """
     if not tensors:
         return {}
@@ -126,9 +119,7 @@ def compare(tensors: Compared, comm: Communicator) -> dict[str, Difference]:
 def differences(found: Sequence[Mapping[str, tuple[int, int]]], rank: int) -> dict[str, Difference]:
     """Return the differences among the checksums of all ranks.
 
-    Args:
-        found: Of each rank the checksums by name, each with a number that is equal on ranks that must agree.
-        rank: This rank.
+    Each checksum in `found` has a number that is equal on ranks that must agree.
 
     >>> same, other = {"w": (7, 0), "b": (1, 0)}, {"w": (9, 0), "b": (1, 0)}
     >>> differences([same, other, same], 1)

@@ -164,8 +164,7 @@ def synchronize_gradients(
         if join_state.comm is not communicator:
             raise ArgumentError(
                 f"{rank_prefix()}synchronize_gradients(comm={communicator!r}): the net was joined on "
-                f"{join_state.comm!r}. "
-                "Give join() and the calls inside it the same comm."
+                f"{join_state.comm!r}. Give join() and the calls inside it the same comm."
             )
         reduction = join_state.reduction(
             join_state.announce_active(

@@ -74,8 +74,7 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ArgumentError(
                 f"{rank_prefix()}SyncBatchNorm({self.num_features}) got an input of shape {list(input.shape)}; it "
-                "needs "
-                f"{self.num_features} channels in dimension 1."
+                f"needs {self.num_features} channels in dimension 1."
             )
         if not self.training:
             return nn.functional.batch_norm(
@@ -134,9 +133,8 @@ class SyncBatchNorm(_BatchNorm):
         for name, layer in found.items():
             if type(layer) not in _CONVERTIBLE:
                 raise ArgumentError(
-                    f"{rank_prefix()}convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm "
-                    "with a forward pass of "
-                    "its own. Replace the layer before; a lazy one needs a batch first."
+                    f"{rank_prefix()}convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm with a "
+                    "forward pass of its own. Replace the layer before; a lazy one needs a batch first."
                 )
         for layer in found.values():
             layer.__class__ = cls

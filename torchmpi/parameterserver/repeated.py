@@ -131,7 +131,7 @@ class Repeater:
             record.withdraw()
             server.context.note_failed(handle, error)
         else:
-            handle.set_result(tensor if is_receive else None)
+            handle.end(tensor if is_receive else None)
         return handle
 
 

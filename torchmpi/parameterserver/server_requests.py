@@ -41,7 +41,6 @@ class RequestRecord:
         self.fields, self.floats, self.address, self.place = memory.cast("q"), memory.cast("d"), address, place
 
     def begin(self, dtype: torch.dtype, num_bytes: int) -> None:
-        """Write that a request begins."""
         fields = self.fields
         fields[RequestFields.dtype], fields[RequestFields.num_bytes] = dtype_table.info(dtype).code, num_bytes
         fields[RequestFields.begin] = events.now()
@@ -73,7 +72,6 @@ class RequestRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
         return self.fields[RequestFields.total_bytes]
 
     @property

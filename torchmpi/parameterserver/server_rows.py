@@ -46,7 +46,6 @@ class Rows:
         return index * self.row_numel + (column if has_row else 0)
 
     def element(self, position: int) -> int:
-        """Return the element at a position."""
         index, column = divmod(position, self.row_numel)
         return int(self.numbers[index]) * self.row_numel + column
 

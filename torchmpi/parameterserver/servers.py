@@ -110,27 +110,27 @@ class Server:
         self.repeater = Repeater(self)
 
     @property
-    def num_sent(self) -> int:  # noqa: D102, as those that follow: see the attributes of the class
+    def num_sent(self) -> int:
         return self.sends.count
 
     @property
-    def bytes_sent(self) -> int:  # noqa: D102
+    def bytes_sent(self) -> int:
         return self.sends.num_bytes
 
     @property
-    def bytes_received(self) -> int:  # noqa: D102
+    def bytes_received(self) -> int:
         return self.receives.num_bytes
 
     @property
-    def sent_version(self) -> float:  # noqa: D102
+    def sent_version(self) -> float:
         return self.sends.version
 
     @property
-    def sent_staleness(self) -> float:  # noqa: D102
+    def sent_staleness(self) -> float:
         return self.sends.staleness if self.sends.count else math.nan
 
     @property
-    def received_version(self) -> float:  # noqa: D102
+    def received_version(self) -> float:
         return self.receives.version
 
     @property
@@ -299,7 +299,7 @@ class ServerContext(GroupResource):
         except Exception as error:  # wait() raises the error, as for a queued request
             self.note_failed(handle, error)
         else:
-            handle.set_result(result)
+            handle.end(result)
         finally:
             lock.release()
         return handle
@@ -331,7 +331,7 @@ class ServerContext(GroupResource):
         """End a request that has failed."""
         queue = self.call_queue
         queue.failed = [*(other for other in queue.failed if other.unseen_error is not None), handle]
-        handle.set_error(error)
+        handle.end(error=error)
 
     def _counted(self) -> dict[str, MessageCount]:
         """Return the counts of the requests to all servers that have not been freed."""
@@ -603,7 +603,7 @@ def receive(
         tensor = torch.empty(shape, dtype=server.dtype, device="cpu")
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what, written=True)
-    writable.refuse_read_only(tensor, server.group.where, "parameterserver.receive")
+    writable.refuse_read_only(server.group.where, "parameterserver.receive", tensor)
     _check_fits(server, tensor, what, selected, None if order is None else len(order))
     return server.context.call(ServerRequest(server, tensor, None, what, rows=selected, order=order), key)
 

@@ -209,7 +209,6 @@ class Shards:
         return flat.view(num_chunks, 8)
 
     def close(self) -> None:
-        """Unmap the shards."""
         self.segment.close()
 
 
@@ -393,8 +392,7 @@ class Actor:
     def count_step(self, shards: Shards, span: tuple[int, int]) -> NDArray[np.int64]:
         """Count a step of a rule with states on rows of a server, in the shards that have elements of `span`.
 
-        Returns:
-            Its number in each of the shards.
+        Return its number in each of the shards.
         """
         numbers = np.zeros(len(shards.parts), np.int64)
         self._prepare(shards, 0, span, None)

@@ -61,7 +61,6 @@ class RankWorkers:
         self.rank, self.size, self.names, self.where = group.rank, group.size, group.world_ranks, group.where
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks. Collective."""
         return collectives.allgather_object(value, comm=self.communicator)
 
     def barrier(self) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import files
 from .._version import __version__
 from ..config import Config
 from ..config import shared_settings as settings_of
@@ -57,10 +58,7 @@ def place_of(config: Config, first: int | None = None) -> RankPlace:
     """
     if config.host_name:
         return RankPlace(config.host_name, config.host_name, config.host_name)
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
+    boot = files.text_of("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot or first}"
     try:
         # Shared memory is opened through /proc, which shows only the processes of the own namespace.

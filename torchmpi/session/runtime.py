@@ -139,7 +139,6 @@ class Runtime:
 
     @property
     def observed(self) -> observer.ObservedJob:
-        """What observers know of this job."""
         ranks = self.world.rank, self.local_rank
         return observer.ObservedJob(self.config, *ranks, self.host_name, self.world.comm, self.metrics)
 
@@ -319,9 +318,7 @@ class Runtime:
     def _bind(self, masks: list[frozenset[int]], index: int) -> str:
         """Bind this rank to its own cores unless it is bound, set the number of torch threads; describe the result.
 
-        Args:
-            masks: The affinity masks of the ranks that share the cores of this machine.
-            index: The position of this rank among them.
+        `masks`: those of the ranks that share the cores of this machine; `index`: the position of this rank among them.
         """
         before, cores = affinity.current(), affinity.physical_cores()
         plan = affinity.plan_binding(masks, cores=cores) if self.config.bind == "auto" else None
@@ -366,9 +363,8 @@ class Runtime:
         tuned = ", tuned" if self.selector.tuned else ""
         overlap = "" if self.threads_allowed else f" (only THREAD_{level}: asynchronous calls do not overlap)"
         return (
-            f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, "
-            f"device {self.device}, {threads} per rank, {self.binding}{tuned}"
-            f"{about_gpu_backends(self.config, self.devices)}"
+            f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, device "
+            f"{self.device}, {threads} per rank, {self.binding}{tuned}{about_gpu_backends(self.config, self.devices)}"
         )
 
     def close(self) -> None:

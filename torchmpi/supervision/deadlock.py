@@ -128,9 +128,7 @@ def _waits(status: RankStatus, there: RankStatus) -> bool:
 def find_circle(waits: Mapping[int, Sequence[int]], through: int | None = None) -> list[int]:
     """Return ranks each of which waits for the next one, and the last for the first; empty if there are none.
 
-    Args:
-        waits: The ranks for which each rank waits.
-        through: The first rank of the circle; None: any.
+    `waits`: the ranks for which each rank waits; `through`: the first rank of the circle, None for any.
 
     >>> find_circle({0: [1, 2], 1: [], 2: [3], 3: [0]}, 0), find_circle({0: [1], 1: [2], 2: [1]}, 0)
     ([0, 2, 3], [])

@@ -108,7 +108,6 @@ class FailureHandling:
         """Called with the status when this rank ends the job."""
 
     def install(self) -> None:
-        """Install the hooks."""
         self._installed = True
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception

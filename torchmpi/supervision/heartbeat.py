@@ -49,7 +49,6 @@ class HeartbeatQuestion:
         heartbeat.replies[number] = self._replies
 
     def is_answered(self) -> bool:
-        """Return whether all ranks have answered."""
         return self._wanted == self._replies.keys()
 
     def answers(self) -> dict[int, RankStatus]:

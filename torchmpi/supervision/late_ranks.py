@@ -33,17 +33,12 @@ _WATCHED_PERIODS = 4
 class LateRanks:
     """Each rank publishes its pace on the status board of its host; rank 0 compares them, and logs what follows.
 
+    `names`: the host of each rank; `least`: the setting `late_rank_share`; `period`: the time between two checks.
+
     The first rank of another host passes on what its host has published, over the connections of the heartbeat. When
     rank 0 suspects a rank, all ranks look where their main threads are, until the verdict. While ``torchmpi top`` looks
     at rank 0 of a job on several hosts, the ranks of the others tell more, and all of it goes to the flight record of
     rank 0.
-
-    Args:
-        context: The groups of this rank.
-        exchange: The ways to the other ranks.
-        names: The name of the host of each rank.
-        least: The setting `late_rank_share`.
-        period: The time between two checks.
     """
 
     def __init__(

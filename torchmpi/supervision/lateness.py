@@ -101,9 +101,6 @@ class Verdict(NamedTuple):
 def lateness(window: Mapping[int, Pace]) -> dict[int, float]:
     """Return for each rank the share of a window for which the others have waited for it; below 0 if it was early.
 
-    Args:
-        window: What each rank has done in the window.
-
     >>> even, late = Pace(100, 5, 30, 20), Pace(100, 5, 12, 2)
     >>> {rank: round(share, 2) for rank, share in lateness({0: even, 1: late, 2: even}).items()}
     {0: -0.09, 1: 0.18, 2: -0.09}
@@ -123,13 +120,10 @@ def lateness(window: Mapping[int, Pace]) -> dict[int, float]:
 def is_late(shares: Sequence[float], least: float, noise: float) -> bool:
     """Return whether a rank stays late, given the share of each window for which the others have waited for it.
 
+    `shares`: of each window; `noise`: by how much medians over windows vary among even ranks (:func:`variation`).
+
     The median must be at least `least`, and far above the noise. In three quarters of the windows, the rank must be
     late by half of `least` or more: a burst is over before that.
-
-    Args:
-        shares: Of each window.
-        least: The least share that counts as late.
-        noise: By how much medians over windows vary among even ranks (:func:`variation`).
 
     >>> is_late([0.08, 0.11, 0.09, 0.1, 0.12, 0.07, 0.1, 0.09], 0.05, 0.02)
     True
@@ -146,11 +140,10 @@ def is_late(shares: Sequence[float], least: float, noise: float) -> bool:
 def variation(shares: Mapping[int, Sequence[float]]) -> float:
     """Return the standard deviation of the median over half of the windows of a verdict.
 
+    `shares`: of each window of the past, by rank; with few of them, their spread is taken as if all were one.
+
     The spread of single windows would not do: on a machine that others use, a rank may be slow for ten seconds, and
     what comes in bursts does not average out. A rank that is always late does not vary.
-
-    Args:
-        shares: Of each window of the past, by rank; with few of them, their spread is taken as if all were one.
 
     >>> variation({0: [0.1] * 40, 1: [0.0] * 40})
     0.0
@@ -235,8 +228,7 @@ class Verdicts:
 class LateWatch:
     """Finds late ranks and hosts in what all ranks tell of themselves, and when they are late no longer.
 
-    Args:
-        least: The least share of the time for which the others wait, to be reported.
+    `least` is the least share of the time for which the others wait, to be reported.
 
     >>> watch, ns = LateWatch(0.05), 1_000_000_000
     >>> found = []
@@ -356,15 +348,10 @@ class Evidence(NamedTuple):
 def likely_cause(share: float, own: Evidence, others: Sequence[Evidence]) -> str:
     """Return the likely cause of a lateness: the first one that explains half of it.
 
+    `share` is that of the time for which the others wait for the rank. The line of the program that takes longer than
+    on the other ranks is named, if one is known.
+
     What is counted comes before what the looks show, since a thread without a core is slow in every phase.
-
-    Args:
-        share: The share of the time for which the others wait for the rank.
-        own: What the late rank tells.
-        others: What the others tell.
-
-    Returns:
-        The cause in words, with the line of the program that takes longer than on the other ranks, if one is known.
 
     >>> usual = Looks(100, 0.0, {f"{LOADING}{SEPARATOR}at train.py:3": 5})
     >>> more = Looks(100, 0.0, {f"{LOADING}{SEPARATOR}at train.py:3": 30})

@@ -31,7 +31,6 @@ class LossWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()

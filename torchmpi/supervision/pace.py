@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
+from .. import files
 from ..communicators.group import GroupContext
 from ..communicators.progress import progress
 from ..launch import affinity
@@ -51,7 +52,6 @@ class PaceReader:
         gc.callbacks.append(self._note_collection)
 
     def close(self) -> None:
-        """Close what is open."""
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(self._note_collection)
         if self._limits is not None:
@@ -65,7 +65,6 @@ class PaceReader:
             self._collecting += time.monotonic_ns() - self._collection_began
 
     def read(self) -> Pace:
-        """Return the pace of this rank."""
         record = self._context.flight_record
         calls, ticks, inside, waited = self._context.call_counts.totals()
         if ticks and record is not None:
@@ -95,14 +94,6 @@ def _opened(path: str | Path | None) -> int | None:
 def _read(file: int | None) -> str:
     try:
         return "" if file is None else os.pread(file, 4096, 0).decode()
-    except OSError:
-        return ""
-
-
-def _file_text(path: str) -> str:
-    """Return a short file of the kernel; '' if it cannot be read."""
-    try:
-        return Path(path).read_text()
     except OSError:
         return ""
 
@@ -141,9 +132,7 @@ def throttled_ns(statistics: str) -> int:
 class StackLooks:
     """Looks at the main thread again and again, in a thread of its own, for a time.
 
-    Args:
-        seconds: How long.
-        interval: The time between two looks.
+    `seconds`: for how long; `interval`: the time between two looks.
     """
 
     def __init__(self, seconds: float, interval: float) -> None:
@@ -161,7 +150,6 @@ class StackLooks:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the looks."""
         self._stopped.set()
         self._thread.join()
 
@@ -238,8 +226,8 @@ def account(exchange: StatusExchange) -> dict[str, Any]:
     step, samples, loss = progress.last()
     call, call_seconds = exchange.doing()
     main = threading.main_thread()
-    schedule = _file_text(f"/proc/self/task/{main.native_id}/schedstat")
-    pages = (*_file_text("/proc/self/statm").split(), "0", "0")[1]
+    schedule = files.text_of(f"/proc/self/task/{main.native_id}/schedstat")
+    pages = (*files.text_of("/proc/self/statm").split(), "0", "0")[1]
     seen = activity()
     return {
         "step": step, "samples": samples, "loss": loss if math.isfinite(loss) else None,

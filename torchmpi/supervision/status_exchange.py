@@ -70,7 +70,6 @@ class StatusExchange:
     # --- what this rank tells
 
     def own(self) -> RankStatus:
-        """Return the status of this rank."""
         blocked = self.waiting_ranks.blocked  # before the calls: a rank does not wait for one that has entered since
         groups = list(self.context.groups)
         calls = {

@@ -270,7 +270,6 @@ class Watchdog(threading.Thread):
         return call_log.how_it_left(field) if field else "is in stop()"
 
     def _status_of(self, rank: int) -> RankStatus:
-        """Return the status of another rank."""
         if rank == self._world.rank:  # which sends to itself
             return NO_ANSWER
         return self._exchange.ask(self._world, [rank], _STATUS_TIMEOUT_SECONDS).get(rank, NO_ANSWER)

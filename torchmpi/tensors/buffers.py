@@ -119,9 +119,8 @@ def check(tensor: object, what: str, *, written: bool = False, or_number: bool =
         raise ArgumentError(f"{what}: the tensor is nested. Send its parts one by one (tensor.unbind()).")
     if tensor.layout is not torch.strided:
         raise ArgumentError(
-            f"{what}: the tensor is {str(tensor.layout).removeprefix('torch.')}. Pass .to_dense(), or its indices "
-            "and values "
-            "one by one (torchmpi.nn does so for sparse gradients)."
+            f"{what}: the tensor is {str(tensor.layout).removeprefix('torch.')}. Pass .to_dense(), or its indices and "
+            "values one by one (torchmpi.nn does so for sparse gradients)."
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"{what}: tensors on device {tensor.device} cannot be sent. Use .cpu() or .cuda().")

@@ -31,16 +31,19 @@ known: dict[int, weakref.ref[torch.Tensor]] = {}
 been freed, a file may be mapped there.)"""
 
 
-def refuse_read_only(tensor: torch.Tensor, where: str, call: str) -> None:
+def refuse_read_only(where: str, call: str, *tensors: torch.Tensor) -> None:
     """Raise if a tensor is in host memory that cannot be written.
 
-    >>> refuse_read_only(torch.ones(2), "rank 0", "allreduce")
+    >>> refuse_read_only("rank 0", "allreduce", torch.ones(2))
     """
-    if not is_writable(tensor):
-        raise ArgumentError(
-            f"{where}: {call}: the tensor is in memory that cannot be written, as of np.memmap(mode='r'). Pass "
-            ".clone(), or map the file with mode='c', which leaves the file unchanged."
-        )
+    for tensor in tensors:
+        seen = known.get(id(tensor))
+        # As in is_writable(), without a call for a repeated tensor.
+        if (seen is None or seen() is not tensor) and not is_writable(tensor):
+            raise ArgumentError(
+                f"{where}: {call}: the tensor is in memory that cannot be written, as of np.memmap(mode='r'). Pass "
+                ".clone(), or map the file with mode='c', which leaves the file unchanged."
+            )
 
 
 def is_writable(tensor: torch.Tensor) -> bool:

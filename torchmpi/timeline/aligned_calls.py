@@ -96,7 +96,6 @@ class AlignedCalls(Sequence[AlignedCall]):
         return np.concatenate(kinds)[self._source]
 
     def of_kinds(self, values: Sequence[Any]) -> npt.NDArray[Any]:
-        """Return for each part the value of its kind."""
         return np.array(values or np.empty(0, np.int64))[self.kind]
 
     def wait_error(self) -> Floats:
@@ -129,7 +128,6 @@ class AlignedCalls(Sequence[AlignedCall]):
         return np.where(is_whole & self.of_kinds(waits), found, -1)
 
     def _num_parts(self) -> IntArray:
-        """Return for each part the number of parts of its call."""
         found: IntArray = np.diff(np.append(self.starts, len(self.call)))[self.call]
         return found
 
@@ -168,11 +166,6 @@ def _differs(values: npt.NDArray[Any]) -> Flags:
     [True, False, True]
     """
     return np.append(np.ones(min(1, len(values)), bool), values[1:] != values[:-1])
-
-
-def align(traces: Sequence[RankTrace]) -> AlignedCalls:
-    """Return the calls of all groups with their parts on the ranks, in the order of their first begin."""
-    return AlignedCalls(traces)
 
 
 def earliest_result(aligned: AlignedCalls) -> float:

@@ -82,7 +82,6 @@ class AlignedClock:
         return found
 
     def largest_error(self, first: int, last: int) -> int:
-        """Return the largest error of the times from `first` to `last`."""
         between = self._times[(first < self._times) & (self._times < last)]
         return int(self.error(np.concatenate(([first], between, [last]))).max())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import files
-from .aligned_calls import AlignedCall, align
+from .aligned_calls import AlignedCall, AlignedCalls
 from .events import BACKGROUND_MESSAGE, PART
 from .trace_reader import Event, RankTrace
 
@@ -31,7 +31,7 @@ def merge(traces: Sequence[RankTrace], path: Path) -> int:
 
 def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
     """Return the events of all ranks in microseconds since the first one, with phases and flows."""
-    aligned = align(traces)
+    aligned = AlignedCalls(traces)
     first, with_parts = float("inf"), set[tuple[int, str, int]]()
     for trace in traces:
         for event, seconds in _timed(trace):

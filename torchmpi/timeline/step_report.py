@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import plots
 from ..collective_specs import spec_of
-from .aligned_calls import AlignedCalls, align, earliest_result
+from .aligned_calls import AlignedCalls, earliest_result
 from .bench_times import BenchTimes
 from .step_times import (
     CallSite,
@@ -53,7 +53,7 @@ class StepReport(NamedTuple):
     @classmethod
     def of(cls, traces: Sequence[RankTrace], bench: BenchTimes | None = None) -> StepReport:
         """Make the report of the traces of a job; `bench` has the times with which calls are compared."""
-        aligned, error = align(traces), 2 * max(trace.error_seconds for trace in traces)
+        aligned, error = AlignedCalls(traces), 2 * max(trace.error_seconds for trace in traces)
         steps = {trace.rank: times_of_steps(trace, aligned) for trace in traces}
         during = ~aligned.largest(_is_outside(aligned, steps))
         late = late_ranks(aligned, during & ~aligned.largest(aligned.column("is_step")))
@@ -181,10 +181,9 @@ class StepReport(NamedTuple):
             )
         job = next(trace.job for trace in self.traces if trace.rank == late.rank)
         return (
-            f"Rank {late.rank} on host {job['host']} is slow: it arrives last at {late.num_calls} calls, "
-            f"{share:.0%} of all waiting. The others lose {self.part('waiting') / whole:.0%} of each step. Look for "
-            "more work on this "
-            "rank (its data, logging, checkpoints), or for another program or a lower clock rate on its cores."
+            f"Rank {late.rank} on host {job['host']} is slow: it arrives last at {late.num_calls} calls, {share:.0%} "
+            f"of all waiting. The others lose {self.part('waiting') / whole:.0%} of each step. Look for more work on "
+            "this rank (its data, logging, checkpoints), or for another program or a lower clock rate on its cores."
         )
 
     def _tiny_calls(self) -> str:

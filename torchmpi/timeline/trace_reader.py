@@ -103,7 +103,6 @@ class Calls(Sequence[TracedCall]):
         self.is_step = _are_inside(begin, end, self.thread)
 
     def of_kinds(self, values: Sequence[Any]) -> npt.NDArray[Any]:
-        """Return for each call the value of its kind."""
         return np.array(values or np.empty(0, np.int64))[self.kind]
 
     def __len__(self) -> int:

@@ -33,11 +33,9 @@ class IpcBackend(Backend):
 
     @classmethod
     def make(cls, job: JobFacts) -> IpcBackend:
-        """Make the backend of a job. Collective."""
         return cls(job.config, job.devices, _why_not_in(job))
 
     def takes(self, device_type: str, collective: str) -> bool:
-        """Return whether the device is a GPU."""
         return device_type == "cuda"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
@@ -72,7 +70,6 @@ class IpcBackend(Backend):
         return CudaDevice(device)
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group."""
         from .staged_group import StagedGroup, prepare
 
         with group.binding:

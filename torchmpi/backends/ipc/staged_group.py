@@ -270,7 +270,6 @@ class IpcCollectives:
         self.log = staged.group.call_log.log_fields
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks."""
         rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
         flat, num_shots = _flat(buffer), shots(size, buffer.nbytes, has_kernel=self.has_kernel)
         self.log[LogFields.algorithm] = algorithms.ONE_SHOT if num_shots == 1 else algorithms.TWO_SHOTS
@@ -284,7 +283,6 @@ class IpcCollectives:
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Reduce in place on the root; the buffers of other ranks are unchanged."""
         rank, size, numel, half = self.rank, self.size, buffer.numel(), self._half(buffer)
         flat = _flat(buffer)
         self.staged.run(
@@ -293,7 +291,6 @@ class IpcCollectives:
         return buffer
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Copy the root's values to all ranks, in place."""
         rank, size, numel, half = self.rank, self.size, buffer.nbytes, self.half_bytes
         flat = buffers.byte_view(buffer)
         self.staged.run(
@@ -302,7 +299,6 @@ class IpcCollectives:
         return buffer
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Concatenate the rows of all ranks on all ranks."""
         self.staged.wait_for_entry()  # before a call of MPI, which would not detect that a rank has aborted
         rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
@@ -315,7 +311,6 @@ class IpcCollectives:
         return destination
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         num_rows, row_numel = rows_of(source)
         rank, size, half = self.rank, self.size, self._half(source)
         rows = partition.even_partition(num_rows, size)

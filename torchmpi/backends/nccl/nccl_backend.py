@@ -57,7 +57,6 @@ class NcclBackend(Backend):
 
     @classmethod
     def make(cls, job: JobFacts) -> NcclBackend:
-        """Make the backend of a job."""
         return cls(job.config, job.devices)
 
     def is_tested(self, group: Group) -> bool:
@@ -105,7 +104,6 @@ class NcclBackend(Backend):
         return lacks(dtype, op) if dtype is not None and op is not None else None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group."""
         from .nccl_group import NcclGroup, prepare
 
         # Atomic: threads that bind at the same time must not create two groups.

@@ -94,7 +94,6 @@ class NcclGroup(TorchGroup):
         return TransportError(f"NCCL reports: {error}. {self.remedy}")
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank."""
         for tensor in (*sends.values(), *receives.values()):
             self.check(tensor)
         copy_own(self.rank, sends, receives)
@@ -152,7 +151,6 @@ class NcclReduction:
         self.op = getattr(torch.distributed.ReduceOp, _OP_NAMES.get(nccl_op, nccl_op.upper()))
 
     def allreduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks."""
         if buffer.numel():
             values, sent = self._outgoing(buffer)
             self.torch_group.wait(self.torch_group.opened.allreduce([sent], self.op))
@@ -160,7 +158,6 @@ class NcclReduction:
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
-        """Reduce in place on the root; the buffers of other ranks are unchanged."""
         if buffer.numel():
             values, sent = self._outgoing(buffer)
             self._reduce_to(root, sent)
@@ -169,7 +166,6 @@ class NcclReduction:
         return buffer
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         num_rows, _ = rows_of(source)
         rows = partition.even_partition(num_rows, self.size)
         destination = destination_for(source, rows[self.rank][1], destination)

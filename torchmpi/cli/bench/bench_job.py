@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from ... import files
 from ...config import PREFIX
 from ...launch import affinity, mpi_library
 from ...session import runtime
-from ..facts import read_text, version_of, versions
+from ..facts import version_of, versions
 from ..formatting import core_list, counted
 
 RESULT_SO_FAR = "result_so_far.json"
@@ -84,7 +85,7 @@ def job_facts(comm: Any) -> dict[str, Any]:
     here = runtime.current()
     ranks = comm.allgather((sorted(affinity.current()), here.host_name, here.binding))
     num_cores = len({(host, core) for cores, host, _ in ranks for core in cores})
-    model = re.search(r"^model name\s*: *(.*)", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
+    model = re.search(r"^model name\s*: *(.*)", files.text_of("/proc/cpuinfo"), re.MULTILINE)
     software = versions() | {"horovod": version_of("horovod")}
     return {
         "ranks": comm.size,

@@ -135,6 +135,18 @@ def reasons(rows: Sequence[Row], column: str) -> list[str]:
     return lines
 
 
+def titled(title: str, lines: Sequence[str]) -> list[str]:
+    """Put a title above a table."""
+    return ["", title, "", *(f"  {line}" for line in lines)]
+
+
+def page(report: Mapping[str, Any], tables: Sequence[str], legend: Sequence[str], column: str) -> str:
+    """Format header, tables and legend, and why times are missing, with the values of a column."""
+    missing = reasons(report["rows"], column)
+    absent = ["", "no figures", *(f"  {line}" for line in missing)] if missing else []
+    return "\n".join([*header(report), *tables, *(["", *legend] if legend else []), *absent])
+
+
 # --- comparison ---------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ tensors are in :mod:`.collective_bench`.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ import torchmpi.nn as mpinn
 from ...launch import mpi_library
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
-from .bench_report import Row, grouped, has_figure, header, reasons, time_and_spread
+from .bench_report import Row, grouped, has_figure, page, time_and_spread, titled
 from .contestants import open_group, why_absent
 from .options import AUTO, DIST, short_size
-from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls
+from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, timed_rows
 
 Call = Callable[[], Any]
 Contestants = Mapping[str, Call]
@@ -418,10 +417,8 @@ def _rows(
     calls = {name: call for name, call in row.make(at).items() if not name.startswith("mpi4py") or "mpi4py" in peers}
     why_not = {name: job.agreed(_problem(row, at, call)) for name, call in calls.items()}
     timed = [TimedCall(name, (call,), at.touch) for name, call in calls.items() if why_not[name] is None]
-    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock)
-    figures = {call.name: dataclasses.asdict(found) for call, found in zip(timed, summaries, strict=True)}
     head = {"ranks": job.size, "verb": title, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
-    return [head | {"contestant": name} | figures.get(name, {"why_not": why_not[name]}) for name in calls]
+    return timed_rows(job, timed, why_not, seconds, head)
 
 
 def _problem(row: CallRow, at: Buffers, call: Call) -> str | None:
@@ -442,7 +439,7 @@ _LEGEND = (
 
 def as_text(report: Mapping[str, Any]) -> str:
     """Format the header, a table for each number of ranks, and missing results."""
-    lines = header(report)
+    lines: list[str] = []
     for (ranks,), rows in grouped(report["rows"], ("ranks",)):
         names = list(dict.fromkeys(row["contestant"] for row in rows if has_figure(row)))
         cells = [["call", "bytes", *names]]
@@ -450,8 +447,5 @@ def as_text(report: Mapping[str, Any]) -> str:
             by_name: dict[str, Row] = {row["contestant"]: row for row in cell}
             times = [time_and_spread(by_name[name]) if name in by_name else "-" for name in names]
             cells.append([title, short_size(num_bytes) if num_bytes else "-", *times])
-        lines += ["", f"{counted(ranks, 'rank')}: us (spread)", "", *(f"  {line}" for line in table(cells))]
-    missing = reasons(report["rows"], "verb")
-    return "\n".join(
-        ["", *lines, "", *_LEGEND, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])]
-    )
+        lines += titled(f"{counted(ranks, 'rank')}: us (spread)", table(cells))
+    return page(report, lines, _LEGEND, "verb")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple
 from ...collective_specs import IN_PLACE, SPECS
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
-from .bench_report import Row, grouped, has_figure, header, microseconds, reasons, time_and_spread, timing_of
+from .bench_report import Row, grouped, has_figure, microseconds, page, time_and_spread, timing_of, titled
 from .contestants import COPY, LAUNCH, Contestant, Copy, find_peers, our_contestants, through_other_interfaces
 from .options import CPU_PEERS, NATIVE, PEERS, short_size
-from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls, timed_on
+from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, timed_on, timed_rows
 from .workload import BenchCase, Workload
 
 _ASSUMED_BYTES_PER_SECOND = 2e9  # the speed of a slow contestant, to divide the time among sizes
@@ -67,8 +66,6 @@ class CaseMeasurement:
         plain = self._workload()
         bound = {contestant.name: self._bind(contestant, plain) for contestant in contestants}
         timed = [call for call in bound.values() if isinstance(call, TimedCall)]
-        summaries = measure_calls(timed, self.job.comm, seconds=seconds, one_clock=self.job.one_clock)
-        figures = {call.name: dataclasses.asdict(found) for call, found in zip(timed, summaries, strict=True)}
         steps, sent_bytes = cost(self.case.collective, self.job.size, plain.payload_bytes)
         mode = "async" if self.asynchronous else "sync"
         mode += " out of place" if self.case.out_of_place and self.case.collective in IN_PLACE else ""
@@ -82,7 +79,8 @@ class CaseMeasurement:
             "model_steps": steps,
             "model_bytes": sent_bytes,
         }
-        return [head | {"contestant": name} | figures.get(name, {"why_not": call}) for name, call in bound.items()]
+        why_not = {name: call for name, call in bound.items() if isinstance(call, str)}
+        return timed_rows(self.job, timed, why_not, seconds, head)
 
     def _bind(self, contestant: Contestant, work: Workload) -> TimedCall | str:
         """Return a call that has given the correct result for every root, or the reason why there is none."""
@@ -132,19 +130,11 @@ _LEGEND = (
 
 def as_text(report: Mapping[str, Any], *, details: bool) -> str:
     """Format the header, a table for each collective, dtype and number of ranks, and missing results."""
-    lines = header(report)
+    lines: list[str] = []
     for (ranks, collective, dtype, mode), rows in grouped(report["rows"], _GROUP):
         title = ", ".join([f"{collective} {dtype}".strip(), counted(ranks, "rank"), *_words(mode)])
-        lines += [
-            "",
-            f"{title}: us (spread)",
-            "",
-            *(f"  {line}" for line in (_details if details else _overview)(rows)),
-        ]
-    if not details:
-        lines += ["", *_LEGEND]
-    missing = reasons(report["rows"], "verb")
-    return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])
+        lines += titled(f"{title}: us (spread)", (_details if details else _overview)(rows))
+    return page(report, lines, () if details else _LEGEND, "verb")
 
 
 def _words(mode: str) -> list[str]:

@@ -39,7 +39,7 @@ _RUN_TASK = "from torchmpi.cli.bench.bench_job import run_task; run_task(sys.arg
 
 def run(given: argparse.Namespace) -> int:
     """Run one of the commands of ``bench``."""
-    return _interruptible(_COMMANDS[given.kind], given)
+    return _interruptible(_command, given)
 
 
 def _interruptible(command: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:
@@ -51,36 +51,25 @@ def _interruptible(command: Callable[[argparse.Namespace], int], given: argparse
         return _INTERRUPTED
 
 
-def _collectives(given: argparse.Namespace) -> int:
-    given.sizes = given.sizes or options.sizes(options.QUICK_SIZES if given.quick else options.DEFAULT_SIZES)
+def _command(given: argparse.Namespace) -> int:
+    if given.kind == "compare":
+        print(compare_files(given.before, given.after), flush=True)
+        return 0
+    name, usual, quick, as_text = _MEASUREMENTS[given.kind]
+    if not getattr(given, name):
+        setattr(given, name, quick if given.quick else usual)
     given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
-    return measure_and_print(given, partial(collective_bench.as_text, details=given.details))
+    return measure_and_print(given, partial(as_text, details=given.details) if "details" in given else as_text)
 
 
-def _calls(given: argparse.Namespace) -> int:
-    given.sizes = given.sizes or options.sizes(options.CALL_SIZES)
-    given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
-    return measure_and_print(given, call_bench.as_text)
-
-
-def _train(given: argparse.Namespace) -> int:
-    given.models = given.models or (options.QUICK_MODELS if given.quick else options.COMPUTING_HERE)
-    given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
-    return measure_and_print(given, training.as_text)
-
-
-def _parallel(given: argparse.Namespace) -> int:
-    given.widths = given.widths or (options.QUICK_WIDTHS if given.quick else options.WIDTHS)
-    given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
-    return measure_and_print(given, parallel.as_text)
-
-
-def _compare(given: argparse.Namespace) -> int:
-    print(compare_files(given.before, given.after), flush=True)
-    return 0
-
-
-_COMMANDS = {"collectives": _collectives, "calls": _calls, "train": _train, "parallel": _parallel, "compare": _compare}
+_SIZES, _QUICK_SIZES, _CALL_SIZES = map(options.sizes, (options.DEFAULT_SIZES, options.QUICK_SIZES, options.CALL_SIZES))
+_MEASUREMENTS: dict[str, tuple[str, Any, Any, Callable[..., str]]] = {
+    "collectives": ("sizes", _SIZES, _QUICK_SIZES, collective_bench.as_text),
+    "calls": ("sizes", _CALL_SIZES, _CALL_SIZES, call_bench.as_text),
+    "train": ("models", options.COMPUTING_HERE, options.QUICK_MODELS, training.as_text),
+    "parallel": ("widths", options.WIDTHS, options.QUICK_WIDTHS, parallel.as_text),
+}
+"""By command: what it measures, all of it and with ``--quick``, and what formats the report."""
 
 
 # --- also used by the scripts in benchmarks/ ---------------------------------------------------------------

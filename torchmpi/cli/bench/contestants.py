@@ -1,6 +1,5 @@
 """The contestants of ``bench collectives``: torchmpi by backend, a plain copy, mpi4py, torch.distributed, Horovod."""
 
-# ruff: noqa: D102 -- the methods are documented in Contestant
 from __future__ import annotations
 
 import datetime

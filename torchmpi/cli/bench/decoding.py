@@ -1,6 +1,5 @@
 """A decoder that generates tokens, in one process and divided over the ranks, for ``torchmpi bench parallel``."""
 
-# ruff: noqa: D102 -- forward() needs no docstring
 from __future__ import annotations
 
 import copy

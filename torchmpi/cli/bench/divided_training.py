@@ -1,6 +1,5 @@
 """Training steps of one model in one process and divided in many ways, for ``torchmpi bench parallel``."""
 
-# ruff: noqa: D102 -- forward() needs no docstring
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

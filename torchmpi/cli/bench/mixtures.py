@@ -31,7 +31,6 @@ class TorchExchange(TokenExchange):
         self.group = group
 
     def gather(self, counts: Tensor) -> Tensor:
-        """Return the counts of all ranks."""
         gathered = counts.new_empty(self.comm.size * len(counts))
         dist.all_gather_into_tensor(gathered, counts, group=self.group)
         return gathered

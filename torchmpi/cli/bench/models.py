@@ -1,6 +1,5 @@
 """The networks of ``bench train``: ResNets on small images, others, and one whose computing takes no core."""
 
-# ruff: noqa: D102 -- forward() needs no docstring
 from __future__ import annotations
 
 import time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from ...collective_specs import SPECS
 from ...errors import ArgumentError
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
-from .bench_report import Row, grouped, has_figure, header, reasons, timing_of
+from .bench_report import Row, grouped, has_figure, page, timing_of, titled
 from .collective_bench import cost
 from .contestants import open_group, why_absent
 from .decoding import decoders
@@ -23,7 +22,7 @@ from .divided_training import trainings
 from .divided_work import ONE_PROCESS, ParallelContestant
 from .mixtures import mixtures
 from .sequences import sequences
-from .timing import TimedCall, measure_calls
+from .timing import TimedCall, timed_rows
 
 _POLL_SECONDS = 1e-3
 
@@ -74,21 +73,20 @@ def _rows(
     why_not = {each.name: job.agreed(each.why_not) for each in contestants}
     why_not["gloo"] = job.agreed(why_absent("gloo"))
     found = [each for each in contestants if why_not[each.name] is None]
-    numbers = [
-        {"held_bytes": max(job.comm.allgather(each.held_bytes)), "sent_bytes": 0 if each.alone else _sent(job, each)}
+    own = {
+        each.name: {
+            "held_bytes": max(job.comm.allgather(each.held_bytes)),
+            "sent_bytes": 0 if each.alone else _sent(job, each),
+        }
         for each in found
-    ]
+    }
     timed = [
         TimedCall(each.name, (each.step,), lambda: None, partial(_alone, job, each.step) if each.alone else None)
         for each in found
     ]
-    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock)
-    rows = [
-        {"contestant": each.name} | dataclasses.asdict(summary) | own
-        for each, summary, own in zip(found, summaries, numbers, strict=True)
-    ]
-    rows += [{"contestant": name, "why_not": reason} for name, reason in why_not.items() if reason is not None]
-    return [{"ranks": job.size, "workload": workload, "size": size, "batch": batch} | row for row in rows]
+    head = {"ranks": job.size, "workload": workload, "size": size, "batch": batch}
+    rows = timed_rows(job, timed, why_not, seconds, head)
+    return [row | own.get(row["contestant"], {}) for row in rows]
 
 
 def _sent(job: BenchJob, contestant: ParallelContestant) -> int:
@@ -134,14 +132,12 @@ _LEGEND = (
 
 def as_text(report: Mapping[str, Any]) -> str:
     """Format the header, and a table for each workload, size and number of ranks."""
-    lines = header(report)
+    lines: list[str] = []
     for (ranks, name, size, batch), rows in grouped(report["rows"], ("ranks", "workload", "size", "batch")):
         workload = WORKLOADS[name]
-        lines += ["", f"{workload.title.format(size, batch)}, {counted(ranks, 'rank')}", ""]
-        lines += [f"  {line}" for line in _table(rows, workload)]
-    lines += ["", *_LEGEND]
-    missing = reasons(report["rows"], "size")
-    return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])
+        title = f"{workload.title.format(size, batch)}, {counted(ranks, 'rank')}"
+        lines += titled(title, _table(rows, workload))
+    return page(report, lines, _LEGEND, "size")
 
 
 def _table(rows: Sequence[Row], workload: ParallelWorkload) -> list[str]:

@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -100,6 +100,20 @@ def measure_calls(
             gc.enable()
     pairs = zip(batches, entries, strict=True)
     return [summarize(_durations(found, comm, one_clock), length) for found, (_, length) in pairs]
+
+
+def timed_rows(
+    job: BenchJob,
+    timed: Sequence[TimedCall],
+    why_not: Mapping[str, str | None],
+    seconds: float,
+    head: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Time calls as :func:`measure_calls`; return rows of times, then of the reasons why contestants have none."""
+    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock)
+    found = {call.name: dataclasses.asdict(summary) for call, summary in zip(timed, summaries, strict=True)}
+    found |= {name: {"why_not": reason} for name, reason in why_not.items() if reason is not None}
+    return [{**head, "contestant": name, **figures} for name, figures in found.items()]
 
 
 def num_rounds(seconds: float, round_seconds: float) -> int:

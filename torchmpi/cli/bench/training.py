@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,10 +17,10 @@ from ... import nn as mpinn
 from ...launch import mpi_library
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
-from .bench_report import Row, grouped, has_figure, header, reasons, timing_of
+from .bench_report import Row, grouped, has_figure, page, timing_of, titled
 from .contestants import open_group, why_absent
 from .models import TrainingTask, make_task, resnet50
-from .timing import TimedCall, measure_calls, timed_on
+from .timing import TimedCall, timed_on, timed_rows
 
 NONE, ALONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
     "no communication",
@@ -64,11 +63,9 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Time calls, each with a function that writes its buffers; return rows of times and of reasons for none."""
     timed = [TimedCall(name, (call,), touch, timed_on(job, (call,))) for name, (call, touch) in calls.items()]
-    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock)
+    rows = timed_rows(job, timed, reasons, seconds, {"ranks": job.size, **head})
     gc.collect()
-    rows = [{"contestant": name} | dataclasses.asdict(found) for name, found in zip(calls, summaries, strict=True)]
-    rows += [{"contestant": name, "why_not": reason} for name, reason in reasons.items() if reason]
-    return [{"ranks": job.size} | dict(head) | row for row in rows]
+    return rows
 
 
 # --- steps ---------------------------------------------------------------------------------------------------
@@ -270,13 +267,11 @@ _LEGEND = (
 
 def as_text(report: Mapping[str, Any]) -> str:
     """Format the header, and a table for each model and number of ranks."""
-    lines = header(report)
+    lines: list[str] = []
     for (ranks, model, part), rows in grouped(report["rows"], _GROUP):
         what = f"{model}: training step" if part == _STEP else "161 gradients of ResNet-50: communication alone"
-        lines += ["", f"{what}, {counted(ranks, 'rank')}", "", *(f"  {line}" for line in _table(rows, part))]
-    lines += ["", *_LEGEND]
-    missing = reasons(report["rows"], "model")
-    return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])
+        lines += titled(f"{what}, {counted(ranks, 'rank')}", _table(rows, part))
+    return page(report, lines, _LEGEND, "model")
 
 
 def _table(rows: Sequence[Row], part: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ class Workload:
     def __init__(
         self, case: BenchCase, *, rank: int, size: int, allocate: Allocate | None = None, device: torch.device = _CPU
     ) -> None:
-        allocate = allocate or partial(_plain, device)
+        allocate = allocate or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device))
         self.collective, self.rank, self.size = case.collective, rank, size
         self.spec = SPECS[case.collective]
         is_divided = self.spec.divides or self.spec.gathers
@@ -83,10 +82,6 @@ class Workload:
 
     def _pattern(self, shift: int) -> torch.Tensor:
         return ((torch.arange(_PERIOD) + shift) % _VALUES).to(self.source.device, self.dtype)
-
-
-def _plain(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _rows_and_rest(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,37 +61,27 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
     if sharing == 1:
         return Finding(name, "ok", f"each rank has its own cores: {masks}")
     if len(union) == 1 < first.num_cpus:
-        return Finding(
-            name,
-            "problem",
-            f"all {len(ranks)} ranks {where} are bound to core {min(union)}, of {first.num_cpus}",
+        found = f"all {len(ranks)} ranks {where} are bound to core {min(union)}, of {first.num_cpus}"
+        remedy = (
             "Start mpirun from a process that is not bound itself, and without binding: `mpirun --bind-to none` "
             "(Open MPI), `mpiexec -bind-to none` (MPICH), `srun --cpu-bind=none`. torchmpi then gives each rank "
-            "its own cores.",
+            "its own cores."
         )
+        return Finding(name, "problem", found, remedy)
     if len(union) < len(ranks):
         if len(union) == first.num_cpus:
             return Finding(name, "ok", f"nothing to bind {where}: {counted(len(union), 'core')} for all ranks")
-        return Finding(
-            name,
-            "warning",
-            f"{len(ranks)} ranks {where} may use only cores {core_list(union)} of {first.num_cpus}",
-            "Start fewer ranks there, or allow them more cores (container, cgroup, --cpus-per-task).",
-        )
+        found = f"{len(ranks)} ranks {where} may use only cores {core_list(union)} of {first.num_cpus}"
+        remedy = "Start fewer ranks there, or allow them more cores (container, cgroup, --cpus-per-task)."
+        return Finding(name, "warning", found, remedy)
     if any(list(rank.cores) != list(first.cores) for rank in ranks):
-        return Finding(
-            name,
-            "warning",
-            f"up to {sharing} ranks {where} share a core: {masks}",
-            "Let the launcher bind each rank to its own cores, or bind none (--bind-to none): torchmpi then binds.",
-        )
+        found = f"up to {sharing} ranks {where} share a core: {masks}"
+        remedy = "Let the launcher bind each rank to its own cores, or bind none (--bind-to none): torchmpi then binds."
+        return Finding(name, "warning", found, remedy)
     if first.settings["bind"] == "none":
-        return Finding(
-            name,
-            "warning",
-            f"{len(ranks)} ranks {where} share cores {core_list(union)}, because of TORCHMPI_BIND=none",
-            "Unset it, or let the launcher bind: ranks that share a core are several times slower.",
-        )
+        found = f"{len(ranks)} ranks {where} share cores {core_list(union)}, because of TORCHMPI_BIND=none"
+        remedy = "Unset it, or let the launcher bind: ranks that share a core are several times slower."
+        return Finding(name, "warning", found, remedy)
     return Finding(name, "ok", f"bound by torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
 
 

@@ -27,13 +27,12 @@ def check_library(facts: Facts) -> Finding | None:
         return Finding(name, "problem", found, f"See its message, or use another library. {HOW_TO_INSTALL}")
     aware = {True: ", CUDA-aware", False: ", not CUDA-aware", None: ""}[mpi.is_cuda_aware]
     if len(mpi.paths) > 1:
-        return Finding(
-            name,
-            "problem",
-            f"{mpi.library}, but two are loaded: {', '.join(mpi.paths)}",
+        found = f"{mpi.library}, but two are loaded: {', '.join(mpi.paths)}"
+        remedy = (
             "Some package in this environment is linked against another MPI than mpi4py loads. Point mpi4py to the "
-            "same library with MPI4PY_LIBMPI, or rebuild that package.",
+            "same library with MPI4PY_LIBMPI, or rebuild that package."
         )
+        return Finding(name, "problem", found, remedy)
     return Finding(name, "ok", f"{mpi.library}{aware}, {', '.join(mpi.paths) or 'file not found'}")
 
 
@@ -54,13 +53,12 @@ def check_several_libraries(facts: Facts) -> Finding | None:
     if len(packages) > 1:
         kept = _package_of(facts)
         superfluous = " ".join(sorted(here.mpi_packages.keys() - {kept}))
-        return Finding(
-            name,
-            "warning",
-            f"the packages {' and '.join(packages)} are installed; mpirun belongs to the one installed last",
+        found = f"the packages {' and '.join(packages)} are installed; mpirun belongs to the one installed last"
+        remedy = (
             f"Keep one: `pip uninstall -y {superfluous}`, then `pip install --force-reinstall --no-deps {kept}`, "
-            "since the first command removes files of both, among them mpirun.",
+            "since the first command removes files of both, among them mpirun."
         )
+        return Finding(name, "warning", found, remedy)
     if len(here.mpi_files) > 1:
         found, remedy = f"this environment has {' and '.join(here.mpi_files)}", "Make an environment for each MPI."
         return Finding(name, "warning", found, remedy)
@@ -145,13 +143,12 @@ def _check_running_job(facts: Facts) -> Finding | None:
     if mpi is None:
         return None
     if not facts.ranks:
-        return Finding(
-            "launcher",
-            "problem",
+        found = (
             f"two MPIs: {here.launcher} started {here.launcher_ranks} processes, but this Python loads "
-            f"{_loaded(mpi)}, for which each of them is alone",
-            f"Use the mpirun of that library, or point mpi4py to the launcher's library: {_SET_LIBRARY}.",
+            f"{_loaded(mpi)}, for which each of them is alone"
         )
+        remedy = f"Use the mpirun of that library, or point mpi4py to the launcher's library: {_SET_LIBRARY}."
+        return Finding("launcher", "problem", found, remedy)
     return Finding("launcher", "ok", f"{here.launcher or 'unknown'}: {counted(mpi.size, 'rank')}")
 
 
@@ -188,12 +185,9 @@ def check_root(facts: Facts) -> Finding | None:
     ]
     if not missing:
         return Finding("root", "ok", "running as root, which Open MPI is allowed to do")
-    return Finding(
-        "root",
-        "problem",
-        "running as root, which Open MPI's mpirun refuses (the trial of this check overrides that)",
-        f"Run as another user; or, in a container: export {' '.join(f'{name}=1' for name in missing)}",
-    )
+    found = "running as root, which Open MPI's mpirun refuses (the trial of this check overrides that)"
+    remedy = f"Run as another user; or, in a container: export {' '.join(f'{name}=1' for name in missing)}"
+    return Finding("root", "problem", found, remedy)
 
 
 def check_thread_level(facts: Facts) -> Finding | None:
@@ -204,10 +198,9 @@ def check_thread_level(facts: Facts) -> Finding | None:
         return None
     if levels == ["MULTIPLE"]:
         return Finding("thread level", "ok", "MPI_THREAD_MULTIPLE")
-    return Finding(
-        "thread level",
-        "warning",
-        f"MPI provides only MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap",
+    found = f"MPI provides only MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap"
+    remedy = (
         "If the program initializes MPI before torchmpi.start(), request MPI_THREAD_MULTIPLE there; "
-        "otherwise use an MPI library built with it.",
+        "otherwise use an MPI library built with it."
     )
+    return Finding("thread level", "warning", found, remedy)

@@ -67,12 +67,11 @@ def check_recovery(facts: Facts) -> Finding | None:
     expected = num_left * [(num_left, True)]
     if trial.status == 0 and [(each["size"], each["is_right"]) for each in trial.answers] == expected:
         seconds = max(each["seconds"] for each in trial.answers)
-        return Finding(
-            "recovery",
-            "ok",
+        found = (
             f"after a kill, {num_left} of {NUM_RANKS} ranks continued from the last commit with right results; "
-            f"the first call after it ended {seconds:.2f} s later",
+            f"the first call after it ended {seconds:.2f} s later"
         )
+        return Finding("recovery", "ok", found)
     ended = "did not end in time" if trial.status is None else f"ended with status {trial.status}"
     return Finding(
         "recovery",

@@ -24,21 +24,10 @@ _SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLU
 
 
 def connect(found: launcher.Launcher) -> StandIn:
-    """Connect to the other ranks of the launcher. Collective.
-
-    Args:
-        found: The launcher of this process.
-
-    Returns:
-        The stand-in for ``mpi4py.MPI``.
+    """Connect to the other ranks of the launcher. Collective. Return the stand-in for MPI.
 
     Raises:
         LaunchError: The variables of the launcher are incomplete, or a rank cannot be reached.
-
-    Example:
-        ::
-
-            mpi_library.adopt(connect(launcher.detect()))
     """
     key = launcher.job_key()
     with contextlib.ExitStack() as opened:

@@ -29,7 +29,6 @@ class Status:
         return self.source
 
     def Get_elements(self, datatype: Datatype) -> int:
-        """Return the number of elements."""
         return self.num_bytes // datatype.itemsize
 
     def Is_cancelled(self) -> bool:
@@ -138,7 +137,6 @@ class Receive(Request):
         self.num_bytes, self.was_cancelled = 0, False
 
     def matches(self, source: int, tag: int) -> bool:
-        """Return whether a message with this source and tag is for this receive."""
         return self.source in (ANY, source) and self.tag in (ANY, tag)
 
     def room_for(self, num_bytes: int) -> memoryview | None:
@@ -157,13 +155,11 @@ class Receive(Request):
         self.complete(error)
 
     def Cancel(self) -> None:
-        """End the receive if it has no message."""
         if self.endpoint.withdraw(self):
             self.was_cancelled = True
             self.complete()
 
     def fill(self, status: Status) -> None:
-        """Describe the message."""
         status.source = ANY if self.was_cancelled else self.members.index(self.source)
         status.tag = self.tag
         status.num_bytes, status.was_cancelled = self.num_bytes, self.was_cancelled

@@ -81,7 +81,6 @@ class Intracomm:
         return self._receive(_bytes_of(buf), source, tag)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send memory."""
         self.Isend(buf, dest, tag).Wait()
 
     def Recv(self, buf: Any, source: int = ANY, tag: int = ANY, status: Status | None = None) -> None:
@@ -97,7 +96,6 @@ class Intracomm:
         return self._send(_packed(obj), dest, tag)
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object."""
         self.isend(obj, dest, tag).Wait()
 
     def recv(self, buf: Any = None, source: int = ANY, tag: int = ANY) -> Any:
@@ -183,7 +181,6 @@ class Intracomm:
     # --- communicators
 
     def Get_group(self) -> RankGroup:
-        """Return the ranks."""
         return RankGroup(self._world_ranks)
 
     def Dup(self) -> Intracomm:
@@ -301,7 +298,6 @@ class StandIn(Continuing):
 
     @property
     def loss(self) -> str:
-        """Why all calls fail, if a rank has been lost and the ranks have not agreed since; '' otherwise."""
         return self._endpoint.revoked
 
     @property
@@ -310,18 +306,15 @@ class StandIn(Continuing):
         return self._endpoint.problem
 
     def begin(self) -> Survivors:
-        """Begin to let all calls fail when a rank is lost, instead of ending the job."""
         if self._endpoint.survivors is None:
             self._endpoint.survivors = Survivors(self._endpoint.rank, self._networks)
         self.survivors = self._endpoint.survivors
         return self.survivors
 
     def agree(self, timeout_seconds: float) -> None:
-        """Make `COMM_WORLD` that of the remaining ranks; `loss` is '' then. Collective over them."""
         self.COMM_WORLD = Intracomm(self._endpoint, self._endpoint.agree(timeout_seconds), 0, self._hosts)
 
     def confirm(self) -> None:
-        """Return if all ranks are here and none is lost, and raise an error otherwise. Collective."""
         self.COMM_WORLD.Barrier()
 
     def close(self) -> None:

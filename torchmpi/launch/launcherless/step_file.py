@@ -82,7 +82,6 @@ class StepFile:
             time.sleep(_POLL_SECONDS)
 
     def remove(self) -> None:
-        """Remove the file."""
         with suppress(OSError):
             self.path.unlink()
 

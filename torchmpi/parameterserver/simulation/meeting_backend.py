@@ -24,7 +24,6 @@ class MeetingBackend(Backend):
     collectives = frozenset(name for name in COLLECTIVES if not (SPECS[name].divides and SPECS[name].gathers))
 
     def takes(self, device_type: str, collective: str) -> bool:
-        """Accept host memory."""
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
@@ -32,7 +31,6 @@ class MeetingBackend(Backend):
         return None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective."""
         spec = SPECS[collective]
 
         def run(source: Any, destination: Any, root: int) -> Any:

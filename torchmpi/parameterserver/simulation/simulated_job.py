@@ -74,16 +74,13 @@ class WorkerComm:
         """Do nothing."""
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the objects of all workers."""
         found: list[Any] = self.world.meet(self.name, self, value, list)
         return found
 
     def bcast(self, value: Any = None, root: int = 0) -> Any:
-        """Return the object of the root."""
         return self.allgather(value)[root]
 
     def Barrier(self) -> None:
-        """Wait for all workers."""
         self.allgather(None)
 
 
@@ -95,7 +92,6 @@ class WorkerSelector:
         self.tuned: dict[Any, Any] = {}
 
     def select(self, collective: str, device_type: str, group: Group, **_: object) -> list[Choice]:
-        """Return the backend."""
         backend = self.backends["shm"]
         reason = refusal(backend, collective, device_type, group)
         if reason is not None:

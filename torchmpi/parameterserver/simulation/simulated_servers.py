@@ -57,7 +57,6 @@ class NumberedServing(NumberedCalls):
     """Numbers the calls of workers, which are served one at a time."""
 
     def run(self, server: ObservedServer, task: Callable[[], T]) -> T:
-        """Run a call."""
         self.position += 1
         return task()
 
@@ -186,9 +185,9 @@ class SimulatedServerContext(ServerContext):
         observer = observed_run.active
         num_events = 0 if observer is None else len(observer.events)
         try:
-            end = partial(handle.set_result, run())
+            end = partial(handle.end, run())
         except Exception as error:
-            end = partial(handle.set_error, error)
+            end = partial(handle.end, error=error)
         if observer is not None and len(observer.events) > num_events:
             begun, ended = round(1e9 * span[0]), round(1e9 * (now + span[1]))
             observer.events[-1] = (*observer.events[-1][:4], begun, ended, *observer.events[-1][6:])
@@ -223,11 +222,9 @@ class SimulatedServerContext(ServerContext):
         self._served.turns.wait([event])
 
     def time(self) -> float:
-        """Return the simulated time."""
         return self._served.turns.clock
 
     def free(self, server: Server) -> None:
-        """Complete all calls and unmap a server. Collective."""
         turns = self._served.turns
         turns.sleep(max(0.0, self._free_at - turns.clock))
         super().free(server)
