@@ -232,9 +232,11 @@ run_after() {
 # watch PROCESS LOG: ends a suite that prints nothing. Files beside the log (named without .log) say so to judge(), and tell
 # suites that wait that it has ended.
 watch() {
+    local looks=0
     rm -f "$2.silent"
     while sleep 1 && kill -0 "$1" 2>/dev/null; do
-        if [ -e "$2.begun" ] && [ $(($(date +%s) - $(latest "$2"))) -gt $silence_limit ]; then
+        # Rarely, as it starts processes.
+        if [ $((++looks % 20)) = 0 ] && [ -e "$2.begun" ] && [ $(($(date +%s) - $(latest "$2"))) -gt $silence_limit ]; then
             : >"$2.silent"
             kill -INT "$1"
             sleep 20
@@ -338,17 +340,19 @@ share_of_ranks() {
     only=(-m "${marks}n$2")
 }
 
-# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites.
+# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: a suite of their own,
+# and those that run with the other tests of the first MPI.
 programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,kernel_builds,launcherless}.py
     tests/jobs/test_{notebook,recovery,site,timeline,warm}.py)
-examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,slow_links,torch_suite}.py)
+examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,single_file_examples,slow_links,torch_suite}.py)
 
 # share_of_jobs NAME: the same for tests/jobs.
 share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
-    only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
-    [ "$1" = "$last" ] || only+=(-m "not any_mpi")
+    only=("${programs[@]/#/--ignore=}")
+    [ "$1" = "$first" ] || only+=("${examples[@]/#/--ignore=}")
+    [ "$1" = "$last" ] || only+=(-m "not any_mpi") # no file of examples has this marker
 }
 
 # beside_ranks ROW NAME COMMAND...: begin the suite NAME, with a command that begins it, after the last one in a row.
@@ -436,10 +440,7 @@ if [ $quick = no ]; then
         [ "$name" = "$first" ] || jobs_suite 1 "$name"
     done
     use_environment "$first"
-    if [ $complete = no ]; then
-        beside_ranks 0 examples pytest_suite examples "${examples[@]}"
-        beside_ranks 1 programs pytest_suite programs "${programs[@]}"
-    fi
+    [ $complete = yes ] || beside_ranks 1 programs pytest_suite programs "${programs[@]}"
     jobs_suite 0 "$first"
 fi
 for ranks in $sizes; do

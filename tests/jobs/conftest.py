@@ -131,7 +131,8 @@ def warm_python() -> Iterator[list[str]]:
         yield [sys.executable]
         return
     with tempfile.TemporaryDirectory(prefix="torchmpi-warm-") as folder:
-        server = warm.Server(f"{folder}/socket", job_environment({}))
+        # For the digits, on which many programs train.
+        server = warm.Server(f"{folder}/socket", job_environment({}), modules=["sklearn.datasets"])
         server.wait_for_start()
         yield warm.command(f"{folder}/socket")
         server.close()

@@ -517,9 +517,9 @@ def ends_before_start(alone, folder, num_ranks, end, begin, container=()):
     script = folder / "job.py"
     script.write_text(f"""
 import os, signal, sys
+if os.environ["RANK"] == "1": {end}
 import torch.distributed as dist
 import torchmpi as mpi
-if os.environ["RANK"] == "1": {end}
 {begin}
 """)
     run = ("-m", "torchmpi", "run", "-n", num_ranks, "--without-mpi", "--timeout", "100", script)
