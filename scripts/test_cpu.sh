@@ -317,24 +317,23 @@ pytest_suite() {
 }
 
 # share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi; false if it has none.
-# Of two MPIs, the first runs its tests on one and four ranks, the last on two and three: waiting ranks of MPICH occupy the cores
-# that others need. What is the same under every MPI runs on three ranks under the first. In the second tier, each number of
-# ranks has one MPI.
+# Of two MPIs, the last runs its tests on two ranks and the first on the other numbers: waiting ranks of MPICH occupy the cores
+# that others need. An MPI between them runs what is not the same under every MPI. In the second tier, each number of ranks has
+# one MPI too.
 share_of_ranks() {
     local marks=""
     only=()
     if [ $quick = yes ]; then
-        only=(-m "quick and n$2")
-        [ "$1" = "$([ "$2" = 2 ] && echo "$last" || echo "$first")" ]
-        return
+        marks="quick and "
+    elif [ $complete = yes ]; then
+        return 0
     fi
-    [ $complete = no ] || return 0
     if [ "$first" != "$last" ]; then
         case $1-$2 in
-            "$first-2" | "$last-1" | "$last-4") return 1 ;;
-            "$first-3") marks="any_mpi and " ;;
-            "$first-1" | "$first-4" | "$last-2") ;;
-            *) marks="not any_mpi and " ;;
+            "$last-2") ;;
+            "$last-"* | "$first-2") return 1 ;;
+            "$first-"*) ;;
+            *) [ $quick = no ] && marks="not any_mpi and " || return 1 ;;
         esac
     fi
     only=(-m "${marks}n$2")
