@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 PROGRAM = '''
 import sys, time
 import torch
@@ -56,6 +58,7 @@ if rank == 0:
 '''
 
 
+@pytest.mark.any_mpi
 def test_an_own_algorithm_runs_on_ranks_repeated_and_simulated(job):
     result = job(3, PROGRAM)
     assert result.returncode == 0, result.output

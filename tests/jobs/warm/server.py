@@ -44,8 +44,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _autoload = os.environ.get(_AUTOLOAD)
 os.environ[_AUTOLOAD] = "0"
 import torch._dynamo  # noqa: E402  # by the first optimizer
-import torch.distributed.fsdp  # noqa: E402
-import torch.distributed.tensor.parallel  # noqa: E402
+import torch.distributed  # noqa: E402
 
 os.environ.pop(_AUTOLOAD) if _autoload is None else os.environ.update({_AUTOLOAD: _autoload})
 
