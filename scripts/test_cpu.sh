@@ -232,9 +232,11 @@ run_after() {
 # watch PROCESS LOG: ends a suite that prints nothing. Files beside the log (named without .log) say so to judge(), and tell
 # suites that wait that it has ended.
 watch() {
+    local looks=0
     rm -f "$2.silent"
     while sleep 1 && kill -0 "$1" 2>/dev/null; do
-        if [ -e "$2.begun" ] && [ $(($(date +%s) - $(latest "$2"))) -gt $silence_limit ]; then
+        # Rarely, as it starts processes.
+        if [ $((++looks % 20)) = 0 ] && [ -e "$2.begun" ] && [ $(($(date +%s) - $(latest "$2"))) -gt $silence_limit ]; then
             : >"$2.silent"
             kill -INT "$1"
             sleep 20
@@ -315,40 +317,40 @@ pytest_suite() {
 }
 
 # share_of_ranks NAME RANKS: sets `only` to the options that select the tests of an MPI in tests/mpi; false if it has none.
-# Of two MPIs, the first runs its tests on one and four ranks, the last on two and three: waiting ranks of MPICH occupy the cores
-# that others need. What is the same under every MPI runs on three ranks under the first. In the second tier, each number of
-# ranks has one MPI.
+# Of two MPIs, the last runs its tests on two ranks and the first on the other numbers: waiting ranks of MPICH occupy the cores
+# that others need. A third MPI, between them, runs what is not the same under every MPI.
 share_of_ranks() {
     local marks=""
     only=()
     if [ $quick = yes ]; then
-        only=(-m "quick and n$2")
-        [ "$1" = "$([ "$2" = 2 ] && echo "$last" || echo "$first")" ]
-        return
+        marks="quick and "
+    elif [ $complete = yes ]; then
+        return 0
     fi
-    [ $complete = no ] || return 0
     if [ "$first" != "$last" ]; then
         case $1-$2 in
-            "$first-2" | "$last-1" | "$last-4") return 1 ;;
-            "$first-3") marks="any_mpi and " ;;
-            "$first-1" | "$first-4" | "$last-2") ;;
-            *) marks="not any_mpi and " ;;
+            "$last-2") ;;
+            "$last-"* | "$first-2") return 1 ;;
+            "$first-"*) ;;
+            *) marks+="not any_mpi and " ;;
         esac
     fi
     only=(-m "${marks}n$2")
 }
 
-# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites.
+# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: a suite of their own,
+# and those that run with the other tests of the first MPI.
 programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,kernel_builds,launcherless}.py
     tests/jobs/test_{notebook,recovery,site,timeline,warm}.py)
-examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,slow_links,torch_suite}.py)
+examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,single_file_examples,slow_links,torch_suite}.py)
 
 # share_of_jobs NAME: the same for tests/jobs.
 share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
-    only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
-    [ "$1" = "$last" ] || only+=(-m "not any_mpi")
+    only=("${programs[@]/#/--ignore=}")
+    [ "$1" = "$first" ] || only+=("${examples[@]/#/--ignore=}")
+    [ "$1" = "$last" ] || only+=(-m "not any_mpi") # no file of examples has this marker
 }
 
 # beside_ranks ROW NAME COMMAND...: begin the suite NAME, with a command that begins it, after the last one in a row.
@@ -436,10 +438,7 @@ if [ $quick = no ]; then
         [ "$name" = "$first" ] || jobs_suite 1 "$name"
     done
     use_environment "$first"
-    if [ $complete = no ]; then
-        beside_ranks 0 examples pytest_suite examples "${examples[@]}"
-        beside_ranks 1 programs pytest_suite programs "${programs[@]}"
-    fi
+    [ $complete = yes ] || beside_ranks 1 programs pytest_suite programs "${programs[@]}"
     jobs_suite 0 "$first"
 fi
 for ranks in $sizes; do

@@ -28,14 +28,19 @@ def executable(command: Sequence[str]) -> str:
 
 
 class Server:
-    """The process that is forked, started by `launcher` (a command, or nothing)."""
+    """The process that is forked, started by `launcher` (a command, or nothing).
 
-    def __init__(self, address: str, env: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
+    Besides torch and torchmpi it imports `modules`, where they are installed.
+    """
+
+    def __init__(
+        self, address: str, env: Mapping[str, str], launcher: Sequence[str] = (), modules: Sequence[str] = ()
+    ) -> None:
         for name in (address, f"{address}.torch"):
             Path(name).unlink(missing_ok=True)  # of a server that was killed
         self._address, self._limit = address, time.monotonic() + _START_SECONDS
         self._process = subprocess.Popen(
-            [*launcher, sys.executable, str(FOLDER / "server.py"), address],
+            [*launcher, sys.executable, str(FOLDER / "server.py"), address, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=dict(env),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -90,9 +91,8 @@ class Job:
     def processes(self) -> dict[str, list[str]]:
         """Return the processes of ranks that run, by host."""
         found: dict[str, list[str]] = {}
-        for host in _HOSTS:
-            listing = subprocess.run(["ip", "netns", "pids", f"{PREFIX}-{host}"], capture_output=True, text=True)
-            for pid in listing.stdout.split():
+        for host, pids in _processes_on_hosts().items():
+            for pid in pids:
                 try:
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 except OSError:
@@ -132,7 +132,8 @@ class Job:
         These are ranks, warm ones (which have no word of the job in their command line) and the shells around them,
         which write the status of a killed rank.
         """
-        writers = [pid for pid in _processes_on_hosts() if self._uses_folder(Path(f"/proc/{pid}"))]
+        pids = itertools.chain(*_processes_on_hosts().values())
+        writers = [pid for pid in pids if self._uses_folder(Path(f"/proc/{pid}"))]
         subprocess.run(["kill", "-9", *writers], stderr=subprocess.DEVNULL) if writers else None
         return not writers
 
@@ -144,11 +145,13 @@ class Job:
         return False
 
 
-def _processes_on_hosts() -> list[str]:
-    found = []
-    for host in _HOSTS:
-        listing = subprocess.run(["ip", "netns", "pids", f"{PREFIX}-{host}"], capture_output=True, text=True)
-        found += listing.stdout.split()
+def _processes_on_hosts() -> dict[str, list[str]]:
+    """Return the processes on each host. A process of `ip` for each look would take more of a core than the job."""
+    found: dict[str, list[str]] = {host: [] for host in _HOSTS}
+    networks = {os.stat(f"/run/netns/{PREFIX}-{host}").st_ino: pids for host, pids in found.items()}
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            networks.get(os.stat(f"/proc/{pid}/ns/net").st_ino, []).append(pid)
     return found
 
 

@@ -57,8 +57,9 @@ def test_a_lost_host_is_reported_once_by_the_others(start: Start):
     assert all(job.statuses().values()), job.output()
 
 
-@launchers
-@pytest.mark.parametrize("layout", ["h0:2,h1:1", "h0:1,h1:2,h2:1"])
+@pytest.mark.parametrize(
+    ("layout", "torchrun"), [("h0:2,h1:1", False), ("h0:1,h1:2,h2:1", False), ("h0:1,h1:2,h2:1", True)]
+)
 def test_a_crashed_host_ends_the_others(start: Start, layout: str, torchrun: bool):
     """All processes of the host vanish, those of the launcher too, which may end the other ranks before they report."""
     job = start(layout, heartbeat_seconds=LIMIT, torchrun=torchrun)

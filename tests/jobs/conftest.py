@@ -131,7 +131,9 @@ def warm_python() -> Iterator[list[str]]:
         yield [sys.executable]
         return
     with tempfile.TemporaryDirectory(prefix="torchmpi-warm-") as folder:
-        server = warm.Server(f"{folder}/socket", job_environment({}))
+        # Many programs train on digits.
+        modules = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sklearn.datasets"]
+        server = warm.Server(f"{folder}/socket", job_environment({}), modules=modules)
         server.wait_for_start()
         yield warm.command(f"{folder}/socket")
         server.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -110,13 +109,13 @@ def test_transformers_run_unchanged(job):
     assert result.stderr.count("(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host") == 2, result.output
 
 
-def test_accelerate_launch_with_a_configuration_file(mpirun, tmp_path):
+def test_accelerate_launch_with_a_configuration_file(mpirun, warm_python, tmp_path):
     """Accelerate starts mpirun itself, and gives the ranks an address for torch's store."""
     skip_without("accelerate")
     (tmp_path / "hosts").write_text("localhost slots=2\n" if is_open_mpi(mpirun[0]) else "localhost:2\n")
     port = f"--main_process_port={free_port()}"
     config = f"--config_file={PROGRAMS / 'accelerate.yaml'}"
-    program = [sys.executable, "-m", "accelerate.commands.launch", config, port, PROGRAMS / "accelerate_ddp.py"]
+    program = [*warm_python, "-m", "accelerate.commands.launch", config, port, PROGRAMS / "accelerate_ddp.py"]
     environment = job_environment(UNCHANGED | search_path())
     result = subprocess.run(program, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

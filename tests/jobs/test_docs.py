@@ -1,4 +1,4 @@
-"""The documentation agrees with the code: snippets run, links and modules exist, tables and words are current."""
+"""The documentation agrees with the code: snippets run, links and modules exist, tables are current."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -388,7 +387,7 @@ def operations_of(dtype: torch.dtype) -> set[str]:
     return found
 
 
-# ---- modules and words ---------------------------------------------------------------------------
+# ---- modules and terms ---------------------------------------------------------------------------
 
 PACKAGE = ROOT / "torchmpi"
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -420,51 +419,3 @@ def test_the_glossary_names_modules():
         assert (PACKAGE / module).is_file(), f"{term}: there is no torchmpi/{module}"
         assert meaning, f"{term}: it has no meaning"
         assert established, f"{term}: name the nearest established term"
-
-
-# Words of earlier versions, each with its replacement.
-RETIRED = {
-    r"gates?": "fast path",
-    r"doors?": "cached call",
-    r"(?<!SIMD )(?<!vector )lanes?": "call queue",
-    r"ledgers?": "call log",
-    r"verbs?": "collective",
-    r"given up|gives? the call up": "aborted",
-    r"inquir(y|ies)": "remote status request",
-    r"turned down": "rejected",
-}
-RETIRED_NAMES = {"gate", "gates", "door", "doors", "lane", "lanes", "ledger", "ledgers", "verb", "verbs", "inquiry"}
-RETIRED_CLASSES = {"Turn", "Pieces"}
-# Vector code has lanes; `verbs` is a public parameter of autotune(), an option of the command line, a key of its JSON.
-HAS_LANES = re.compile(r"_ir\.py$|kernels/(intrinsics|reduction|reduction_key)\.py$")
-HAS_VERBS = re.compile(r"torchmpi/(cli/.*|collectives/tuning/tuner\.py)$")
-
-
-@pytest.mark.parametrize("page", [page for page in DOCS if page.parent != ROOT], ids=name_of)
-def test_pages_use_no_retired_words(page):
-    found = [
-        f"{name_of(page)}:{number}: {match[0]!r} is now {new!r}"
-        for number, line in enumerate(prose(page).splitlines(), 1)
-        for old, new in RETIRED.items()
-        for match in re.finditer(rf"\b({old})\b", re.sub(r"`[^`]*`", "", line), flags=re.IGNORECASE)
-    ]
-    assert not found, "\n".join(found)
-
-
-def test_identifiers_contain_no_retired_words():
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = name_of(path)
-        allowed = {"lane", "lanes"} if HAS_LANES.search(name) else set()
-        allowed |= {"verbs"} if HAS_VERBS.search(name) else set()
-        with path.open("rb") as file:
-            names = {(token.start[0], token.string) for token in tokenize.tokenize(file.readline) if is_name(token)}
-        for line, identifier in sorted(names):
-            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", identifier)}
-            if words & RETIRED_NAMES - allowed or identifier.strip("_") in RETIRED_CLASSES:
-                found.append(f"{name}:{line}: {identifier}")
-    assert not found, "\n".join(found)
-
-
-def is_name(token: tokenize.TokenInfo) -> bool:
-    return token.type == tokenize.NAME

@@ -65,13 +65,10 @@ def test_a_test_of_one_process_fails_with_the_same_numbers_when_it_is_repeated(c
 
 def test_a_test_of_ranks_is_repeated_by_ranks_of_the_same_mpi(checkout):
     is_open = is_open_mpi(launcher())
-    (checkout / "tests/mpi/conftest.py").write_text(
-        "import pytest\nfrom mpi4py import MPI\n"
-        "def pytest_collection_modifyitems(items):\n    for item in items:\n        item.add_marker('n2')\n"
-    )
+    (checkout / "tests/mpi/conftest.py").write_text("from mpi4py import MPI\n")
     options = "--oversubscribe -n 2" if is_open else "-n 2"
     expected = (
-        f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider -m n2 "
+        f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider "
         "'tests/mpi/test_numbers.py::test_of_numbers[c]'"
     )
     command = f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider tests/mpi"

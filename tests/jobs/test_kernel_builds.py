@@ -1,14 +1,16 @@
-"""Builds of the kernels of shared memory: compiling for all ranks and later jobs, and the build with checks."""
+"""Builds of the kernels of shared memory: compiling for all ranks and later jobs, and the build with checks.
+
+All of them use the build with checks, which is compiled once: into an empty cache, by the first job.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import sys
 
 import pytest
-
-from torchmpi.parameterserver.kernels import SHARDING
 
 START = """
 import sys
@@ -24,6 +26,7 @@ assert torch.equal(tensor, torch.arange(300_000.0) * size)
 print("right", flush=True)
 """
 NONE = "no shared memory between ranks"
+CHECKED = {"TORCHMPI_KERNEL_CHECKS": "1"}
 pytestmark = pytest.mark.any_mpi
 
 
@@ -37,36 +40,46 @@ def first(launch, tmp_path_factory):
     code = "import sys\nprint('compiled' if 'numba' in sys.modules else 'loaded')\n"
     (folder / "job.py").write_text(START + SUM + code)
     # Regression: ranks that compile were taken for ranks that do not arrive in start().
-    env = {"NUMBA_CACHE_DIR": str(folder / "cache"), "TORCHMPI_STALL_ABORT_SECONDS": "5"}
+    env = CHECKED | {"NUMBA_CACHE_DIR": str(folder / "cache"), "TORCHMPI_STALL_ABORT_SECONDS": "5"}
     return launch(3, [folder / "job.py"], env=env, timeout=120), folder / "cache"
 
 
-def test_two_ranks_compile_for_all_and_for_the_next_job(job, first):
-    result, cache = first
+@pytest.fixture(scope="module")
+def checked(first) -> dict[str, str]:
+    """The environment of a job that loads the kernels of the first one."""
+    return CHECKED | {"NUMBA_CACHE_DIR": str(first[1])}
+
+
+def test_two_ranks_compile_for_all_and_for_the_next_job(job, first, checked):
+    result, _ = first
     assert result.returncode == 0 and result.stdout.count("right") == 3, result.output
     assert result.stdout.count("compiled") == 2, result.output
     (line,) = (line for line in result.stderr.splitlines() if "compiling the shared-memory kernels" in line)
     assert "about 8 s" in line, "the expected time"
     code = "import sys\nprint('compiler' if {'numba', 'llvmlite.binding'} & set(sys.modules) else 'nothing else')\n"
-    second = job(2, START + SUM + code, env={"NUMBA_CACHE_DIR": str(cache)})
+    second = job(2, START + SUM + code, env=checked)
     assert second.returncode == 0 and second.stdout.count("right") == 2, second.output
     assert second.stdout.count("nothing else") == 2 or os.uname().machine != "x86_64", second.output
     assert "compiling" not in second.stderr and NONE not in second.stderr, second.output
 
 
-def test_one_rank_announces_the_compilation_once_and_ends(alone, tmp_path):
+def test_one_rank_announces_the_compilation_once_and_ends(alone, first, tmp_path):
     """Regression: twice, "once per machine"; and the process that had compiled crashed when Python ended."""
     (tmp_path / "job.py").write_text("import torchmpi as mpi\nmpi.start()\nmpi.stop()\n")
-    # A variable that is read at import: a process of its own, which ends with its destructors.
-    result = alone(tmp_path / "job.py", NUMBA_CACHE_DIR=str(tmp_path / "cache"), TORCHMPI_LOG="info")
+    # Only the part that is announced: the second one is there.
+    shutil.copytree(first[1], tmp_path / "cache", ignore=shutil.ignore_patterns("torchmpi_collectives_0-*"))
+    env = CHECKED | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "TORCHMPI_LOG": "info"}
+    # Not a fork: it ends with its destructors.
+    result = alone(tmp_path / "job.py", python=sys.executable, **env)
     assert result.returncode == 0 and result.stderr.count("once per machine") == 1, result.output
 
 
-# Starts with the kernels of the first job, and compiles those of the parameter server, a part for each kernel.
+# Starts with the kernels of the first job, and compiles those of the parameter server, in two parts.
 SERVER = """
 import torchmpi.parameterserver as ps
 from torchmpi.parameterserver import shards
-shards.SHARDING = shards.SHARDING._replace(parts=tuple((name,) for name in shards.SHARDING.names))
+names = shards.SHARDING.names
+shards.SHARDING = shards.SHARDING._replace(parts=(names[:1], names[1:]))
 server = ps.init(torch.zeros(1000))
 print("compiled" if "numba" in sys.modules else "loaded", flush=True)
 ps.send(server, torch.ones(1000)).wait()
@@ -79,7 +92,7 @@ print("right", flush=True)
 def compile_for_a_server(job, first, tmp_path, start: str, *, num_compilers: int) -> int:
     """Run a job of two ranks; return the number of parts of the parameter server that it leaves in the cache."""
     shutil.copytree(first[1], tmp_path / "cache")
-    result = job(2, start + SERVER, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, timeout=120)
+    result = job(2, start + SERVER, env=CHECKED | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, timeout=120)
     assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
     assert result.stdout.count("compiled") >= num_compilers and NONE not in result.stderr, result.output
     return len(list((tmp_path / "cache").glob("torchmpi_sharding_*.native")))
@@ -96,7 +109,7 @@ if rank == 0:
     other.stdout.readline()
 mpi.barrier()
 """
-    assert compile_for_a_server(job, first, tmp_path, START + code, num_compilers=1) == len(SHARDING.names)
+    assert compile_for_a_server(job, first, tmp_path, START + code, num_compilers=1) == 2
 
 
 def test_kernels_are_compiled_even_if_they_cannot_be_cached(job, first, tmp_path):
@@ -122,7 +135,6 @@ else:
 
 # --- the checked build of the kernels
 
-CHECKED = {"TORCHMPI_KERNEL_CHECKS": "1"}
 COLLECTIVES = """
 from torchmpi import errors
 from torchmpi.session import runtime
@@ -153,7 +165,7 @@ def every_collective(numel, root):
 """
 
 
-def test_collectives_pass_the_checks_of_the_kernels(job):
+def test_collectives_pass_the_checks_of_the_kernels(job, checked):
     code = f"""{START}{COLLECTIVES}
 for numel in (8, 28, 29, 3000, 40_000, 100_000, 700_001):
     for root in range(size):
@@ -165,7 +177,7 @@ except errors.MismatchError:
     every_collective(40_000, 0)
     print("right", flush=True)
 """
-    result = job(3, code, env=CHECKED, timeout=240)
+    result = job(3, code, env=checked, timeout=240)
     assert result.returncode == 0 and result.stdout.count("right") == 3, result.output
 
 
@@ -179,7 +191,7 @@ PLANTED = {
 
 
 @pytest.fixture(scope="module")
-def violations(launch, tmp_path_factory):
+def violations(launch, checked, tmp_path_factory):
     """A job that violates each check once; every call after a violation must succeed."""
     code = f"""from mpi4py import MPI
 {START}{COLLECTIVES}
@@ -200,7 +212,7 @@ for what, (plant, numel, _) in {PLANTED!r}.items():
 """
     script = tmp_path_factory.mktemp("violations") / "job.py"
     script.write_text(code)
-    return launch(2, [script], env=CHECKED, timeout=240)
+    return launch(2, [script], env=checked, timeout=240)
 
 
 @pytest.mark.parametrize("what", PLANTED)

@@ -4,6 +4,8 @@ from their record, and on simulated workers.
 
 from __future__ import annotations
 
+import pytest
+
 PROGRAM = '''
 import os, subprocess, sys, time
 from mpi4py import MPI
@@ -64,6 +66,7 @@ if rank == 0:
 '''
 
 
+@pytest.mark.any_mpi
 def test_an_own_algorithm_runs_on_ranks_repeated_and_simulated(job):
     result = job(4, PROGRAM)
     assert result.returncode == 0, result.output

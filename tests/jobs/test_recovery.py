@@ -67,11 +67,11 @@ def survive(request, tmp_path, warm_python):
 CALLS = """
 from torchmpi.session import runtime
 moment, victims = sys.argv[1], [int(text) for text in sys.argv[2].split(",")]
-small, large = torch.ones(10), torch.ones(1 << 22)
+small, large = torch.ones(10), torch.ones(1 << 20)
 call, num_lost, lost_seconds = 0, 0, []
-while call < 40:
+while call < 20:
     try:
-        if call in (10, 25) and num_lost == (call > 10):
+        if call in (5, 12) and num_lost == (call > 5):
             if moment == "queued":
                 mpi.allreduce_async(large.clone())
             if FIRST == victims[num_lost] and moment != "collective":
@@ -517,9 +517,9 @@ def ends_before_start(alone, folder, num_ranks, end, begin, container=()):
     script = folder / "job.py"
     script.write_text(f"""
 import os, signal, sys
+if os.environ["RANK"] == "1": {end}
 import torch.distributed as dist
 import torchmpi as mpi
-if os.environ["RANK"] == "1": {end}
 {begin}
 """)
     run = ("-m", "torchmpi", "run", "-n", num_ranks, "--without-mpi", "--timeout", "100", script)

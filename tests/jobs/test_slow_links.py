@@ -8,7 +8,6 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "slow_links.py"
-pytestmark = pytest.mark.any_mpi
 
 pytest.importorskip("sklearn", reason="the script trains on the digits of scikit-learn: install the extra examples")
 

@@ -181,7 +181,7 @@ def test_clocks_whose_rates_change_while_a_timeline_is_recorded_stay_aligned(lau
     assert earliest_result(AlignedCalls([*traces[:2], ends_alone])) < min(-0.0002, aligned)
 
 
-BURST_BYTES = 400_000
+BURST_BYTES = 100_000
 BURST = """
 import os, signal
 import torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,10 @@ MORE_OF_THE_SAME = (
 
 
 @pytest.mark.slow
-def test_pytorchs_tests_pass(mpirun, tmp_path):
+def test_pytorchs_tests_pass(mpirun, warm_python, tmp_path):
     """On four ranks, where the fewest tests are skipped. Two thirds of them; before a release all."""
     is_complete = bool(os.environ.get("TORCHMPI_TEST_COMPLETE"))
-    command = [sys.executable, str(SUITE / "driver.py"), "--logs", str(tmp_path), "--job-limit", str(LIMIT_SECONDS)]
+    command = [*warm_python, str(SUITE / "driver.py"), "--logs", str(tmp_path), "--job-limit", str(LIMIT_SECONDS)]
     for name in COMPILES if is_complete else (*COMPILES, *MORE_OF_THE_SAME):
         command += ["--without", name]
     command += ["--", *mpirun, "-n", "4"]

@@ -32,7 +32,8 @@ os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-NUMBERS_OF_RANKS = (1, 2, 3, 4)
+NUMBERS_OF_RANKS = (1, 2, 3)
+"""Those of tests without the marker ranks."""
 checks.count(mpi.nn, "check_with_allreduce")
 SIZE = launcher.detect().num_ranks or 1
 
@@ -48,17 +49,16 @@ def marks_of_file(path: Path) -> str:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files of which scripts/test_cpu.sh selects no test, which takes seconds on each rank."""
-    selected = re.fullmatch(r"(quick and |not any_mpi and |any_mpi and )?n(\d)", config.option.markexpr)
+    selected = re.fullmatch(r"(quick and |not any_mpi and )?n(\d)", config.option.markexpr)
     if selected is None or collection_path.suffix != ".py":
         return None
     marks, text = marks_of_file(collection_path), collection_path.read_text()
     # Single tests may have other numbers, or more markers, than the file.
-    is_wanted = ".ranks(" not in marks or any(selected[2] in ranks for ranks in re.findall(r"\.ranks\(([^)]*)\)", text))
+    is_wanted = any(selected[2] in ranks for ranks in re.findall(r"\.ranks\(([^)]*)\)", text))
+    is_wanted |= ".ranks(" not in marks and int(selected[2]) in NUMBERS_OF_RANKS
     match selected[1]:
         case "quick and ":
             is_wanted &= ".quick" in text
-        case "any_mpi and ":
-            is_wanted &= ".any_mpi" in text
         case "not any_mpi and ":
             is_wanted &= ".any_mpi" not in marks
     return None if is_wanted else True
@@ -182,8 +182,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
     # mpi4py keeps no reference to the memory of a request.
     own, most = array("i", [len(problems), checks.number - num_before]), array("i", [0, 0])
     request = MPI.COMM_WORLD.Iallreduce(own, most, MPI.MAX)
+    pause = 0.0002
     while not request.Test():
-        time.sleep(0.0002)  # in Wait() under MPICH, this rank would keep the core that a later one needs
+        time.sleep(pause)  # in Wait() under MPICH, this rank would keep the core that a later one needs
+        pause = min(1.3 * pause, 0.003)
     everywhere = MPI.COMM_WORLD.allgather(problems) if most[0] else []
     failed = [f"rank {rank}: {problem}" for rank, theirs in enumerate(everywhere) for problem in theirs]
     if failed:

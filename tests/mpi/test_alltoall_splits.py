@@ -11,7 +11,7 @@ from torchmpi.backends.mpi_messages import check_part_sizes, longest_part
 from torchmpi.errors import ArgumentError, DeviceError, DtypeError, MismatchError
 from torchmpi.session import runtime
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 def sizes(sender: int) -> list[int]:

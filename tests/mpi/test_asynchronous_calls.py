@@ -17,7 +17,7 @@ import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.shared_memory import fast_path
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 
 def has_machine_code() -> bool:

@@ -42,7 +42,8 @@ def _named(place, dtype, asynchronous, backend):
     name = f"{dtype}-{'async' if asynchronous else 'sync'}-{backend or 'default'}".removeprefix("torch.")
     if place == "cpu":
         # By default, ranks of one host do not use MPI, but kernels that tests/unit drives as 2 to 70 ranks.
-        marks = [] if backend == "mpi" else [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3)]
+        of_others = [pytest.mark.any_mpi, *([] if backend == "gloo" else [pytest.mark.ranks(1, 3)])]
+        marks = [] if backend == "mpi" else of_others
         return pytest.param(place, dtype, asynchronous, backend, id=name, marks=marks)
     return pytest.param(place, dtype, asynchronous, backend, id=f"cuda-{name}", marks=pytest.mark.gpu)
 

@@ -13,7 +13,7 @@ from torchmpi import errors
 from torchmpi.communicators.group import Group
 from torchmpi.session import runtime
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("world")]
 
 PATTERNS = {
     "even and odd": lambda rank: rank % 2,

@@ -15,7 +15,7 @@ from torchmpi.session import runtime
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import records
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3)]
 
 __all__ = ["stopped"]
 SLOTS, DIRECTLY = 0, 1

@@ -17,7 +17,7 @@ from torchmpi.errors import ArgumentError, TorchMPIError
 SIZE = MPI.COMM_WORLD.size
 pytestmark = [
     pytest.mark.any_mpi,
-    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.ranks(1, 3),
     pytest.mark.usefixtures("default_group"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
 ]

@@ -44,6 +44,7 @@ class Net(nn.Module):
         return result
 
 
+@pytest.mark.ranks(2)  # compiling takes seconds
 def test_compiled_ddp(agree, monkeypatch):
     """The graph is split at the buckets, so that buckets are reduced during the computation of others."""
     graphs: list[Any] = []

@@ -25,7 +25,7 @@ from torchmpi.shared_memory.memory_layout import Block
 
 __all__ = ["stopped"]
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
 SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (9000,))

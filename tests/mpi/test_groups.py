@@ -20,7 +20,7 @@ from torchmpi.collectives.message_handle import transport_of
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("world")]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from torchmpi.backends.ipc import ipc_backend as ipc
 from torchmpi.backends.ipc import staging_areas
 from torchmpi.errors import BackendUnavailableError, DeviceError, MismatchError, StallError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 # Of each kind of arithmetic one, in all lengths. GPUs have all dtypes, below and in test_collectives.py.
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.uint16, torch.uint64, torch.bool),
@@ -42,6 +42,7 @@ def rig(request) -> Iterator[Rig]:
 # --- in memory of the host
 
 
+@pytest.mark.ranks(2, 3)  # two make an allreduce in one round of copies, three in two
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_collective_and_operation(rig, agree, dtype):
     for number, (collective, shape) in enumerate(itertools.product(COLLECTIVES, (*contract.SHAPES, (70_001,)))):
@@ -53,7 +54,7 @@ def test_every_collective_and_operation(rig, agree, dtype):
 def test_tensors_larger_than_a_half(rig, agree):
     """Many chunks, in any order of collectives."""
     choice = random.Random(3)
-    for number in range(24):
+    for number in range(12):
         numel = choice.choice((5, 100_000, 700_001, 1_500_000))
         Call(rig, choice.choice(COLLECTIVES), torch.float32, "sum", (numel,), number).check(rig, agree)
 

@@ -29,7 +29,7 @@ from torchmpi.errors import DeviceError, TransportError
 from torchmpi.session import runtime
 from torchmpi.supervision.lost_ranks import LossWatch
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3), pytest.mark.usefixtures("world")]
 OPS = {dtype: [op for op in ops if lacks(dtype, op) is None] for dtype, ops in contract.OPS_OF.items()}
 
 

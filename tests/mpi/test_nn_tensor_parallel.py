@@ -17,7 +17,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine
 from torchmpi.errors import ArgumentError, ReplicaError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("world")]
 TIGHT = {"rtol": 1e-4, "atol": 1e-5}
 
 

@@ -16,7 +16,7 @@ from torchmpi.backends.mpi_messages import can_call_from_kernels
 from torchmpi.session import runtime
 from torchmpi.tensors import schedule
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("world")]
 
 # Below and above the limit where all ranks gather everything, uneven, and more chunks than are in progress together.
 NUMELS = (0, 1, 5, 1000, 4099, 20_011)

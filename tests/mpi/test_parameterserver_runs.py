@@ -16,7 +16,7 @@ import torchmpi.parameterserver as ps
 from torchmpi.parameterserver.runs.observed_run import RECEIVE, SEND, STEP
 
 no_servers_left = updates_rig.no_servers_left
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3), pytest.mark.usefixtures("world")]
 STEPS = 6
 
 

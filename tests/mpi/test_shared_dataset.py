@@ -25,7 +25,7 @@ from torchmpi.errors import ArgumentError, DatasetError, MismatchError
 from torchmpi.shared_memory import read_only
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3)]
 Pair = collections.namedtuple("Pair", "first second")
 
 

@@ -19,7 +19,7 @@ from torchmpi.backends import shm
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3)]
 
 # --- calls in any order
 

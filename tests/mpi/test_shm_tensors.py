@@ -19,7 +19,7 @@ from torchmpi import errors
 from torchmpi.session import runtime
 from torchmpi.shared_memory.kernels import records
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3)]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3)]
 
 # --- tensors in shared memory
 

@@ -23,7 +23,7 @@ from torchmpi.config import Config
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
 
-pytestmark = pytest.mark.usefixtures("placement")
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("placement")]
 
 LONG = PACKED_BYTES + 1  # of any dtype: a message of their own for the values
 SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (1024,), (LONG,))

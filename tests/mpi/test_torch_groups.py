@@ -22,7 +22,7 @@ from torchmpi.launch.network import INTERFACE_VARIABLE
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(2, 3), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3), pytest.mark.usefixtures("world")]
 
 
 def unchecked(name):

@@ -22,6 +22,7 @@ from torchmpi.config import Config
 from torchmpi.session import runtime
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+pytestmark = pytest.mark.ranks(3, 4)
 # The host of each rank. All placements are tried with the present ranks.
 PLACEMENTS = {"block": "aabb", "cyclic": "abab", "uneven": "aaab", "back and forth": "abba", "three": "abca"}
 # With these ranks; without one host, and without one rank on each.

@@ -1,7 +1,8 @@
 """Load torch and torchmpi once, and fork into the ranks of many jobs: the imports take longer than most tests.
 
-    python server.py SOCKET
+    python server.py SOCKET [MODULE...]
 
+The modules are those that many of the ranks import, if they are installed.
 SOCKET.python is a program in place of Python, which the ranks have as sys.executable: what they start is warm too. At
 SOCKET.torch there is a process that has only imported torch, for ranks with other variables that torchmpi reads at
 import: they load its entry point as ``import torch`` does.
@@ -43,8 +44,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _autoload = os.environ.get(_AUTOLOAD)
 os.environ[_AUTOLOAD] = "0"
 import torch._dynamo  # noqa: E402  # by the first optimizer
-import torch.distributed.fsdp  # noqa: E402
-import torch.distributed.tensor.parallel  # noqa: E402
+import torch.distributed  # noqa: E402
 
 os.environ.pop(_AUTOLOAD) if _autoload is None else os.environ.update({_AUTOLOAD: _autoload})
 
@@ -226,7 +226,10 @@ def run(arguments: list[str]) -> NoReturn:
 
 
 def main() -> None:
-    address, own = sys.argv[1], sys.executable
+    (address, *modules), own = sys.argv[1:], sys.executable
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     has_only_torch = os.fork() != 0
     if has_only_torch:
         address += rank.ONLY_TORCH
