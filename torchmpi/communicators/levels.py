@@ -102,7 +102,7 @@ class CommunicatorStack:
             return self.levels[communicator]
         raise CommunicatorError(
             f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator "
-            "(mpi.group(ranks) makes one, also of the ranks of one of mpi4py), one of its groups, or a level from 0 to "
+            "(mpi.group(ranks) makes one from the ranks of mpi4py's), one of its groups, or a level from 0 to "
             f"{len(self.levels) - 1}:\n{self.names()}"
         )
 
