@@ -49,9 +49,10 @@ def steps(num_steps: int, bucket_bytes: int | None = None, before_step: Callable
     for _ in range(num_steps):
         before_step()
         optimizer.zero_grad()
-        net(torch.randn(BATCH, WIDTH)).square().mean().backward()
+        (loss := net(torch.randn(BATCH, WIDTH)).square().mean()).backward()
         mpinn.synchronize_gradients_async(net)
         optimizer.step()
+        mpi.report_progress(samples=BATCH, loss=loss.item())
 
 
 def late(num_steps: int) -> None:

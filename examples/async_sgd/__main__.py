@@ -78,8 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"async_sgd: {error}", file=sys.stderr)
         return 2
     print(describe(experiment, rows, options.columns))
+    plot = options.plot or table.with_name("plot.png")
     try:
-        draw(experiment, rows, options.plot or table.with_name("plot.png"))
+        draw(experiment, rows, plot)
+        print(f"plot: {plot}")
     except ImportError:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
     print(f"results: {table}")

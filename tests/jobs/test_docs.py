@@ -240,10 +240,12 @@ GUIDES = [
 ]
 MEASURED = re.compile(
     r"\d ?(?:us|ms|%)(?!\w)|\d times as (?:fast|long)|\b0?\.\d+ of the time|\b\d+ of \d+ (?:jobs|runs)"
+    r"|\d times the|\d ?[MG]i?B (?:per|for each)|\b(?:a|few|some|of) (?:micro|milli)seconds?"
 )
 GIVEN = (
     "round trip of 50 ms", "sleeps for 50 ms", "compute for 2 ms", "every 10 ms", "every 30 ms",
     "20 us to 8 ms", "5 % faster", "5 % of the time", "3 % of the time",
+    "Waits of about a microsecond", "0.1 times the gradient", "2.2 MB for each 16 communicators",
 )  # fmt: skip
 """Settings, limits and assumptions of guides, which no measurement has found."""
 
@@ -262,13 +264,21 @@ def test_sections_with_figures_link_to_results(page):
 
 
 def test_figures_are_recognized():
-    text = "`x` took 3 ms, 5 times as long, 20 % more, 0.7 of the time, in 4 of 5 jobs, every 10 ms, `9 ms`"
-    assert measured(text) == ["3 ms", "5 times as long", "0 %", "0.7 of the time", "4 of 5 jobs"]
+    text = "`x` took 3 ms, 5 times as long, 20 % more, 0.7 of the time, 4 of 5 jobs, every 10 ms, `9 ms`, a microsecond"
+    assert measured(text) == ["3 ms", "5 times as long", "0 %", "0.7 of the time", "4 of 5 jobs", "a microsecond"]
     text = " ".join(" ".join(page.read_text().split()) for page in GUIDES)
     assert [given for given in GIVEN if given not in text] == []
 
 
-# ---- links ---------------------------------------------------------------------------------------
+# ---- tables and links ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_rows_belong_to_a_table(page):
+    lines = ["", *prose(page).splitlines(), ""]
+    begins = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    alone = [lines[i] for i in begins if not re.fullmatch(r"\|[\s|:-]+", lines[i + 1])]
+    assert not alone, f"{name_of(page)}: rows without a head, shown as text: {alone}"
 
 
 def anchors(page: Path) -> set[str]:

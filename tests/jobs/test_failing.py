@@ -103,6 +103,7 @@ optimizer.step(closure)
     assert re.search(r"MismatchError: .*closure.* must return the loss averaged over the ranks", result.stderr), (
         result.output
     )
+    assert not re.search(r"failed too, .*MismatchError: ", result.stderr)  # the same text, cut
 
 
 @any_mpi

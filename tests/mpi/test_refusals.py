@@ -78,7 +78,7 @@ CASES = {
     "unknown backend": (lambda: mpi.allreduce(ONES, backend="tcp"), errors.BackendUnavailableError, "mpi"),
     "for GPUs only": (lambda: mpi.allreduce(ONES, backend="nccl"), errors.BackendUnavailableError, "CUDA tensors only"),
     "unknown level": (lambda: mpi.allreduce(ONES, comm=99), errors.CommunicatorError, "from 0 to"),
-    "communicator of another kind": (lambda: mpi.allreduce(ONES, comm="world"), errors.CommunicatorError, "level"),
+    "communicator of another kind": (lambda: mpi.allreduce(ONES, comm="world"), errors.CommunicatorError, "mpi.group("),
     "unknown level to use": (lambda: mpi.set_communicator(99), errors.CommunicatorError, "from 0 to"),
     "span outside": (lambda: mpi.set_collective_span(0, 99), errors.CommunicatorError, "begin <= end"),
     "span backwards": (lambda: mpi.set_collective_span(1, 0), errors.CommunicatorError, "begin <= end"),

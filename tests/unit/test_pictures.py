@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import draw_benchmarks
+import draw_levels
 import draw_pictures
 import measure_costs
 import pytest
@@ -139,7 +140,13 @@ def test_tables_of_links_are_read():
     assert len(found["TCP with BBR"]) == 12
 
 
-def test_pages_show_each_plot():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
+def test_each_image_is_shown_and_can_be_made_again():
+    """By a script of plots or pictures, by an experiment file, or by a command that a page has."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("results/*.md")]
     text = "".join(page.read_text() for page in pages)
-    assert [name for name in draw_benchmarks.PLOTS if f"images/{name}.png)" not in text] == []
+    images = {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    assert images == set(re.findall(r"images/([\w.]+)\)", text))
+    findings = (ROOT / "examples" / "async_sgd" / "findings").glob("*.toml")
+    drawn = {f"{name}.png" for name in draw_benchmarks.PLOTS} | {f"finding_{path.stem}.svg" for path in findings}
+    others = images - drawn - set(draw_pictures.PICTURES) - {draw_levels.IMAGE.name}
+    assert [name for name in sorted(others) if f"docs/images/{name}" not in text] == []

@@ -101,8 +101,9 @@ class CommunicatorStack:
         if type(communicator) is int and 0 <= communicator < len(self.levels):
             return self.levels[communicator]
         raise CommunicatorError(
-            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, one of "
-            f"its groups, or a level from 0 to {len(self.levels) - 1}:\n{self.names()}"
+            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator "
+            "(mpi.group(ranks) makes one from the ranks of mpi4py's), one of its groups, or a level from 0 to "
+            f"{len(self.levels) - 1}:\n{self.names()}"
         )
 
     def push(self, key: str, name: str | None = None, keys: Sequence[str] | None = None) -> int:

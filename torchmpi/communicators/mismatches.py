@@ -30,7 +30,8 @@ def mismatch_message(name: str, calls: Mapping[int, str], left: Mapping[int, str
     return (
         f"The ranks of communicator {name} made different calls: {listing}. All ranks must make the same calls in the "
         "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
-        f"rank that ran out of data (torchmpi.nn.join).{_spare_hint(calls)}{_threads_hint()}{_closure_hint()}"
+        "rank that skipped a step or ran out of data (torchmpi.nn.join)."
+        f"{_spare_hint(calls)}{_threads_hint()}{_closure_hint()}"
     )
 
 

@@ -187,7 +187,8 @@ class FailureHandling:
         if left is not None:
             status = left.status or 1
         if not self._claim_report(is_cause=not is_consequence):
-            self._let_other_rank_end(f"failed too, {line}: {kind.__name__}: {error}")
+            same = isinstance(error, MismatchError)  # the report has this text
+            self._let_other_rank_end(f"failed too, {line}: {kind.__name__}" + ("" if same else f": {error}"))
         elif isinstance(error, KeyboardInterrupt):
             self._report_alone(self._about_interrupt(line), status)
         elif left is not None:

@@ -45,7 +45,7 @@ class RankTimes(NamedTuple):
 
     Attributes:
         total: All of it.
-        computing: Between the steps.
+        computing: Between the steps; a loop without an update has none.
         calling: In sends and receives, by whatever thread; they may overlap with the rest.
         waiting: For calls that had not ended, and for slower ranks (`max_staleness`): the rank was idle.
         num_steps: Number of steps.
@@ -335,8 +335,9 @@ class RunRecord:
         for rank in range(min(self.num_ranks, _MOST_PAIRS)):
             times = self.times(rank)
             whole = times.total or 1.0
+            computing = f"{times.computing / whole:.1%}" if times.num_steps else "-"  # a loop without an update
             yield (
-                f"{rank:4d} {times.num_steps:7d} {times.total:9.3g}  {times.computing / whole:8.1%} "
+                f"{rank:4d} {times.num_steps:7d} {times.total:9.3g}  {computing:>8} "
                 f"{times.waiting / whole:8.1%}  {times.calling / whole:8.1%}"
             )
         if self.num_ranks > _MOST_PAIRS:
