@@ -196,11 +196,11 @@ record() {
 # the last run.
 after=""
 begin() {
-    local name=$1 limit=$((time_limit - SECONDS)) kind=check before
+    local name=$1 kind=check before
     shift
     : >"$logs/$name.log"
     rm -f "$logs/$name".{begun,ended,cpu}
-    if [ "$limit" -lt 5 ]; then
+    if [ $((time_limit - SECONDS)) -lt 5 ]; then
         record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
         return
     fi
@@ -209,7 +209,7 @@ begin() {
     case " $* " in *" pytest "* | *test_hosts.sh*) kind=pytest ;; esac
     start run_after "$after" "$name" "$@" >"$logs/$name.log" 2>&1
     running+=("$started")
-    begun+=("$name $started $limit $kind")
+    begun+=("$name $started $kind")
     watch "$started" "$logs/$name" &
 }
 
@@ -256,9 +256,9 @@ latest() {
 # finish [NAME...]: show the suites that were begun, one after the other, and judge them; those of these names continue.
 begun=()
 finish() {
-    local entry name pid limit kind status follower continued=() processes=()
+    local entry name pid kind status follower continued=() processes=()
     for entry in ${begun[@]+"${begun[@]}"}; do
-        read -r name pid limit kind <<<"$entry"
+        read -r name pid kind <<<"$entry"
         case " $* " in
             *" $name "*) continued+=("$entry") processes+=("$pid"); continue ;;
         esac
@@ -268,14 +268,14 @@ finish() {
         wait "$pid" || status=$?
         wait "$follower"
         # Until its last output, as it may have ended while another was shown.
-        judge "$name" "$status" $(($(latest "$logs/$name") - $(date -r "$logs/$name.begun" +%s))) "$limit" "$kind"
+        judge "$name" "$status" $(($(latest "$logs/$name") - $(date -r "$logs/$name.begun" +%s))) "$kind"
     done
     begun=(${continued[@]+"${continued[@]}"}) running=(${processes[@]+"${processes[@]}"})
 }
 
-# judge NAME STATUS SECONDS LIMIT KIND: what came of a suite, from its status and its log.
+# judge NAME STATUS SECONDS KIND: what came of a suite, from its status and its log.
 judge() {
-    local name=$1 status=$2 seconds=$3 limit=$4 kind=$5 log=$logs/$1.log passed failed skipped note=""
+    local name=$1 status=$2 seconds=$3 kind=$4 log=$logs/$1.log passed failed skipped note=""
     if [ "$kind" = pytest ]; then
         passed=$(($(outcome passed "$log") + $(outcome xfailed "$log")))
         failed=$(($(outcome failed "$log") + $(outcome error "$log")))
@@ -290,10 +290,10 @@ judge() {
     fi
     case $status in
         0) ;;
-        124 | 137) note="stopped after $limit seconds, the end of the $time_limit for all suites" ;;
+        124 | 137) note="stopped after $seconds seconds, at the end of the $time_limit for all suites" ;;
         *) note="status $status" ;;
     esac
-    [ ! -f "$logs/$name.silent" ] || note="stopped: nothing printed for $silence_limit seconds"
+    [ ! -f "$logs/$name.silent" ] || note="stopped after $seconds seconds: nothing printed for $silence_limit"
     # A crash, a hang or a failure on another rank than 0 leaves no count behind.
     if [ "$status" != 0 ] && [ "$failed" = 0 ]; then
         failed=1

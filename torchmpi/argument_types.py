@@ -85,7 +85,7 @@ def checks_types(function: _Function) -> _Function:
                 if kind.is_by_type or isinstance(value, _DECIDED_BY_TYPE):
                     accepted.add((name, type(value)))
             elif name not in parameters and not takes_all:
-                shown = f"{rank_prefix()}{_shown(function, arguments)}"
+                shown = _shown(function, arguments)
                 raise unknown_keyword(function, {name: value}, shown=shown, is_collective=False)
         return function(*arguments, **named)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from .errors import KeywordError
+from .errors import KeywordError, rank_prefix
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -173,6 +173,16 @@ KEYWORDS = {
 _KEYWORD_ONLY = ("op", "comm", "backend")
 _WITHOUT_HANDLE = ("barrier", "broadcast_object", "allgather_object")
 
+
+class Missing:
+    """The value of a required parameter that a call does not pass."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("there is no object. Pass one")
+
+
+MISSING = Missing()
+
 OPERATIONS = {
     "mean": "avg",
     "average": "avg",
@@ -243,7 +253,8 @@ def refuses_keywords(function: _Function) -> _Function:
     """Describe a function with a parameter ``**_unknown`` as ``help()`` is to show it.
 
     The parameter is hidden: the function raises :func:`unknown_keyword` if it is not empty. `op`, `comm` and `backend`
-    are keyword-only. A wrapper would cost more time.
+    are keyword-only. A wrapper would cost more time. Required parameters get the value `MISSING`, which the checks of
+    arguments refuse: Python's own error about a missing `dst` would come before that about a keyword `dest`.
     """
     signature = inspect.signature(function)
     parameters = [
@@ -252,6 +263,9 @@ def refuses_keywords(function: _Function) -> _Function:
         if each.kind is not each.VAR_KEYWORD
     ]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    given = function.__defaults__ or ()
+    num_required = function.__code__.co_argcount - len(given)
+    function.__defaults__ = (*[MISSING] * num_required, *given)
     return function
 
 
@@ -281,7 +295,7 @@ def unknown_keyword(
     else:
         remedy = replacement if replacement.startswith("Omit") else f"Use {replacement}."
     shown = shown or f"mpi.{name}"
-    return KeywordError(f"{shown}() has no parameter {keyword!r}. {remedy.format(function=shown)}")
+    return KeywordError(f"{rank_prefix()}{shown}() has no parameter {keyword!r}. {remedy.format(function=shown)}")
 
 
 def operation(op: Any) -> Any:

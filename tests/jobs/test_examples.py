@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -259,6 +260,20 @@ def test_programs_import_public_names_only(path):
         "from torchmpi import plots",
     )
     assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)
+
+
+def test_the_table_says_what_programs_need():
+    """Regression: that one program of llm needs Transformers was not said."""
+    needs = dict(
+        re.findall(r"^\| \[`(\w+)`\].*\|([^|]*)\|$", (EXAMPLES.parent / "README.md").read_text(), re.MULTILINE)
+    )
+    needed = {*sys.stdlib_module_names, "numpy", "torch", "torchmpi", "mnist_data"}
+    for path in (*PROGRAMS, *EXAMPLES.parent.glob("torch_distributed/*.py")):
+        found = re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?: import .*| as \w+|)$", path.read_text(), re.MULTILINE)
+        for name in {*found} - needed - {each.stem for each in path.parent.glob("*.py")}:
+            is_extra = name in ("matplotlib", "PIL", "sklearn")
+            words = ["extra `examples`"] if is_extra else [f"`{path.name}`", f"`{name}>="]
+            assert all(word in needs[path.parent.name] for word in words), f"{path} imports {name}"
 
 
 def test_engine_refuses_resume_without_a_checkpoint(launch):

@@ -129,6 +129,21 @@ def test_gpu_tests_run_an_example_and_the_marked_tests(tmp_path: Path) -> None:
     assert any("-m gpu" in command and "-q tests/jobs" in command for command in commands)
 
 
+def test_a_stopped_suite_says_how_long_it_ran(tmp_path: Path) -> None:
+    """Regression: it said what was left of the limit when the suite was listed, also if it began later."""
+    (tmp_path / "jobs.log").write_text("==== 7 passed in 250.00s ====\n")
+    parts = subprocess.check_output(
+        ["sed", "-n", "/^\\(outcome\\|judge\\)()/,/^}/p", SCRIPTS / "test_cpu.sh"], text=True
+    )
+    code = (
+        f"logs={tmp_path} time_limit=900 pytest_options=()\n{parts}record() {{ echo $*; }}; judge jobs 124 250 pytest"
+    )
+    done = run(["bash", "-c", code])
+    assert done.stdout == "jobs 124 250 7 1 0 stopped after 250 seconds, at the end of the 900 for all suites\n", (
+        done.stderr
+    )
+
+
 # ---- common.sh: Python and environments ----
 
 

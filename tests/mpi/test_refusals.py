@@ -102,7 +102,12 @@ CASES = {
     "negative value": (lambda: mpinn.clip_grad_value_(NET, -1.0), errors.ArgumentError, "clip_value=-1.0"),
     "number with out": (lambda: mpi.allreduce(1, ONES), errors.ArgumentError, "out"),
     "number to split": (lambda: mpi.alltoall(1), errors.DtypeError, "row per rank"),
-    "send to nobody": (lambda: mpi.send(ONES, 99), errors.ArgumentError, "99"),
+    "send to nobody": (lambda: mpi.send(ONES, 99), errors.ArgumentError, "dst=99"),
+    "send to a rank of mpi4py": (lambda: mpi.send(ONES, dest=0), errors.KeywordError, "Use dst=."),
+    "no rank": (lambda: mpi.recv(ONES), errors.KeywordError, "src is missing"),
+    "no tensor": (lambda: mpi.allreduce(op="max"), errors.DtypeError, "the tensor is missing"),
+    "no tensor, later": (lambda: mpi.broadcast_async(root=0), errors.DtypeError, "the tensor is missing"),
+    "no tensors": (lambda: mpi.allreduce_many(), errors.ArgumentError, "expected an iterable of tensors"),
     "send to oneself": (lambda: mpi.send(ONES, mpi.rank()), errors.ArgumentError, "send_async"),
     "receive from oneself": (lambda: mpi.recv(ONES, mpi.rank()), errors.ArgumentError, "recv_async"),
     "scatter without a tensor": (lambda: mpi.scatter(None, mpi.rank()), errors.DtypeError, "Pass a torch.Tensor."),
@@ -181,7 +186,11 @@ def test_objects_without_a_pickle_are_refused_on_all_ranks(agree):
 
 def test_shape_of_a_result_that_does_not_fit(agree):
     long = torch.empty(3 * mpi.size() + 1)
-    agree.raises(errors.ArgumentError, lambda: mpi.allgather(torch.ones(3), long), f"rank {mpi.rank()}: out has shape")
+    told = f"rank {mpi.rank()}: allgather: out has shape"
+    agree.raises(errors.ArgumentError, lambda: mpi.allgather(torch.ones(3), long), told)
+    told = f"rank {mpi.rank()}: alltoall: out is torch.float64"
+    rows, splits = torch.ones(mpi.size()), [1] * mpi.size()
+    agree.raises(errors.DtypeError, lambda: mpi.alltoall(rows, rows.double(), splits=splits), told)
 
 
 def train(**wrong: object) -> object:

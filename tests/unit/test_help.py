@@ -115,7 +115,7 @@ def test_examples_for_the_interpreter_give_what_they_show():
     assert failed == set()
 
 
-@pytest.mark.parametrize("name", ("", ".nn", ".engine", ".parameterserver", ".distributed"))
+@pytest.mark.parametrize("name", ("", ".nn", ".engine", ".horovod", ".parameterserver", ".distributed"))
 def test_dir_has_the_public_names_only(name):
     module = importlib.import_module(f"torchmpi{name}")
     assert dir(module) == sorted(module.__all__)

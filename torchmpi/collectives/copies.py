@@ -77,7 +77,7 @@ def plain_in_place(spec: CollectiveSpec, work: Run, group: Group) -> Run:
     return run
 
 
-def plain_producing(work: Run) -> Run:
+def plain_producing(spec: CollectiveSpec, work: Run) -> Run:
     """Run from plain host memory into `out`, plain too and apart from the tensor, or into a new tensor."""
 
     def run(tensor: torch.Tensor | None, out: torch.Tensor | None, root: int) -> torch.Tensor | None:
@@ -85,7 +85,7 @@ def plain_producing(work: Run) -> Run:
         if out is None or result is None:  # gathered by another rank
             return result
         if result is not out:  # which does not fit: the call has ended on all ranks before this one raises
-            buffers.copy_result(result, out)
+            buffers.copy_result(result, out, spec.name)
         buffers.touch(out)
         return out
 
@@ -120,7 +120,7 @@ def copying(spec: CollectiveSpec, work: Run, group: Group) -> Run:
     return run
 
 
-def producing(work: Run, *, takes: bool) -> Run:
+def producing(spec: CollectiveSpec, work: Run, *, takes: bool) -> Run:
     """Run into a new tensor, or into `out`; through the host as a whole if the backend does not take device memory.
 
     The lengths may differ between ranks, so chunks would not be the same on all of them.
@@ -146,7 +146,7 @@ def producing(work: Run, *, takes: bool) -> Run:
         if target is None:
             target = result if tensor is None else result.to(tensor.device)
         elif result.data_ptr() != target.data_ptr() or result.shape != target.shape or result.dtype != target.dtype:
-            buffers.copy_result(result, target)
+            buffers.copy_result(result, target, spec.name)
         if begin and result.data_ptr() != target.data_ptr():
             call_parts.end("staging", begin)
         if out is not None:

@@ -346,7 +346,7 @@ def _rows_in(out: _Tensor | None, rows: _Tensor, _: list[int]) -> _Tensor:
     """Return the received rows, or `out` with these rows."""
     if out is None:
         return rows
-    buffers.copy_result(rows, out)
+    buffers.copy_result(rows, out, "alltoall")
     return out
 
 

@@ -132,7 +132,8 @@ def _pickled(value: Any) -> tuple[bytes, str]:
     try:
         return pickling.dumps(value), ""
     except Exception as error:
-        return b"", f"pickle raises {type(error).__name__}: {error}"
+        remedy = "Send what it is made of; functions and classes belong to the top level of a module"
+        return b"", f"pickle raises {type(error).__name__}: {str(error).rstrip('.')}. {remedy}"
 
 
 def _write(first: memoryview, data: bytes) -> None:

@@ -19,8 +19,8 @@ from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm, used
 from ..communicators.message_record import NO_TAG
-from ..errors import ArgumentError
-from ..other_names import refuses_keywords, unknown_keyword
+from ..errors import ArgumentError, KeywordError
+from ..other_names import MISSING, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers, dtypes, streams, writable
@@ -58,7 +58,7 @@ def send(tensor: torch.Tensor | complex | np.generic, dst: int, *, comm: Comm = 
     if _unknown:
         raise unknown_keyword(send, _unknown)
     call = _Call("send", tensor, comm)
-    peer = call.peer(dst)
+    peer = call.peer("dst", dst)
     if peer == call.group.rank:
         raise ArgumentError(f"{call.what}: a blocking send to oneself never ends. Use send_async, or sendreceive.")
     call.cache(dst, dst=dst)
@@ -88,7 +88,7 @@ def send_async(tensor: Value, dst: int, *, comm: Comm = None, **_unknown: NoRetu
     if _unknown:
         raise unknown_keyword(send_async, _unknown)
     call = _Call("send", tensor, comm)
-    peer = call.peer(dst)
+    peer = call.peer("dst", dst)
     call.cache(_background_key(peer), dst=dst, is_background=True)
     return call.message(peer, is_receive=False)
 
@@ -121,7 +121,7 @@ def recv(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) ->
     if _unknown:
         raise unknown_keyword(recv, _unknown)
     call = _Call("recv", tensor, comm)
-    peer = call.peer(src)
+    peer = call.peer("src", src)
     if peer == call.group.rank:
         raise ArgumentError(f"{call.what}: a blocking receive from oneself never ends. Use recv_async, or sendreceive.")
     call.cache(src, src=src)
@@ -149,7 +149,7 @@ def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoRetu
     if _unknown:
         raise unknown_keyword(recv_async, _unknown)
     call = _Call("recv", tensor, comm)
-    peer = call.peer(src)
+    peer = call.peer("src", src)
     call.cache(_background_key(peer), src=src, is_background=True)
     return call.message(peer, is_receive=True)
 
@@ -185,7 +185,7 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
     if _unknown:
         raise unknown_keyword(sendreceive, _unknown)
     call = _Call("sendreceive", tensor, comm)
-    source, target = call.peer(src), call.peer(dst)
+    source, target = call.peer("src", src), call.peer("dst", dst)
     if type(src) is int and type(dst) is int:  # others have no key
         call.cache(fast_path.joint_key(src, dst), src=src, dst=dst)
     result: Value = call.run(lambda: call.exchange(source, target, is_background=False))
@@ -210,7 +210,7 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
     if _unknown:
         raise unknown_keyword(sendreceive_async, _unknown)
     call = _Call("sendreceive", tensor, comm)
-    return call.exchange(call.peer(src), call.peer(dst), is_background=True)
+    return call.exchange(call.peer("src", src), call.peer("dst", dst), is_background=True)
 
 
 def _background_key(peer: int) -> tuple[str | int, int]:
@@ -243,15 +243,17 @@ class _Call:
             writable.refuse_read_only(self.group.where, name, self.tensor)
         checked_dtype(name, self.tensor.dtype, None, self.what)
 
-    def peer(self, given: Any) -> int:
-        """Return a rank of the communicator, or raise."""
+    def peer(self, role: str, given: Any) -> int:
+        """Return a rank of the communicator, or raise; `role`: its parameter."""
+        if given is MISSING:
+            raise KeywordError(f"{self.what}: {role} is missing, the rank. Pass 0 to {self.group.size - 1}.")
         try:
             number = -1 if isinstance(given, bool) else operator.index(given)  # numpy's integers too
         except TypeError:
             number = -1
         if not 0 <= number < self.group.size:
             raise ArgumentError(
-                f"{self.what}: {given!r} is not a rank of communicator {self.group.name}. Use 0 to "
+                f"{self.what}: {role}={given!r} is not a rank of communicator {self.group.name}. Use 0 to "
                 f"{self.group.size - 1}."
             )
         return number

@@ -146,7 +146,7 @@ def _on_tensors(runtime: Runtime, group: Group, key: PlanKey, operation: Operati
     if spec.in_place:
         run = copies.plain_in_place(spec, run, group) if key.is_plain and takes else copies.copying(spec, run, group)
     else:
-        run = copies.plain_producing(run) if key.place == PLAIN else copies.producing(run, takes=takes)
+        run = copies.plain_producing(spec, run) if key.place == PLAIN else copies.producing(spec, run, takes=takes)
     return replace(operation, run=run)
 
 

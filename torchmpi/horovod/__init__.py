@@ -143,3 +143,7 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

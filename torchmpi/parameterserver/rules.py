@@ -416,7 +416,10 @@ def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
     if isinstance(rule, str):
         rule = Rule(rule)
     if not isinstance(rule, Rule):
-        raise ArgumentError(f"a rule is a name or a torchmpi.parameterserver.Rule, not {rule!r}.")
+        raise ArgumentError(
+            f"a rule is a name or a torchmpi.parameterserver.Rule, not {rule!r}. Register a function by "
+            "register_rule(name, function) on all ranks, and pass the name."
+        )
     if rule.power or rule.offset:
         damped(rule, rule.power, offset=rule.offset)  # raises unless it can be
     if len(rule.coefficients) > NUM_COEFFICIENTS:

@@ -274,7 +274,7 @@ class _FastPath:
         if self.name.endswith(MADE):
             return result
         if out is not None and result is not out:
-            buffers.copy_result(result, out)
+            buffers.copy_result(result, out, self.name)
         elif self._packs and work.data_ptr() != tensor.data_ptr():
             buffers.overwrite(tensor, work)
         written = tensor if out is None else out

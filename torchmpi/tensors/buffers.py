@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, rank_prefix
+from ..other_names import MISSING
 from . import streams
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -113,6 +114,8 @@ def check(tensor: object, what: str, *, written: bool = False, or_number: bool =
     """
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
+        if tensor is MISSING:
+            raise DtypeError(f"{what}: the tensor is missing. It is the first argument.")
         hint = " (torch.from_numpy shares the memory)" if kind == "ndarray" else ""
         raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor{' or a number' * or_number}{hint}.")
     if tensor.is_nested:
@@ -246,17 +249,13 @@ def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
     touch(target)
 
 
-def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy a result into `out`, or raise if it does not fit; the call has ended on all ranks."""
+def copy_result(result: torch.Tensor, out: torch.Tensor, call: str) -> None:
+    """Copy the result of a call into `out`, or raise if it does not fit; the call has ended on all ranks."""
+    what, remedy = f"{rank_prefix()}{call}: out", "Pass out=None to have it made."
     if out.dtype != result.dtype:
-        raise DtypeError(
-            f"{rank_prefix()}out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made."
-        )
+        raise DtypeError(f"{what} is {out.dtype}, but the result is {result.dtype}. {remedy}")
     if out.shape != result.shape:
-        raise ArgumentError(
-            f"{rank_prefix()}out has shape {list(out.shape)}, but the result has {list(result.shape)}. Pass out=None "
-            "to have it made."
-        )
+        raise ArgumentError(f"{what} has shape {list(out.shape)}, but the result has {list(result.shape)}. {remedy}")
     overwrite(out, result)
 
 
