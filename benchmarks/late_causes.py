@@ -309,7 +309,7 @@ def main() -> None:
             rows = [f"{text}, {sum(steps for *_, steps in runs)} steps: {missed} alarms"]
             rows += [line for lines, *_ in runs for line in lines]
         else:
-            rows = ["| planted | rank | named after | by |", "|---|---|---|---|"]
+            rows = ["| planted | named rightly | after | said |", "|---|---|---|---|"]
             for name in given.causes:
                 if name == "bit":
                     found = flipped_bit()

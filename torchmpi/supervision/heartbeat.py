@@ -36,8 +36,6 @@ _GRACE_SECONDS = 4.0
 _SILENT_PROBES = 2.5
 _QUIET_SECONDS = 1.0  # without an answer, after which no notice is sent
 _TO_ALL = _NOBODY = -1
-_HEARD = ("notice", "measure")
-"""Kinds of messages from other hosts to which a reply is sent at once, with which the kernel acknowledges them."""
 
 
 class HeartbeatQuestion:
@@ -204,9 +202,11 @@ class Heartbeat:
                 if link is None:
                     continue
                 messages, error = link.receive()
+                if self._is_far(link) and error is None:  # else up to 40 ms later, which `ask_round_trip` would measure
+                    link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
                 for message in messages:
                     self._take(message, link)
-                if self._is_far(link) and any(message["kind"] in _HEARD for message in messages):
+                if self._is_far(link) and any(message["kind"] == "notice" for message in messages):
                     # So both sides of a link that is cut in one direction wait for an acknowledgement, and notice.
                     link.send({"kind": "heard", "to": link.peer, "from": self._rank})
                 if error is not None:
