@@ -6,13 +6,12 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..argument_types import checks_types
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..tensors.partition import part_of
 
 Kind = Literal["columns", "rows", "head", "embedding", "added"]
@@ -20,7 +19,6 @@ PlanName = Literal["auto", "bert", "gpt2", "llama"]
 _MOST_LISTED = 6
 
 
-@checks_types
 @dataclass(frozen=True)
 class TensorSplit:
     """How :func:`~torchmpi.nn.tensor_parallel` divides the layers that match a pattern of a plan.
@@ -49,6 +47,10 @@ class TensorSplit:
     units: int | str | None = None
     stacked: int = 1
     attributes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in (kinds := get_args(Kind)):
+            raise ArgumentError(f"{rank_prefix()}TensorSplit(kind={self.kind!r}): pass one of {', '.join(kinds)}.")
 
 
 Plan = Mapping[str, TensorSplit]
