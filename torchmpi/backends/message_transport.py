@@ -213,8 +213,8 @@ class MpiTransport(Transport):
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group, self.MPI, self.comm = group, group.context.MPI, group.side_comm
-        self._lock = threading.Lock()
-        """Held while a thread tests messages."""
+        self._lock: Any = threading.RLock()
+        """Held while a thread tests messages. It knows its owner, who may be interrupted when it has just taken it."""
         self._open: dict[CallQueue, deque[_Open]] = {}
 
     def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
@@ -273,10 +273,10 @@ class MpiTransport(Transport):
         return turn + 1
 
     def test(self, message: PostedMessage) -> None:
-        if not self._lock.acquire(False):  # another thread does
-            return
         ended = []
         try:
+            if not self._lock.acquire(False):  # another thread does
+                return
             for each in list(self._open.get(message.call_queue, ())):
                 if self._has_ended(each):
                     ended.append(each)
@@ -286,7 +286,8 @@ class MpiTransport(Transport):
             for each in ended:
                 self._remove(each)
                 self.group.messages.add(-each.stage.num_received)
-            self._lock.release()
+            if self._lock._is_owned():
+                self._lock.release()
             for each in ended:
                 if each.error is not None:
                     each.message.fail(each.error)

@@ -380,7 +380,8 @@ def mismatch(
 def adopt(message: MessageHandle, *begun: Any) -> None:
     """Continue a message that the fast path has begun, for the transport in this form; the caller has its lock."""
     message._number = message._channel.number
-    message.transport.adopt(message, *begun)
+    transport: Any = message.transport
+    transport.adopt(message, *begun)
     message.note_begin()
 
 
