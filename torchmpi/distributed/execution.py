@@ -213,7 +213,7 @@ class GroupExecution(GroupProperties):
         runtime.current()  # raises in a forked child
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
             writable.refuse_read_only(self._where, collective, *outputs)
-        tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
+        on_device = next((tensor for tensor in outputs if not tensor.is_cpu), None)
         limit = options.timeout.total_seconds()
         if limit > 0:
             task = partial(self._run_within, limit, task)
@@ -223,11 +223,11 @@ class GroupExecution(GroupProperties):
             names = _NAMES.get(collective, collective), op, dtypes.short_name(outputs[0].dtype) if outputs else "", root
             task = self._group.shown(task, self._group.described, names, given, outputs)
         if not (self._by_messages or is_asynchronous(options)):
-            self._group.call_queue.run(task, subject=tensor)
+            self._group.call_queue.run(task, subject=on_device)
             return COMPLETED
         # A call in shared memory ends at its timeout itself, so that the thread that waits may run it.
         description, ends_itself = f"{self._where}: {collective}", not self._by_messages
-        handle = self._group.call_queue.submit(task, description, tensor, in_any_thread=ends_itself)
+        handle = self._group.call_queue.submit(task, description, on_device, in_any_thread=ends_itself)
         return self._begun(handle, outputs, options, limit)
 
     def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
@@ -270,7 +270,3 @@ class GroupExecution(GroupProperties):
         for tensor in outputs:
             buffers.check(tensor, what, written=True)
         writable.refuse_read_only(self._where, collective, *outputs)
-
-
-def _on_device(tensors: Tensors) -> torch.Tensor | None:
-    return next((tensor for tensor in tensors if not tensor.is_cpu), None)

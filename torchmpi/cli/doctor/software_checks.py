@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from ..facts import OLDEST_AND_TESTED, Facts, Finding, Findings
 from ..formatting import counted
@@ -96,17 +95,14 @@ def check_fork(facts: Facts) -> Findings:
     if here.start_method == "fork" and here.cuda_available:
         remedy = "Keep CUDA out of datasets, or use DataLoader(multiprocessing_context='spawn')."
         findings.append(Finding("fork", "warning", f"{method}: such a worker cannot use CUDA", remedy))
-    if here.start_method == "fork" and here.has_infiniband and not _is_fork_safe(here.environment):
+    is_fork_safe = not {"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"}.isdisjoint(here.environment)
+    if here.start_method == "fork" and here.has_infiniband and not is_fork_safe:
         found = f"{method}, on a host with InfiniBand: on older kernels that corrupts data sent over InfiniBand"
         remedy = "Set RDMAV_FORK_SAFE=1 for all ranks, or use DataLoader(multiprocessing_context='spawn')."
         findings.append(Finding("fork", "warning", found, remedy))
     if test is not None and test.forked_child == REFUSED:
         method += "; a forked child that calls torchmpi gets a NotStartedError"
     return findings or Finding("fork", "ok", method)
-
-
-def _is_fork_safe(environment: Mapping[str, str]) -> bool:
-    return bool({"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"} & environment.keys())
 
 
 def check_self_test(facts: Facts) -> Finding | None:
