@@ -338,8 +338,6 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "faults_seconds": drawn(faults_seconds),
     "memory": drawn(memory),
     "slow_links": drawn(slow_links),
-    "async_sgd_error": drawn(async_error),
-    "async_sgd_rates": drawn(async_rates),
     "bench_allreduce": bench_plot("benchmark-tables.md", "## Allreduce within a host"),
     "cost_native": bench_plot(COSTS, "## Collectives by their own names"),
     "cost_async": bench_plot(COSTS, "## Asynchronous calls"),
