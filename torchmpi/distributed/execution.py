@@ -86,7 +86,7 @@ class GroupExecution(GroupProperties):
             call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
         if options.timeout > _NO_LIMIT:
             return None
-        writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
+        self._refuse_read_only(name, given if call.changes else outputs)
         if not is_asynchronous(options):  # machine code looks whether the tensors are plain, and ends at the timeout
             sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
             received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
@@ -120,7 +120,7 @@ class GroupExecution(GroupProperties):
         """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
         if self._by_messages or is_asynchronous(options) or options.timeout > _NO_LIMIT:
             return False
-        writable.refuse_read_only(self._where, "all_to_all", *written)
+        self._refuse_read_only("all_to_all", written)
         if not call.run_fast(given, received):
             return False
         buffers.touch_all(written)
@@ -212,7 +212,7 @@ class GroupExecution(GroupProperties):
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
-            writable.refuse_read_only(self._where, collective, *outputs)
+            self._refuse_read_only(collective, outputs)
         on_device = next((tensor for tensor in outputs if not tensor.is_cpu), None)
         limit = options.timeout.total_seconds()
         if limit > 0:
@@ -229,6 +229,12 @@ class GroupExecution(GroupProperties):
         description, ends_itself = f"{self._where}: {collective}", not self._by_messages
         handle = self._group.call_queue.submit(task, description, on_device, in_any_thread=ends_itself)
         return self._begun(handle, outputs, options, limit)
+
+    def _refuse_read_only(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:
+        for each in tensors:
+            seen = writable.known.get(id(each))
+            if seen is None or seen() is not each:  # a repeated tensor enters no other file
+                writable.refuse_read_only(self._where, collective, each)
 
     def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
         """Run a task with another timeout than that of the group."""
@@ -269,4 +275,4 @@ class GroupExecution(GroupProperties):
             buffers.check(tensor, what)
         for tensor in outputs:
             buffers.check(tensor, what, written=True)
-        writable.refuse_read_only(self._where, collective, *outputs)
+        self._refuse_read_only(collective, outputs)
