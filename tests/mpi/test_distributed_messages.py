@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import threading
 import time
@@ -351,8 +352,9 @@ def num_handles(monkeypatch, torch_world) -> list[int]:
 @pytest.mark.parametrize("numel", (0, 1, 300, 40_000))
 def test_repeated_messages_have_the_same_bits(agree, num_handles, numel):
     """The progress thread begins some of them in Python."""
-    num_made = []
-    for turn in range(30):
+    # The MPI library may wait for the receiver of a message that is not very short.
+    by_code, num_made = numel <= 1 or in_rings(), []
+    for turn in itertools.count():
         before, sent, target = num_handles[0], numbers(numel, RANK + turn), torch.empty(numel)
         work = dist.isend(sent, NEXT, tag=9)
         dist.barrier()
@@ -366,8 +368,10 @@ def test_repeated_messages_have_the_same_bits(agree, num_handles, numel):
         agree.equal((received.source_rank(), work.source_rank()), (PREVIOUS, RANK))
         agree(work.get_future().wait()[0] is sent and received.get_future().wait()[0] is target)
         dist.barrier()  # the ring has no message of another turn
-    # The MPI library may wait for the receiver of a message that is not very short.
-    agree(0 in num_made or not (numel <= 1 or in_rings()), f"no turn was made by machine code: {num_made}")
+        # On a busy core a message may take so long that Python continues it, turn after turn.
+        if turn % 30 == 29 and (turn > 600 or not by_code or MPI.COMM_WORLD.allreduce(0 in num_made, MPI.LAND)):
+            break
+    agree(0 in num_made or not by_code, f"no turn was made by machine code: {num_made}")
 
 
 def test_repeated_messages_keep_their_order(agree, num_handles):
