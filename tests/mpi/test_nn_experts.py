@@ -201,7 +201,7 @@ def test_wrong_arguments(agree):
     agree.raises(ArgumentError, lambda: layer(top_k=2 * size + 1), f"Pass a number from 1 to {2 * size}")
     agree.raises(ArgumentError, lambda: layer(capacity_factor=0.0), "Pass a number above 0")
     agree.raises(ArgumentError, lambda: layer()(torch.ones(3, FEATURES + 1)), "with 6 features")
-    wide = mpinn.MixtureOfExperts(FEATURES, size, lambda: nn.Linear(FEATURES, 9))
+    wide = mpinn.MixtureOfExperts(FEATURES, 2 * size, lambda: nn.Linear(FEATURES, 9))
     agree.raises(ArgumentError, lambda: wide(torch.ones(3 * size, FEATURES)), "has returned 9 features", "return 6")
 
 
