@@ -116,7 +116,7 @@ def test_every_reader_of_the_package_is_a_target():
     }
     assert readers == {
         "backends/saved_tables.py", "cli/bench/bench_report.py", "cli/flight_commands.py",
-        "communicators/flight_record.py", "datasets/data_format.py", "engine/checkpoint.py", "files.py",
+        "communicators/flight_record.py", "datasets/data_format.py", "engine/checkpoint.py",
         "parameterserver/runs/run_record.py", "parameterserver/shard_checkpoint.py",
         "launch/launcherless/step_file.py", "shared_memory/compiler/native_code.py", "timeline/trace_reader.py",
     }  # fmt: skip
