@@ -88,7 +88,8 @@ def main() -> int:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     passed = passed_cases()
-    if status := command.main([str(EXPERIMENT)]):
+    status: int = command.main([str(EXPERIMENT)])
+    if status:
         return status
     experiment = Experiment(EXPERIMENT)
     rows = read_table(Path("results/async_sgd", EXPERIMENT.stem, "results.csv"))
