@@ -22,9 +22,11 @@ from .divided_training import trainings
 from .divided_work import ONE_PROCESS, ParallelContestant
 from .mixtures import mixtures
 from .sequences import sequences
-from .timing import TimedCall, timed_rows
+from .timing import MIN_BATCHES, TimedCall, timed_rows
 
 _POLL_SECONDS = 1e-3
+_BATCH_SECONDS = 0.1
+"""At most, of a batch of steps: the first one finds the caches full of what another contestant has used."""
 
 
 class ParallelWorkload(NamedTuple):
@@ -85,7 +87,8 @@ def _rows(
         for each in found
     ]
     head = {"ranks": job.size, "workload": workload, "size": size, "batch": batch}
-    rows = timed_rows(job, timed, why_not, seconds, head)
+    batch_seconds = min(_BATCH_SECONDS, seconds / (MIN_BATCHES * max(1, len(timed))))
+    rows = timed_rows(job, timed, why_not, seconds, head, batch_seconds)
     return [row | own.get(row["contestant"], {}) for row in rows]
 
 

@@ -75,17 +75,24 @@ class BatchInterval(NamedTuple):
 
 
 def measure_calls(
-    contestants: Sequence[TimedCall], comm: Any, *, seconds: float, one_clock: bool
+    contestants: Sequence[TimedCall],
+    comm: Any,
+    *,
+    seconds: float,
+    one_clock: bool,
+    batch_seconds: float = BATCH_SECONDS,
 ) -> list[TimingSummary]:
     """Time all contestants for about the given time, with at least seven batches each. Collective over `comm`.
 
-    Set `one_clock` if all ranks are on one host.
+    Set `one_clock` if all ranks are on one host. Between batches other contestants use the caches.
     """
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        entries = [(contestant, _calls_per_batch(contestant, comm, one_clock)) for contestant in contestants]
+        entries = [
+            (contestant, _calls_per_batch(contestant, comm, one_clock, batch_seconds)) for contestant in contestants
+        ]
         begin = time.perf_counter()
         for contestant, length in entries:  # a warm-up that also measures the duration of a round
             _batch(contestant, length, comm)
@@ -108,9 +115,10 @@ def timed_rows(
     why_not: Mapping[str, str | None],
     seconds: float,
     head: Mapping[str, Any],
+    batch_seconds: float = BATCH_SECONDS,
 ) -> list[dict[str, Any]]:
     """Time calls as :func:`measure_calls`; return rows of times, then of the reasons why contestants have none."""
-    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock)
+    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock, batch_seconds=batch_seconds)
     found = {call.name: dataclasses.asdict(summary) for call, summary in zip(timed, summaries, strict=True)}
     found |= {name: {"why_not": reason} for name, reason in why_not.items() if reason is not None}
     return [{**head, "contestant": name, **figures} for name, figures in found.items()]
@@ -140,17 +148,17 @@ def _batch(contestant: TimedCall, length: int, comm: Any) -> BatchInterval:
     return interval
 
 
-def _calls_per_batch(contestant: TimedCall, comm: Any, one_clock: bool) -> int:
-    """Return the number of calls in a batch of about three milliseconds, a multiple of the number of roots."""
+def _calls_per_batch(contestant: TimedCall, comm: Any, one_clock: bool, seconds: float) -> int:
+    """Return the number of calls in a batch of about `seconds`, a multiple of the number of roots."""
     num_roots = length = len(contestant.calls)
     _batch(contestant, length, comm)
     while True:
         (duration,) = _durations([_batch(contestant, length, comm)], comm, one_clock)
-        if duration >= BATCH_SECONDS / 4 or length >= _MOST_CALLS:
+        if duration >= seconds / 4 or length >= _MOST_CALLS:
             break
         length *= 4
     most = math.ceil(_MOST_CALLS / num_roots)
-    return num_roots * max(1, min(most, round(BATCH_SECONDS / (duration / length) / num_roots)))
+    return num_roots * max(1, min(most, round(seconds / (duration / length) / num_roots)))
 
 
 def _durations(spans: Sequence[BatchInterval], comm: Any, one_clock: bool) -> list[float]:
