@@ -11,7 +11,8 @@ import torch.distributed as dist
 from helpers.outcomes import refusal
 from mpi4py import MPI
 
-from torchmpi.distributed import torch_names
+from torchmpi.distributed import call_hooks, torch_names
+from torchmpi.distributed.process_group import ProcessGroup
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
@@ -133,6 +134,16 @@ def test_abort_hooks_run_when_a_call_fails_and_before_an_abort(group, agree):
     dist.barrier(made)
     made.abort()
     agree.equal(calls, ["aborted"])
+
+
+def test_every_call_of_a_group_has_hooks(agree):
+    calls = {
+        name
+        for name, each in vars(ProcessGroup).items()
+        if "Work" in str(getattr(each, "__annotations__", {}).get("return"))
+    }
+    private = {name for name in calls if name.startswith("_")} - {"_allgather_base", "_reduce_scatter_base"}
+    agree.equal(calls - private, set(call_hooks._FORMS))
 
 
 def test_what_a_group_in_python_cannot_do_names_what_to_use(group, agree):

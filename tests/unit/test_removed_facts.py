@@ -26,7 +26,7 @@ LISTS = {
 }
 MAKE_ROWS = ("_Row", "_action", "setting")
 PART = 24
-EVERY = 1 if os.environ.get("TORCHMPI_TEST_COMPLETE") else 24
+EVERY = 1 if os.environ.get("TORCHMPI_TEST_COMPLETE") else 8
 """One of so many facts is removed; of all of them (scripts/test_cpu.sh --complete) the tests take ten minutes."""
 # One process imports torch, which must not import torchmpi. A fork of it for each change imports the package from the
 # copy and runs the tests. The first one changes nothing, and compiles the modules for the others.
