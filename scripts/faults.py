@@ -63,7 +63,7 @@ FAULTS = {
 }
 # Where another thing is to be named: before `start()` the rank or process that is missing, since its line is not known;
 # the gradients of a backward pass have a communicator of their own.
-MISSING = r"ended without calling start\(\)|rank 1 has written nothing to the store in time"
+MISSING = r"ended before all ranks had called start\(\)|rank 1 has written nothing to the store in time"
 OTHER_CAUSES = {
     ("end of the program", "start"): MISSING,
     ("os._exit(0)", "start"): MISSING,

@@ -24,7 +24,7 @@ def test_a_rank_that_ends_before_start_ends_the_job(job, end):
     """Regression: under MPICH the others stayed in MPI_Init. Open MPI's launcher ends the job itself."""
     result = job(2, RANK + f"if rank == 1: {end}\nmpi.start()", timeout=60, env=COLD)
     assert result.returncode != 0, result.output
-    reported = re.search(r"rank 1 ended without calling start\(\), in which rank 0 waits\.", result.stderr)
+    reported = re.search(r"rank 1 ended before all ranks had called start\(\), in which rank 0 waits\.", result.stderr)
     assert reported or "prterun" in result.stderr, result.output
     assert ("check='bad' is not one of" in result.stderr) == ("bad" in end), result.output
 

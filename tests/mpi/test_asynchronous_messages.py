@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
@@ -96,10 +97,15 @@ def test_a_callback_may_look_at_a_receive_that_its_thread_begins(agree, monkeypa
     if fast_path.send is fast_path._not_built or not isinstance(transport, RingTransport):
         pytest.skip("no receive is deferred")
     rank, seen, handles, begin, world = mpi.rank(), [], [], DeferredReceive.begin, MPI.COMM_WORLD
+    called = threading.Event()  # the thread that ends the message may call back after wait() has returned in this one
+
+    def look() -> None:
+        seen.append(handles[1].done())
+        called.set()
 
     def while_another_is_awaited(receive: DeferredReceive) -> None:
         if receive is handles[1]:
-            handles[0].attach(lambda: seen.append(handles[1].done()))
+            handles[0].attach(look)
             world.send("awaited", 1)
             world.recv(source=1)  # the first message has arrived
         begin(receive)
@@ -117,7 +123,7 @@ def test_a_callback_may_look_at_a_receive_that_its_thread_begins(agree, monkeypa
         world.send("seen", 1)
         for number, handle in enumerate(handles):
             agree.equal(handle.wait(), values(1, number))
-        agree(seen == [False, False], f"ended before the message: {seen}")
+        agree(called.wait(60) and seen == [False, False], f"ended before the message: {seen}")
     elif rank == 1:
         for number in range(2):
             world.recv(source=0)

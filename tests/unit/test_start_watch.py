@@ -1,4 +1,4 @@
-"""The report of a rank that has ended without calling start()."""
+"""The report of a rank that has ended before all ranks had called start()."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ def test_ranks_that_end_after_the_first_one_are_not_named(monkeypatch: pytest.Mo
     thread = threading.Thread(target=watch._watch, daemon=True)
     thread.start()
     thread.join(10)
-    assert messages == ["rank 1 ended without calling start(), in which rank 0 waits. That ends the job."]
+    assert messages == ["rank 1 ended before all ranks had called start(), in which rank 0 waits. That ends the job."]

@@ -112,7 +112,7 @@ class StartWatch:
         who = f"rank {', '.join(map(str, ended[:_MOST_RANKS]))}"
         if self._launcher.local_size != self._num_ranks:
             who = "a rank of this host"
-        return f"{who} ended without calling start()"
+        return f"{who} ended before all ranks had called start()"
 
     def _check_late(self, ranks: _Ranks, waited: float) -> None:
         """Warn of missing ranks, and end the job after ``stall_abort_seconds``."""
