@@ -93,7 +93,7 @@ end_all() {
 trap end_all INT TERM
 
 # Tests call mpi4py themselves, and ranks of MPICH that poll there keep others from their cores if Linux divides the cores
-# between sessions (docs/sharp-bits.md, "More ranks than cores under MPICH"): tests of seconds then take minutes.
+# between sessions (docs/sharp-bits.md, "One share of the cores for all ranks"): tests of seconds then take minutes.
 autogroup=/proc/sys/kernel/sched_autogroup_enabled
 turn_autogroups_off() {
     if [ "$(cat "$autogroup" 2>/dev/null)" = 1 ] && { echo 0 >"$autogroup"; } 2>/dev/null; then
