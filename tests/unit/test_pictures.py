@@ -138,6 +138,8 @@ def test_tables_of_links_are_read():
     found = draw_benchmarks.links((ROOT / "results/slow-links.md").read_text())
     assert found["TCP with cubic"]["LocalSGD"] == {"seconds": 7.8, "MB": 1.52}
     assert len(found["TCP with BBR"]) == 12
+    page = (ROOT / "results" / draw_benchmarks.SIMULATED).read_text()
+    assert draw_benchmarks.predicted(page)["64 KB"]["ring"] == {16: 1.083, 64: 1.711, 256: 6.356, 1024: 24.98}
 
 
 def test_each_image_is_shown_and_can_be_made_again():
