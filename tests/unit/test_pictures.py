@@ -15,6 +15,7 @@ import torch
 from simulator.messages import Comm, World
 from simulator.plans import Ranks
 
+from torchmpi import plots
 from torchmpi.backends import number_exchange, pieces, round_messages, shm
 from torchmpi.config import Config
 from torchmpi.parameterserver import remote, shards
@@ -140,6 +141,17 @@ def test_tables_of_links_are_read():
     assert len(found["TCP with BBR"]) == 12
     page = (ROOT / "results" / draw_benchmarks.SIMULATED).read_text()
     assert draw_benchmarks.predicted(page)["64 KB"]["ring"] == {16: 1.083, 64: 1.711, 256: 6.356, 1024: 24.98}
+
+
+def test_a_legend_fits_its_figure():
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: install the extra examples")
+    for width, names in ((6, "sequential allreduce Downpour EASGD EAMSGD LocalSGD DiLoCo"), (3, "a" * 30 + " b")):
+        figure, panels = plots.new_figure(width, 4)
+        for name in names.split():
+            panels[0, 0].plot([0, 1], [0, 1], label=name)
+        plots.legend(figure, panels)
+        figure.canvas.draw()
+        assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_each_image_is_shown_and_can_be_made_again():
