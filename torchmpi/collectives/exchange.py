@@ -13,12 +13,15 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import ArgumentError
+from ..shared_memory import fast_path
+from ..shared_memory.kernels.records import FLAT
 from ..tensors import buffers
 from .call_arguments import check_splits
+from .dispatch import BoundCode
 from .prepared import checked_dtype, plan_for
 
 __all__ = [
-    "ANY_PARTS", "are_plain", "check", "check_splits", "exchange", "rows_plan", "rows_task",
+    "ANY_PARTS", "PartsExchange", "are_plain", "check", "check_splits", "exchange", "rows_plan", "rows_task",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -53,6 +56,43 @@ def rows_plan(group: Group, dtype: torch.dtype) -> Plan:
 
     plan.run = run
     return plan
+
+
+class PartsExchange:
+    """Exchanges of checked tensors of one dtype whose parts may differ in length, repeated by machine code.
+
+    Its readable twin, :func:`exchange`, makes what machine code cannot: the first calls, and those of other memory.
+    """
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        self._group, self._plan = group, rows_plan(group, dtype)
+        self._code = BoundCode(group, "exchange", dtype, self._cached_call)
+
+    @classmethod
+    def of(cls, group: Group, dtype: torch.dtype) -> PartsExchange:
+        """Return the exchanges of a group, made at the first call."""
+        key = "exchange of parts", dtype
+        found: PartsExchange | None = group.plans.get(key)
+        if found is None:
+            found = group.plans[key] = cls(group, dtype)
+        return found
+
+    def run(self, sources: list[torch.Tensor], parts: list[torch.Tensor], subject: torch.Tensor) -> None:
+        """Send `sources[j]` to rank j, and receive `parts[j]` from rank j, after the calls made before.
+
+        Args:
+            sources: What this rank sends; parts of `subject`.
+            parts: Memory for what it receives.
+            subject: The tensor that calls show.
+        """
+        if self._code.run(sources, parts) is None:
+            self._code.cache()
+            self._group.call_queue.run(exchange, self._group, sources, parts, subject=subject)
+
+    def _cached_call(self) -> fast_path.CachedCall | None:
+        find = self._plan.cached_call
+        cached: fast_path.CachedCall | None = None if find is None else find(0, None)
+        return None if cached is None else cached._replace(rows=(FLAT, FLAT))
 
 
 def _plan(group: Group, operation: str, dtype: torch.dtype, place: str) -> Plan:
