@@ -143,14 +143,6 @@ def test_snippets_run(page, ran):
     assert ran.returncode == 0, ran.output
 
 
-def test_a_failing_snippet_is_named(launch, tmp_path):
-    good, bad = {"page": "page.md", "line": 3, "code": "x = 1"}, {"page": "page.md", "line": 40, "code": "x"}
-    result = run(launch, tmp_path, [good, bad])
-    assert result.returncode != 0
-    assert "snippet failed: page.md:40" in result.stderr
-    assert 'File "page.md", line 40' in result.stderr
-
-
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_blocks_have_the_language_of_their_mark(page):
     for block in blocks_of(page):
@@ -229,56 +221,7 @@ def test_pages_say_the_same_limits(name):
     assert limits_of(ROOT / name) == limits_of(ROOT / "docs" / "support.md")
 
 
-# ---- figures -------------------------------------------------------------------------------------
-
-HAS_ITS_TABLES = "findings.md"
-"""A page that has the tables themselves, and the commands that make them."""
-GUIDES = [
-    ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != HAS_ITS_TABLES),
-    *sorted((ROOT / "docs" / "how").glob("*.md")),
-]
-MEASURED = re.compile(
-    r"\d ?(?:us|ms|%)(?!\w)|\d times as (?:fast|long)|\b0?\.\d+ of the time|\b\d+ of \d+ (?:jobs|runs)"
-    r"|\d times the|\d ?[MG]i?B (?:per|for each)|\b(?:a|few|some|of) (?:micro|milli)seconds?"
-)
-GIVEN = (
-    "round trip of 50 ms", "sleeps for 50 ms", "compute for 2 ms", "every 10 ms", "every 30 ms",
-    "20 us to 8 ms", "5 % faster", "5 % of the time", "3 % of the time",
-    "Waits of about a microsecond", "0.1 times the gradient", "2.2 MB for each 16 communicators",
-)  # fmt: skip
-"""Settings, limits and assumptions of guides, which no measurement has found."""
-
-
-def measured(text: str) -> list[str]:
-    """Return the figures in a text that a measurement has found."""
-    text = re.sub("|".join(map(re.escape, GIVEN)), "", re.sub(r"`[^`]*`", "", " ".join(text.split())))
-    return MEASURED.findall(text)
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=name_of)
-def test_sections_with_figures_link_to_results(page):
-    sections = [text for text in re.split(r"^(?=#+ )", prose(page), flags=re.MULTILINE) if "results/" not in text]
-    missing = {text.partition("\n")[0]: measured(text) for text in sections if measured(text)}
-    assert not missing, f"{name_of(page)} has figures without a link to a file in results/: {missing}"
-
-
-def test_figures_are_recognized():
-    text = "`x` took 3 ms, 5 times as long, 20 % more, 0.7 of the time, 4 of 5 jobs, every 10 ms, `9 ms`, a microsecond"
-    assert measured(text) == ["3 ms", "5 times as long", "0 %", "0.7 of the time", "4 of 5 jobs", "a microsecond"]
-    text = " ".join(" ".join(page.read_text().split()) for page in GUIDES)
-    assert [given for given in GIVEN if given not in text] == []
-
-
 # ---- tables and links ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_rows_belong_to_a_table(page):
-    lines = ["", *prose(page).splitlines(), ""]
-    begins = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
-    alone = [lines[i] for i in begins if not re.fullmatch(r"\|[\s|:-]+", lines[i + 1])]
-    assert not alone, f"{name_of(page)}: rows without a head, shown as text: {alone}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -421,11 +364,3 @@ def test_modules_named_on_a_page_exist(page):
         if not any(file.endswith(f"/{name}") for file in files)
     ]
     assert not missing, "\n".join(missing)
-
-
-def test_the_glossary_names_modules():
-    _, *terms = rows_of_table(GLOSSARY, "term")
-    for term, meaning, module, established in terms:
-        assert (PACKAGE / module).is_file(), f"{term}: there is no torchmpi/{module}"
-        assert meaning, f"{term}: it has no meaning"
-        assert established, f"{term}: name the nearest established term"
