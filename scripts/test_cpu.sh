@@ -339,8 +339,8 @@ share_of_ranks() {
     only=(-m "${marks}n$2")
 }
 
-# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: a suite of their own,
-# and those that run with the other tests of the first MPI.
+# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites of their
+# own, so that three rows of suites end at about the same time.
 programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,kernel_builds,launcherless}.py
     tests/jobs/test_{notebook,recovery,site,timeline,warm}.py)
 examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,single_file_examples,slow_links,torch_suite}.py)
@@ -349,13 +349,12 @@ examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,single_file_examp
 share_of_jobs() {
     only=()
     [ $complete = no ] || return 0
-    only=("${programs[@]/#/--ignore=}")
-    [ "$1" = "$first" ] || only+=("${examples[@]/#/--ignore=}")
-    [ "$1" = "$last" ] || only+=(-m "not any_mpi") # no file of examples has this marker
+    only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
+    [ "$1" = "$last" ] || only+=(-m "not any_mpi")
 }
 
 # beside_ranks ROW NAME COMMAND...: begin the suite NAME, with a command that begins it, after the last one in a row.
-rows=("" "")
+rows=("" "" unit)
 beside_ranks() {
     local row=$1 name=$2
     shift 2
@@ -427,8 +426,8 @@ else
 fi
 # shellcheck disable=SC2086 # a list of words
 wait_for_environments $mpis
-# The ranks of tests/mpi compute for most of the time. Beside them two rows of suites whose jobs wait for most of the time, the
-# longest first in each row, so that both cores have work until the end.
+# The ranks of tests/mpi compute for most of the time. Beside them three rows of suites, of which most jobs wait for most of the
+# time, the longest first in each row, so that both cores have work until the end. The third row begins with the unit tests.
 if [ $quick = no ]; then
     if [ "$first" != system ]; then
         use_environment "$first"
@@ -439,7 +438,10 @@ if [ $quick = no ]; then
         [ "$name" = "$first" ] || jobs_suite 1 "$name"
     done
     use_environment "$first"
-    [ $complete = yes ] || beside_ranks 1 programs pytest_suite programs "${programs[@]}"
+    if [ $complete = no ]; then
+        beside_ranks 2 programs pytest_suite programs "${programs[@]}"
+        beside_ranks 1 examples pytest_suite examples "${examples[@]}"
+    fi
     jobs_suite 0 "$first"
 fi
 for ranks in $sizes; do

@@ -208,16 +208,6 @@ def fake_mpirun(folder: Path, body: str) -> Path:
     return folder
 
 
-WITHOUT_MATPLOTLIB = """
-import os, runpy, sys
-sys.modules["matplotlib"] = None
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""A program that runs another one, with its arguments, as if matplotlib was not installed."""
-
-
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with scikit-learn's digits for ``--data``; importing scikit-learn takes longer than the training."""

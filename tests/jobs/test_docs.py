@@ -143,14 +143,6 @@ def test_snippets_run(page, ran):
     assert ran.returncode == 0, ran.output
 
 
-def test_a_failing_snippet_is_named(launch, tmp_path):
-    good, bad = {"page": "page.md", "line": 3, "code": "x = 1"}, {"page": "page.md", "line": 40, "code": "x"}
-    result = run(launch, tmp_path, [good, bad])
-    assert result.returncode != 0
-    assert "snippet failed: page.md:40" in result.stderr
-    assert 'File "page.md", line 40' in result.stderr
-
-
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_blocks_have_the_language_of_their_mark(page):
     for block in blocks_of(page):
@@ -269,14 +261,6 @@ def test_figures_are_recognized():
 
 
 # ---- tables and links ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_rows_belong_to_a_table(page):
-    lines = ["", *prose(page).splitlines(), ""]
-    begins = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
-    alone = [lines[i] for i in begins if not re.fullmatch(r"\|[\s|:-]+", lines[i + 1])]
-    assert not alone, f"{name_of(page)}: rows without a head, shown as text: {alone}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -419,11 +403,3 @@ def test_modules_named_on_a_page_exist(page):
         if not any(file.endswith(f"/{name}") for file in files)
     ]
     assert not missing, "\n".join(missing)
-
-
-def test_the_glossary_names_modules():
-    _, *terms = rows_of_table(GLOSSARY, "term")
-    for term, meaning, module, established in terms:
-        assert (PACKAGE / module).is_file(), f"{term}: there is no torchmpi/{module}"
-        assert meaning, f"{term}: it has no meaning"
-        assert established, f"{term}: name the nearest established term"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import job_environment, search_path
 
 from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
@@ -41,6 +42,7 @@ mpi.stop()
 """
 
 
+@pytest.mark.any_mpi
 def test_the_late_rank_is_named_while_the_job_runs_and_in_its_report(alone, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     report = tmp_path / "report.html"

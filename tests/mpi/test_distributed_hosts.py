@@ -56,8 +56,11 @@ def has_machine_code() -> bool:
     return is_built and not (lacks_memory or context.sleeps_before_mpi)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("name", [*IN_CALLER, "all_to_all", "all_to_all_single_uneven"])
+@pytest.mark.parametrize(
+    ("name", "asynchronous"),
+    [*((name, False) for name in IN_CALLER), ("all_reduce", True), ("all_to_all", True),
+     ("all_to_all_single_uneven", False)],
+)  # fmt: skip
 def test_a_repeated_call_has_the_same_result_in_the_caller(agree, placement, name, asynchronous):
     is_compiled = has_machine_code() and name in IN_CALLER and not asynchronous
     for repeat, root in itertools.product(range(3), (0, SIZE - 1)):

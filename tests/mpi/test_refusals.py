@@ -17,7 +17,7 @@ import torchmpi.parameterserver as ps
 from torchmpi import errors
 from torchmpi.engine import AllReduceSGDEngine, ClassErrorMeter, EarlyStop
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("world")]
 
 ONES = torch.ones(3)
 NET = torch.nn.Linear(2, 2)

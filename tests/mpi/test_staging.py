@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers import contract
 from helpers.device_model import Model, plain
+from helpers.outcomes import error_of
 
 import torchmpi as mpi
-from torchmpi import errors
 from torchmpi.backends.base import bind
 from torchmpi.backends.mpi import MPIMovement
 from torchmpi.collective_specs import SPECS
@@ -148,11 +148,7 @@ def test_a_device_on_one_rank_only_is_a_mismatch_on_all(agree):
     run = bind(runtime.current().selector.backends["shm"], group, "allreduce", torch.float32, "sum").run
     code = call_code("allreduce", "sum", info(torch.float32).code)
     plan = Plan("allreduce", code | (ON_DEVICE if mpi.rank() == 0 else 0), run, shape_of=None)
-    said = ""
-    try:
-        group.call(plan, torch.ones(400), None, 0)
-    except errors.MismatchError as error:
-        said = str(error)
+    said = error_of(group.call, plan, torch.ones(400), None, 0)
     mpi.barrier()
     group.free()
     agree("on cuda" in said or "aborted it" in said, said or "no error")

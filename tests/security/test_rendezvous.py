@@ -200,7 +200,7 @@ def listen_as_rank_0(port: int, prefixes: list[str]) -> bytes:
 def serve_as_rank_0(port: int) -> str:
     """Serve a store in place of rank 0; return who has written to it."""
     store = dist.TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=30), wait_for_workers=False)
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 5
     while time.monotonic() < limit:
         if store.check([f"77.0.0/torchmpi start/{TABLE} 1"]):
             return "rank 1"

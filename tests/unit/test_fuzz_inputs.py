@@ -63,49 +63,6 @@ def test_problems_of_readers_are_found(tmp_path, reader, is_right, problem):
     assert any(problem in text for text in found) if problem else not found
 
 
-PARTS = """
-import os, sys
-sys.path.insert(0, {folder!r})
-import fuzz_inputs
-
-def hang(folder):
-    (folder / "file").open("rb").read(1)
-
-def memory(folder):
-    return b"x" * (128 << 20) if not (folder / "file").is_file() else b""
-
-def none(folder):
-    pass
-
-fuzz_inputs.MOST_MORE_BYTES = 64 << 20
-for read, seconds in ((hang, 0.5), (memory, 60), (none, 60)):
-    if (process := os.fork()) == 0:
-        fuzz_inputs.CASE_SECONDS = seconds
-        target = fuzz_inputs.Target("target", lambda folder: (folder / "file").write_bytes(b"a" * 99), read, (OSError,))
-        fuzz_inputs.TARGETS = (target,)
-        fuzz_inputs.Fuzzer.__init__.__defaults__ = (fuzz_inputs.TARGETS,)
-        os._exit(1 if fuzz_inputs.run_cases(1, 0, 40) else 0)
-    print("status of", read.__name__, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_hangs_and_memory_are_found(tmp_path):
-    """In a process that pytest does not watch: the watch of a hang is the one that is tested."""
-    code = PARTS.format(folder=str(PROGRAM.parent))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        # A process that hangs leaves its folder there. The heap of another thread takes 128 MB of addresses at first.
-        env=os.environ | {"TMPDIR": str(tmp_path), "MALLOC_ARENA_MAX": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    found = r"Timeout.*in hang.*status of hang 1.*it took \d+ MB.*status of memory 1\nstatus of none 0\n$"
-    assert re.search(found, done.stdout, re.DOTALL), done.stdout
-
-
 def test_every_reader_of_the_package_is_a_target():
     """Readers of files are those that use `files.open_input` or `files.read`."""
     package = PROGRAM.parents[1] / "torchmpi"
