@@ -478,7 +478,7 @@ def test_a_worker_keeps_no_tensor_alive():
     reference = weakref.ref(tensor)
     call_queue.submit(lambda tensor=tensor: None, "task").wait()
     del tensor
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 60
     while reference() is not None and time.monotonic() < limit:
         time.sleep(0.01)
     assert reference() is None
