@@ -5,8 +5,8 @@
 
 About every 40 ms it stops one thread, or all threads of a process, for up to half a second; half of the processes that
 are started stop for up to three seconds before they import anything. Python switches between threads up to fifty times
-as often. The first line of the output has the seed, which repeats the choices, but not the moments at which they meet the
-program. The exit status is that of the command. Linux only; as the same user, or as root.
+as often. The first line of the output has the seed, which repeats the choices, but not the moments of the program that
+they meet. The exit status is that of the command. Linux only; as the same user, or as root.
 
 A thread is stopped by ptrace: no signal is sent, the processes above it do not notice, and the priorities of groups and
 sessions have no influence. SIGSTOP would stop all threads at once, and launchers pass it on.

@@ -138,8 +138,8 @@ def test_run_sets_the_variables_of_torchrun_and_writes_logs(alone, tmp_path):
     """A gloo group forms by them, and one of torchmpi by MPI; the output is complete although a rank fails."""
     (tmp_path / "train.py").write_text(
         """
-import os
-import sys
+import os, sys, time
+from pathlib import Path
 import torch
 import torch.distributed as dist
 
@@ -150,7 +150,10 @@ for backend in ("gloo", "torchmpi"):
     dist.all_reduce(total)
     print("sum", backend, rank, size, local, os.environ["LOCAL_WORLD_SIZE"], total.item(), flush=True)
     dist.destroy_process_group()
-print("error of rank", rank, file=sys.stderr)
+print("error of rank", rank, file=sys.stderr, flush=True)
+Path(f"{__file__}.{rank}").touch()
+while len(list(Path(__file__).parent.glob("train.py.*"))) < size:  # a launcher kills the others
+    time.sleep(0.01)
 sys.exit(3)
 """
     )
