@@ -3,10 +3,10 @@
 
     scripts/perturb.py mpirun -n 3 python -m pytest --with-mpi tests/mpi/test_groups.py
 
-About every 40 ms it stops one thread, or all threads of a process, for up to half a second; half of the processes that
-are started stop for up to three seconds before they import anything. Python switches between threads up to fifty times
-as often. The first line of the output has the seed, which repeats the choices, but not the moments of the program that
-they meet. The exit status is that of the command. Linux only; as the same user, or as root.
+About every 100 ms it stops one thread of each process, or all of them, for up to half a second; half of the processes
+that are started stop for up to three seconds before they import anything. Python switches between threads up to fifty
+times as often. The first line of the output has the seed, which repeats the choices, but not the moments of the program
+that they meet. The exit status is that of the command. Linux only; as the same user, or as root.
 
 A thread is stopped by ptrace: no signal is sent, the processes above it do not notice, and the priorities of groups and
 sessions have no influence. SIGSTOP would stop all threads at once, and launchers pass it on.
@@ -26,10 +26,10 @@ import tempfile
 import time
 from pathlib import Path
 
-_DETACH, _SEIZE, _INTERRUPT = 17, 0x4206, 0x4207
+_DETACH, _GETSIGINFO, _SEIZE, _INTERRUPT, _EVENT_STOP = 17, 0x4202, 0x4206, 0x4207, 128
 _ALL_THREADS = 0x40000000  # __WALL
-_TICK_SECONDS = 0.04
-_PAUSES, _START_PAUSE_SECONDS, _MOST_PAUSED = (0.002, 0.5), 3.0, 4
+_POLL_SECONDS, _LOOK_SECONDS, _BETWEEN_SECONDS = 0.003, 0.02, 0.05
+_PAUSES, _START_PAUSE_SECONDS = (0.002, 0.5), 3.0
 _SWITCH = "import sys; sys.setswitchinterval(1e-4)\n"
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +49,6 @@ class Perturbation:
     def __init__(self, command: int, choose: random.Random) -> None:
         self.known, self.choose, self.num_pauses = {command}, choose, 0
         self._ends: dict[int, float] = {}  # when a thread is to go on
-        self._signals: dict[int, int] = {}  # of the threads that have stopped, the signal that they are to get then
 
     def look(self) -> list[int]:
         """Return the new processes. Those that lose their parent stay known."""
@@ -74,7 +73,7 @@ class Perturbation:
                 self.num_pauses += 1
 
     def collect(self, command: int) -> int | None:
-        """Note which threads have stopped, let those go on whose time has come; return the status of the ended command.
+        """Let the threads go on whose time has come, and forget the ended ones; return the status of the ended command.
 
         It is None while the command runs.
         """
@@ -86,39 +85,42 @@ class Perturbation:
             if thread == 0:
                 break
             if os.WIFSTOPPED(status):
-                is_own = status >> 16 != 0 or thread not in self._ends
-                self._signals[thread] = 0 if is_own else os.WSTOPSIG(status)
+                self._ends.setdefault(thread, 0.0)  # by exec(), a thread gets the number of its process
                 continue
             self._ends.pop(thread, None)
-            self._signals.pop(thread, None)
             if thread == command:
                 return os.waitstatus_to_exitcode(status)
+        info = (ctypes.c_int * 32)()  # siginfo_t: the signal, an error, a code
         for thread in [thread for thread, end in self._ends.items() if end <= time.monotonic()]:
-            # A thread that waits for its vfork() stops later.
-            if thread in self._signals:
-                libc.ptrace(_DETACH, thread, None, self._signals.pop(thread))
+            # One that waits for its vfork() stops later. One that a signal has stopped gets it now.
+            if libc.ptrace(_GETSIGINFO, thread, None, info) == 0:
+                libc.ptrace(_DETACH, thread, None, 0 if info[2] >> 8 == _EVENT_STOP else info[0])
                 del self._ends[thread]
             elif not os.path.exists(f"/proc/{thread}"):
                 del self._ends[thread]
         return None
 
-    def choose_one(self) -> None:
-        """Pause a thread, or all of a process."""
-        if len(self._ends) >= _MOST_PAUSED or not self.known:
-            return
+    def pause_one(self) -> None:
+        """Pause a thread of a process, or all of them, if none of them is paused."""
         threads = threads_of(self.choose.choice(sorted(self.known)))
         seconds = math.exp(self.choose.uniform(*map(math.log, _PAUSES)))
-        if threads:
+        if threads and not self._ends.keys() & set(threads):
             self.pause(threads if self.choose.random() < 0.3 else [self.choose.choice(threads)], seconds)
 
     def run(self, command: int) -> int:
         """Perturb until the command has ended, and return its status."""
+        next_look = next_pause = time.monotonic()
         while (status := self.collect(command)) is None:
-            for process in self.look():
-                if self.choose.random() < 0.5:
-                    self.pause(threads_of(process), self.choose.uniform(0, _START_PAUSE_SECONDS))
-            self.choose_one()
-            time.sleep(self.choose.expovariate(1 / _TICK_SECONDS))
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + _LOOK_SECONDS
+                for process in self.look():
+                    if self.choose.random() < 0.5:
+                        self.pause(threads_of(process), self.choose.uniform(0, _START_PAUSE_SECONDS))
+            if now >= next_pause and self.known:
+                next_pause = now + self.choose.expovariate(len(self.known) / _BETWEEN_SECONDS)
+                self.pause_one()
+            time.sleep(_POLL_SECONDS)
         return status
 
 
