@@ -16,6 +16,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.collective_specs import CODES
 from torchmpi.communicators.call_queue import CallQueue
+from torchmpi.communicators.handle import Handle
 from torchmpi.communicators.plan import Plan
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
@@ -320,7 +321,8 @@ def test_lines_of_several_functions_and_of_the_caller_of_the_package_are_recorde
 
 
 def release_when_awaited(queue: CallQueue) -> None:
-    while not queue._waiting:
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code is not Handle.await_end.__code__:
         time.sleep(0.001)
     queue.run_lock.release()
 
