@@ -34,6 +34,7 @@ sys.exit(7 if is_stopped and sys.getswitchinterval() < 0.001 else 1)
     ids=("a thread alone", "killed"),
 )
 def test_a_command_is_perturbed_and_its_status_returned(command, status):
-    done = subprocess.run([sys.executable, PERTURB, "--seed", "5", *command], capture_output=True, text=True, timeout=100)
+    program = [sys.executable, PERTURB, "--seed", "5", *command]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
     assert done.returncode == status, done.stderr
     assert done.stderr.startswith("perturb: seed 5\n") and " pauses\n" in done.stderr
