@@ -246,16 +246,26 @@ def test_run_without_success(alone):
 
 def test_the_time_limit_ends_the_ranks_of_a_launcher_that_hangs(alone, tmp_path):
     """Regression: only the launcher was killed."""
-    program = f"echo $$ > {tmp_path}/$RANK; kill -STOP $PPID; exec sleep 300"
+    both = f"[ -s {tmp_path}/0 -a -s {tmp_path}/1 ]"
+    program = f"echo $$ > {tmp_path}/$RANK; until {both}; do sleep 0.01; done; kill -STOP $PPID; "
+    program += f"touch {tmp_path}/stopped; exec sleep 300"
     code = f"""if True:
+        import os, subprocess, time, types
         from torchmpi.cli import command_line, supervision
+
+        class Popen(subprocess.Popen):
+            def wait(self, timeout=None):
+                while timeout and not os.path.exists("{tmp_path}/stopped"):
+                    time.sleep(0.01)  # a start takes any time on a busy machine
+                return super().wait(timeout)
+
+        supervision.subprocess = types.SimpleNamespace(**vars(subprocess) | dict(Popen=Popen))
         supervision._TERMINATION_SECONDS = 1
-        raise SystemExit(command_line.main(["run", "-n", "2", "--timeout", "4", "sh", "-c", {program!r}]))
+        raise SystemExit(command_line.main(["run", "-n", "2", "--timeout", "1", "sh", "-c", {program!r}]))
     """
     result = alone("-c", code)
-    assert result.returncode == 124, result.output
-    ranks = [int(file.read_text()) for file in tmp_path.iterdir()]
-    assert len(ranks) == 2, result.output
+    assert result.returncode == 124 and "at its time limit of 1 s" in result.stderr, result.output
+    ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     limit = time.monotonic() + 60
     while {*ranks} & (running := {each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]}):
         assert time.monotonic() < limit, f"{result.output}\n{ranks} {running}"
