@@ -389,7 +389,7 @@ import os, sys
 del os.environ["PYTHONPATH"]
 sys.path.append({str(ROOT)!r})
 from torchmpi.cli import main
-sys.exit(main(["doctor", "--json", *{["--recovery"] if family == "mpich" else []}]))
+sys.exit(main(["doctor", "--json", "--timeout", "150", *{["--recovery"] if family == "mpich" else []}]))
 """
     result = alone("-c", code, OMPI_ALLOW_RUN_AS_ROOT="0")
     checks = checks_of(result)
