@@ -112,14 +112,15 @@ def search_path(first: Path | None = None) -> dict[str, str]:
 
 
 IN_CALL = """
-def wait_until_in_call(*ranks):
+def wait_until_in_call(*ranks, last=None):
     import time
     from torchmpi.shared_memory.memory_layout import (Block)
     world = mpi.communicator(0).intra
-    while any(world.log_board.get(rank, Block.entered) <= world.call_log.seq for rank in ranks):
+    last = world.call_log.seq if last is None else last
+    while any(world.log_board.get(rank, Block.entered) <= last for rank in ranks):
         time.sleep(0.01)
 """
-"""For programs of jobs on one host: wait until ranks have entered the call that follows the last one of this rank."""
+"""For programs of jobs on one host: wait until ranks have entered the call after `last`, by default our last one."""
 
 Launch = Callable[..., Result]
 

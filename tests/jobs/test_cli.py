@@ -138,8 +138,8 @@ def test_run_sets_the_variables_of_torchrun_and_writes_logs(alone, tmp_path):
     """A gloo group forms by them, and one of torchmpi by MPI; the output is complete although a rank fails."""
     (tmp_path / "train.py").write_text(
         """
-import os
-import sys
+import os, sys, time
+from pathlib import Path
 import torch
 import torch.distributed as dist
 
@@ -150,7 +150,10 @@ for backend in ("gloo", "torchmpi"):
     dist.all_reduce(total)
     print("sum", backend, rank, size, local, os.environ["LOCAL_WORLD_SIZE"], total.item(), flush=True)
     dist.destroy_process_group()
-print("error of rank", rank, file=sys.stderr)
+print("error of rank", rank, file=sys.stderr, flush=True)
+Path(f"{__file__}.{rank}").touch()
+while len(list(Path(__file__).parent.glob("train.py.*"))) < size:  # a launcher kills the others
+    time.sleep(0.01)
 sys.exit(3)
 """
     )
@@ -243,17 +246,30 @@ def test_run_without_success(alone):
 
 def test_the_time_limit_ends_the_ranks_of_a_launcher_that_hangs(alone, tmp_path):
     """Regression: only the launcher was killed."""
-    program = f"echo $$ > {tmp_path}/$RANK; kill -STOP $PPID; exec sleep 300"
+    both = f"[ -s {tmp_path}/0 -a -s {tmp_path}/1 ]"
+    program = f"echo $$ > {tmp_path}/$RANK; until {both}; do sleep 0.01; done; kill -STOP $PPID; "
+    program += f"touch {tmp_path}/stopped; exec sleep 300"
     code = f"""if True:
+        import os, subprocess, time, types
         from torchmpi.cli import command_line, supervision
+
+        class Popen(subprocess.Popen):
+            def wait(self, timeout=None):
+                while timeout and not os.path.exists("{tmp_path}/stopped"):
+                    time.sleep(0.01)  # a start takes any time on a busy machine
+                return super().wait(timeout)
+
+        supervision.subprocess = types.SimpleNamespace(**vars(subprocess) | dict(Popen=Popen))
         supervision._TERMINATION_SECONDS = 1
-        raise SystemExit(command_line.main(["run", "-n", "2", "--timeout", "4", "sh", "-c", {program!r}]))
+        raise SystemExit(command_line.main(["run", "-n", "2", "--timeout", "1", "sh", "-c", {program!r}]))
     """
     result = alone("-c", code)
-    assert result.returncode == 124, result.output
-    ranks = [int(file.read_text()) for file in tmp_path.iterdir()]
-    running = [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    assert ranks and not {*ranks} & {*running}, result.output
+    assert result.returncode == 124 and "at its time limit of 1 s" in result.stderr, result.output
+    ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    limit = time.monotonic() + 60
+    while {*ranks} & (running := {each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]}):
+        assert time.monotonic() < limit, f"{result.output}\n{ranks} {running}"
+        time.sleep(0.05)
 
 
 @any_mpi
@@ -364,7 +380,7 @@ import os, sys
 del os.environ["PYTHONPATH"]
 sys.path.append({str(ROOT)!r})
 from torchmpi.cli import main
-sys.exit(main(["doctor", "--json", *{["--recovery"] if family == "mpich" else []}]))
+sys.exit(main(["doctor", "--json", "--timeout", "150", *{["--recovery"] if family == "mpich" else []}]))
 """
     result = alone("-c", code, OMPI_ALLOW_RUN_AS_ROOT="0")
     checks = checks_of(result)

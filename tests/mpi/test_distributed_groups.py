@@ -278,8 +278,9 @@ def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, asynch
 @pytest.mark.parametrize("end", ("destroyed", "aborted"))
 def test_group_freed_while_another_thread_is_in_a_call(torch_world, agree, end):
     """Regression: the shared memory was unmapped during the call. The call, which no other rank makes, must raise."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
     dist.barrier(group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     said: list[str] = []
     began = threading.Event()
 

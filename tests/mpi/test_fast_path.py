@@ -16,13 +16,13 @@ from helpers.joint import try_together
 from helpers.outcomes import error_of
 from helpers.shm_rig import BY_PYTHON, start, stopped
 from hypothesis import strategies
+from mpi4py import MPI
 from torch.overrides import TorchFunctionMode
 
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.shared_memory import fast_path
 from torchmpi.shared_memory.fast_path import Name
-from torchmpi.shared_memory.memory_layout import Block
 
 __all__ = ["stopped"]
 
@@ -443,27 +443,22 @@ def test_the_watchdog_reports_a_call_of_the_fast_path(agree):
     for _ in range(2):
         mpi.allreduce(torch.ones(6))
     seen: list[Any] = []
-    stop = threading.Event()
 
     def look() -> None:
-        while not (stop.is_set() or seen):
+        limit = time.monotonic() + 60
+        while mpi.rank() and not seen and time.monotonic() < limit:
             current = group.call_log.current
             if current is not None:
                 seen.append(current)
+        MPI.COMM_WORLD.Barrier()
 
+    mpi.barrier()
     watcher = threading.Thread(target=look)
     watcher.start()
-    if mpi.rank() == 0:  # the other ranks wait for this rank
-        limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.log_board is not None else ()
-        while (
-            any(group.log_board.get(row, Block.entered) <= group.call_log.seq for row in others)
-            and time.monotonic() < limit
-        ):
-            time.sleep(0.001)
-        watcher.join(0.3)
+    if mpi.rank() == 0:  # the other ranks wait for this rank until they have been seen
+        watcher.join()
     mpi.allreduce(torch.ones(6))
     seq = group.call_log.seq
-    stop.set()
     watcher.join()
     mpi.barrier()
     if mpi.rank() != 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.leftovers import in_use
+from helpers.leftovers import in_use, left_files
 from torch import nn
 
 import torchmpi as mpi
@@ -445,8 +445,7 @@ def test_nothing_is_left_of_freed_groups(agree):
     mpi.barrier()
     agree.equal(in_use(before), before, "after and before 50 cycles")
     agree.equal(len(runtime.current().context.groups), groups)
-    left = [path.name for path in Path("/dev/shm").glob("torchmpi-*")]
-    agree(not left, f"left in /dev/shm: {left}")
+    agree.equal(left_files(), set(), "left in /dev/shm")
     agree.equal(mpi.allreduce(1), size)
 
 

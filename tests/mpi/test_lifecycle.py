@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.leftovers import in_use
+from helpers.leftovers import in_use, left_files
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -136,8 +136,7 @@ def test_nothing_is_left_behind(agree):
     for _ in range(3):
         one_run()
     agree.equal(in_use(before), before, "after and before")
-    boards = [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")]
-    agree(not boards, f"left in /dev/shm: {boards}")
+    agree.equal(left_files(), set(), "left in /dev/shm")
     agree.equal((os.sched_getaffinity(0), torch.get_num_threads()), (cores, threads), "cores and threads")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import contract
-from helpers.leftovers import in_use
+from helpers.leftovers import in_use, left_files
 from helpers.outcomes import error_of, refusal
 from helpers.shard_rig import Twin
 
@@ -976,7 +976,7 @@ def test_start_and_stop_leak_nothing(started, agree):
         one_run()
     agree.equal(in_use(before), before, "after and before")
     start(started)
-    agree(not [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")], "left in /dev/shm")
+    agree.equal(left_files(), set(), "left in /dev/shm")
 
 
 def test_init_and_free_leak_nothing(transport, agree):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.collective_specs import CODES
+from torchmpi.communicators.call_queue import CallQueue
+from torchmpi.communicators.handle import Handle
 from torchmpi.communicators.plan import Plan
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
@@ -296,6 +299,13 @@ def test_lines_of_several_functions_and_of_the_caller_of_the_package_are_recorde
     agree.equal([each.seq for each in own], list(range(own[0].seq, own[0].seq + len(own))))
 
 
+def release_when_awaited(queue: CallQueue) -> None:
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code is not Handle.await_end.__code__:
+        time.sleep(0.001)
+    queue.run_lock.release()
+
+
 def test_queued_and_labelled_calls_have_their_lines_and_times(agree, folder):
     names = {"mpi": mpi, "tensor": torch.ones(4)}
     exec(compile("def own(): mpi.broadcast(tensor, 0, backend='mpi')", events.__file__, "exec"), names)
@@ -307,7 +317,7 @@ def test_queued_and_labelled_calls_have_their_lines_and_times(agree, folder):
         names["own"]()
         with queue.run_lock:
             handle = mpi.broadcast_async(names["tensor"], 0, backend="mpi")
-            threading.Timer(0.3, queue.run_lock.release).start()
+            threading.Thread(target=release_when_awaited, args=(queue,)).start()
             handle.wait()
             queue.run_lock.acquire()
         with events.labelled("a bucket"):

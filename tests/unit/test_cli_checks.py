@@ -267,6 +267,7 @@ CASES = [
     (check_self_test, replace(launched(alone(), status=None, output="where it hung"), self_test=None), "problem",
      "where it hung Run it yourself: /env/bin/mpirun -n 2 python -m torchmpi doctor"),
     (check_self_test, launched(alone(), status=139), "warning", "139"),
+    (check_self_test, launched(alone(), status=None), "warning", "A busy machine needs a longer --timeout."),
     (check_self_test, replace(NO_RANKS, self_test=None), None, ""),
 ]  # fmt: skip
 

@@ -283,8 +283,8 @@ def test_a_call_that_a_thread_which_waits_must_not_run_is_run_by_the_helper_befo
     nested = []
     handle.when_done(lambda: nested.append(call_queue.is_run_by_waiter))
     handle.wait()
+    call_queue.close()  # the helper may call back after wait() has returned here
     assert nested == [False]
-    call_queue.close()
 
 
 def test_the_helper_leaves_the_calls_to_a_thread_that_waits():
@@ -478,7 +478,7 @@ def test_a_worker_keeps_no_tensor_alive():
     reference = weakref.ref(tensor)
     call_queue.submit(lambda tensor=tensor: None, "task").wait()
     del tensor
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 60
     while reference() is not None and time.monotonic() < limit:
         time.sleep(0.01)
     assert reference() is None
