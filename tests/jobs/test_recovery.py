@@ -295,6 +295,88 @@ def test_what_cannot_continue_is_refused(survive):
     assert result.returncode == 0, result.output
 
 
+SERVERS = """
+import random
+import numpy as np
+import torchmpi.parameterserver as ps
+mpi.stop()
+mpi.start(config=mpi.Config(on_lost_rank="raise", server_copies=True, verbose=False))
+account = np.memmap(sys.argv[1], np.int64, "r+", shape=(5, 2, 2))  # first rank, server: sends begun and acknowledged
+lost = [{int(each) for each in text.split("+")} for text in sys.argv[2].split(",")]
+
+class Account:
+    '''A server of which each send adds 1 to all elements.'''
+
+    def __init__(self, number, numel):
+        self.counts, self.ones = account[FIRST, number], torch.ones(numel)
+        self.server = ps.init(torch.zeros(numel), name=f"account {number}")
+        self.number = number
+
+    def send(self):
+        self.counts[0] += 1
+        try:
+            ps.send(self.server, self.ones).wait()
+        except mpi.RankLostError:
+            self.counts[0] -= 1  # nothing has been applied
+            raise
+        self.counts[1] += 1
+
+    def check(self):
+        values = ps.receive(self.server).wait()
+        begun, acknowledged = (int(account[:, self.number, which].sum()) for which in (0, 1))
+        step = self.server.shards.chunk_numel
+        for begin, numel in self.server.parts:
+            for chunk in values[begin : begin + numel].split(step):
+                assert acknowledged <= chunk[0] <= begun and (chunk == chunk[0]).all(), (acknowledged, begun, chunk)
+        return values
+
+accounts = [Account(0, 3 * 16384 + 5), Account(1, 400_000)]  # by machine code, and by the queue
+mpi.barrier()
+num_losses = 0
+
+def die_soon():
+    threading.Timer(random.uniform(0, 0.05), die).start()
+"""
+
+SENDS = """
+while num_losses < len(lost):
+    if FIRST in lost[num_losses]:
+        die_soon()
+    try:
+        while True:
+            for each in accounts:
+                each.send()
+    except mpi.RankLostError:
+        mpi.recover()
+        num_losses = 1 if mpi.size() == 4 else 2
+for _ in range(9):
+    for each in accounts:
+        each.send()
+    objects = mpi.allgather_object([each.server.num_sent for each in accounts])
+before = [each.check() for each in accounts]
+folder = os.path.dirname(sys.argv[1])
+ps.save(folder)
+mpi.barrier()
+for each in accounts:
+    ps.send(each.server, None, "zero").wait()
+mpi.barrier()
+ps.load(folder)
+mpi.barrier()
+assert all(torch.equal(ps.receive(each.server).wait(), old) for each, old in zip(accounts, before))
+own = [int(account[FIRST, number, 1]) for number in (0, 1)]
+print(f"first rank {FIRST} of {mpi.size()}: {own == objects[mpi.rank()]}", flush=True)
+mpi.stop()
+"""
+
+
+def test_acknowledged_sends_to_servers_survive_their_owners_and_senders(survive, tmp_path):
+    """Killed amid sends: each chunk has all acknowledged sends, and the last one of a killed rank or not."""
+    (tmp_path / "account").write_bytes(bytes(5 * 2 * 2 * 8))
+    result = survive(5, SERVERS + SENDS, tmp_path / "account", "0,2+3")
+    assert sorted(result.stdout.splitlines()) == [f"first rank {rank} of 2: True" for rank in (1, 4)], result.output
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.output
+
+
 SPARE = """
 torch.manual_seed(7)
 batches = [(each, each[:, :3].argmax(1)) for each in torch.randn(36, 6, 8)]
