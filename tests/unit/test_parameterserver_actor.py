@@ -363,33 +363,6 @@ def test_a_chunk_whose_writer_was_killed_is_refused_and_others_are_usable():
     rig.close()
 
 
-@pytest.mark.parametrize("rule", ("copy", pytest.param(adam(0.1), marks=pytest.mark.slow)), ids=("copy", "adam"))
-def test_chunks_without_a_lock_are_whole_after_random_kills(rule):
-    chunk, choose = 4096, random.Random(1)
-
-    def work(rig: Rig, index: int) -> None:
-        actor = rig.actor(index)
-        for round in range(10**6):
-            rig.apply(actor, rule, torch.full((rig.numel,), 10.0 * round + index if rule == "copy" else 0.5))
-
-    for _ in range(5):
-        rig = Rig((3 * chunk, chunk + 5), chunk=chunk, shared=True)
-        children = [fork(lambda rig=rig, index=index: work(rig, index)) for index in (1, 2, 3)]
-        for child in children:
-            time.sleep(choose.uniform(0.002, 0.02))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        own, arrays = rig.actor(0), [rig.arrays(which) for which in range(3)]
-        for (lock, version, steps), (begin, end) in zip(rig.headers().tolist(), rig.chunks(), strict=True):
-            if lock:
-                with pytest.raises(errors.TransportError, match="has ended while it changed a chunk"):
-                    rig.read(own, (begin, end))
-            else:
-                assert [array[begin:end].unique().numel() for array in arrays] == [1, 1, 1], f"the chunk at {begin}"
-                assert rule == "copy" or steps == version
-        rig.close()
-
-
 @pytest.mark.parametrize("rule", ("copy", "python", "rows", adam(0.1)), ids=("copy", "python", "rows", "adam"))
 def test_all_chunks_are_whole_after_random_kills_if_there_are_copies(rule):
     """Also if who undoes half of a send is killed in it; without copies, elements have got it or have not."""
@@ -408,8 +381,8 @@ def test_all_chunks_are_whole_after_random_kills_if_there_are_copies(rule):
             else:
                 rig.apply(actor, rule, sent)
 
-    for attempt in range(8):
-        has_copies = attempt < 6
+    for attempt in range(5):
+        has_copies = attempt > 0
         rig = Rig((3 * chunk, chunk + 5), chunk=chunk, shared=True, num_images=8 * has_copies)
         children = [fork(lambda rig=rig, index=index: work(rig, index)) for index in (1, 2, 3)]
         for child in children:
