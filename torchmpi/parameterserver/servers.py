@@ -103,6 +103,7 @@ class Server:
         self.receives: RequestRecord = context.records.take(number, is_receive=True)
         self._holder: tuple[tuple[str, int], int] = ("", 0), 0
         self._described: tuple[object, str] = None, ""
+        self.repeater = Repeater(self)
         self._enter()
 
     def _enter(self) -> None:
@@ -114,7 +115,7 @@ class Server:
         self.actor.on_wait = self._note_wait
         if group.context.raises_lost_ranks:
             self.actor.on_taken_over = self._note_taken_over
-        self.repeater = Repeater(self)
+        self.repeater.open()
 
     def suspend(self) -> None:
         """Make no requests until :meth:`resume`, after the loss of a rank; the shards remain mapped."""
