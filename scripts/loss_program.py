@@ -13,12 +13,14 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+import torchmpi.parameterserver as ps
 from torchmpi.engine.all_ranks import AllRanks
 
 CALLS, FIRST_CALL, NEXT_CALL = 30, 10, 20
@@ -85,7 +87,38 @@ def in_other_collectives(call):
             print(f"WRONG first rank {own}, call {call}: {name} {found} instead of {expected}", flush=True)
 
 
+class Account:
+    """A server to which ranks add 1, and how many of their sends have begun and ended, by first rank, in a file."""
+
+    def __init__(self):
+        with (folder / "account").open("ab") as file:
+            file.truncate(8 * 2 * 8)
+        self.counts, self.ones = np.memmap(folder / "account", np.int64, "r+", shape=(8, 2)), torch.ones(100_000)
+        self.server = ps.init(torch.zeros(100_000), name="account")
+
+    def send(self, call):
+        for _ in range(20):
+            self.counts[own, 0] += 1
+            try:
+                ps.send(self.server, self.ones).wait()
+            except mpi.RankLostError:
+                self.counts[own, 0] -= 1  # nothing has been applied
+                raise
+            self.counts[own, 1] += 1
+        reduced(short, call)  # notices a rank that has stopped
+
+    def check(self):
+        """Compare the values with the sends; that of a killed rank may be in some chunks. No rank sends meanwhile."""
+        values, (begun, ended) = ps.receive(self.server).wait(), self.counts.sum(axis=0).tolist()
+        chunks = [
+            chunk for part in values.split([numel for _, numel in self.server.parts]) for chunk in part.split(16384)
+        ]
+        if any((chunk != chunk[0]).any() or not ended <= chunk[0] <= begun for chunk in chunks):
+            print(f"WRONG first rank {own}: {values} after {ended} of {begun} sends", flush=True)
+
+
 REPEATED = {
+    "parameter server": lambda call: account.send(call),
     "other collectives": in_other_collectives,
     "short allreduce": lambda call: reduced(short, call),
     "long allreduce": lambda call: reduced(long, call),
@@ -178,7 +211,8 @@ if moment == "start" and own in victims[0]:
     fail()
 # Of a stopped rank: as long as a call may take that is only late.
 limits = {"stall_warning_seconds": 5.0, "stall_abort_seconds": 10.0} if fault == "SIGSTOP" else {}
-mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False, **limits))
+mpi.start(config=mpi.Config(on_lost_rank="raise", server_copies=True, verbose=False, **limits))
+account = Account() if moment == "parameter server" else None
 if moment in ("start", "elastic loop", "elastic DDP", "checkpoint"):
     training = Training()
     training.run()
@@ -192,6 +226,9 @@ while call < CALLS:
         if not is_agreed:
             call = int(mpi.allreduce(call, op="max"))
             is_agreed, seconds = True, time.monotonic() - float((folder / "fault").read_text())
+            if account is not None:
+                account.check()
+                mpi.barrier()
         if num_losses == 0 and call == FIRST_CALL:
             lose(own in victims[0], call)
         if num_losses == 1 and call == NEXT_CALL and len(victims) > 1 and moment != "recovery":

@@ -40,6 +40,7 @@ WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": ["--without-mpi"
 MOMENTS = (
     "start", "computing", "waiting in shared memory", "short allreduce", "long allreduce", "other collectives",
     "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop", "elastic DDP", "checkpoint",
+    "parameter server",
 )  # fmt: skip
 LOOPS = ("start", "elastic loop", "elastic DDP", "checkpoint")
 """The moments of programs that may have spare ranks."""
@@ -87,6 +88,8 @@ def cells() -> Iterator[Cell]:
                     for victims in VICTIMS:
                         cell = Cell(way, hosts, moment, fault, victims)
                         if moment == "recovery" and "," not in victims:
+                            continue
+                        if moment == "parameter server" and hosts == "2":  # refused
                             continue
                         if cell.ends and victims != ("1,2" if moment == "recovery" else "1"):
                             continue

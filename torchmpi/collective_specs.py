@@ -168,6 +168,7 @@ _COMPARED = (
     _Row("recv", "none", kind="message"),
     _action("confirm"),
     _action("begin_again"),
+    _action("recover"),
 )
 """The calls that ranks compare, or that the fast path counts, in the order of their codes."""
 _OTHERS = (

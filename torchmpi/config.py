@@ -137,6 +137,9 @@ class Config:
     on_lost_rank: _OnLostRank = setting("end", shared=True)
     """Effect of a killed rank on the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
     and the program may continue with ``recover()`` (Open MPI 5, and ranks without MPI)."""
+    server_copies: bool = setting(False, shared=True)
+    """Parameter servers copy each chunk before they change it, so that a send is undone that a killed rank has half
+    applied; without effect if `on_lost_rank` is ``end``."""
     timeline: str = setting("", shared=True)
     """Folder in which each rank records a timeline from start() to stop() (docs/timeline.md); empty: none."""
     flight_record: str = ""

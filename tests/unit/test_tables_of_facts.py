@@ -63,6 +63,7 @@ def test_facts_of_the_settings():
     assert having("shared") >= {
         "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "gpu_bucket_bytes", "slot_bytes", "staging_bytes",
         "gpu_backends", "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
+        "server_copies",
     }  # fmt: skip
     numbers = {each.name for each in fields if type(each.default) in (int, float)}
     assert having("least") | having("above") == numbers and not having("least") & having("above")

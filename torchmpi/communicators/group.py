@@ -63,6 +63,9 @@ class GroupResource:
     def abort_device_work(self) -> None:
         """End the work on a device that waits for other ranks."""
 
+    def refuse_work(self) -> None:
+        """Begin no further work, as a rank is lost. Another thread calls it, again and again."""
+
     def close(self) -> None:
         """End its use, in the order opposite to that in which the attachments were made."""
 
@@ -499,6 +502,8 @@ def end_calls(groups: Sequence[Group], is_over: Callable[[], bool]) -> None:
         for group in list(groups):
             group.end_call()
             group.abort_device_work()
+            for item in list(group.attachments):
+                item.refuse_work()
         time.sleep(_END_PERIOD_SECONDS)
 
 

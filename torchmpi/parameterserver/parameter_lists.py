@@ -55,7 +55,7 @@ class TensorServers:
         sparse: Collection[int] = (),
         fetches_used_rows: bool = False,
     ) -> None:
-        """Create the servers.
+        """Create the servers, or find those of this name that have lived on after a loss, without their initial values.
 
         Args:
             tensors: The tensors.
@@ -66,7 +66,9 @@ class TensorServers:
             sparse: Numbers of the tensors with sparse gradients. Each has a server of its own, with its rows.
             fetches_used_rows: Whether of these only the rows are fetched that have been sent since the last fetch.
         """
-        workers.check_tensors(tensors)
+        lives_on = name is not None and workers.finds(f"{name} 0")
+        if not lives_on:
+            workers.check_tensors(tensors)
         allocate = prefetch_allocator and _checked_allocator(prefetch_allocator)
         self.incoming = FlatBuffers(tensors, allocate, apart=sparse)
         self._sparse, self._fetches_used_rows = sparse, fetches_used_rows
@@ -88,6 +90,8 @@ class TensorServers:
         self.servers = [
             workers.init(tensor, name and f"{name} {index}") for index, tensor in enumerate(self._shaped(self.incoming))
         ]
+        if lives_on:
+            return
         for server, buffer in zip(self.servers, self.incoming.buffers, strict=True):
             (server_init or _copy_from_rank_0)(server, buffer)
         workers.barrier()  # the initial values are complete
@@ -155,10 +159,10 @@ class TensorServers:
 
     def end_fetch(self) -> FlatBuffers:
         """Wait for the values, and return `incoming`."""
-        self.fetching = sync_handles(self.fetching)
-        for view, rows, handle in self._arriving:
+        fetching, self.fetching, arriving, self._arriving = self.fetching, [], self._arriving, []
+        sync_handles(fetching)
+        for view, rows, handle in arriving:
             view.index_copy_(0, rows.to(view.device), handle.wait().to(view.device))
-        self._arriving = []
         return self.incoming
 
     def send(self, rule: str | Rule, flat: FlatBuffers, bases: Sequence[Base] = ()) -> list[Handle[None]]:

@@ -19,6 +19,7 @@ from .runs import observed_run
 from .runs.call_order import RecordedRows
 from .runs.observed_run import RunObserver
 from .runs.run_record import RunRecord, read_run
+from .servers import refuse_continuing
 
 if TYPE_CHECKING:
     from ..communicators.group import Group
@@ -113,6 +114,7 @@ def _read_by_rank_0(path: files.StrPath, world: Group) -> RunRecord:
 def _world(call: str) -> Group:
     """Return the group of all ranks; raise if a run is observed already."""
     world = runtime.current().world
+    refuse_continuing(call, "a run is not recorded or repeated, as the record of a lost rank would be lost with it")
     if observed_run.active is not None:
         raise ArgumentError(f"{world.where}: {call}: this run is being recorded or repeated already.")
     return world

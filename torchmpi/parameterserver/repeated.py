@@ -44,7 +44,7 @@ class Repeater:
         self._server = server
         self._last: list[Callable[[], object]] = [lambda: None, lambda: None]
         """Return the keys of the last send and of the last receive, unless that tensor has gone."""
-        self._is_open = server.context.repeats
+        self._is_open = False
         self.send: Callable[[object, object], Any] = _nothing
         self.receive: Callable[[object, object], Any] = _nothing
         self._known: tuple[dict[int, tuple[RepeatedRequest, object]], ...] = ({}, {})
@@ -100,6 +100,10 @@ class Repeater:
         else:
             self._known[1].pop(key, None)
         self._link()
+
+    def open(self) -> None:
+        """Begin, or after :meth:`close` begin again, to leave requests to machine code."""
+        self._is_open = self._server.context.repeats
 
     def close(self) -> None:
         """Leave all requests to Python."""

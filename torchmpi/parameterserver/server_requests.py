@@ -21,7 +21,7 @@ from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.flight_record import OF_REQUESTS, Ring
 from ..communicators.group import Group
 from ..communicators.message_record import ANY_RANK
-from ..errors import CommunicatorError, TorchMPIError
+from ..errors import CommunicatorError, RankLostError, TorchMPIError
 from ..shared_memory.memory_layout import RECORD_LENGTH, RecordFields
 from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
@@ -104,8 +104,8 @@ class RequestRecords:
         self._group, self._rings = group, list[Ring]()
         self._unused: list[tuple[Ring, int]] = []
 
-    def take(self, number: int, *, is_receive: bool) -> RequestRecord:
-        """Return an empty record of the server with a number."""
+    def take(self, number: int, *, is_receive: bool, before: RequestRecord | None = None) -> RequestRecord:
+        """Return an empty record of the server with a number, or one that continues another one."""
         if not self._unused:
             self._rings.append(self._group.record_memory(OF_REQUESTS))
             self._unused = [(self._rings[-1], index) for index in reversed(range(RECORD_LENGTH))]
@@ -116,6 +116,8 @@ class RequestRecords:
         record = RequestRecord(memory, ring.address + index * RecordFields.BYTES, (ring, index))
         record.fields[RequestFields.is_receive], record.fields[RequestFields.peer] = is_receive, ANY_RANK
         record.fields[RequestFields.tag] = number
+        if before is not None:
+            record.fields[:] = before.fields
         return record
 
     def give_back(self, record: RequestRecord) -> None:
@@ -308,9 +310,11 @@ class ServerRequest:
 
 
 def check_open(server: RequestServer, what: str) -> None:
-    """Raise if a server has been freed."""
+    """Raise if a server has been freed, or a rank is lost."""
     if not server.is_open:
         raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
+    if loss := server.group.context.loss:
+        raise RankLostError(f"{what}: {loss}. Nothing has been sent. Continue with recover().")
 
 
 # ---- observers

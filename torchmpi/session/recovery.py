@@ -25,7 +25,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
     and get new numbers, in the old order: ``rank()``, ``size()`` and the levels are those of a new ``start()`` with the
     same arguments. Everything made before is closed, as by ``stop()``: communicators, handles, registrations of
     networks, process groups of ``torch.distributed`` with the backend ``torchmpi``. Tensors remain, also shared ones,
-    but those in which a failed call was receiving have undefined values.
+    but those in which a failed call was receiving have undefined values. Parameter servers live on, with their values.
     The ranks may have failed in different steps of the program, by at most one, so they must agree on the step and on
     its state.
 
