@@ -61,8 +61,8 @@ def test_short_work_shows_nothing(stream, monkeypatch):
 def test_a_checkpoint_that_takes_long_is_reported_and_its_error_raised(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(status_line, "PLAIN_PERIOD_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint, "PLAIN_PERIOD_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint, "_TELL_SECONDS", 0.001)
+    monkeypatch.setattr(status_line, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(status_line, "_TELL_SECONDS", 0.001)
     told = threading.Event()
 
     def save() -> None:

@@ -35,7 +35,7 @@ from torchmpi.cli.top.run_report import RunReport
 from torchmpi.cli.top.top_command import watch
 from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
 from torchmpi.communicators import flight_record, progress
-from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.flight_record import FlightRecord, LiveGroup, look, read_live
 from torchmpi.engine import SGDEngine
 from torchmpi.errors import ArgumentError, NotStartedError, TorchMPIError

@@ -19,13 +19,13 @@ def core_list(cores: Iterable[int]) -> str:
     return as_ranges(sorted(cores))
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
     """Format a number with its noun.
 
     >>> counted(1, "rank"), counted(2, "rank")
     ('1 rank', '2 ranks')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
 def shortened(texts: Iterable[str], *, most: int = 8, separator: str = ", ") -> str:

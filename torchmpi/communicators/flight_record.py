@@ -678,6 +678,11 @@ def _read_text(data: bytes, start: int, end: int = 0) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def is_step(name: str) -> bool:
+    """Return whether the calls on a group are steps of hierarchical calls, by its name."""
+    return name.endswith((" on one host", " across hosts"))
+
+
 def as_ranges(ranks: Sequence[int]) -> str:
     """Write ranks as ranges, in their order.
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...collective_specs import CODES, SPECS
 from ...communicators.flight_record import LiveGroup
 from ...shared_memory.memory_layout import RECORD_IS_NUMBER
-from ...tensors.dtypes import from_code
+from ...tensors import dtype_codes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -101,8 +101,8 @@ def bytes_of(group: LiveGroup) -> Floats:
     """Return the bytes of each call; NaN where the record does not have the shape of the whole tensor."""
     found = np.full(len(group.seq), np.nan)
     for code in np.unique(group.code).tolist():
-        number, dtype = code & 0xFF, from_code((code >> 16) & 0x7FFF)
-        if number >= len(CODES) or dtype is None or SPECS[CODES[number]].compared != "shape":
+        number, dtype = code & 0xFF, dtype_codes.name_of((code >> 16) & 0x7FFF)
+        if number >= len(CODES) or not dtype or SPECS[CODES[number]].compared != "shape":
             continue
         of_code = group.code == code
         num_dims, dims = group.shape[of_code, 0], group.shape[of_code, 1:]
@@ -111,7 +111,7 @@ def bytes_of(group: LiveGroup) -> Floats:
         else:
             is_dim = np.arange(dims.shape[1]) < (num_dims & (RECORD_IS_NUMBER - 1))[:, None]
             numel = np.where(is_dim, dims, 1).astype(np.float64).prod(axis=1)
-        found[of_code] = np.where(num_dims & RECORD_IS_NUMBER, np.nan, numel * dtype.itemsize)
+        found[of_code] = np.where(num_dims & RECORD_IS_NUMBER, np.nan, numel * dtype_codes.bytes_of(dtype))
     return found
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...communicators.call_log import describe
-from ...communicators.flight_record import LiveRank
+from ...communicators.call_codes import describe
+from ...communicators.flight_record import LiveRank, is_step
 from ...supervision.report import named
-from ..flight_analysis import is_step
 from ..formatting import core_list
 from .job_history import SECOND, StepPace, pace_of
 from .late_cause import cause_of, find_late

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..formatting import counted
 from .job_history import Shares
-from .rank_processes import RankProcess
+from .rank_processes import LEAST_DELAYED, RankProcess
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 _LEAST_SHARE = 0.03
@@ -19,7 +20,7 @@ _SPREADS = 4.0
 """How many times the spread of the others (the median of their distances from their median) a late rank is away."""
 _MOST_RANKS_LATE = 0.5
 """If as many of the ranks are late, none is: these are two halves, and neither is the exception."""
-_DELAYED, _FAULTS, _SLEEPING, _OFTEN = 0.1, 20.0, 0.5, 0.5
+_FAULTS, _SLEEPING, _OFTEN = 20.0, 0.5, 0.5
 
 
 class Late(NamedTuple):
@@ -88,9 +89,9 @@ def cause_of(rank: int, facts: Mapping[int, RankProcess], works: Sequence[str], 
     at = f", {most_seen}" if most_seen else ""
     if own.state in ("T", "t"):
         return "it is stopped by a signal or a debugger"
-    if own.main_delayed is not None and own.main_delayed >= max(_DELAYED, 2 * delay_of_others):
-        busy = f"{own.neighbors or 0} other busy process{'' if own.neighbors == 1 else 'es'}"
-        return f"shared cores: it waits for a core {own.main_delayed:.0%} of the time, beside {busy}"
+    if own.main_delayed is not None and own.main_delayed >= max(LEAST_DELAYED, 2 * delay_of_others):
+        busy = f", beside {counted(own.neighbors, 'other busy process', 'es')}" if own.neighbors else ""
+        return f"shared cores: it waits for a core {own.main_delayed:.0%} of the time{busy}"
     if own.faults_per_second is not None and own.faults_per_second >= _FAULTS:
         return f"memory: it reads back {own.faults_per_second:.0f} pages a second from a disk"
     if works and (work := max(set(works), key=works.count)) and works.count(work) >= _OFTEN * len(works):

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LEAST_DELAYED = 0.1
+"""The share of the time of waiting for a core from which that may make a rank late."""
 _BUSY = 0.1
 """The share of a core from which a process counts as busy."""
 _PROC = Path("/proc")
@@ -32,7 +34,7 @@ class RankProcess(NamedTuple):
     faults_per_second: float | None = None
     """Pages that were read from a disk, because they were swapped out or dropped."""
     neighbors: int | None = None
-    """Other busy processes that may run on its cores."""
+    """Other busy processes that may run on its cores; None while they are not looked for."""
 
 
 class _Counters(NamedTuple):
@@ -61,8 +63,6 @@ class ProcessWatch:
     def look(self, processes: Iterable[int]) -> dict[int, RankProcess]:
         """Return the facts of those processes that exist."""
         wanted, now = list(processes), time.monotonic()
-        used = self._used_by_all(now)
-        cores = {pid: _cores_of(pid) for pid, share in used.items() if share >= _BUSY}
         found: dict[int, RankProcess] = {}
         counters: dict[int, _Counters] = {}
         for pid in wanted:
@@ -76,14 +76,20 @@ class ProcessWatch:
                 _, busy, main_busy, delayed, faults = (
                     (new - old) / (now - before.at) for new, old in zip(counters[pid], before, strict=True)
                 )
-                neighbors = sum(pid != other and bool(each & own) for other, each in cores.items())
-                facts = RankProcess(stat.state, stat.memory_bytes, own, busy, main_busy, delayed, faults, neighbors)
+                facts = RankProcess(stat.state, stat.memory_bytes, own, busy, main_busy, delayed, faults)
             found[pid] = facts
         self._before = counters
+        # Reading all processes takes longer than all else, and only a rank that waits for a core has a use for it.
+        if any((facts.main_delayed or 0.0) >= LEAST_DELAYED for facts in found.values()):
+            used = self._used_by_all(now)
+            cores = {pid: _cores_of(pid) for pid, share in used.items() if share >= _BUSY}
+            for pid, facts in found.items() if used else ():
+                neighbors = sum(pid != other and bool(each & facts.cores) for other, each in cores.items())
+                found[pid] = facts._replace(neighbors=neighbors)
         return found
 
     def _used_by_all(self, now: float) -> dict[int, float]:
-        """Return the share of a core that each process of this host has used since the last look."""
+        """Return the share of a core that each process of this host has used since this was called before."""
         stats = {int(entry): _stat_of(int(entry)) for entry in os.listdir(_PROC) if entry.isdecimal()}
         seconds = {pid: stat.cpu_seconds for pid, stat in stats.items() if stat is not None}
         passed = now - self._others_at

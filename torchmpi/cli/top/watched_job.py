@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ...communicators.flight_record import from_ranges, look, read_live
 from ...errors import TorchMPIError
-from ..flight_commands import opened, records_of
+from ..open_records import opened, records_of
 from .far_ranks import FarRank
 from .job_history import JobHistory
 from .rank_processes import ProcessWatch, RankProcess
