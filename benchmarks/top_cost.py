@@ -3,7 +3,7 @@
     torchmpi run -n 2 benchmarks/top_cost.py [--functions]
 
 The ranks make short steps: some arithmetic, an allreduce, and a report of the step. Rank 0 starts a process that looks
-as `torchmpi top` does, once a second, in every second round. Reported are CPU times, as these depend less on what else
+as `torchmpi top` does, in every second round. Reported are CPU times, as these depend less on what else
 runs: of all threads of the ranks, for each step, and of the threads of torchmpi, which do what a look asks for.
 `--functions` counts what these threads of rank 0 enter, and prints what they enter only while somebody looks.
 """
@@ -27,7 +27,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi.cli.top.job_view import view_of
-from torchmpi.cli.top.watched_job import _LOOK_SECONDS, WatchedJob, find_jobs
+from torchmpi.cli.top.watched_job import _LOOK_SECONDS, LookClock, WatchedJob, find_jobs
 from torchmpi.supervision.pace import ran_ns
 
 PACKAGE = str(Path(mpi.__file__).parent) + os.sep
@@ -52,7 +52,7 @@ def look(process: int) -> None:
     """Look at a job while the last line of standard input says so; print the time that it took at the end."""
     ((name, ranks),) = find_jobs(process).items()
     job = WatchedJob(name, ranks)
-    looked, begin = 0.0, time.process_time()
+    looked, begin, clock = 0.0, time.process_time(), LookClock()
     print("ready", flush=True)
     for line in sys.stdin:
         end = time.monotonic() + float(line)
@@ -60,7 +60,7 @@ def look(process: int) -> None:
         while time.monotonic() < end:
             job.read()
             view_of(job)
-            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+            time.sleep(min(clock.pause(), max(0.0, end - time.monotonic())))
         print("done", flush=True)
     print((time.process_time() - begin) / looked)
 

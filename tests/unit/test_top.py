@@ -25,12 +25,12 @@ import torch
 from helpers.live_job import SECOND, running_job
 from torch import nn
 
-from torchmpi.cli.top import late_cause, top_screen, top_server, top_text
+from torchmpi.cli.top import late_cause, rank_processes, top_screen, top_server, top_text
 from torchmpi.cli.top.call_waits import bytes_of, split_calls
 from torchmpi.cli.top.far_ranks import FarRank
 from torchmpi.cli.top.job_history import JobHistory, Shares
 from torchmpi.cli.top.job_view import page_of, view_of
-from torchmpi.cli.top.rank_processes import ProcessWatch, RankProcess
+from torchmpi.cli.top.rank_processes import LEAST_DELAYED, ProcessWatch, RankProcess
 from torchmpi.cli.top.run_report import RunReport
 from torchmpi.cli.top.top_command import watch
 from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
@@ -247,6 +247,21 @@ def test_processes_are_seen_in_proc():
     assert own.memory_bytes is not None and own.memory_bytes > 1 << 20
     assert own.cores == frozenset(os.sched_getaffinity(0))
     assert own.busy is not None and own.busy > 0
+    assert own.neighbors is None or (own.main_delayed or 0.0) >= LEAST_DELAYED  # all processes are not read otherwise
+
+
+def test_busy_processes_are_looked_for_when_a_rank_waits_for_its_core(monkeypatch):
+    watch_of = ProcessWatch()
+    monkeypatch.setattr(rank_processes, "_schedule_of", lambda pid: (0.0, time.monotonic()))  # always waiting
+    monkeypatch.setattr(rank_processes, "_OTHERS_SECONDS", 0.3)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        os.sched_setaffinity(other.pid, os.sched_getaffinity(0))
+        found: list[int | None] = []
+        while len(found) < 100 and not (found and found[-1]):
+            found.append(watch_of.look([os.getpid()])[os.getpid()].neighbors)
+            time.sleep(0.1)
+        other.kill()
+    assert found[:2] == [None, None] and found[-1], found
 
 
 # --- text
@@ -507,7 +522,7 @@ def test_the_page_is_one_file_and_its_data_cannot_end_the_script(pages):
 
 
 def test_the_server_answers_only_who_knows_the_address(pages):
-    server = top_server.PageServer(0, lambda: pages)
+    server = top_server.PageServer(0, lambda: json.dumps(pages).encode())
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_address[1]
 

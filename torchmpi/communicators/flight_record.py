@@ -672,7 +672,7 @@ def _write_text(memory: memoryview, values: dict[str, Any]) -> None:
 
 def _read_text(data: bytes, start: int, end: int = 0) -> dict[str, Any]:
     try:
-        values = files.parse_json(data[start + _TEXT_BYTES : end or start + _PAGE_BYTES].rstrip(b"\0"))
+        values = files.parse_json(data[start + _TEXT_BYTES : end or start + _PAGE_BYTES].partition(b"\0")[0])
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}

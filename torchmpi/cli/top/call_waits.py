@@ -43,14 +43,13 @@ def split_calls(parts: Sequence[tuple[int, LiveGroup]], since: float, now: float
         since: Calls that ended before this time are left out, in nanoseconds.
         now: The present, in nanoseconds; what came later has not happened.
     """
-    keeps = [group.end > since for _, group in parts]
-    kept = list(zip(parts, keeps, strict=True))
-    rank: Ints = np.concatenate([np.full(int(keep.sum()), number, np.int64) for (number, _), keep in kept])
-    seq: Ints = np.concatenate([group.seq[keep] for (_, group), keep in kept])
-    code: Ints = np.concatenate([group.code[keep] for (_, group), keep in kept])
-    begin: Floats = np.concatenate([group.begin[keep] for (_, group), keep in kept])
-    end: Floats = np.concatenate([group.end[keep] for (_, group), keep in kept])
-    num_bytes: Floats = np.concatenate([bytes_of(group)[keep] for (_, group), keep in kept])
+    kept = [(number, _later(group, since)) for number, group in parts]
+    rank: Ints = np.concatenate([np.full(len(group.seq), number, np.int64) for number, group in kept])
+    seq: Ints = np.concatenate([group.seq for _, group in kept])
+    code: Ints = np.concatenate([group.code for _, group in kept])
+    begin: Floats = np.concatenate([group.begin for _, group in kept])
+    end: Floats = np.concatenate([group.end for _, group in kept])
+    num_bytes: Floats = np.concatenate([bytes_of(group) for _, group in kept])
     order = np.lexsort((begin, seq))
     rank, seq, code = rank[order], seq[order], code[order]
     begin, end, num_bytes = begin[order], end[order], num_bytes[order]
@@ -86,6 +85,13 @@ def split_calls(parts: Sequence[tuple[int, LiveGroup]], since: float, now: float
     return SplitCalls(
         rank, code, num_bytes, begin, arrived, np.maximum(begin, end), np.where(arrived > begin, awaited, -1), has_ended
     )
+
+
+def _later(group: LiveGroup, since: float) -> LiveGroup:
+    """Return the calls of a group without those that ended before a time."""
+    keep = group.end > since
+    rows = (each[keep] for each in (group.seq, group.code, group.shape, group.begin, group.end))
+    return LiveGroup(group.key, group.name, group.ranks, *rows)
 
 
 def _flow(code: int) -> str:

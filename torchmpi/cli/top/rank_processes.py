@@ -6,16 +6,16 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 LEAST_DELAYED = 0.1
 """The share of the time of waiting for a core from which that may make a rank late."""
+_OTHERS_SECONDS = 2.0
+"""The least time between two readings of all processes."""
 _BUSY = 0.1
 """The share of a core from which a process counts as busy."""
-_PROC = Path("/proc")
 
 
 class RankProcess(NamedTuple):
@@ -59,6 +59,8 @@ class ProcessWatch:
         self._before: dict[int, _Counters] = {}
         self._others: dict[int, float] = {}
         self._others_at = 0.0
+        self._busy: dict[int, frozenset[int]] | None = None
+        """The cores of each busy process of this host, as far as they have been looked for."""
 
     def look(self, processes: Iterable[int]) -> dict[int, RankProcess]:
         """Return the facts of those processes that exist."""
@@ -81,16 +83,17 @@ class ProcessWatch:
         self._before = counters
         # Reading all processes takes longer than all else, and only a rank that waits for a core has a use for it.
         if any((facts.main_delayed or 0.0) >= LEAST_DELAYED for facts in found.values()):
-            used = self._used_by_all(now)
-            cores = {pid: _cores_of(pid) for pid, share in used.items() if share >= _BUSY}
-            for pid, facts in found.items() if used else ():
-                neighbors = sum(pid != other and bool(each & facts.cores) for other, each in cores.items())
+            if now - self._others_at >= _OTHERS_SECONDS:
+                used = self._used_by_all(now)
+                self._busy = {pid: _cores_of(pid) for pid, share in used.items() if share >= _BUSY} if used else None
+            for pid, facts in found.items() if self._busy is not None else ():
+                neighbors = sum(pid != other and bool(each & facts.cores) for other, each in self._busy.items())
                 found[pid] = facts._replace(neighbors=neighbors)
         return found
 
     def _used_by_all(self, now: float) -> dict[int, float]:
         """Return the share of a core that each process of this host has used since this was called before."""
-        stats = {int(entry): _stat_of(int(entry)) for entry in os.listdir(_PROC) if entry.isdecimal()}
+        stats = {int(entry): _stat_of(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
         seconds = {pid: stat.cpu_seconds for pid, stat in stats.items() if stat is not None}
         passed = now - self._others_at
         used = {pid: (each - self._others[pid]) / passed for pid, each in seconds.items() if pid in self._others}
@@ -99,19 +102,27 @@ class ProcessWatch:
 
 
 def _stat_of(pid: int) -> _Stat | None:
-    try:
-        text = (_PROC / f"{pid}/stat").read_text()
-    except OSError:
+    text = _text_of(f"/proc/{pid}/stat")
+    if not text:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before may have spaces and parentheses
     cpu_seconds = (int(fields[11]) + int(fields[12])) / _TICKS
     return _Stat(fields[0], int(fields[9]), cpu_seconds, int(fields[21]) * _PAGE_BYTES)
 
 
+def _text_of(path: str) -> str:
+    """Return the text of a file of the kernel, '' without it; a path of pathlib would take half of the time."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _schedule_of(pid: int) -> tuple[float, float]:
     """Return for how long the main thread has run, and waited for a core."""
-    with contextlib.suppress(OSError, ValueError):  # a kernel without this file
-        ran, delayed, _ = (_PROC / f"{pid}/task/{pid}/schedstat").read_text().split()
+    with contextlib.suppress(ValueError):  # a kernel without this file
+        ran, delayed, _ = _text_of(f"/proc/{pid}/task/{pid}/schedstat").split()
         return int(ran) / 1e9, int(delayed) / 1e9
     return 0.0, 0.0
 

@@ -54,6 +54,26 @@ def find_jobs(process: int | None = None) -> dict[tuple[str, str], list[FoundRan
     return {job: [ranks[rank] for rank in sorted(ranks)] for job, ranks in sorted(jobs.items())}
 
 
+class LookClock:
+    """Says how long to wait until the next look: a second, and longer if looks take more than 1 % of a core.
+
+    A job whose ranks wait for each other may lose that part of its time, if no core is idle.
+
+    >>> LookClock().pause(0.003), LookClock().pause(0.03), LookClock(10.0).pause(0.03)
+    (1.0, 3.0, 10.0)
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._seconds = seconds
+        self._used = time.process_time()
+
+    def pause(self, used: float | None = None) -> float:
+        """Return the time; `used`: the CPU seconds of a look (None: those of this process since the last one)."""
+        before, self._used = self._used, time.process_time()
+        used = self._used - before if used is None else used
+        return self._seconds or min(max(1.0, 100 * used), _LOOK_SECONDS)
+
+
 class WatchedRank:
     """The open flight record of a rank, and what it has told at the last looks."""
 
