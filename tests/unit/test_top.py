@@ -30,7 +30,7 @@ from torchmpi.cli.top.call_waits import bytes_of, split_calls
 from torchmpi.cli.top.far_ranks import FarRank
 from torchmpi.cli.top.job_history import JobHistory, Shares
 from torchmpi.cli.top.job_view import page_of, view_of
-from torchmpi.cli.top.rank_processes import LEAST_DELAYED, ProcessWatch, RankProcess
+from torchmpi.cli.top.rank_processes import ProcessWatch, RankProcess, least_delay
 from torchmpi.cli.top.run_report import RunReport
 from torchmpi.cli.top.top_command import watch
 from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
@@ -247,7 +247,7 @@ def test_processes_are_seen_in_proc():
     assert own.memory_bytes is not None and own.memory_bytes > 1 << 20
     assert own.cores == frozenset(os.sched_getaffinity(0))
     assert own.busy is not None and own.busy > 0
-    assert own.neighbors is None or (own.main_delayed or 0.0) >= LEAST_DELAYED  # all processes are not read otherwise
+    assert own.neighbors is None or (own.main_delayed or 0.0) >= least_delay([])  # all processes are not read otherwise
 
 
 def test_busy_processes_are_looked_for_when_a_rank_waits_for_its_core(monkeypatch):

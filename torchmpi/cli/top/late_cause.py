@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from ..formatting import counted
 from .job_history import Shares
-from .rank_processes import LEAST_DELAYED, RankProcess
+from .rank_processes import RankProcess, least_delay
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 _LEAST_SHARE = 0.03
@@ -84,12 +83,12 @@ def cause_of(rank: int, facts: Mapping[int, RankProcess], works: Sequence[str], 
     """
     own = facts.get(rank, RankProcess())
     others = [each for number, each in facts.items() if number != rank]
-    delay_of_others = median([each.main_delayed or 0.0 for each in others]) if others else 0.0
+    delays = [each.main_delayed or 0.0 for each in others]
     most_seen = max(set(lines), key=lines.count) if lines else ""
     at = f", {most_seen}" if most_seen else ""
     if own.state in ("T", "t"):
         return "it is stopped by a signal or a debugger"
-    if own.main_delayed is not None and own.main_delayed >= max(LEAST_DELAYED, 2 * delay_of_others):
+    if own.main_delayed is not None and own.main_delayed >= least_delay(delays):
         busy = f", beside {counted(own.neighbors, 'other busy process', 'es')}" if own.neighbors else ""
         return f"shared cores: it waits for a core {own.main_delayed:.0%} of the time{busy}"
     if own.faults_per_second is not None and own.faults_per_second >= _FAULTS:

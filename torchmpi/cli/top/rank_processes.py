@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-LEAST_DELAYED = 0.1
-"""The share of the time of waiting for a core from which that may make a rank late."""
 _OTHERS_SECONDS = 2.0
 """The least time between two readings of all processes."""
 _BUSY = 0.1
@@ -81,8 +80,9 @@ class ProcessWatch:
                 facts = RankProcess(stat.state, stat.memory_bytes, own, busy, main_busy, delayed, faults)
             found[pid] = facts
         self._before = counters
-        # Reading all processes takes longer than all else, and only a rank that waits for a core has a use for it.
-        if any((facts.main_delayed or 0.0) >= LEAST_DELAYED for facts in found.values()):
+        # Reading all processes takes longer than all else, and only a rank that may be late for that has a use for it.
+        delays = sorted(facts.main_delayed or 0.0 for facts in found.values())
+        if delays and delays[-1] >= least_delay(delays[:-1]):
             if now - self._others_at >= _OTHERS_SECONDS:
                 used = self._used_by_all(now)
                 self._busy = {pid: _cores_of(pid) for pid, share in used.items() if share >= _BUSY} if used else None
@@ -99,6 +99,15 @@ class ProcessWatch:
         used = {pid: (each - self._others[pid]) / passed for pid, each in seconds.items() if pid in self._others}
         self._others, self._others_at = seconds, now
         return used
+
+
+def least_delay(others: Sequence[float]) -> float:
+    """Return the share of the time of waiting for a core from which that may make a rank late, given those of others.
+
+    >>> least_delay([0.4, 0.5, 0.4]), least_delay([0.0])
+    (0.8, 0.1)
+    """
+    return max(0.1, 2 * median(others)) if others else 0.1
 
 
 def _stat_of(pid: int) -> _Stat | None:
