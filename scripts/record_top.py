@@ -49,6 +49,7 @@ class Images(Dataset):
 step_seconds, ready = float(sys.argv[1]), sys.argv[2]
 mpi.start()
 net = torch.nn.Linear(64, 8)
+mpi.nn.synchronize_parameters(net)
 for step, batch in enumerate(DataLoader(Images(), batch_size=1)):
     time.sleep(step_seconds)
     net.zero_grad()

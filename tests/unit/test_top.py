@@ -211,14 +211,24 @@ def test_calls_that_have_been_overwritten_are_not_taken_for_computing():
 )
 def test_causes(facts, works, expected):
     others = {rank: RankProcess("R", main_delayed=0.02, main_busy=1.0, busy=1.0) for rank in (0, 2)}
-    assert expected in late_cause.cause_of(1, {1: facts, **others}, works, ["train.py:3 in load"] * len(works))
+    assert expected in late_cause.cause_of(1, {1: facts, **others}, [("train.py:3 in load", work) for work in works])
+
+
+def test_the_cause_is_where_the_late_rank_differs_from_the_others():
+    """Regression: the line in which all ranks are most of the time was named."""
+    asleep = {rank: RankProcess("S", main_delayed=0.0, main_busy=0.1, busy=0.1) for rank in range(3)}
+    common, loading = ("train.py:9 in <module>", ""), ("train.py:3 in load", "data loading")
+    looks, others = [common] * 6 + [loading] * 4, [common] * 19 + [loading]
+    assert late_cause.cause_of(1, asleep, looks, others) == "data loading, train.py:3 in load"
+    own = [common] * 6 + [("train.py:5 in augment", "")] * 4
+    assert late_cause.cause_of(1, asleep, own, others).endswith("process, train.py:5 in augment")
 
 
 def test_ranks_that_all_wait_for_a_core_are_not_late_for_that():
     facts = {rank: RankProcess("R", main_delayed=0.4, main_busy=0.6, busy=0.6, neighbors=3) for rank in range(3)}
-    assert "computes longer" in late_cause.cause_of(1, facts, (), ())
+    assert "computes longer" in late_cause.cause_of(1, facts, ())
     crowded = {rank: RankProcess("R", main_delayed=0.6, main_busy=0.3, busy=0.3) for rank in range(3)}
-    assert "computes longer" in late_cause.cause_of(1, crowded, (), ())  # it does not sleep
+    assert "computes longer" in late_cause.cause_of(1, crowded, ())  # it does not sleep
 
 
 def test_half_of_the_ranks_are_not_one_late_rank():

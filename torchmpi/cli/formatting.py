@@ -28,6 +28,17 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in the unit in which it is best read.
+
+    >>> duration(0.0123), duration(3.21), duration(75)
+    ('12.3 ms', '3.2 s', '75 s')
+    """
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 def shortened(texts: Iterable[str], *, most: int = 8, separator: str = ", ") -> str:
     """Join texts, and replace those beyond `most` by their number.
 

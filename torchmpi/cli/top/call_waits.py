@@ -90,8 +90,10 @@ def split_calls(parts: Sequence[tuple[int, LiveGroup]], since: float, now: float
 def _later(group: LiveGroup, since: float) -> LiveGroup:
     """Return the calls of a group without those that ended before a time."""
     keep = group.end > since
-    rows = (each[keep] for each in (group.seq, group.code, group.shape, group.begin, group.end))
-    return LiveGroup(group.key, group.name, group.ranks, *rows)
+    return group._replace(
+        seq=group.seq[keep], code=group.code[keep], shape=group.shape[keep], begin=group.begin[keep],
+        end=group.end[keep],
+    )  # fmt: skip
 
 
 def _flow(code: int) -> str:

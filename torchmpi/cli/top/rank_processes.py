@@ -86,9 +86,10 @@ class ProcessWatch:
             if now - self._others_at >= _OTHERS_SECONDS:
                 used = self._used_by_all(now)
                 self._busy = {pid: _cores_of(pid) for pid, share in used.items() if share >= _BUSY} if used else None
-            for pid, facts in found.items() if self._busy is not None else ():
-                neighbors = sum(pid != other and bool(each & facts.cores) for other, each in self._busy.items())
-                found[pid] = facts._replace(neighbors=neighbors)
+            if (busy_ones := self._busy) is not None:
+                for pid, facts in found.items():
+                    neighbors = sum(pid != other and bool(each & facts.cores) for other, each in busy_ones.items())
+                    found[pid] = facts._replace(neighbors=neighbors)
         return found
 
     def _used_by_all(self, now: float) -> dict[int, float]:

@@ -71,7 +71,7 @@ class RunReport:
     def _look(self) -> None:
         for name, ranks in ({} if self._jobs else find_jobs(os.getpid())).items():
             try:
-                found = WatchedJob(name, ranks, most_parts=_MOST_PARTS, merges=True)
+                found = WatchedJob(name, ranks, keeps_ended=True, most_parts=_MOST_PARTS, merges=True)
             except TorchMPIError:  # it has ended meanwhile
                 continue
             if len(ranks) == found.size or found.elsewhere:  # not while ranks are still starting

@@ -24,7 +24,7 @@ _KEYS = {
     "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down", "\x1b[5~": "page up",
     "\x1b[6~": "page down", "q": "quit", "Q": "quit", "\x03": "quit", "\x1b": "quit", " ": "pause", "n": "next",
 }  # fmt: skip
-_HELP = "q end  r,w,c,s,m,h sort  arrows scroll  space stop"
+_HELP = "q end  rwcsmh sort  arrows  space stop"
 
 
 class Screen:
