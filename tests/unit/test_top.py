@@ -55,10 +55,10 @@ def group(*calls: tuple[int, int, float, float], ranks=(0, 1, 2)) -> LiveGroup:
     return LiveGroup(9, "world", ranks, seq.astype(np.int64), code.astype(np.int64), shape, begin * 1.0, end * 1.0)
 
 
-def watched() -> WatchedJob:
+def watched(**keeping: bool) -> WatchedJob:
     """Return the job of `running_job` in this process, in which other tests may have left records."""
     (found,) = ((name, ranks) for name, ranks in find_jobs(os.getpid()).items() if name[0] == "7")
-    return WatchedJob(*found)
+    return WatchedJob(*found, **keeping)
 
 
 # --- waits
@@ -138,6 +138,19 @@ def test_a_late_rank_whose_process_has_ended_is_still_named():
         view = view_of(job)
         job.close()
     assert view["late"]["rank"] == 2
+
+
+def test_a_report_keeps_the_ranks_that_end_before_others():
+    """Regression: the report of 64 ranks that ended within seconds had 20 of them, and no late one."""
+    with running_job(3, late=lambda rank, step: 0.03 * (rank == 2)) as records:
+        job = watched(keeps_ended=True)
+        assert job.read()
+        records[2]._fields[flight_record._ENDED] = 1
+        assert job.read()
+        view = view_of(job)
+        job.close()
+    assert view["late"]["rank"] == 2 and all(each["memory_bytes"] for each in view["ranks"])
+    assert [each["rank"] for each in view["ranks"]] == [0, 1, 2]
 
 
 def test_even_ranks_are_not_late():
