@@ -21,7 +21,7 @@ _SPREADS = 4.0
 _MOST_RANKS_LATE = 0.5
 """If as many of the ranks are late, none is: these are two halves, and neither is the exception."""
 _FAULTS, _SLEEPING = 20.0, 0.5
-_MORE = 0.25
+_MORE = 0.15
 """How much more often, of all looks, a late rank does what makes it late."""
 Look = tuple[str, str]
 """The line of the program, and the work."""
