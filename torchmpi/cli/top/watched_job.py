@@ -160,13 +160,14 @@ class WatchedJob:
         self.history.add({number: rank.live for number, rank in self.ranks.items()}, self.now, times)
         if len(ended) == len(self.ranks):
             return False
-        before = {number: self.facts[number] for number in ended if self._keeps_ended and number in self.facts}
         for number in () if self._keeps_ended else ended:
             self.ranks.pop(number).close()
         facts = self._processes.look(rank.process for rank in self.ranks.values())
-        self.facts = {number: self.told[number].facts() for number in self.elsewhere if number in self.told}
-        self.facts.update({n: facts[rank.process] for n, rank in self.ranks.items() if rank.process in facts})
-        self.facts.update(before)
+        before = self.facts if self._keeps_ended else {}
+        self.facts = before | {number: self.told[number].facts() for number in self.elsewhere if number in self.told}
+        for number, rank in self.ranks.items():
+            if rank.process in facts and facts[rank.process].memory_bytes:  # none while the process ends
+                self.facts[number] = facts[rank.process]
         return True
 
     def looks(self, rank: int) -> Sequence[tuple[str, str]]:
