@@ -36,4 +36,4 @@ def test_ranks_that_end_after_the_first_one_are_not_named(
     thread.join(10)
     assert messages == ["rank 1 ended before all ranks had called start(), in which rank 0 waits. That ends the job."]
     shown = capsys.readouterr().err.splitlines()  # one line in ten seconds
-    assert shown == ["torchmpi: start() waits for the other ranks: 2/3 ranks of this host are there, for 0 s"]
+    assert shown == ["torchmpi: start(): 2/3 ranks of this host are there, 0 s"]

@@ -97,7 +97,8 @@ class StartWatch:
             self._lowest = min([self._lowest, *ranks.starting])
             if self._config.verbose and self._lowest == self._launcher.rank:
                 arrived = f"{len(ranks.starting)}/{self._launcher.local_size} ranks of this host are there"
-                status.show(f"{_WAITS}: {arrived}, for {status.seconds:.0f} s" if ranks.all else _WAITS)
+                told = f"torchmpi: start(): {arrived}," if ranks.all else f"{_WAITS}, for"
+                status.show(f"{told} {status.seconds:.0f} s")
             if not (self._has_ended(ranks) and self._config.abort_on_exception):
                 ended_since = None
             elif ended_since is None:

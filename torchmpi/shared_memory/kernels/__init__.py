@@ -119,7 +119,7 @@ def _telling(which: KernelSet, locks: list[Path], recipe: str) -> Iterator[None]
     def text(seconds: float) -> str:
         noted = [int(each.split()[1]) for each in map(files.text_of, locks) if each.startswith(f"{recipe} ")]
         share = f" {sum(noted) // len(locks)} %," if locks else ""
-        return f"torchmpi: compiling the {which.description}:{share} {seconds:.0f} s"
+        return f"torchmpi: compiling {which.description}:{share} {seconds:.0f} s"
 
     with telling(text):
         yield
