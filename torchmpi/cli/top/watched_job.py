@@ -165,9 +165,9 @@ class WatchedJob:
         facts = self._processes.look(rank.process for rank in self.ranks.values())
         before = self.facts if self._keeps_ended else {}
         self.facts = before | {number: self.told[number].facts() for number in self.elsewhere if number in self.told}
-        for number, rank in self.ranks.items():
-            if rank.process in facts and facts[rank.process].memory_bytes:  # none while the process ends
-                self.facts[number] = facts[rank.process]
+        for number, seen in self.ranks.items():
+            if seen.process in facts and facts[seen.process].memory_bytes:  # none while the process ends
+                self.facts[number] = facts[seen.process]
         return True
 
     def looks(self, rank: int) -> Sequence[tuple[str, str]]:
