@@ -3,7 +3,7 @@
     torchmpi run -n 2 benchmarks/top_cost.py [--functions]
 
 The ranks make short steps: some arithmetic, an allreduce, and a report of the step. Rank 0 starts a process that looks
-as `torchmpi top` does, once a second, in every second round. Reported are CPU times, as these depend less on what else
+as `torchmpi top` does, in every second round. Reported are CPU times, as these depend less on what else
 runs: of all threads of the ranks, for each step, and of the threads of torchmpi, which do what a look asks for.
 `--functions` counts what these threads of rank 0 enter, and prints what they enter only while somebody looks.
 """
@@ -27,7 +27,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi.cli.top.job_view import view_of
-from torchmpi.cli.top.watched_job import _LOOK_SECONDS, WatchedJob, find_jobs
+from torchmpi.cli.top.watched_job import _LOOK_SECONDS, LookClock, WatchedJob, find_jobs
 from torchmpi.supervision.pace import ran_ns
 
 PACKAGE = str(Path(mpi.__file__).parent) + os.sep
@@ -52,7 +52,7 @@ def look(process: int) -> None:
     """Look at a job while the last line of standard input says so; print the time that it took at the end."""
     ((name, ranks),) = find_jobs(process).items()
     job = WatchedJob(name, ranks)
-    looked, begin = 0.0, time.process_time()
+    looked, num_looks, begin, clock = 0.0, 0, time.process_time(), LookClock()
     print("ready", flush=True)
     for line in sys.stdin:
         end = time.monotonic() + float(line)
@@ -60,9 +60,11 @@ def look(process: int) -> None:
         while time.monotonic() < end:
             job.read()
             view_of(job)
-            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+            num_looks += 1
+            time.sleep(min(clock.pause(), max(0.0, end - time.monotonic())))
         print("done", flush=True)
-    print((time.process_time() - begin) / looked)
+    used = time.process_time() - begin
+    print(used / looked, used / num_looks)
 
 
 class Round(NamedTuple):
@@ -137,7 +139,7 @@ def measure(rounds: int, seconds: float, *, counts: bool) -> None:
             assert looker.stdout is not None
             looker.stdout.readline()
     if looker is not None:
-        share = float(looker.communicate()[0])
+        share, of_look = map(float, looker.communicate()[0].split())
         total = mpi.size() * seconds
         print(f"{mpi.size()} ranks, {rounds} rounds of {seconds:g} s of each kind, medians")
         print("                     CPU of the ranks per step   of threads of torchmpi per second")
@@ -150,7 +152,7 @@ def measure(rounds: int, seconds: float, *, counts: bool) -> None:
         ratios = [seen.cpu / seen.steps * alone.steps / alone.cpu for alone, seen in zip(*found, strict=True)]
         more = median([(seen.helpers - alone.helpers) / total for alone, seen in zip(*found, strict=True)])
         print(f"while somebody looks: {100 * (median(ratios) - 1):+.2f} % a step, {100 * more:.3f} % of a core a rank")
-        print(f"the looking process: {100 * share:.2f} % of a core")
+        print(f"the looking process: {100 * share:.2f} % of a core, {1e3 * of_look:.1f} ms a look")
         print(f"report of a step: {100 * min(timeit.repeat(mpi.report_progress, number=10_000, repeat=20)):.2f} us")
         if counted is not None:
             alone, seen = (each.total() / rounds / seconds for each in entered)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from torchmpi.backends.shm import SharedMemoryBackend
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_codes import call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.group import slot_bytes
 from torchmpi.communicators.plan import compared_shape
@@ -45,7 +46,7 @@ class Rank:
             status_board=board, log_board=board, call_log=self.log, call_queue=CallQueue("threads", threaded=False),
             is_strict=False, shared=None, binding=threading.Lock(),
         )  # fmt: skip
-        self.backend = SharedMemoryBackend(Config(), SharedHeap(size), lambda message: None)
+        self.backend = SharedMemoryBackend(Config(), SharedHeap(size))
         assert self.backend.why_not("barrier", "cpu", self.group) is None
 
     def call(

@@ -66,11 +66,12 @@ def test_programs_do_not_inherit_the_ignored_signals_of_python(alone):
 
 
 @any_mpi
-def test_run_imports_no_torch(alone):
-    """Starting a job takes a fifth of a second, not two."""
+def test_run_and_top_import_no_torch(alone):
+    """Starting a job takes a fifth of a second, not two; `top` takes no seconds of a core from the job it looks at."""
     code = """
 import sys
 from torchmpi.cli import command_line
+from torchmpi.cli.top import run_report, top_command, top_screen, top_server
 print(command_line.main(["run", "-n", "1", "--timeout", "60", "true"]), *sorted({"torch", "numba"} & set(sys.modules)))
 """
     result = alone("-c", code, python=sys.executable)

@@ -23,7 +23,7 @@ from torchmpi.backends.nccl.recipes import lacks
 from torchmpi.backends.selector import Choice
 from torchmpi.backends.torch_groups import RowMovement, TorchGroup
 from torchmpi.collectives import exchange
-from torchmpi.communicators.call_log import ON_DEVICE
+from torchmpi.communicators.call_codes import ON_DEVICE
 from torchmpi.config import Config
 from torchmpi.errors import DeviceError, TransportError
 from torchmpi.session import runtime

@@ -19,7 +19,7 @@ from torchmpi.backends.mpi import MPIMovement
 from torchmpi.collective_specs import SPECS
 from torchmpi.collectives import device_staging
 from torchmpi.collectives.short_messages import PACKED_BYTES
-from torchmpi.communicators.call_log import ON_DEVICE, call_code
+from torchmpi.communicators.call_codes import ON_DEVICE, call_code
 from torchmpi.communicators.plan import Plan, compared_shape
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info

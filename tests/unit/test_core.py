@@ -28,7 +28,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import errors
+from torchmpi import errors, files
 from torchmpi.backends import saved_tables
 from torchmpi.collective_specs import CODES
 from torchmpi.communicators import call_log
@@ -191,11 +191,11 @@ def test_a_rank_waits_for_a_lock_that_nfs_grants(monkeypatch, tmp_path):
 
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     ended, path = threading.Event(), tmp_path / "lock"
-    with contextlib.ExitStack() as holder, contextlib.ExitStack() as other:
-        assert kernels._lock(path, holder, waits=False)
-        assert not kernels._lock(path, other, waits=False)
+    with files.open_lock(path) as holder, files.open_lock(path) as other:
+        assert kernels._may_compile(holder, waits=False)
+        assert not kernels._may_compile(other, waits=False)
         threading.Timer(0.3, lambda: (ended.set(), holder.close())).start()
-        assert kernels._lock(path, other, waits=True) and ended.is_set()
+        assert kernels._may_compile(other, waits=True) and ended.is_set()
 
 
 # --- dtypes

@@ -25,7 +25,8 @@ from hypothesis import strategies as some
 from torchmpi.cli import flight_commands
 from torchmpi.cli.flight_analysis import analyze, report
 from torchmpi.communicators import flight_record
-from torchmpi.communicators.call_log import Call, CallLog, call_code
+from torchmpi.communicators.call_codes import call_code
+from torchmpi.communicators.call_log import Call, CallLog
 from torchmpi.communicators.flight_record import (
     FIRST_NS,
     FIRST_TICKS,

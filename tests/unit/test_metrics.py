@@ -16,8 +16,9 @@ import pytest
 
 from torchmpi.collective_specs import CODES
 from torchmpi.communicators import call_counts
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.call_counts import OTHERS, CallCounts
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.flight_record import FlightRecord
 from torchmpi.config import Config
 from torchmpi.log import logger

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_codes import call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.rank_status import NO_ANSWER, LastCall, RankStatus
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.shared_memory import memory_layout

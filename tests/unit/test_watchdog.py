@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_codes import call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.rank_status import LastCall, RankStatus
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..communicators import splits
-from ..communicators.call_log import CallNumber
+from ..communicators.call_codes import CallNumber
 from ..communicators.group import Group, GroupResource
 from ..communicators.plan import Backends
 from ..errors import MismatchError, StallError

@@ -19,7 +19,7 @@ import torch
 
 from ..collective_specs import SPECS
 from ..communicators import splits
-from ..communicators.call_log import call_code
+from ..communicators.call_codes import call_code
 from ..communicators.group import Group
 from ..communicators.plan import Run
 from ..shared_memory import fast_path, kernels

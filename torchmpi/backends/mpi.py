@@ -21,7 +21,7 @@ from ..communicators.group import Group
 from ..config import Config
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, dtypes, partition, streams
-from ..tensors.operation_specs import OperationSpec, form
+from ..tensors.operation_specs import OperationSpec
 from ..tensors.writable import is_writable
 from . import range_reduction
 from .base import Backend, Operation, collectives_of
@@ -112,7 +112,7 @@ class NativeReduction:
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         MPI = group.context.MPI
-        name, spec = dtypes.info(dtype).mpi_name, form(op, dtype)
+        name, spec = dtypes.info(dtype).mpi_name, dtypes.form(op, dtype)
         assert name is not None
         self.MPI, self.comm, self.rank, self.size = MPI, group.comm, group.rank, group.size
         self.type, self.op = getattr(MPI, name), getattr(MPI, spec.mpi_name)

@@ -18,7 +18,8 @@ import torch
 
 from ..collective_specs import SPECS
 from ..communicators import call_log
-from ..communicators.call_log import Call, call_code
+from ..communicators.call_codes import as_many, call_code
+from ..communicators.call_log import Call
 from ..communicators.group import Group, GroupResource
 from ..communicators.plan import Run
 from ..config import Config
@@ -70,7 +71,6 @@ class SharedMemoryBackend(Backend):
         self,
         config: Config,
         heap: SharedHeap,
-        announce: Callable[[str], object],
         processes: Sequence[process_vm.Probe] = (),
     ) -> None:
         """Create the backend; `processes`: the ranks whose memory may be read directly."""
@@ -81,7 +81,7 @@ class SharedMemoryBackend(Backend):
             self.problem = "it is switched off (slot_bytes=0)"
             return
         try:
-            self.kernels = kernels.load(announce)
+            self.kernels = kernels.load()
         except Exception as error:  # of numba or LLVM: the job runs without shared memory
             self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
             return
@@ -90,7 +90,7 @@ class SharedMemoryBackend(Backend):
     @classmethod
     def make(cls, job: JobFacts) -> SharedMemoryBackend:
         """Make the backend of a job."""
-        return cls(job.config, job.heap, job.log, job.processes)
+        return cls(job.config, job.heap, job.processes)
 
     def offer(self) -> tuple[str, bool]:
         """Return the problem of this rank, and whether it can read the memory of all others of its host."""
@@ -142,7 +142,7 @@ class SharedMemoryBackend(Backend):
         if on_lists is None:
             return operation
         run_list = _or_abort(on_lists, calls.shared)
-        cached_list = CallsOfFastPath(calls, collective, call_log.as_many(code), run_list).cached_call
+        cached_list = CallsOfFastPath(calls, collective, as_many(code), run_list).cached_call
         return replace(operation, run_list=run_list, cached_list=cached_list)
 
     def compared(self, run: Run, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 
+from .. import status_line
 from ..errors import LaunchError
 from ..launch import launcher
 from . import separate_ranks
@@ -28,6 +29,8 @@ def run(options: argparse.Namespace) -> int:
     if options.spares and (options.without_mpi or options.on_lost_rank != "continue" or options.ranks is None):
         options.refuse("--spares is for Open MPI, with --on-lost-rank continue and -n N, the number of the other ranks")
     launcher.open_standard_streams()  # MPICH's mpirun does not start without
+    if options.log_dir is None:
+        status_line.offer_terminal()
     if options.report is not None and not options.dry_run:
         from .top.run_report import RunReport  # with an HTTP server
 

@@ -18,7 +18,7 @@ from ..backends.base import Backend, Operation, announced, bind, by_size
 from ..backends.hierarchical.spans import is_composed, span_collective
 from ..backends.hierarchical.steps import StepRunner
 from ..collective_specs import SPECS, CollectiveSpec
-from ..communicators.call_log import ON_DEVICE, as_many, call_code
+from ..communicators.call_codes import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.plan import PLAIN, PLAIN_ON, Backends, Plan, PlanKey, compared_shape

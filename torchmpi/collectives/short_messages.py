@@ -29,7 +29,8 @@ from ..backends.message_transport import (
 )
 from ..backends.mpi_messages import OF_MESSAGES, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from ..backends.ring_transport import Frames, RingTransport
-from ..communicators.call_log import CallLog, call_code, describe
+from ..communicators.call_codes import call_code, describe
+from ..communicators.call_log import CallLog
 from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group
 from ..communicators.handle import Handle

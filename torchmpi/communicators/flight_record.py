@@ -672,10 +672,15 @@ def _write_text(memory: memoryview, values: dict[str, Any]) -> None:
 
 def _read_text(data: bytes, start: int, end: int = 0) -> dict[str, Any]:
     try:
-        values = files.parse_json(data[start + _TEXT_BYTES : end or start + _PAGE_BYTES].rstrip(b"\0"))
+        values = files.parse_json(data[start + _TEXT_BYTES : end or start + _PAGE_BYTES].partition(b"\0")[0])
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def is_step(name: str) -> bool:
+    """Return whether the calls on a group are steps of hierarchical calls, by its name."""
+    return name.endswith((" on one host", " across hosts"))
 
 
 def as_ranges(ranks: Sequence[int]) -> str:

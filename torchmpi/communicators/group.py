@@ -24,8 +24,9 @@ from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots
 from ..shared_memory.segments import Segment, Ticket
 from ..timeline import events
 from . import splits
+from .call_codes import call_code, call_names
 from .call_counts import CallCounts
-from .call_log import Call, CallLog, call_code, call_names, how_it_left
+from .call_log import Call, CallLog, how_it_left
 from .call_queue import CallQueue
 from .conditions import broadcast_short, on_all
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges

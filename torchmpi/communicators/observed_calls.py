@@ -11,7 +11,8 @@ from ..shared_memory.memory_layout import LogFields
 from ..tensors import partition
 from ..tensors.dtypes import short_name
 from ..timeline import events
-from .call_log import CallLog, call_names
+from .call_codes import call_names
+from .call_log import CallLog
 from .call_queue import CallQueue
 from .plan import Plan
 

@@ -16,7 +16,6 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +26,12 @@ from torch import Tensor
 
 from .. import files
 from ..errors import CheckpointError
-from ..status_line import PLAIN_PERIOD_SECONDS, StatusLine
+from ..status_line import telling
 from ..tensors import archive, buffers
 from .coordination import Coordinator
 from .data_loading import map_tensors
 
 _MARK = ("torchmpi_checkpoint", 3)
-_TELL_SECONDS = 0.5
 _MOST_METADATA_BYTES = 64 << 20  # some 300 bytes for a tensor
 _PLAIN, _DIGESTS = "engine.rank", "engine.digests"
 T = TypeVar("T")
@@ -111,12 +109,8 @@ class Saver:
 
 def _await(save: Future[None]) -> Any:
     """Wait for a save, and say so if it takes long."""
-    status = StatusLine(quiet_seconds=PLAIN_PERIOD_SECONDS)
-    while not futures.wait([save], _TELL_SECONDS).done:
-        status.show(f"torchmpi: a checkpoint is being written, for {status.seconds:.0f} s")
-    if status.seconds > PLAIN_PERIOD_SECONDS:
-        status.clear()
-    return save.result()
+    with telling(lambda seconds: f"torchmpi: a checkpoint is being written, for {seconds:.0f} s"):
+        return save.result()
 
 
 def exists(path: Path) -> bool:

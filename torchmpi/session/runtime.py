@@ -242,11 +242,13 @@ class Runtime:
             self.device,
             self.devices,
             list(neighbors.values()),
-            self._log_info,
             bind_step=lambda *step: self.selector.bind(*step),
             is_cuda_aware=mpi_library.is_cuda_aware(),
             problem_of_mpi=mpi_library.abilities(self.MPI).problem_of_collectives,
         )
+        if self.local_rank == 0 and self.config.verbose:
+            kernels.announce = logger.info
+            self.resources.callback(setattr, kernels, "announce", None)
         backends, shared = make_backends(job), job.backend(SharedMemoryBackend)
         if shared.reads_directly:
             self.context.processes = {rank: probe.process for rank, probe in neighbors.items()}

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...collective_specs import CODES
-from ...communicators.flight_record import LiveGroup, LiveRank
+from ...communicators.flight_record import LiveGroup, LiveRank, is_step
 from ...shared_memory.memory_layout import RECORD_LENGTH
-from ..flight_analysis import is_step
 from .call_waits import Floats, shared_out, split_calls
 
 SECOND = 1e9
