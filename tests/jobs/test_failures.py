@@ -22,6 +22,14 @@ import pytest
 def test_of_numbers(kind):
     assert (kind, random.random()) == ("a b", 0)
 """
+CONFTEST = """
+from mpi4py import MPI
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker("n2")
+"""
 NUMBERS = r"(?m)^E +.*assert \('(.*?)', ([\d.]+)\) =="
 """In the report only: where CI is set, pytest's summary has the whole line again."""
 
@@ -65,10 +73,10 @@ def test_a_test_of_one_process_fails_with_the_same_numbers_when_it_is_repeated(c
 
 def test_a_test_of_ranks_is_repeated_by_ranks_of_the_same_mpi(checkout):
     is_open = is_open_mpi(launcher())
-    (checkout / "tests/mpi/conftest.py").write_text("from mpi4py import MPI\n")
+    (checkout / "tests/mpi/conftest.py").write_text(CONFTEST)
     options = "--oversubscribe -n 2" if is_open else "-n 2"
     expected = (
-        f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider "
+        f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider -m n2 "
         "'tests/mpi/test_numbers.py::test_of_numbers[c]'"
     )
     command = f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider tests/mpi"
