@@ -21,6 +21,14 @@ import pytest
 def test_of_numbers(kind):
     assert (kind, random.random()) == 0
 """
+CONFTEST = """
+from mpi4py import MPI
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker("n2")
+"""
 
 
 def failed(command: str, folder: Path) -> str:
@@ -41,11 +49,11 @@ def test_a_test_of_ranks_is_repeated_by_ranks_of_the_same_mpi(tmp_path):
     is_open = is_open_mpi(launcher())
     (tmp_path / "tests/mpi").mkdir(parents=True)
     (tmp_path / "tests/mpi/test_numbers.py").write_text(PROGRAM)
-    (tmp_path / "tests/mpi/conftest.py").write_text("from mpi4py import MPI\n")
+    (tmp_path / "tests/mpi/conftest.py").write_text(CONFTEST)
     (tmp_path / "setup.cfg").write_text("[tool:pytest]\nmarkers =\n    n2: on two ranks\n")
     options = "--oversubscribe -n 2" if is_open else "-n 2"
     expected = (
-        f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider "
+        f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider -m n2 "
         "'tests/mpi/test_numbers.py::test_of_numbers[c]'"
     )
     command = f"mpirun {options} python -m pytest --with-mpi -p no:cacheprovider tests/mpi"

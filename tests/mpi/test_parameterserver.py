@@ -400,6 +400,7 @@ def test_repeated_requests_do_what_python_does(transport, agree, dtype):
     made, wrong = 0, []
     for turn in range(80):
         rule, sent, (one, other) = draws.choice(rules), draws.choice(values), draws.choice(targets)
+        rule = dataclasses.replace(rule) if turn % 2 and isinstance(rule, ps.Rule) else rule
         kind, sender = draws.choice(("send", "receive", "new")), draws.randrange(mpi.size())
         if kind == "send" and mpi.rank() == sender:
             made += repeated(fast, lambda: ps.send(fast, sent, rule))  # noqa: B023
@@ -420,6 +421,16 @@ def test_repeated_requests_do_what_python_does(transport, agree, dtype):
     agree(fast.sent_staleness == plain.sent_staleness or math.isnan(fast.sent_staleness), "staleness")
     agree.equal(fast.base.tolist(), plain.base.tolist())
     agree(made > 10 if fast.is_local else made == 0, f"{made} requests by machine code")
+
+
+def test_an_equal_rule_that_is_made_anew_is_repeated(transport, agree):
+    """Regression: each step with a new object took the path through Python."""
+    in_memory(transport)
+    server, sent = ps.init(torch.zeros(10)), torch.ones(10)
+    made = [repeated(server, lambda: ps.send(server, sent, ps.sgd(0.1, 0.9))) for _ in range(4)]
+    agree.equal(made, [False, False, True, True])
+    made = [repeated(server, lambda: ps.send(server, sent, ps.sgd(0.1 * turn))) for turn in range(4)]  # noqa: B023
+    agree(not any(made), "each with another rate")
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.interrupts import interrupted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,8 @@ from torchmpi.shared_memory import kernels, memory_layout
 from torchmpi.shared_memory.compiler import native_code
 from torchmpi.shared_memory.segments import Segment
 from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers, sparse
+
+ENTERED = memory_layout.LockFields.entered
 
 # --- dtypes
 
@@ -546,6 +549,37 @@ def test_sys_exit_in_a_callback_ends_the_same_way_in_a_thread_that_waits(monkeyp
     assert last.wait() == "next"
     call_queue.close()
     assert [(failure.exc_type, failure.thread.name) for failure in failures] == [(SystemExit, "torchmpi test")]
+
+
+@pytest.mark.parametrize("entered", [0, 1])
+@pytest.mark.parametrize("how", ["run", "wait", "acquire", "run with it"])
+def test_an_interrupt_at_any_moment_leaves_no_lock_taken(how, entered):
+    """Regression: a lock that had just been taken stayed taken, and the next call hung. `entered`: by the fast path."""
+    for place in itertools.count(1):
+        call_queue, ran = CallQueue("test"), []
+        lock, task = call_queue.run_lock, partial(ran.append, 1)
+        call_queue.submit(list, "first").wait()
+        with lock:
+            handle = call_queue.submit(list, "task", in_any_thread=True) if how == "wait" else Handle("none")
+        calls = {
+            "run": partial(call_queue.run, task),
+            "wait": handle.wait,
+            "acquire": partial(lock.acquire, bool(entered)),
+            "run with it": partial(lock.run, task, blocking=bool(entered)),
+        }
+        lock.fields[ENTERED] = entered
+        if entered:
+            threading.Timer(0.001, partial(lock.fields.__setitem__, ENTERED, 0)).start()
+        is_over = len(interrupted(calls[how], place)) < place
+        if how == "acquire" and is_over:
+            lock.release()
+        assert lock.mutex.acquire(timeout=10), f"interrupted at {place}"
+        lock.release()
+        assert call_queue.submit(lambda: "next", "task").wait(timeout=10) == "next"
+        call_queue.close()
+        if is_over:
+            break
+    assert place > 1
 
 
 def test_an_interrupt_in_a_callback_reaches_the_main_thread():

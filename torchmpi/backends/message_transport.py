@@ -241,15 +241,18 @@ class MpiTransport(Transport):
 
     def start(self, message: PostedMessage, make: Callable[[PostedMessage], Stage]) -> None:
         """Begin a stage of a message in the order of its direction."""
-        stage = make(message)
-        with message.call_queue.run_lock, self._lock:  # the fast path may exchange messages with this rank
+        # With the run lock, since the fast path may exchange messages with this rank.
+        message.call_queue.run_lock.run(self._begin, message, make(message))
+        self.test(message)
+
+    def _begin(self, message: PostedMessage, stage: Stage) -> None:
+        with self._lock:
             self.adopt(message, stage)
             try:
                 stage.requests.extend(stage.begins)
             except self.MPI.Exception:
                 self._remove(next(each for each in self._open[message.call_queue] if each.message is message))
                 raise
-        self.test(message)
 
     def adopt(self, message: PostedMessage, stage: Stage) -> None:
         """Continue a message that the fast path has begun; the caller has the run lock of its direction.

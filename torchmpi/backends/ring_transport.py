@@ -133,27 +133,11 @@ class RingTransport(Transport, GroupResource):
     def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
         if not was_deferred:
             self.begin_deferred()
-        with self.lock:
-            if self.is_closed:
-                raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
-            message.begin_record()
-            early = self._early_for(message)
-            ended = []
-            if early is not None and early.state == records.ENDED:
-                if early in self._open:
-                    self._remove(early)
-                self._count(early, -1)
-                early.message = message
-                message.end_record()
-                ended.append(early)
-            elif early is not None:  # it arrives now
-                self._count(early, -1)
-                early.message = message
-                self._count(early, 1)
-            else:
-                self._enter(self._request_of(message))
-                ended = self._continue()
-        self._end(ended)
+        ended: list[_MessageRequest] = []
+        try:
+            self.lock.run(self._post, message, ended)
+        finally:
+            self._end(ended)
 
     def adopt(self, message: PostedMessage, frames: Frames, record: records.MessageRequest) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record.
@@ -166,56 +150,76 @@ class RingTransport(Transport, GroupResource):
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
         """Continue the messages of the group for a while, in the thread that waits for one; return the next turn."""
-        if not self.lock.acquire(False):  # another thread does
-            message.pause(_LEAST_SLEEP / 1e6)
-            return turn + 1
-        ended = []
+        pause = self.polls, 0, _YIELD_NANOSECONDS
+        if turn:
+            sleep = min(_LEAST_SLEEP * _GROWTH**turn, _MOST_SLEEP) if turn < 50 else _MOST_SLEEP
+            pause = 1, int(sleep), _SLEEP_NANOSECONDS
+        ended: list[_MessageRequest] = []
         try:
-            if turn == 0:
-                ended = self._continue(self.polls, 0, _YIELD_NANOSECONDS)
-            else:
-                sleep = min(_LEAST_SLEEP * _GROWTH**turn, _MOST_SLEEP) if turn < 50 else _MOST_SLEEP
-                ended = self._continue(1, int(sleep), _SLEEP_NANOSECONDS)
+            if self.lock.run(self._continue, ended, *pause, blocking=False) is None:  # another thread does
+                message.pause(_LEAST_SLEEP / 1e6)
         finally:
-            self.lock.release()
             self._end(ended)
         return 0 if ended else turn + 1
 
     def test(self, message: PostedMessage) -> None:
         """Continue the messages of the group if that is possible at once."""
-        if self.lock.acquire(False):
-            ended = []
-            try:
-                ended = self._continue()
-            finally:
-                self.lock.release()
-                self._end(ended)
+        ended: list[_MessageRequest] = []
+        try:
+            self.lock.run(self._continue, ended, blocking=False)
+        finally:
+            self._end(ended)
 
     def cancel(self, message: PostedMessage) -> bool:
-        with self.lock:
-            for direction in self._directions_of(message):
-                for request in self._posted[direction]:
-                    if request.message is message and request.state == records.WAITING:
-                        self._remove(request)
-                        return True
-        return False
+        return bool(self.lock.run(self._withdraw, message))
 
     def close(self) -> None:
         """End the use of the rings; messages that have not ended fail."""
         self.begin_deferred()
-        with self.lock:
-            self.is_closed = True
-            self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
-            for request in self._open:
-                self._count(request, -1)
-            messages = [request.message for request in self._open if request.message is not None]
-            self._open.clear()
-            for posted in self._posted:
-                posted.clear()
-        for message in messages:
+        for message in self.lock.run(self._take_all) or ():
             message.fail(CommunicatorError(f"{message.what}: {self.group.name} has been destroyed."))
 
     # --- With the lock ----------------------------------------------------------------------------------------------
+
+    def _post(self, message: PostedMessage, ended: list[_MessageRequest]) -> None:
+        if self.is_closed:
+            raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
+        message.begin_record()
+        early = self._early_for(message)
+        if early is not None and early.state == records.ENDED:
+            if early in self._open:
+                self._remove(early)
+            self._count(early, -1)
+            early.message = message
+            message.end_record()
+            ended.append(early)
+        elif early is not None:  # it arrives now
+            self._count(early, -1)
+            early.message = message
+            self._count(early, 1)
+        else:
+            self._enter(self._request_of(message))
+            self._continue(ended)
+
+    def _withdraw(self, message: PostedMessage) -> bool:
+        for direction in self._directions_of(message):
+            for request in self._posted[direction]:
+                if request.message is message and request.state == records.WAITING:
+                    self._remove(request)
+                    return True
+        return False
+
+    def _take_all(self) -> list[PostedMessage]:
+        """Let no message begin, and return those that have not ended."""
+        self.is_closed = True
+        self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
+        for request in self._open:
+            self._count(request, -1)
+        messages = [request.message for request in self._open if request.message is not None]
+        self._open.clear()
+        for posted in self._posted:
+            posted.clear()
+        return messages
 
     def _directions_of(self, message: PostedMessage) -> list[int]:
         if not message.is_receive:
@@ -277,14 +281,18 @@ class RingTransport(Transport, GroupResource):
                 address = request.address
         self._cells[direction * records.Direction.FIELDS + records.Direction.request] = address
 
-    def _continue(self, polls: int = 1, microseconds: int = 0, nanoseconds: int = 0) -> list[_MessageRequest]:
-        """Continue all messages until one has ended; return those that have."""
+    def _continue(
+        self, ended: list[_MessageRequest], polls: int = 1, microseconds: int = 0, nanoseconds: int = 0
+    ) -> bool:
+        """Continue all messages until one has ended; add those that have, and return whether one has."""
         directions, count = int(self._directions), 2 * self.size
         while (status := self._advance(directions, count, self.capacity, polls, microseconds, nanoseconds)) >= (
             records.UNEXPECTED
         ):
             self._make_way(status - records.UNEXPECTED)
-        return self._take_ended() if status == records.SOME_ENDED else []
+        if status == records.SOME_ENDED:
+            self._take_ended(ended)
+        return bool(ended)
 
     def _make_way(self, direction: int) -> None:
         """Let the kernel receive the message that arrives in a direction and is not the expected one."""
@@ -306,17 +314,16 @@ class RingTransport(Transport, GroupResource):
         self._posted[direction].append(early)
         self._directions[direction].request = record
 
-    def _take_ended(self) -> list[_MessageRequest]:
-        ended = [request for request in self._open if request.cells[_STATE] == records.ENDED]
-        for request in ended:
+    def _take_ended(self, ended: list[_MessageRequest]) -> None:
+        for request in [request for request in self._open if request.cells[_STATE] == records.ENDED]:
             self._remove(request)
             if request.message is not None:
                 request.message.end_record()
+                ended.append(request)
         for request in self._open:
             if request.is_from_any and request.state == records.BEGUN:
                 for direction in request.directions:  # all others but one
                     self._choose(direction)
-        return [request for request in ended if request.message is not None]
 
     def _early_for(self, message: PostedMessage) -> _MessageRequest | None:
         """Take the first message that has arrived before this receive of it."""

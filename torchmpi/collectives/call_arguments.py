@@ -15,6 +15,7 @@ from ..communicators.plan import PLAIN, PLAIN_ON, Place
 from ..errors import ArgumentError, DtypeError
 from ..tensors import buffers, numbers, reused_memory, writable
 from ..tensors.dtypes import OPS
+from ..tensors.modes import are_watching
 
 _Tensor = torch.Tensor
 _get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
@@ -79,7 +80,8 @@ def place_of(group: Group, spec: CollectiveSpec, tensor: Any, out: _Tensor | Non
 
     `tensor` is None where a rank passes none. `out` is not used on a rank that does not receive.
     """
-    place = _plain_place(spec, tensor, out) if _get_tracing_state() is None else None
+    is_usual = _get_tracing_state() is None and not are_watching()
+    place = _plain_place(spec, tensor, out) if is_usual else None
     is_missing = tensor is None and spec.passes(is_root)
     if place is not None and not is_missing:
         return place

@@ -398,6 +398,7 @@ def barrier(comm: Comm = None, **_unknown: NoReturn) -> None:
     if fast_path.barrier(None, None, None, comm, None) is not None:
         return
     communicator = runtime.communicator(comm)
+    buffers.refuse_tracing(f"{communicator.intra.where}: barrier")
     plan = plan_for(communicator, BARRIER)
     cache_barrier(communicator.intra, comm)
     communicator.intra.call(plan)

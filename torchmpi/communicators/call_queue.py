@@ -30,7 +30,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -42,12 +42,15 @@ from .conditions import sleep_until
 from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
+T = TypeVar("T")
 
 
 class LeftToHelper(Exception):
     """Raised by a queued task that has not begun and must not run in a thread that waits: the helper runs it."""
 
 
+_NOW = (False,)
+"""The argument `blocking` of an acquisition that does not wait."""
 _LOOK_SECONDS = 0.001
 _MOST_LOOKS = 100
 """After as many looks without a call, the helper sleeps until it is woken."""
@@ -70,6 +73,10 @@ class RunLock:
     enters a call only if the lock is free and nothing is pending. It never waits for the lock, so a Python thread that
     acquires the lock waits until the fast path has left its call.
 
+    A signal handler may raise an exception when a function begins, and when one of C has returned. So the lock is taken
+    by an instruction that is no call and notes whether it has been taken, and given back without a function of Python.
+    Only `release` is one: it is for threads without signal handlers, and where none is expected.
+
     >>> lock = RunLock()
     >>> lock.acquire(), lock.acquire(False), lock.release(), lock.locked()
     (True, False, None, False)
@@ -90,20 +97,40 @@ class RunLock:
 
     def acquire(self, blocking: bool = True) -> bool:
         """Acquire the lock; return whether it was acquired."""
-        if not self.mutex.acquire(blocking):
+        (taken,) = map(self.mutex.acquire, (blocking,))
+        if not taken:
             return False
         fields = self.fields
-        fields[LockFields.held] = 1
-        if fields[LockFields.entered]:
-            if not blocking:
-                self.release()
-                return False
-            try:
+        try:
+            fields[LockFields.held] = 1
+            if not fields[LockFields.entered]:
+                return True
+            if blocking:
                 sleep_until(lambda: not fields[LockFields.entered])
-            except BaseException:  # KeyboardInterrupt
-                self.release()
-                raise
-        return True
+                return True
+        except BaseException:  # KeyboardInterrupt
+            fields[LockFields.held] = 0
+            self.mutex.release()
+            raise
+        self.release()
+        return False
+
+    def run(self, task: Callable[..., T], *arguments: Any, blocking: bool = True) -> T | None:
+        """Return ``task(*arguments)``, run with the lock; None if the lock is taken, unless `blocking`."""
+        (taken,) = map(self.mutex.acquire, (blocking,))
+        if not taken:
+            return None
+        fields = self.fields
+        try:
+            fields[LockFields.held] = 1
+            if fields[LockFields.entered]:
+                if not blocking:
+                    return None
+                sleep_until(lambda: not fields[LockFields.entered])
+            return task(*arguments)
+        finally:
+            fields[LockFields.held] = 0
+            self.mutex.release()
 
     def release(self, *_: object) -> None:
         """Release the lock."""
@@ -155,7 +182,7 @@ class CallQueue:
         self._entries: deque[Handle[Any]] = deque()
         """The calls that have not begun."""
         self._running: Handle[Any] | None = None
-        self._waiting: list[None] = []
+        self._waiting: list[object] = []
         """An item for each thread that waits and may run calls."""
         self._helper: threading.Thread | None = None
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -194,17 +221,19 @@ class CallQueue:
         The task runs in the calling thread if nothing is queued before it. `subject` is as in `submit`, and
         ``describe(*arguments)`` describes the call for torch.profiler.
         """
-        # RunLock.acquire(False) inlined: two method calls less on the path of every synchronous call.
+        # RunLock.run() inlined: two method calls less on the path of every synchronous call.
         lock = self.run_lock
         fields = lock.fields
-        if fields[LockFields.pending] == fields[LockFields.ended] and lock.mutex.acquire(False):
-            try:
-                fields[LockFields.held] = 1
-                if not fields[LockFields.entered]:
-                    return task(*arguments)
-            finally:
-                fields[LockFields.held] = 0
-                lock.mutex.release()
+        if fields[LockFields.pending] == fields[LockFields.ended]:
+            (taken,) = map(lock.mutex.acquire, _NOW)
+            if taken:
+                try:
+                    fields[LockFields.held] = 1
+                    if not fields[LockFields.entered]:
+                        return task(*arguments)
+                finally:
+                    fields[LockFields.held] = 0
+                    lock.mutex.release()
         has_streams = streams.has_streams(subject)
         if not has_streams and (not self._threaded or self.runs_here()):
             if self.closed:
@@ -290,7 +319,7 @@ class CallQueue:
         """
         if not (self.runs_here() or modes.are_active()):
             waiting = self._waiting
-            waiting.append(None)
+            waiting += _NOW  # no call, after which an interrupt may come
             try:
                 self._run_while_waiting(handle)
             finally:
@@ -301,14 +330,15 @@ class CallQueue:
     def _run_while_waiting(self, handle: Handle[Any]) -> None:
         mutex, fields = self.run_lock.mutex, self.run_lock.fields
         while not handle.has_ended:
-            if mutex.acquire(False):  # RunLock.acquire(False) inlined, as in run()
+            (taken,) = map(mutex.acquire, _NOW)  # RunLock.run() inlined, as in run()
+            if taken:
                 try:
                     fields[LockFields.held] = 1
                     if fields[LockFields.entered] or not self._is_head_for_any_thread():
                         return
                     self._num_run_by_waiters += 1
                     self.is_run_by_waiter = True
-                    self._run(self._entries.popleft())
+                    self._run_head()
                 finally:
                     fields[LockFields.held] = 0
                     mutex.release()
@@ -379,15 +409,17 @@ class CallQueue:
                     self._num_run_by_waiters = 0
                     self.be_patient(polite=True)
                     try:
-                        self._run(entries.popleft())
+                        self._run_head()
                     finally:
                         self.be_patient(polite=False)
 
-    def _run(self, handle: Handle[Any]) -> None:
-        """Run a call that has been taken; the caller holds the run lock."""
-        fields = self.run_lock.fields
-        self._running, fields[LockFields.runner] = handle, threading.get_ident()
+    def _run_head(self) -> None:
+        """Run the call at the head, which stays there if it has not begun; the caller holds the run lock."""
+        entries, fields = self._entries, self.run_lock.fields
+        handle = entries[0]
         try:
+            self._running, fields[LockFields.runner] = handle, threading.get_ident()
+            del entries[0]
             self._finish(handle)
         except BaseException as error:  # of a callback, such as SystemExit; unless the hook ends the job, go on
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not self._helper:
@@ -396,7 +428,10 @@ class CallQueue:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._helper)))
         finally:
             self._running, fields[LockFields.runner] = None, 0
-            fields[LockFields.ended] += handle.task is None
+            if handle.task is None:
+                fields[LockFields.ended] += 1
+            elif not (entries and entries[0] is handle):
+                entries.appendleft(handle)
 
     def _finish(self, handle: Handle[Any]) -> None:
         task, handle.task = handle.task, None
@@ -411,7 +446,6 @@ class CallQueue:
                 self.is_run_by_waiter = False  # callbacks of the handle make calls of their own
         except LeftToHelper:
             self.origin, handle.task, handle.in_any_thread = before, task, False
-            self._entries.appendleft(handle)
         except BaseException as error:  # every error is raised by wait()
             self.origin = before  # callbacks of the handle make calls of their own
             self.failed = [*self.failed, handle]

@@ -21,7 +21,7 @@ from ..errors import MismatchError, RankLostError, StallError, TorchMPIError, Tr
 from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, segment_bytes
-from ..shared_memory.segments import Segment, Ticket
+from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
 from .call_codes import call_code, call_names
@@ -543,18 +543,20 @@ def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
     if len(group.hosts) > 1 or not context.slot_bytes:
         return register(comm, ranks)[0], None
     num_bytes = segment_bytes(group.size, slot_bytes(group.size, context.slot_bytes))
-    take = partial(context.unused_memory.take, ranks, num_bytes)
-    own, segment, was_used = _offered(comm, "group", num_bytes, take() if comm.rank == 0 else None, take)
-    key, is_shared = register(comm, ranks, segment is not None)
-    segment = _settled(own, segment, is_shared)
-    if was_used and segment is None:  # a rank frees the last group at this moment, in another thread
-        segment = share(comm, "group", num_bytes)
-    if segment is not None:
-        board = StatusBoard(segment, group.size)
-        if was_used:
-            board.clear(group.rank)
-            on_all(comm, True)  # no rank begins before all have cleared their parts
+    # Of a freed group: the same on all ranks, unless their threads free several at once. Each rank clears its part
+    # before all have compared it, so that none begins earlier.
+    segment = context.unused_memory.take(ranks, num_bytes)
+    board = None if segment is None else StatusBoard(segment, group.size)
+    if board is not None:
+        board.clear(group.rank)
+    key, is_same = register(comm, ranks, 0 if segment is None else zlib.crc32(repr(segment.ticket).encode()))
+    if board is not None and is_same:
         return key, board
+    if board is not None:
+        board.close()
+    segment = share(comm, "group", num_bytes)
+    if segment is not None:
+        return key, StatusBoard(segment, group.size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
     context.problems.add(f"the system provides none ({reason})")
     return key, None
@@ -562,44 +564,15 @@ def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
 
 def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
     """Return zeroed memory that all ranks of a communicator have mapped; None if one of them cannot. Collective."""
-    own, segment, _ = _offered(comm, name, num_bytes)
-    return _settled(own, segment, on_all(comm, segment is not None))
-
-
-def _offered(
-    comm: Any,
-    name: str,
-    num_bytes: int,
-    kept: Segment | None = None,
-    take: Callable[[Ticket], Segment | None] = lambda ticket: None,
-) -> tuple[Segment | None, Segment | None, bool]:
-    """Make a segment on rank 0 and open it on all ranks. Collective.
-
-    Args:
-        comm: The ranks.
-        name: The name of the segment.
-        num_bytes: Its length.
-        kept: On rank 0 a segment of a former group, instead of a new one.
-        take: Returns the same segment on another rank, if that has kept it.
-
-    Returns:
-        The segment on rank 0; the segment if it is open here; whether it is one of a former group.
-    """
-    own = kept
-    if own is None and comm.rank == 0:
-        own = _try(partial(Segment.create, name, num_bytes))
-    ticket, was_used = broadcast_short(comm, (None if own is None else own.ticket, kept is not None))
-    if comm.rank == 0 or ticket is None:
-        return own, own, was_used
-    return None, take(ticket) if was_used else _try(partial(Segment.open, ticket)), was_used
-
-
-def _settled(own: Segment | None, segment: Segment | None, is_shared: bool) -> Segment | None:
-    """Return a segment that all ranks have opened, so that its name can be removed; close one that some have not."""
-    if own is not None:
-        own.withdraw()
-    if segment is not None and not is_shared:
-        segment.close()
+    segment = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
+    ticket = broadcast_short(comm, None if segment is None else segment.ticket)
+    if comm.rank != 0 and ticket is not None:
+        segment = _try(partial(Segment.open, ticket))
+    is_shared = on_all(comm, segment is not None)
+    if segment is not None:
+        segment.withdraw()  # all have opened it, so that its name can be removed
+        if not is_shared:
+            segment.close()
     return segment if is_shared else None
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .conditions import each_on_all
+from .conditions import true_and_same
 
 Key = tuple[tuple[int, ...], int]
 """The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""
@@ -60,18 +60,18 @@ _created: Counter[tuple[int, ...]] = Counter()
 _retired: dict[Key, _Retired] = {}
 
 
-def register(comm: Any, world_ranks: tuple[int, ...], also: bool | None = None) -> tuple[Key, bool]:
+def register(comm: Any, world_ranks: tuple[int, ...], compared: int | None = None) -> tuple[Key, bool]:
     """Return the key of a new group, and free the retired communicators of its ranks. Collective.
 
-    Also returned is whether another condition is true on all ranks, unless it is None; it takes no message of its own.
+    Also returned is whether a number is the same on all ranks, unless it is None; it takes no message of its own.
     """
-    if also is None and getattr(comm, "has_unique_context", False):  # whose communicators are freed at once
+    if compared is None and getattr(comm, "has_unique_context", False):  # whose communicators are freed at once
         return (world_ranks, 0), True
     number = _created[world_ranks]
     _created[world_ranks] += 1
     members = set(world_ranks)
     own = {key: _retired[key].messages.value for key in list(_retired) if members.issuperset(key[0])}
-    has_none, is_true = each_on_all(comm, not own, also is not False)
+    has_none, is_same = true_and_same(comm, not own, compared or 0)
     if not has_none:
         retired_by = dict(zip(world_ranks, comm.allgather(own), strict=True))
         for key in sorted(own):
@@ -79,7 +79,7 @@ def register(comm: Any, world_ranks: tuple[int, ...], also: bool | None = None) 
             if None not in balances and sum(balances) == 0:
                 for retired in _retired.pop(key).comms:
                     retired.Free()
-    return (world_ranks, number), is_true
+    return (world_ranks, number), is_same
 
 
 def forget() -> None:

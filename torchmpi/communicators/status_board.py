@@ -16,7 +16,7 @@ from ..shared_memory.memory_layout import (
     MessageRing,
     rings_bytes,
 )
-from ..shared_memory.segments import Segment, Ticket
+from ..shared_memory.segments import Segment
 from .rank_status import LastCall, RankStatus
 
 _NOTE_BYTES = 1024
@@ -124,12 +124,11 @@ class UnusedMemory:
         if oldest is not None:
             oldest.close()
 
-    def take(self, ranks: tuple[int, ...], num_bytes: int, ticket: Ticket | None = None) -> Segment | None:
-        """Return memory for a group of these ranks, if there is some; with a ticket, no other than that."""
+    def take(self, ranks: tuple[int, ...], num_bytes: int) -> Segment | None:
+        """Return memory for a group of these ranks, if there is some."""
         with self._lock:
             for index, (known, segment) in enumerate(self._segments):
-                is_meant = segment.ticket.num_bytes == num_bytes if ticket is None else segment.ticket == ticket
-                if known == ranks and is_meant:
+                if known == ranks and segment.ticket.num_bytes == num_bytes:
                     return self._segments.pop(index)[1]
         return None
 

@@ -92,6 +92,7 @@ class GroupExecution(GroupProperties):
             received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
             if call.code.run(sent, received) is not None:
                 return COMPLETED
+        self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
         source = in_memory(given, call.num_rows[0]) if given else None
         target = in_memory(outputs, call.num_rows[1]) if outputs else None
@@ -211,6 +212,7 @@ class GroupExecution(GroupProperties):
         root: int = -1,
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
+        self._refuse_tracing(collective)
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
             self._refuse_read_only(collective, outputs)
         on_device = next((tensor for tensor in outputs if not tensor.is_cpu), None)
@@ -229,6 +231,10 @@ class GroupExecution(GroupProperties):
         description, ends_itself = f"{self._where}: {collective}", not self._by_messages
         handle = self._group.call_queue.submit(task, description, on_device, in_any_thread=ends_itself)
         return self._begun(handle, outputs, options, limit)
+
+    def _refuse_tracing(self, collective: str) -> None:
+        if torch._C._get_tracing_state() is not None:  # in which machine code makes no call
+            buffers.refuse_tracing(f"{self._where}: {collective}")
 
     def _refuse_read_only(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:
         for each in tensors:

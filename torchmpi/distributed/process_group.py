@@ -24,9 +24,10 @@ from ..communicators.plan import Plan, PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
+from ..tensors.modes import are_watching
 from ..tensors.operation_specs import OPERATIONS
 from ..timeline import events
-from . import bucket_memory, monitored, torch_names, transfers
+from . import bucket_memory, dispatched_calls, monitored, torch_names, transfers
 from .arguments import (
     alike,
     apart_from_modes,
@@ -102,7 +103,9 @@ class ProcessGroup(HookedGroup):
             call: BoundCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
             if call is not None and call.code.run(tensor, None) is not None:
                 return COMPLETED
-        elif tensor.layout is torch.strided:
+        if are_watching() and not dispatched_calls.below.is_running:
+            return dispatched_calls.call("allreduce", self, ([tensor, *others], opts))
+        if (is_asynchronous(opts) or others) and tensor.layout is torch.strided:
             is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
             is_private = is_private and tensor.data_ptr() not in self._shared
             if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
@@ -430,6 +433,7 @@ class ProcessGroup(HookedGroup):
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
+        self._refuse_tracing("all_to_all_single")  # in which the lengths are no numbers
         if are_even(output, input, self._size, output_split_sizes, input_split_sizes):
             work = self._on_plain("all_to_all_single", [input], [output], opts)
             if work is not None:

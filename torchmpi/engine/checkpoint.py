@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import files
+from ..communicators.conditions import from_rank_0
 from ..errors import CheckpointError
 from ..status_line import telling
 from ..tensors import archive, buffers
@@ -137,20 +138,17 @@ def read(path: Path, coordinator: Coordinator) -> Saved:
 
 
 def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result, or raise its failure, on all ranks."""
-    outcome: tuple[T | None, str | None] = (None, None)
-    if coordinator.rank == 0:
+    """Return what `action` returns on rank 0, or raise its failure, on all ranks."""
+
+    def checked() -> T:
         try:
-            outcome = (action(), None)
-        except CheckpointError as error:
-            outcome = (None, str(error))
-        except Exception as error:  # of any kind: the other ranks wait for the outcome
-            outcome = (None, f"checkpoint, on rank 0: {type(error).__name__}: {error}")
-    result: T
-    result, failure = coordinator.broadcast(outcome)
-    if failure is not None:
-        raise CheckpointError(failure)
-    return result
+            return action()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"checkpoint, on rank 0: {type(error).__name__}: {error}") from error
+
+    return from_rank_0(coordinator.rank, coordinator.broadcast, checked)
 
 
 # --- state of the ranks ------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import collectives, files
 from ..argument_types import checks_types
+from ..communicators.conditions import from_rank_0
 from ..errors import ArgumentError
 from ..session import runtime
 from .call_numbers import CallNumbers, RecordedCalls, RepeatedCalls
@@ -88,27 +90,15 @@ def replay(path: files.StrPath, *, record: files.StrPath | None = None) -> Itera
             train()
     """
     world = _world(f"replay({str(path)!r})")
-    rows = RecordedRows(_read_by_rank_0(path, world), path, world.size, world.where)
+    broadcast = partial(collectives.broadcast_object, comm=world)  # other hosts may not have the file
+    content = from_rank_0(world.rank, broadcast, lambda: read_run(path).to_bytes())
+    rows = RecordedRows(RunRecord.from_file(io.BytesIO(content)), path, world.size, world.where)
     numbers = CallNumbers(world)
     observer = RunObserver()
     observer.order = RepeatedCalls(numbers, rows)
     with _observed(world, observer, record, numbers):
         yield
         rows.check_all_taken(world.world_ranks[world.rank])
-
-
-def _read_by_rank_0(path: files.StrPath, world: Group) -> RunRecord:
-    """Return a record on all ranks, whose hosts may not have the file, or raise on all. Collective."""
-    content, problem = b"", None
-    if world.rank == 0:
-        try:
-            content = read_run(path).to_bytes()
-        except (ArgumentError, OSError) as error:
-            problem = error
-    content, problem = collectives.broadcast_object((content, problem), comm=world)
-    if problem is not None:
-        raise problem
-    return RunRecord.from_file(io.BytesIO(content))
 
 
 def _world(call: str) -> Group:

@@ -331,21 +331,23 @@ class ServerContext(GroupResource):
 
         `key` identifies requests that are alike (:mod:`.repeated`).
         """
-        server, lock = request.server, request.server.lock
-        fields = lock.fields
+        server, fields = request.server, request.server.lock.fields
         is_short = server.is_local and request.tensor.is_cpu and request.tensor.nbytes <= INLINE_BYTES
-        if not (is_short and fields[LockFields.pending] == fields[LockFields.ended] and lock.acquire(False)):
-            return self._queue(request)
+        if is_short and fields[LockFields.pending] == fields[LockFields.ended]:
+            handle = server.lock.run(self._run_here, request, key, blocking=False)
+            if handle is not None:
+                return handle
+        return self._queue(request)
+
+    def _run_here(self, request: ServerRequest, key: object) -> Handle[Any]:
         handle: Handle[Any] = Handle(request.what)
         try:
             result = request.run()
-            server.repeater.remember(request, key)
+            request.server.repeater.remember(request, key)
         except Exception as error:  # wait() raises the error, as for a queued request
             self.note_failed(handle, error)
         else:
             handle.end(result)
-        finally:
-            lock.release()
         return handle
 
     def _queue(self, request: ServerRequest) -> Handle[Any]:
@@ -365,11 +367,10 @@ class ServerContext(GroupResource):
 
     def _run_queued(self, request: ServerRequest) -> Any:
         lock = request.server.lock
-        with lock:
-            try:
-                return request.run()
-            finally:
-                lock.fields[LockFields.ended] += 1
+        try:
+            return lock.run(request.run)
+        finally:
+            lock.fields[LockFields.ended] += 1
 
     def note_failed(self, handle: Handle[Any], error: Exception) -> None:
         """End a request that has failed."""
@@ -405,8 +406,7 @@ class ServerContext(GroupResource):
     def free(self, server: Server) -> None:
         """Complete all calls and unmap a server. Collective."""
         self.call_queue.drain()
-        with server.lock:  # other threads may be about to call
-            server.refuse()
+        server.lock.run(server.refuse)  # other threads may be about to call
         self.comm.Barrier()
         self.group.context.call_counts.keep_requests(self, lambda: self.servers.pop(server.number))
         server.close()
@@ -623,12 +623,14 @@ def send(
         handle.wait()
         ps.send(table, values, ps.adagrad(0.1), rows=[3, 17]).wait()
     """
-    if rows is None and base is None and isinstance(server, Server):
-        made = server.repeater.send(tensor, rule)
-        if made is not None:
-            return EndedHandle(None) if made is tensor else made
-    what = _check_server(server, "send")
-    prepared = prepared_for(server, rule, what)
+    is_whole = rows is None and base is None
+    made = server.repeater.send(tensor, rule) if is_whole and isinstance(server, Server) else None
+    if made is None:
+        what = _check_server(server, "send")
+        prepared = prepared_for(server, rule, what)
+        made = server.repeater.send(tensor, prepared) if is_whole else None
+    if made is not None:
+        return EndedHandle(None) if made is tensor else made
     selected, order = (None, None) if rows is None else _selected(server, rows, what, unique=True)
     if tensor is None:
         if prepared.name != "zero":
@@ -722,6 +724,7 @@ def _check_server(server: object, call: str) -> str:
         )
     what = f"{server.group.where}: parameterserver.{call}"
     check_open(server, what)
+    buffers.refuse_tracing(what)
     runtime.current()  # raises in a forked child, whose locks would be attributed to its parent
     communicator_of_block()  # raises in a rule
     return what

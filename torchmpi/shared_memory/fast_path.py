@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..collective_specs import SPECS
-from ..tensors import buffers, dlpack, tracing
+from ..tensors import buffers, dlpack, modes, tracing
 from . import kernels, memory_layout
 from .kernels import records
 
@@ -197,8 +197,10 @@ class _FastPath:
         }
         addresses = {name: id(item) for name, item in self._objects.items()}
         self.record = records.FastPath.new().write(
-            **addresses, describe=dlpack.describer(), same_shapes=name.endswith(INTO)
+            **addresses, describe=dlpack.describer(), same_shapes=name.endswith(INTO), is_included=modes.key_teller()
         )
+        for place, key in enumerate(modes.WATCHING_KEYS, records.FastPath.watching_keys):
+            self.record.cells[place] = key
         self.function = kernels.fast_path(self._code, int(self.record))
         self.find = kernels.finder(name, int(self.record))
 
@@ -307,7 +309,8 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     # Machine code loads the type of an object at its offset in builds of CPython without Py_DEBUG.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
     has_gil = "t" not in sys.abiflags
-    if _fast_paths or not (enabled and dlpack.describer() and knows_type and has_gil and has_known_hashes()):
+    knows_torch = dlpack.describer() and modes.key_teller()
+    if _fast_paths or not (enabled and knows_torch and knows_type and has_gil and has_known_hashes()):
         return
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)

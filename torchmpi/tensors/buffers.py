@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, rank_prefix
 from ..other_names import MISSING
-from . import streams
+from . import modes, streams
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
@@ -97,7 +97,17 @@ def is_plain_on_gpu(tensor: object) -> bool:
 
 
 def refuse_tracing(what: str) -> None:
-    """Raise in a function that torch.jit.trace records: the call would be no part of the recorded function."""
+    """Raise where torch records or simulates a function: the call would be no part of the recorded one."""
+    recorder = modes.recorder()
+    if recorder == "make_fx":
+        raise ArgumentError(
+            f"{what}: make_fx cannot record a call of torchmpi, and the graph would not contain it. Trace the parts "
+            "before and after it, or call torch.distributed on the backend 'torchmpi', whose calls graphs contain."
+        )
+    if recorder:
+        raise ArgumentError(
+            f"{what}: a {recorder} simulates the program, and the call would communicate. Make the call outside of it."
+        )
     if torch._C._get_tracing_state() is not None:
         raise ArgumentError(
             f"{what}: torch.jit.trace cannot record a call of torchmpi, and the traced function would not contain it. "

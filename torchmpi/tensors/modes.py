@@ -2,9 +2,55 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from functools import cache
+
 import torch
 
 _num_function_modes, _num_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+
+_is_active, _KEYS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey
+_PRE_DISPATCH, _loaded = _KEYS.PreDispatch, sys.modules
+WATCHING_KEYS = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in (_KEYS.Python, _PRE_DISPATCH))
+"""The dispatch keys that are active while modes watch operators, as numbers of C++."""
+_TELLER = "_ZN3c104impl31tls_is_dispatch_keyset_includedENS_14DispatchKeySetE"
+
+
+def are_watching() -> bool:
+    """Return whether modes of this thread watch operators of torch: as make_fx, and many others.
+
+    >>> are_watching()
+    False
+    """
+    if _num_dispatch_modes():
+        return True
+    # Without a module of make_fx, nothing traces before dispatch. Most programs do not load it.
+    return "torch.fx.experimental.proxy_tensor" in _loaded and _is_active(_PRE_DISPATCH)
+
+
+_RECORDERS = {torch._C._TorchDispatchModeKey.PROXY: "make_fx", torch._C._TorchDispatchModeKey.FAKE: "FakeTensorMode"}
+
+
+def recorder() -> str:
+    """Return the name of the mode that records or simulates what this thread computes; '' if there is none.
+
+    >>> recorder()
+    ''
+    """
+    if not are_watching():
+        return ""
+    if _is_active(_PRE_DISPATCH):
+        return "make_fx"
+    active = (name for key, name in _RECORDERS.items() if torch._C._get_dispatch_mode(key) is not None)
+    return next(active, "")
+
+
+@cache
+def key_teller() -> int:
+    """Return the address of the C++ function that tells whether dispatch keys are active; 0 if torch has none."""
+    function = getattr(ctypes.CDLL(torch._C.__file__), _TELLER, None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def are_active() -> bool:

@@ -88,6 +88,17 @@ def describe_with(function, tensor, described):
     return types.int64(*[types.int64] * 3), generate
 
 
+@intrinsic
+def tells(function, number):
+    """Call a C function that takes a number and returns a bool."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.IntType(8), [_WORD]).as_pointer()
+        return builder.zext(builder.call(builder.inttoptr(arguments[0], kind), arguments[1:]), _WORD)
+
+    return types.int64(*[types.int64] * 2), generate
+
+
 def on_stack(num_fields: int) -> Any:
     """Return an intrinsic that returns the address of a record of so many fields in the frame of its caller."""
 

@@ -37,6 +37,7 @@ from ..compiler.cpython import (
     release_gil,
     restore_error,
     take_gil,
+    tells,
     this_thread,
     tuple_of_one,
 )
@@ -609,8 +610,14 @@ def is_plain(path: FastPath, tensor):
 
 
 @inner
-def is_communicator_chosen(path: FastPath):
-    """Return whether a communicator is chosen for this thread or task (`mpi.use`), or an exception is set."""
+def is_for_python(path: FastPath):
+    """Return whether Python must make the calls of this thread, or an exception is set.
+
+    A communicator is chosen for the thread or task (`mpi.use`), or a mode of torch watches operators.
+    """
+    for index in range(2):
+        if tells(path.is_included, path.watching_keys[index]) != 0:
+            return True
     value = Words(_word())
     if context_value(path.chosen_comm, 0, value) != 0:
         return True
@@ -762,7 +769,7 @@ def describe(path: FastPath, tensor, out, takes, first: DLTensor, last: DLTensor
         return False
     if takes_out and not can_be_described(path, out, takes & _OUT_LIST):
         return False
-    if is_communicator_chosen(path):
+    if is_for_python(path):
         return False
     first.num_dims_and_dtype = 0  # a barrier is cached without dtype and has no shape
     if takes_tensor and not describe_any(path, tensor, takes & _LIST, first, given):

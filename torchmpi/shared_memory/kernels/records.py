@@ -717,6 +717,10 @@ class FastPath(Record):
     """Of the Python function that aborts a call if `settle` did not start: (cached call)."""
     same_shapes = Word()
     """Whether a result in another tensor has the shape of the source."""
+    is_included = Word()
+    """Of torch's function that tells whether a dispatch key is active in this thread,"""
+    watching_keys = Array(2)
+    """and these keys."""
 
 
 class DLTensor(Record):
