@@ -400,6 +400,7 @@ class ProcessGroup(HookedGroup):
         return self._on_rows("scatter", parts, [output], opts, root=opts.rootRank)
 
     def _check_parts(self, name: str, kind: str, parts: Tensors, other: str, tensor: torch.Tensor) -> None:
+        self._refuse_tracing(name)  # in which the lengths are no numbers
         if len(parts) != self._size or not have_equal_lengths([*parts, tensor]):
             raise ArgumentError(
                 f"{self._where}: {name}: {len(parts)} {kind} tensors of {[part.numel() for part in parts]} elements; "
@@ -433,7 +434,7 @@ class ProcessGroup(HookedGroup):
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
-        self._refuse_tracing("all_to_all_single")  # in which the lengths are no numbers
+        self._refuse_tracing("all_to_all_single")
         if are_even(output, input, self._size, output_split_sizes, input_split_sizes):
             work = self._on_plain("all_to_all_single", [input], [output], opts)
             if work is not None:
