@@ -80,7 +80,8 @@ class Group:
             ranks are on several hosts, or have no shared memory.
         log_board: The status board, if calls are compared on it (``checking == "board"``); None if they are compared
             with messages, not at all, or if there is no status board.
-        even_seq: The last call whose ranks have been found to have equal numbers of rows.
+        even_seq: The last call whose ranks have been found to have equal numbers of rows, or whose parts have the sizes
+            that their receivers expect.
         checking: How calls are compared: ``board``, ``strict`` (with a message before each call) or ``off``.
         shared: State of the shared-memory backend, made by that backend.
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
