@@ -31,8 +31,8 @@ pytestmark = [
 PLACEMENTS = sorted({hosts[:SIZE] for hosts in ("abc", "aab") if len(set(hosts[:SIZE])) > 1})
 IN_CALLER = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "all_to_all_even", "all_to_all", "all_to_all_single", "all_to_all_single_uneven",
-    "barrier",
+    "reduce_scatter_tensor", "scatter", "all_to_all_even", "all_to_all", "all_to_all_single",
+    "all_to_all_single_uneven", "barrier",
 )  # fmt: skip
 
 
