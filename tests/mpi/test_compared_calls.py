@@ -281,6 +281,23 @@ def test_parts_of_other_sizes_than_expected_are_an_error_on_all_ranks(agree, pla
         agree.equal(mpi.allreduce(1), SIZE, "the next call")
 
 
+@pytest.mark.parametrize("shape", [(5,), (2 * SIZE + 1, 3), (700, 2), (1, 0), (2,) + (1,) * 14], ids=str)
+def test_a_scatter_of_which_the_root_alone_knows_the_shape(agree, placement, shape):
+    """With `out` and without it; through Python at all ranks, at one, and at none. The frames have room for some."""
+    for root, odd in ((0, SIZE), (SIZE - 1, -1), (0, 0), (1, 0)):
+        whole = contract.values(shape, torch.bfloat16, root)
+        expected = contract.rows(whole, RANK, SIZE)
+        for out in (None, torch.full_like(expected, -1.0)):
+            with through_python() if odd in (RANK, SIZE) else contextlib.nullcontext():
+                found = mpi.scatter(whole if root == RANK else None, root, out)
+            agree(out is None or found is out, "out")
+            agree.bits(found, expected, f"root {root}, rank {odd} through Python")
+        other = lambda: mpi.scatter(whole if root == RANK else None, root)  # noqa: E731, B023
+        for call in (mpi.barrier, lambda: mpi.scatter(whole, 1 - root % 2)):  # noqa: B023
+            agree.raises(MismatchError, call if odd == RANK or (RANK == 0 and odd in (-1, SIZE)) else other, "scatter")
+        agree.equal(mpi.allreduce(1), SIZE, "the next call")
+
+
 Call = tuple[str, int, str, int]
 """Collective, elements of each rank, operation, root."""
 CALLS: tuple[Call, ...] = (

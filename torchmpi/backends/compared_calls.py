@@ -24,7 +24,7 @@ from ..communicators.group import Group
 from ..communicators.plan import Run
 from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import records, reduction
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, LogFields
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, CounterFields, LogFields
 from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation, on_rows
@@ -50,6 +50,7 @@ _LONG = 1 << CALL_NUMBER_BITS - 1
 """Added to the number of rows of a long call, which no short one has as its length."""
 _OF_FRAMES = 1 << CALL_NUMBER_BITS - 2
 """Added to the number of an exchange that sends frames."""
+_MOST_DIMS, _FRAME_DIMS = 13, 16  # with dtype, number of dimensions and bytes before them
 _MOST_VALUES = 1 << 10
 """The bytes of values that a frame has room for: a call sends as many, however short or long its parts are."""
 
@@ -70,10 +71,7 @@ def with_comparison(
     message of a part of an exchange.
     """
     comparison, spec = group.comparison, SPECS[collective]
-    # A rank without a tensor knows no length of what it receives.
     if spec.kind not in _KINDS or not isinstance(comparison, CallComparison):
-        return Operation(longer)
-    if spec.only_root_passes and dtype is None:  # a rank that knows nothing of the call
         return Operation(longer)
     if spec.kind == "exchange":
         longer = on_rows(longer, group.size)
@@ -122,6 +120,7 @@ class ComparedCall:
         self.spec = SPECS["broadcast" if self.takes_part else collective]
         self.runner = comparison.runner(op)
         self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
+        self.knows_dtype = dtype is not None
         name, dtype_code = SPECS[collective].form_of or collective, 0 if dtype is None else dtypes.info(dtype).code
         self.code = call_code(name, op, dtype_code) if code is None else code
         self.has_parts = self.spec.kind == "exchange"
@@ -149,6 +148,12 @@ class ComparedCall:
         rows, parts = int(self.spec.gathers), int(self.spec.divides)
         self.block_units = self.most_ranks ** (rows + parts)
         self.passed_units = group.size**rows * len(member.intra) ** parts
+        self._made = cache(lambda root: self.kernel_call(root, None))
+        self._frames = self
+        if self.takes_part:
+            self._frames = ComparedCall(
+                group, comparison, "broadcast", None, None, longer, code=self.code, mark=_OF_FRAMES
+            )
         self.parts = _Parts.of(self, message_bytes) if self.has_parts else None
         """How parts are exchanged that are no alltoall of this form."""
 
@@ -168,8 +173,7 @@ class ComparedCall:
     def run(self, source: Any, destination: Any, root: int) -> Any:
         """Run a call on a tensor, or on parts; in place if the collective is."""
         if self.takes_part and not self._is_announced(destination):
-            self.group.announce()
-            return self.longer(source, destination, root)
+            return self._scatter_described(source, destination, root)
         if self.parts is not None and not self.is_even_and_short(source, destination):
             self.parts.run(*self.parts_of(source, destination), root)
             return destination
@@ -177,9 +181,44 @@ class ComparedCall:
         if self.spec.tensors and not 0 < call.blocks.together <= self.most_bytes:
             self._compare_long(source)
             return self.longer(source, destination, root)
+        return self._result(call, self.perform(call), source, destination)
+
+    def perform(self, call: _Call) -> bool:
+        """Run a call, in machine code if possible; return whether all ranks make it."""
+        made = self._made(call.root) if fast_path.takes_calls() and not self.takes_part else None
+        if made is not None:
+            return made.run(call)
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
-        is_equal = self.comparison.run(call.number, call.before, call.between, call.after)
-        return self._result(call, is_equal, source, destination)
+        return self.comparison.run(call.number, call.before, call.between, call.after)
+
+    def _scatter_described(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
+        """Run a scatter whose ranks know nothing of the tensor: a frame with the comparison has the description."""
+        group = self.group
+        frame = torch.zeros(_FRAME_DIMS * memory_layout.FIELD_BYTES + _MOST_VALUES, dtype=torch.uint8, device="cpu")
+        words, values = frame.numpy().view(np.int64), frame[_FRAME_DIMS * memory_layout.FIELD_BYTES :]
+        source = source if group.rank == root else None
+        if source is not None and source.dim() <= _MOST_DIMS:
+            shape = tuple(source.shape) or (1,)
+            words[: 3 + len(shape)] = dtypes.info(source.dtype).code, len(shape), source.nbytes, *shape
+            values[: source.nbytes] = buffers.byte_view(source)[:_MOST_VALUES]
+        call = _Call(self._frames, self._frames.blocks_of(frame), frame, None, root)
+        if not self._frames.perform(call):
+            group.refuse_call()
+        if self.comparison.exchange is None:
+            group.call_log.count_wait()
+        code, num_dims, num_bytes = words[:3].tolist()
+        dtype = dtypes.from_code(code) if num_dims else None
+        if dtype is None:
+            return self.longer(source, destination, root)
+        shape = tuple(words[3 : 3 + num_dims].tolist())
+        if num_bytes > _MOST_VALUES:
+            group.described = group.call_log.seq, (shape, dtype)
+            return self.longer(source, destination, root)
+        whole = values[:num_bytes].view(dtype).view(shape)
+        first, num_rows = partition.part_of(shape[0], group.size, group.rank)
+        destination = destination_for(whole, num_rows, destination)
+        buffers.overwrite(destination, whole[first : first + num_rows])
+        return destination
 
     def call(self, source: Any, destination: Any, root: int) -> _Call:
         """Return a call on a tensor, or on a copy of parts; without a tensor if these differ in length."""
@@ -216,7 +255,8 @@ class ComparedCall:
     def _is_announced(self, destination: Any) -> bool:
         """Return whether the ranks compare what each of them receives in a scatter, so that all know its length."""
         entered = self.group.call_log.entered
-        return destination is not None and entered is not None and entered[1] & _WITHOUT_ROOT == self.code
+        knows_length = destination is not None and self.knows_dtype
+        return knows_length and entered is not None and entered[1] & _WITHOUT_ROOT == self.code
 
     def _compare_long(self, source: Any) -> None:
         """Compare a call that is too long for these messages, and find out whether all ranks have as many rows."""
@@ -487,10 +527,7 @@ class _Parts:
 
     def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
         """Exchange parts."""
-        self._group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
-        call = self._call(sources, destinations)
-        is_equal = self._comparison.run(call.number, call.before, call.between, call.after)
-        self._end(is_equal, sources, destinations, root)
+        self._end(self._gather.perform(self._call(sources, destinations)), sources, destinations, root)
 
     def finish(
         self,
@@ -569,7 +606,8 @@ class _KernelCall:
             steps: The steps within the host; none on ranks without them.
         """
         group, spec, hosts, own_host = plan.group, plan.spec, plan.hosts, plan.own_host
-        self._plan, self._group, self._root, self._read_ticks = plan, group, root, kernels.load()["read_ticks"]
+        self._plan, self._group, self._root = plan, group, root
+        self._read_ticks, self._run = (kernels.load()[name] for name in ("read_ticks", "call_over_hosts"))
         names = [step.collective for step in plan.steps(root)]
         self.compiled = CompiledSteps(plan.comparison, steps, names, rounds=plan.rounds(root))
         is_root, is_first = group.rank == root, plan.comparison.exchange is not None
@@ -629,6 +667,26 @@ class _KernelCall:
         )
         call.write(transfers=self._transfers.ctypes.data)
         call.hosts.write(frames=self._call, frame_bytes=frame_bytes, parts=self._messages)
+
+    def run(self, call: _Call) -> bool:
+        """Run a call that Python has entered; return whether all ranks make it."""
+        comparison, source, target, call_log = self._plan.comparison, call.source, call.target, self._group.call_log
+        comparison.wait.check()
+        num_bytes, row_bytes = 0, 0
+        if source is not None:
+            num_bytes, row_bytes = source.nbytes, rows_of(source)[1] * source.itemsize
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (source, target)]
+        arguments = call_log.seq, call.number, addresses[0], num_bytes, row_bytes, addresses[1]
+        try:
+            status = self._run(int(self._call), *arguments)
+            if status == 0:
+                call_log.time_field = CounterFields.known_ns
+                return True
+            call_log.log_fields[LogFields.waited] = 0
+            return comparison.finish(call.number, self.compiled, status, call.before, call.between, call.after)
+        except BaseException:
+            self.compiled.abort()
+            raise
 
     def cached_call(self) -> fast_path.CachedCall:
         """Return the call for the fast path."""

@@ -58,7 +58,10 @@ def row_counts(group: Group, source: torch.Tensor) -> list[int]:
 
 
 def broadcast_header(group: Group, source: torch.Tensor | None, root: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Broadcast the shape and dtype of the tensor that the root scatters. Collective."""
+    """Broadcast the shape and dtype of the tensor that the root scatters, unless the comparison has. Collective."""
+    seq, described = group.described
+    if described is not None and seq == group.call_log.seq:
+        return described
     header = None
     if group.rank == root:
         assert source is not None

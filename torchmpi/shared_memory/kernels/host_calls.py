@@ -392,7 +392,15 @@ def move_parts(parts: Words, size, memory, num_bytes, unpacks):
 
 @inner
 def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, target):
-    """Run a short call; `signature` is the hash of its shape, `row_bytes` belongs to rows that are divided.
+    """Run a short call; `signature` is the hash of its shape."""
+    hosts = call.hosts
+    number = call_number(seq, hosts.code, signature) ^ as_sent(call, num_bytes) ^ hosts.mark
+    return call_over_hosts(call, seq, number, source, num_bytes, row_bytes, target)
+
+
+@kernel
+def call_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_bytes, target):
+    """Run a short call with this number; `row_bytes` belongs to rows that are divided.
 
     Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
@@ -408,7 +416,6 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
     log.waited = -begin  # for Python, which ends a call that fails here
     log.algorithm = WITH_COMPARISON
     sent_bytes, length, result_unit = as_sent(call, num_bytes), 0, unit_bytes // hosts.sent_item_bytes * call.item_bytes
-    number = call_number(seq, hosts.code, signature) ^ sent_bytes ^ hosts.mark
     divides, is_first, is_broadcast = hosts.divides != 0, hosts.isend != 0, hosts.before.kind == _BROADCAST
     passed_bytes = hosts.passed_units * result_unit
     if hosts.widen:

@@ -90,6 +90,7 @@ COLLECTIVES = KernelSet(
             "any_reduce_scatter",
             "any_alltoall",
             "compare_over_hosts",
+            "call_over_hosts",
             "read_ticks",
             "announce",
         ),
