@@ -16,6 +16,7 @@ from helpers.torch_rig import CALLS, Setting, wrong
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends.mpi import MPIMovement
 from torchmpi.config import Config
 from torchmpi.errors import StallError
 from torchmpi.session import runtime
@@ -92,3 +93,27 @@ def test_a_call_ends_at_the_timeout_and_the_group_is_refused(agree, placement):
         agree(not awaits_messages or "cannot be used any more" in heard[1], heard)
     dist.all_reduce(tensor.fill_(1))
     agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")
+
+
+@pytest.mark.parametrize("placement", ["aab"], indirect=True, scope="module")
+def test_an_exchange_ends_at_the_timeout_while_values_are_awaited(agree, placement, monkeypatch):
+    """All ranks have told the sizes of their parts, but one does not send them."""
+    if not has_machine_code():
+        pytest.skip("no machine code, whose wait can end")
+    group, sizes = dist.new_group(timeout=timedelta(seconds=0.3)), [400 + (RANK + other) % 2 for other in range(SIZE)]
+    given, received = torch.ones(sum(sizes)), torch.zeros(sum(sizes))
+    exchange = partial(dist.all_to_all_single, received, given, sizes, sizes, group=group)
+    for _ in range(3):
+        exchange()
+    agree.equal(received, given)
+    if RANK < SIZE - 1:
+        agree.raises(StallError, exchange, "after")
+        agree.raises(StallError, exchange, "cannot be used any more")
+    else:
+        fast_path.pause(True)
+        monkeypatch.setattr(MPIMovement, "_exchange", lambda *_: 1 // 0)
+        agree.raises(ZeroDivisionError, exchange)
+        fast_path.pause(False)
+    MPI.COMM_WORLD.Barrier()
+    dist.all_reduce(received.fill_(1))
+    agree.equal(received, torch.full_like(received, float(SIZE)), "another group")

@@ -49,8 +49,10 @@ _OF_ROWS = 1
 _LONG = 1 << CALL_NUMBER_BITS - 1
 """Added to the number of rows of a long call, which no short one has as its length."""
 _OF_FRAMES = 1 << CALL_NUMBER_BITS - 2
-"""Added to the number of an exchange that sends frames."""
-_MOST_DIMS, _FRAME_DIMS = 13, 16  # with dtype, number of dimensions and bytes before them
+"""Added to the number of a call that sends frames."""
+# The words of a frame with dtype, number of dimensions, bytes, and as many dimensions as have room.
+_DESCRIPTION_WORDS = 16
+_MOST_DIMS, _DESCRIPTION_BYTES = _DESCRIPTION_WORDS - 3, _DESCRIPTION_WORDS * memory_layout.FIELD_BYTES
 _MOST_VALUES = 1 << 10
 """The bytes of values that a frame has room for: a call sends as many, however short or long its parts are."""
 
@@ -194,8 +196,8 @@ class ComparedCall:
     def _scatter_described(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
         """Run a scatter whose ranks know nothing of the tensor: a frame with the comparison has the description."""
         group = self.group
-        frame = torch.zeros(_FRAME_DIMS * memory_layout.FIELD_BYTES + _MOST_VALUES, dtype=torch.uint8, device="cpu")
-        words, values = frame.numpy().view(np.int64), frame[_FRAME_DIMS * memory_layout.FIELD_BYTES :]
+        frame = torch.zeros(_DESCRIPTION_BYTES + _MOST_VALUES, dtype=torch.uint8, device="cpu")
+        words, values = frame.numpy().view(np.int64), frame[_DESCRIPTION_BYTES:]
         source = source if group.rank == root else None
         if source is not None and source.dim() <= _MOST_DIMS:
             shape = tuple(source.shape) or (1,)
@@ -514,8 +516,9 @@ class _Parts:
             plan.group, plan.comparison, "allgather", None, None, plan.longer, code=plan.code, mark=_OF_FRAMES
         )
         given, received = plan.comparison.rows_memory
-        self._frame = torch.from_numpy(given)[: self._frame_bytes]
-        self._frames = torch.from_numpy(received)[: self._frame_bytes * size]
+        with torch.inference_mode(False):
+            self._frame = torch.from_numpy(given)[: self._frame_bytes]
+            self._frames = torch.from_numpy(received)[: self._frame_bytes * size]
         self._sizes = given[: self._sizes_bytes].view(np.int64).reshape(2, size)
 
     @classmethod
