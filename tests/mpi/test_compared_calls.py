@@ -265,6 +265,15 @@ def test_parts_of_any_length(agree, placement, lengths):
             agree.bits(received[other], expected[other], f"from {other}, rank {odd} through Python")
 
 
+def test_equal_parts_of_long_tensors_through_python(agree, placement):
+    """Regression: rows of a tensor are a tuple, which was taken for a tensor."""
+    call, given, expected = exchange_of(LENGTHS["equal and long"])
+    received = torch.empty(sum(map(len, expected)))
+    with through_python():
+        call.run(torch.cat(given), received)
+    agree.bits(received, torch.cat(expected))
+
+
 @pytest.mark.parametrize("lengths", ["short", "long"])
 def test_parts_of_other_sizes_than_expected_are_an_error_on_all_ranks(agree, placement, lengths):
     for odd in (-1, 0, SIZE - 1, SIZE):
