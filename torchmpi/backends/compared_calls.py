@@ -214,7 +214,7 @@ class ComparedCall:
             return self.longer(source, destination, root)
         shape = tuple(words[3 : 3 + num_dims].tolist())
         if num_bytes > _MOST_VALUES:
-            group.described = group.call_log.seq, (shape, dtype)
+            group.scattered = group.call_log.seq, (shape, dtype)
             return self.longer(source, destination, root)
         whole = values[:num_bytes].view(dtype).view(shape)
         first, num_rows = partition.part_of(shape[0], group.size, group.rank)

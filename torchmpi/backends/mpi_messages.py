@@ -59,9 +59,9 @@ def row_counts(group: Group, source: torch.Tensor) -> list[int]:
 
 def broadcast_header(group: Group, source: torch.Tensor | None, root: int) -> tuple[tuple[int, ...], torch.dtype]:
     """Broadcast the shape and dtype of the tensor that the root scatters, unless the comparison has. Collective."""
-    seq, described = group.described
-    if described is not None and seq == group.call_log.seq:
-        return described
+    seq, header_of_call = group.scattered
+    if header_of_call is not None and seq == group.call_log.seq:
+        return header_of_call
     header = None
     if group.rank == root:
         assert source is not None
