@@ -271,7 +271,7 @@ def test_equal_parts_of_long_tensors_through_python(agree, placement):
     received = torch.empty(sum(map(len, expected)))
     with through_python():
         call.run(torch.cat(given), received)
-    agree.bits(received, torch.cat(expected))
+    agree.bits(received, torch.cat(expected), "received")
 
 
 @pytest.mark.parametrize("lengths", ["short", "long"])
