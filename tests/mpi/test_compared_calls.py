@@ -18,6 +18,7 @@ from torchmpi.backends.number_exchange import most_together
 from torchmpi.backends.rank_order import accumulator_of
 from torchmpi.collective_specs import SPECS
 from torchmpi.config import Config
+from torchmpi.distributed.bound_calls import BoundCall
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
@@ -34,6 +35,7 @@ pytestmark = [
 PLACEMENTS = {"each": "abc"} if SIZE < 4 else {"block": "aabb", "three": "abca"}
 PLACEMENTS = {hosts[:SIZE]: name for name, hosts in PLACEMENTS.items() if len(set(hosts[:SIZE])) > 1}  # each once
 COLLECTIVES = ("broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "alltoall")
+MESSAGE_BYTES = 128 << 10
 OPS = {torch.float32: ("sum", "avg"), torch.float64: ("prod",), torch.bfloat16: ("sum", "max"), torch.int16: ("bxor",)}
 
 
@@ -42,7 +44,8 @@ def placement(request) -> Iterator[str]:
     """torchmpi, started on these hosts."""
     was_running = runtime.is_running()
     mpi.stop()
-    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=request.param[RANK]))
+    config = Config.from_environment()
+    mpi.start(config=dataclasses.replace(config, host_name=request.param[RANK], message_bytes=MESSAGE_BYTES))
     yield request.param
     mpi.stop()
     if was_running:
@@ -213,6 +216,95 @@ def test_ranks_may_have_different_numbers_of_rows(agree, placement, collective):
                 )
                 if result is not None:
                     agree.bits(found, result, f"{rows} rows of rank {odd}")
+
+
+Lengths = Callable[[int, int], int]
+LENGTHS: dict[str, Lengths] = {
+    "short": lambda sender, receiver: (2 * sender + receiver) % 4,
+    "none": lambda sender, receiver: 0,
+    "long": lambda sender, receiver: 300 * sender + 1000 * receiver,
+    "equal and long": lambda sender, receiver: 20_000,
+    "equal at one rank": lambda sender, receiver: 3 if 0 in (sender, receiver) else sender + receiver,
+    "longer than a message": lambda sender, receiver: (
+        40_000 if (sender, receiver) == (0, SIZE - 1) else 5 + sender + receiver
+    ),
+}
+"""The elements of the part that a rank sends to another one."""
+
+
+def exchange_of(length: Lengths, more: int = 0) -> tuple[BoundCall, list[torch.Tensor], list[torch.Tensor]]:
+    """An exchange that machine code can run, the parts to send, and those to receive; of the last rank `more` long."""
+
+    def part(sender: int, receiver: int) -> torch.Tensor:
+        return contract.values((length(sender, receiver),), torch.float32, sender, receiver)
+
+    call = BoundCall(runtime.current().communicators.default, "all_to_all", None, torch.float32, 0)
+    call.code.cache()
+    expected = [part(other, RANK) for other in range(SIZE)]
+    if more and RANK == SIZE - 1:
+        expected[0] = torch.empty(len(expected[0]) + more)
+    return call, [part(RANK, other) for other in range(SIZE)], expected
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_parts_of_any_length(agree, placement, lengths):
+    """By machine code, and with one rank through Python. A rank whose parts are equal and short takes no frames."""
+    can_be_fast, is_equal = has_fast_path(), lengths == "equal at one rank"
+    for odd in (-1, *range(SIZE), SIZE):
+        call, given, expected = exchange_of(LENGTHS[lengths])
+        received = [torch.full_like(part, -1.0) for part in expected]
+        if odd in (RANK, SIZE):
+            with through_python():
+                call.run(given, received)
+        else:
+            is_fast = call.run_fast(given, received)
+            agree.equal(is_fast, can_be_fast and not (is_equal and RANK == 0), "by the fast path")
+            if not is_fast:
+                call.run(given, received)
+        for other in range(SIZE):
+            agree.bits(received[other], expected[other], f"from {other}, rank {odd} through Python")
+
+
+def test_equal_parts_of_long_tensors_through_python(agree, placement):
+    """Regression: rows of a tensor are a tuple, which was taken for a tensor."""
+    call, given, expected = exchange_of(LENGTHS["equal and long"])
+    received = torch.empty(sum(map(len, expected)))
+    with through_python():
+        call.run(torch.cat(given), received)
+    agree.bits(received, torch.cat(expected), "received")
+
+
+@pytest.mark.parametrize("lengths", ["short", "long"])
+def test_parts_of_other_sizes_than_expected_are_an_error_on_all_ranks(agree, placement, lengths):
+    for odd in (-1, 0, SIZE - 1, SIZE):
+        call, given, expected = exchange_of(LENGTHS[lengths], more=5)
+        received = [torch.full_like(part, -1.0) for part in expected]
+        run_call = lambda: call.run_fast(given, received) or call.run(given, received)  # noqa: E731, B023
+        if odd in (RANK, SIZE):
+            with through_python():
+                agree.raises(MismatchError, run_call, f"to rank {SIZE - 1}, which has room for")
+        else:
+            agree.raises(MismatchError, run_call, f"to rank {SIZE - 1}, which has room for")
+        agree(all(bool((part == -1).all()) for part in received), "a tensor was changed")
+        agree.raises(MismatchError, mpi.barrier if RANK == SIZE - 1 else run_call, "alltoall")
+        agree.equal(mpi.allreduce(1), SIZE, "the next call")
+
+
+@pytest.mark.parametrize("shape", [(5,), (2 * SIZE + 1, 3), (700, 2), (1, 0), (2,) + (1,) * 14], ids=str)
+def test_a_scatter_of_which_the_root_alone_knows_the_shape(agree, placement, shape):
+    """With `out` and without it; through Python at all ranks, at one, and at none. The frames have room for some."""
+    for root, odd in ((0, SIZE), (SIZE - 1, -1), (0, 0), (1, 0)):
+        whole = contract.values(shape, torch.bfloat16, root)
+        expected = contract.rows(whole, RANK, SIZE)
+        for out in (None, torch.full_like(expected, -1.0)):
+            with through_python() if odd in (RANK, SIZE) else contextlib.nullcontext():
+                found = mpi.scatter(whole if root == RANK else None, root, out)
+            agree(out is None or found is out, "out")
+            agree.bits(found, expected, f"root {root}, rank {odd} through Python")
+        other = lambda: mpi.scatter(whole if root == RANK else None, root)  # noqa: E731, B023
+        for call in (mpi.barrier, lambda: mpi.scatter(whole, 1 - root % 2)):  # noqa: B023
+            agree.raises(MismatchError, call if odd == RANK or (RANK == 0 and odd in (-1, SIZE)) else other, "scatter")
+        agree.equal(mpi.allreduce(1), SIZE, "the next call")
 
 
 Call = tuple[str, int, str, int]

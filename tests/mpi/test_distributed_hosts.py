@@ -16,6 +16,7 @@ from helpers.torch_rig import CALLS, Setting, wrong
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends.mpi import MPIMovement
 from torchmpi.config import Config
 from torchmpi.errors import StallError
 from torchmpi.session import runtime
@@ -31,7 +32,8 @@ pytestmark = [
 PLACEMENTS = sorted({hosts[:SIZE] for hosts in ("abc", "aab") if len(set(hosts[:SIZE])) > 1})
 IN_CALLER = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "all_to_all_even", "all_to_all_single", "barrier",
+    "reduce_scatter_tensor", "scatter", "all_to_all_even", "all_to_all", "all_to_all_single",
+    "all_to_all_single_uneven", "barrier",
 )  # fmt: skip
 
 
@@ -57,10 +59,8 @@ def has_machine_code() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "asynchronous"),
-    [*((name, False) for name in IN_CALLER), ("all_reduce", True), ("all_to_all", True),
-     ("all_to_all_single_uneven", False)],
-)  # fmt: skip
+    ("name", "asynchronous"), [*((name, False) for name in IN_CALLER), ("all_reduce", True), ("all_to_all", True)]
+)
 def test_a_repeated_call_has_the_same_result_in_the_caller(agree, placement, name, asynchronous):
     is_compiled = has_machine_code() and name in IN_CALLER and not asynchronous
     for repeat, root in itertools.product(range(3), (0, SIZE - 1)):
@@ -94,4 +94,28 @@ def test_a_call_ends_at_the_timeout_and_the_group_is_refused(agree, placement):
         awaits_messages = placement.index(placement[RANK]) == RANK and placement[RANK] != placement[SIZE - 1]
         agree(not awaits_messages or "cannot be used any more" in heard[1], heard)
     dist.all_reduce(tensor.fill_(1))
+    agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")
+
+
+@pytest.mark.parametrize("placement", ["aab"], indirect=True, scope="module")
+def test_an_exchange_ends_at_the_timeout_while_values_are_awaited(agree, placement, monkeypatch):
+    """All ranks have told the sizes of their parts, but one does not send them."""
+    if not has_machine_code():
+        pytest.skip("no machine code, whose wait can end")
+    group, sizes = dist.new_group(timeout=timedelta(seconds=0.3)), [400 + (RANK + other) % 2 for other in range(SIZE)]
+    given, received = torch.ones(sum(sizes)), torch.zeros(sum(sizes))
+    exchange = partial(dist.all_to_all_single, received, given, sizes, sizes, group=group)
+    for _ in range(3):
+        exchange()
+    agree.equal(received, given)
+    if RANK < SIZE - 1:
+        agree.raises(StallError, exchange, "The timeout of this group is 0.3 s")
+        agree.raises(StallError, exchange, "cannot be used any more")
+    else:
+        fast_path.pause(True)
+        monkeypatch.setattr(MPIMovement, "_exchange", lambda *_: 1 // 0)
+        agree.raises(ZeroDivisionError, exchange)
+        fast_path.pause(False)
+    MPI.COMM_WORLD.Barrier()
+    dist.all_reduce(tensor := torch.ones(4))
     agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")

@@ -185,11 +185,13 @@ class _Wait(GroupResource):
     Attributes:
         record: Where the machine code says that it waits.
         unfinished: The number of the call that has been ended, if any.
+        eager: How many nanoseconds machine code waits before other ranks may have the core.
     """
 
     def __init__(self, group: Group, intra: Group | None) -> None:
         self._group, self._intra = group, intra
         self.record, self.unfinished = records.HostsWait.new(), 0
+        self.eager = 0 if group.context.is_crowded else _EAGER_NANOSECONDS
 
     @property
     def can_expire(self) -> bool:  # type: ignore[override]
@@ -269,7 +271,7 @@ class CompiledSteps:
             self._rounds = np.array(rounds or exchange.rounds, np.int64)
             self.record.write(
                 wait=comparison.wait.record,
-                eager=0 if comparison.group.context.is_crowded else _EAGER_NANOSECONDS,
+                eager=comparison.wait.eager,
                 **kernel_fields(comparison.group.context.MPI, exchange.comm, self._status, NONBLOCKING),
                 most_gathered=exchange.most_gathered,
                 relayed_blocks=exchange.blocks_address,

@@ -22,14 +22,22 @@ from ..communicators import splits
 from ..communicators.call_codes import call_code
 from ..communicators.group import Group
 from ..communicators.plan import Run
-from ..shared_memory import fast_path, kernels
+from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import records, reduction
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, LogFields
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, CounterFields, LogFields
 from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation, on_rows
 from .call_comparison import CallComparison, CompiledSteps, Settle
-from .mpi_messages import destination_for, rows_of
+from .mpi_messages import (
+    NONBLOCKING,
+    PARTS_TAG,
+    STATUS_BYTES,
+    destination_for,
+    kernel_fields,
+    longest_part,
+    rows_of,
+)
 from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
 from .rank_order import PartialResults, combiner
@@ -40,26 +48,38 @@ _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
 _LONG = 1 << CALL_NUMBER_BITS - 1
 """Added to the number of rows of a long call, which no short one has as its length."""
+_OF_FRAMES = 1 << CALL_NUMBER_BITS - 2
+"""Added to the number of a call that sends frames."""
+# The words of a frame with dtype, number of dimensions, bytes, and as many dimensions as have room.
+_DESCRIPTION_WORDS = 16
+_MOST_DIMS, _DESCRIPTION_BYTES = _DESCRIPTION_WORDS - 3, _DESCRIPTION_WORDS * memory_layout.FIELD_BYTES
+_MOST_VALUES = 1 << 10
+"""The bytes of values that a frame has room for: a call sends as many, however short or long its parts are."""
 
 
 def with_comparison(
-    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, longer: Run, *, by_host: bool = False
+    group: Group,
+    collective: str,
+    dtype: torch.dtype | None,
+    op: str | None,
+    longer: Run,
+    *,
+    by_host: bool = False,
+    message_bytes: int = 0,
 ) -> Operation:
     """Return a collective that sends short values with the comparison, if the group compares so; others are `longer`.
 
-    `by_host`: a reduction adds within the hosts first, where several ranks share one.
+    `by_host`: a reduction adds within the hosts first, where several ranks share one. `message_bytes`: the longest
+    message of a part of an exchange.
     """
     comparison, spec = group.comparison, SPECS[collective]
-    # A rank without a tensor knows no length of what it receives.
     if spec.kind not in _KINDS or not isinstance(comparison, CallComparison):
-        return Operation(longer)
-    if spec.only_root_passes and dtype is None:  # a rank that knows nothing of the call
         return Operation(longer)
     if spec.kind == "exchange":
         longer = on_rows(longer, group.size)
     if spec.reduces and comparison.in_steps != by_host:
         return Operation(longer)
-    call = ComparedCall(group, comparison, collective, dtype, op, longer)
+    call = ComparedCall(group, comparison, collective, dtype, op, longer, message_bytes=message_bytes)
     return Operation(call.run, compares=True, cached_call=call.cached_call)
 
 
@@ -87,16 +107,24 @@ class ComparedCall:
         dtype: torch.dtype | None,
         op: str | None,
         longer: Run,
+        *,
+        message_bytes: int = 0,
+        code: int | None = None,
+        mark: int = 0,
     ) -> None:
-        self.group, self.comparison, self.longer, self.op = group, comparison, longer, op
+        """Prepare the calls of a group.
+
+        `message_bytes`: the longest message of a part; `code`, `mark`: of the calls whose frames are sent.
+        """
+        self.group, self.comparison, self.longer, self.op, self.mark = group, comparison, longer, op, mark
         self.takes_part = SPECS[collective].only_root_passes
         """Whether all ranks get the whole tensor, of which each takes its part: a scatter."""
         self.spec = SPECS["broadcast" if self.takes_part else collective]
         self.runner = comparison.runner(op)
         self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
-        self.code = call_code(
-            SPECS[collective].form_of or collective, op, 0 if dtype is None else dtypes.info(dtype).code
-        )
+        self.knows_dtype = dtype is not None
+        name, dtype_code = SPECS[collective].form_of or collective, 0 if dtype is None else dtypes.info(dtype).code
+        self.code = call_code(name, op, dtype_code) if code is None else code
         self.has_parts = self.spec.kind == "exchange"
         """Whether a rank may pass lists of parts, which may differ in length: short calls have equal parts."""
         self.kind = _OF_ROWS if self.spec.compared == "rows" or self.has_parts else 0
@@ -122,6 +150,14 @@ class ComparedCall:
         rows, parts = int(self.spec.gathers), int(self.spec.divides)
         self.block_units = self.most_ranks ** (rows + parts)
         self.passed_units = group.size**rows * len(member.intra) ** parts
+        self._made = cache(lambda root: self.kernel_call(root, None))
+        self._frames = self
+        if self.takes_part:
+            self._frames = ComparedCall(
+                group, comparison, "broadcast", None, None, longer, code=self.code, mark=_OF_FRAMES
+            )
+        self.parts = _Parts.of(self, message_bytes) if self.has_parts else None
+        """How parts are exchanged that are no alltoall of this form."""
 
     def blocks_of(self, source: torch.Tensor | None) -> Blocks:
         """Return the lengths of a call with this tensor."""
@@ -139,15 +175,52 @@ class ComparedCall:
     def run(self, source: Any, destination: Any, root: int) -> Any:
         """Run a call on a tensor, or on parts; in place if the collective is."""
         if self.takes_part and not self._is_announced(destination):
-            self.group.announce()
-            return self.longer(source, destination, root)
+            return self._scatter_described(source, destination, root)
+        if self.parts is not None and not self.is_even_and_short(source, destination):
+            self.parts.run(*self.parts_of(source, destination), root)
+            return destination
         call = self.call(source, destination, root)
         if self.spec.tensors and not 0 < call.blocks.together <= self.most_bytes:
             self._compare_long(source)
             return self.longer(source, destination, root)
+        return self._result(call, self.perform(call), source, destination)
+
+    def perform(self, call: _Call) -> bool:
+        """Run a call, in machine code if possible; return whether all ranks make it."""
+        made = self._made(call.root) if fast_path.takes_calls() and not self.takes_part else None
+        if made is not None:
+            return made.run(call)
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
-        is_equal = self.comparison.run(call.number, call.before, call.between, call.after)
-        return self._result(call, is_equal, source, destination)
+        return self.comparison.run(call.number, call.before, call.between, call.after)
+
+    def _scatter_described(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
+        """Run a scatter whose ranks know nothing of the tensor: a frame with the comparison has the description."""
+        group = self.group
+        frame = torch.zeros(_DESCRIPTION_BYTES + _MOST_VALUES, dtype=torch.uint8, device="cpu")
+        words, values = frame.numpy().view(np.int64), frame[_DESCRIPTION_BYTES:]
+        source = source if group.rank == root else None
+        if source is not None and source.dim() <= _MOST_DIMS:
+            shape = tuple(source.shape) or (1,)
+            words[: 3 + len(shape)] = dtypes.info(source.dtype).code, len(shape), source.nbytes, *shape
+            values[: source.nbytes] = buffers.byte_view(source)[:_MOST_VALUES]
+        call = _Call(self._frames, self._frames.blocks_of(frame), frame, None, root)
+        if not self._frames.perform(call):
+            group.refuse_call()
+        if self.comparison.exchange is None:
+            group.call_log.count_wait()
+        code, num_dims, num_bytes = words[:3].tolist()
+        dtype = dtypes.from_code(code) if num_dims else None
+        if dtype is None:
+            return self.longer(source, destination, root)
+        shape = tuple(words[3 : 3 + num_dims].tolist())
+        if num_bytes > _MOST_VALUES:
+            group.scattered = group.call_log.seq, (shape, dtype)
+            return self.longer(source, destination, root)
+        whole = values[:num_bytes].view(dtype).view(shape)
+        first, num_rows = partition.part_of(shape[0], group.size, group.rank)
+        destination = destination_for(whole, num_rows, destination)
+        buffers.overwrite(destination, whole[first : first + num_rows])
+        return destination
 
     def call(self, source: Any, destination: Any, root: int) -> _Call:
         """Return a call on a tensor, or on a copy of parts; without a tensor if these differ in length."""
@@ -167,10 +240,25 @@ class ComparedCall:
             source, destination = source.view(-1), destination.view(-1)
         return _Call(self, self.blocks_of(source), source, destination, root)
 
+    def is_even_and_short(self, source: Any, destination: Any) -> bool:
+        """Return whether an exchange is an alltoall whose values are sent with the comparison."""
+        sources, destinations = self.parts_of(source, destination)
+        lengths = {part.numel() for part in (*sources, *destinations)}
+        together = lengths.pop() * self.dtype.itemsize * self.block_units * len(self.hosts)
+        return not lengths and 0 < together <= self.most_bytes
+
+    def parts_of(self, source: Any, destination: Any) -> tuple[Any, Any]:
+        """Return the parts of an exchange of lists, or of two tensors."""
+        if isinstance(source, (list, tuple)):
+            return source, destination
+        shape = self.group.size, source.numel() // self.group.size
+        return source.view(shape).unbind(), destination.view(shape).unbind()
+
     def _is_announced(self, destination: Any) -> bool:
         """Return whether the ranks compare what each of them receives in a scatter, so that all know its length."""
         entered = self.group.call_log.entered
-        return destination is not None and entered is not None and entered[1] & _WITHOUT_ROOT == self.code
+        knows_length = destination is not None and self.knows_dtype
+        return knows_length and entered is not None and entered[1] & _WITHOUT_ROOT == self.code
 
     def _compare_long(self, source: Any) -> None:
         """Compare a call that is too long for these messages, and find out whether all ranks have as many rows."""
@@ -178,14 +266,18 @@ class ComparedCall:
         num_rows = rows_of(source)[0] if self.kind and not self.has_parts else 0
         if not self.kind:
             group.announce()
-        elif self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
-            group.even_seq = group.call_log.seq
-        else:
+        elif not self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
             group.refuse_call(self.kind)
+        elif not self.has_parts:
+            group.even_seq = group.call_log.seq
         group.call_log.count_wait()
 
-    def finish(self, compiled: CompiledSteps, status: int, source: Any, destination: Any, root: int) -> Any:
+    def finish(self, made: _KernelCall, status: int, source: Any, destination: Any, root: int) -> Any:
         """Run the rest of a call of the fast path, from the step that has failed."""
+        compiled = made.compiled
+        if made.frames is not None and self.parts is not None and not self.is_even_and_short(source, destination):
+            self.parts.finish(made.frames.compiled, status, *self.parts_of(source, destination), root)
+            return destination
         call = self.call(source, destination, root)
         is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
         return self._result(call, is_equal, source, destination)
@@ -212,6 +304,11 @@ class ComparedCall:
 
     def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
+        made = self.kernel_call(root, most_bytes)
+        return None if made is None else made.cached_call()
+
+    def kernel_call(self, root: int, most_bytes: int | None) -> _KernelCall | None:
+        """Return the call in machine code; None if that is not possible."""
         if not self.comparison.has_kernels:
             return None
         intra, planned = self.comparison.intra, self.steps(root)
@@ -220,7 +317,7 @@ class ComparedCall:
         if len(steps) < len(planned):  # the ranks of the host share no memory
             return None
         limit = self.most_bytes if most_bytes is None else min(most_bytes, self.most_bytes)
-        return _KernelCall(self, root, limit, steps).cached_call()
+        return _KernelCall(self, root, limit, steps)
 
     def _cached_step(self, intra: Group, step: splits.Step) -> fast_path.CachedCall | None:
         """Return a step within the host for the fast path."""
@@ -243,7 +340,7 @@ class _Call:
         self.plan, self.blocks, self.source, self.destination, self.root = plan, blocks, source, destination, root
         self.spec, self.group, self.exchange = plan.spec, plan.group, plan.comparison.exchange
         self.num_bytes = 0 if source is None else source.numel() * plan.sent_dtype.itemsize
-        self.number = plan.group.call_number ^ self.num_bytes
+        self.number = plan.group.call_number ^ self.num_bytes ^ plan.mark
         """What is compared: that of the call, and its length."""
         self.is_root, self.is_home = self.group.rank == root, plan.own_host == plan.host_of[root]
         self.steps = plan.steps(root)
@@ -402,6 +499,103 @@ class _Call:
             buffers.overwrite(self.flat, self._own(self.num_bytes))
 
 
+class _Parts:
+    """Exchanges of parts of any length.
+
+    Each rank sends all others a frame with the comparison: the sizes of the parts that it sends and expects, and the
+    values if these are few. So all ranks know all sizes, and whether any two differ. Other values follow in messages of
+    their own, between all ranks.
+    """
+
+    def __init__(self, plan: ComparedCall, values_bytes: int, message_bytes: int) -> None:
+        self._plan, self._group, self._comparison, size = plan, plan.group, plan.comparison, plan.group.size
+        self._message_bytes = message_bytes
+        self._sizes_bytes = 2 * size * memory_layout.FIELD_BYTES
+        self._frame_bytes = self._sizes_bytes + values_bytes
+        self._gather = ComparedCall(
+            plan.group, plan.comparison, "allgather", None, None, plan.longer, code=plan.code, mark=_OF_FRAMES
+        )
+        given, received = plan.comparison.rows_memory
+        with torch.inference_mode(False):
+            self._frame = torch.from_numpy(given)[: self._frame_bytes]
+            self._frames = torch.from_numpy(received)[: self._frame_bytes * size]
+        self._sizes = given[: self._sizes_bytes].view(np.int64).reshape(2, size)
+
+    @classmethod
+    def of(cls, plan: ComparedCall, message_bytes: int) -> _Parts | None:
+        """Return the exchanges of a group; None if it has too many ranks for frames."""
+        num_blocks = len(plan.hosts) * plan.most_ranks
+        room = most_together(len(plan.hosts)) // num_blocks - 2 * plan.group.size * memory_layout.FIELD_BYTES
+        return cls(plan, min(room, _MOST_VALUES), message_bytes) if room >= 0 else None
+
+    def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
+        """Exchange parts."""
+        self._end(self._gather.perform(self._call(sources, destinations)), sources, destinations, root)
+
+    def finish(
+        self,
+        compiled: CompiledSteps,
+        status: int,
+        sources: Sequence[torch.Tensor],
+        destinations: Sequence[torch.Tensor],
+        root: int,
+    ) -> None:
+        """Run the rest of an exchange of the fast path, from the step that has failed."""
+        is_equal = True
+        if compiled.record.failed_step != records.STEP_PARTS:
+            call = self._call(sources, destinations)
+            is_equal = self._comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
+        elif status == records.TIMEOUT:
+            self._comparison.wait.give_up(compiled, sources, destinations)
+        elif status != records.UNEVEN:
+            raise self._group.context.MPI.Exception(status)
+        self._end(is_equal, sources, destinations, root)
+
+    def _call(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> _Call:
+        """Write the frame of this rank, and return the gather of all of them."""
+        self._sizes[:] = [part.nbytes for part in sources], [part.nbytes for part in destinations]
+        others = [part for rank, part in enumerate(sources) if rank != self._group.rank]
+        if sum(part.nbytes for part in others) <= self._frame_bytes - self._sizes_bytes:
+            values = self._frame[self._sizes_bytes :]
+            for part in others:
+                values[: part.nbytes] = buffers.byte_view(part)
+                values = values[part.nbytes :]
+        return _Call(self._gather, self._gather.blocks_of(self._frame), self._frame, self._frames, 0)
+
+    def _end(
+        self, is_equal: bool, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int
+    ) -> None:
+        """Take the values from the frames, or exchange them; raise on all ranks if calls or sizes differ."""
+        group = self._group
+        if not is_equal:
+            group.refuse_call(self._plan.kind)
+            self._plan.longer(sources, destinations, root)
+            return
+        if self._comparison.exchange is None:
+            group.call_log.count_wait()
+        frames = self._frames.view(group.size, self._frame_bytes)
+        sizes = frames[:, : self._sizes_bytes].numpy().view(np.int64).reshape(group.size, 2, group.size)
+        longest_part(sizes, group.where)
+        sent = sizes[:, 0].copy()
+        np.fill_diagonal(sent, 0)
+        if sent.sum(1).max() > self._frame_bytes - self._sizes_bytes:
+            group.even_seq = group.call_log.seq
+            self._plan.longer(sources, destinations, root)
+            return
+        for rank, destination in enumerate(destinations):
+            begin = self._sizes_bytes + int(sent[rank, : group.rank].sum())
+            values = frames[rank, begin : begin + destination.nbytes]
+            own = buffers.byte_view(sources[rank])
+            buffers.overwrite(buffers.byte_view(destination), own if rank == group.rank else values)
+
+    def kernel_call(self, call: records.KernelCall) -> _KernelCall | None:
+        """Complete the record of an exchange in machine code; return that of the frames, None if there is none."""
+        made = self._gather.kernel_call(0, None)
+        if made is not None:
+            made.complete(call, self._frame_bytes, self._message_bytes)
+        return made
+
+
 class _KernelCall:
     """The record of the kernel `over_hosts`, and the memory to which it points."""
 
@@ -415,18 +609,20 @@ class _KernelCall:
             steps: The steps within the host; none on ranks without them.
         """
         group, spec, hosts, own_host = plan.group, plan.spec, plan.hosts, plan.own_host
-        self._plan, self._group, self._root, self._read_ticks = plan, group, root, kernels.load()["read_ticks"]
+        self._plan, self._group, self._root = plan, group, root
+        self._read_ticks, self._run = (kernels.load()[name] for name in ("read_ticks", "call_over_hosts"))
         names = [step.collective for step in plan.steps(root)]
-        self._compiled = CompiledSteps(plan.comparison, steps, names, rounds=plan.rounds(root))
+        self.compiled = CompiledSteps(plan.comparison, steps, names, rounds=plan.rounds(root))
         is_root, is_first = group.rank == root, plan.comparison.exchange is not None
         self._code = plan.code | root << 32 if spec.is_rooted else plan.code
         self._ranks = np.full((len(hosts), plan.most_ranks), -1, np.int64)
         for host, ranks in enumerate(hosts):
             self._ranks[host, : len(ranks)] = ranks
-        self._compiled.record.write(
+        self.compiled.record.write(
             value_bytes=most_bytes,
             call_log=group.call_log.address,
             code=self._code,
+            mark=plan.mark,
             sent_item_bytes=plan.sent_dtype.itemsize,
             widen=reduction.converter(plan.dtype, plan.sent_dtype),
             finish=reduction.converter(plan.sent_dtype, plan.dtype, divides=plan.divides),
@@ -454,8 +650,46 @@ class _KernelCall:
             item_bytes=plan.dtype.itemsize,
             reducer=0 if plan.op is None else reduction.address(plan.sent_dtype, plan.op),
             root=root if spec.is_rooted else -1,
-            hosts=self._compiled.record,
+            hosts=self.compiled.record,
         )
+        self.frames = None if plan.parts is None else plan.parts.kernel_call(self._call)
+
+    def complete(self, call: records.KernelCall, frame_bytes: int, message_bytes: int) -> None:
+        """Write to the record of an exchange how parts of any length are sent, of which this one sends the frames."""
+        group, comparison = self._group, self._plan.comparison
+        MPI, size = group.context.MPI, group.size
+        self._transfers = np.zeros((size, records.Transfer.FIELDS), np.int64)
+        self._requests, self._status = np.zeros(2 * size, np.int64), np.zeros(STATUS_BYTES, np.uint8)
+        self._messages = records.Hosts.new().write(
+            wait=comparison.wait.record,
+            eager=comparison.wait.eager,
+            **kernel_fields(MPI, group.comm, self._status, NONBLOCKING),
+            tag=PARTS_TAG,
+            received_bytes=message_bytes,
+            requests=self._requests.ctypes.data,
+        )
+        call.write(transfers=self._transfers.ctypes.data)
+        call.hosts.write(frames=self._call, frame_bytes=frame_bytes, parts=self._messages)
+
+    def run(self, call: _Call) -> bool:
+        """Run a call that Python has entered; return whether all ranks make it."""
+        comparison, source, target, call_log = self._plan.comparison, call.source, call.target, self._group.call_log
+        comparison.wait.check()
+        num_bytes, row_bytes = 0, 0
+        if source is not None:
+            num_bytes, row_bytes = source.nbytes, rows_of(source)[1] * source.itemsize
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (source, target)]
+        arguments = call_log.seq, call.number, addresses[0], num_bytes, row_bytes, addresses[1]
+        try:
+            status = self._run(int(self._call), *arguments)
+            if status == 0:
+                call_log.time_field = CounterFields.known_ns
+                return True
+            call_log.log_fields[LogFields.waited] = 0
+            return comparison.finish(call.number, self.compiled, status, call.before, call.between, call.after)
+        except BaseException:
+            self.compiled.abort()
+            raise
 
     def cached_call(self) -> fast_path.CachedCall:
         """Return the call for the fast path."""
@@ -463,10 +697,12 @@ class _KernelCall:
         return fast_path.CachedCall(int(self._call), call_log, run_lock, self._code, 0, self._settle, self._abort)
 
     def _settle(self, status: int, source: Any, destination: Any) -> Any:
-        finish = partial(self._plan.finish, self._compiled, status, source, destination, self._root)
+        finish = partial(self._plan.finish, self, status, source, destination, self._root)
         return self._group.settle(self._read_ticks(), finish)
 
     def _abort(self) -> None:
-        self._compiled.abort()
+        self.compiled.abort()
+        if self.frames is not None:
+            self.frames.compiled.abort()
         self._group.call_log.take_over(self._read_ticks())
         self._group.call_log.abandon()

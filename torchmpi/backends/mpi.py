@@ -29,6 +29,7 @@ from .compared_calls import with_comparison
 from .comparing import compared
 from .job_facts import JobFacts
 from .mpi_messages import (
+    PARTS_TAG,
     Range,
     broadcast_header,
     check_part_sizes,
@@ -42,7 +43,6 @@ from .range_reduction import RangeReduction
 from .rank_order import combiner, divide
 from .shm import SharedMemoryBackend
 
-_TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
 
@@ -97,7 +97,10 @@ class MPIBackend(Backend):
         if not SPECS[collective].reduces:
             longer = getattr(MPIMovement(group, self.config.message_bytes), collective)
             # The tensors of a CUDA-aware library may be on a device.
-            return Operation(longer) if self.is_cuda_aware else with_comparison(group, collective, dtype, op, longer)
+            if self.is_cuda_aware:
+                return Operation(longer)
+            message_bytes = self.config.message_bytes
+            return with_comparison(group, collective, dtype, op, longer, message_bytes=message_bytes)
         assert dtype is not None and op is not None
         reduction: RangeReduction
         if dtypes.may_use_mpi(dtype, op, group.size):
@@ -393,9 +396,9 @@ class MPIMovement:
         for shift in range(1, self.size):
             target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size
             for message in self._messages(incoming[origin]):
-                requests.append(self.comm.Irecv((message, self.MPI.BYTE), origin, _TAG))
+                requests.append(self.comm.Irecv((message, self.MPI.BYTE), origin, PARTS_TAG))
             for message in self._messages(outgoing[target]):
-                requests.append(self.comm.Isend((message, self.MPI.BYTE), target, _TAG))
+                requests.append(self.comm.Isend((message, self.MPI.BYTE), target, PARTS_TAG))
         self.MPI.Request.Waitall(requests)
 
     def _rows(self, source: torch.Tensor) -> tuple[list[int], int]:
@@ -410,8 +413,8 @@ class MPIMovement:
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         for message in self._messages(tensor):
-            self.comm.Send((message, self.MPI.BYTE), target, _TAG)
+            self.comm.Send((message, self.MPI.BYTE), target, PARTS_TAG)
 
     def _receive(self, tensor: torch.Tensor, origin: int) -> None:
         for message in self._messages(tensor):
-            self.comm.Recv((message, self.MPI.BYTE), origin, _TAG)
+            self.comm.Recv((message, self.MPI.BYTE), origin, PARTS_TAG)

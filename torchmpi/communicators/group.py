@@ -84,7 +84,9 @@ class Group:
             ranks are on several hosts, or have no shared memory.
         log_board: The status board, if calls are compared on it (``checking == "board"``); None if they are compared
             with messages, not at all, or if there is no status board.
-        even_seq: The last call whose ranks have been found to have equal numbers of rows.
+        even_seq: The last call whose ranks have been found to have equal numbers of rows, or whose parts have the sizes
+            that their receivers expect.
+        scattered: The last scatter whose tensor all ranks know, and its shape and dtype.
         checking: How calls are compared: ``board``, ``strict`` (with a message before each call) or ``off``.
         shared: State of the shared-memory backend, made by that backend.
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
@@ -146,6 +148,7 @@ class Group:
         self.attachments: list[GroupResource] = []
         self.communicator: Any = None
         self._compared, self.even_seq = 0, -1
+        self.scattered: tuple[int, tuple[tuple[int, ...], Any] | None] = -1, None
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.intra_host, self.inter_host = _split_by_host(self)
         context.groups.append(self)

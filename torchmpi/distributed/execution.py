@@ -119,7 +119,7 @@ class GroupExecution(GroupProperties):
         self, call: BoundCall, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
     ) -> bool:
         """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
-        if self._by_messages or is_asynchronous(options) or options.timeout > _NO_LIMIT:
+        if is_asynchronous(options) or options.timeout > _NO_LIMIT:
             return False
         self._refuse_read_only("all_to_all", written)
         if not call.run_fast(given, received):

@@ -412,6 +412,18 @@ def enter_allgather(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     return enter_gathering(cached_call, source, numel, data(target), arguments)
 
 
+@inner
+def is_of_parts(call: KernelCall, given: Words, received: Words):
+    """Return whether parts over hosts are no alltoall whose values are sent with the comparison."""
+    size, length, item_bytes = group_of(call).size, part_numel(given, 0), call.item_bytes
+    if not call.hosts.frames:
+        return False
+    for other in range(size):
+        if part_numel(given, other) != length or part_numel(received, other) != length:
+            return True
+    return not is_carried(call, size * length * item_bytes, item_bytes)
+
+
 @kernel
 def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
     """Enter an exchange of parts of any length, and write their sizes and transfers."""
@@ -419,9 +431,11 @@ def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTe
     group, item_bytes = group_of(call), call.item_bytes
     rank, size, given, received = group.rank, group.size, arguments.given_parts, arguments.received_parts
     num_fields = 1 + 2 * size
-    if call.hosts or not given or not received or num_fields * FIELD_BYTES > PAYLOAD_BYTES:
+    if not given or not received or (not call.hosts and num_fields * FIELD_BYTES > PAYLOAD_BYTES):
         return NOT_FAST
     if dtype_of(target) != cached_call.dlpack_dtype or part_numel(given, rank) != part_numel(received, rank):
+        return NOT_FAST
+    if call.hosts and not is_of_parts(call, given, received):
         return NOT_FAST
     if not are_apart(cached_call, source, target, arguments):
         return NOT_FAST
@@ -429,12 +443,14 @@ def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTe
     if status != 0:
         return status
     message, transfers = Words(call.message), call.transfers
-    message[0] = PART_SIZES
     for other in range(size):
-        message[1 + other] = part_numel(given, other) * item_bytes
-        message[1 + size + other] = part_numel(received, other) * item_bytes
-        set_send(transfers, other, given[other], message[1 + other])
-        set_receive(transfers, other, received[other], message[1 + size + other])
+        set_send(transfers, other, given[other], part_numel(given, other) * item_bytes)
+        set_receive(transfers, other, received[other], part_numel(received, other) * item_bytes)
+    if not call.hosts:
+        message[0] = PART_SIZES
+        for other in range(size):
+            message[1 + other] = transfers[other].send_bytes
+            message[1 + size + other] = transfers[other].receive_bytes
     arguments.rest[0] = message + 0
     arguments.rest[1] = num_fields * FIELD_BYTES
     return 0
@@ -466,7 +482,8 @@ def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     num_rows, row_bytes = dim(source, 0), row_numel(source) * call.item_bytes
     if not fits(cached_call, source, target, own_rows(call, num_rows) * times, arguments):
         return NOT_FAST
-    if not is_carried(call, num_rows * row_bytes, row_bytes):
+    has_equal_parts = num_rows % group_of(call).size == 0
+    if not is_carried(call, num_rows * row_bytes, row_bytes) and not (has_equal_parts and call.hosts.frames):
         return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_rows

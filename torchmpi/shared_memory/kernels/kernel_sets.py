@@ -90,17 +90,18 @@ COLLECTIVES = KernelSet(
             "any_reduce_scatter",
             "any_alltoall",
             "compare_over_hosts",
+            "call_over_hosts",
             "read_ticks",
             "announce",
         ),
         (
             "allreduce_list",
             "exchange",
-            "exchange_parts",
             "offer",
             "take",
             "scatter",
             "any_scatter",
+            "any_exchange",
             "any_message",
             "advance",
             "add_pieces",
@@ -125,7 +126,7 @@ COLLECTIVES = KernelSet(
             "any_alltoall", "enter_alltoall", takes_out=True, takes_list=True, takes_out_list=True
         ),
         "exchange": FastPathKernel(
-            "exchange_parts",
+            "any_exchange",
             "enter_exchange",
             takes_out=True,
             writes=False,

@@ -575,7 +575,7 @@ def expected_bytes(call: KernelCall, seq, sender, receiver):
     return payload[0] // group.size * call.item_bytes
 
 
-@kernel
+@inner
 def exchange_parts(call: KernelCall, seq, signature, message, num_bytes):
     """Exchange parts of any length, which are in the transfers; the message of each rank has the lengths of its parts.
 

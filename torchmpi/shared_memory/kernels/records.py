@@ -432,6 +432,8 @@ class Hosts(Record):
     """How many nanoseconds to wait before other ranks may have the core."""
     code = Word()
     """Code of the call."""
+    mark = Word()
+    """Added to its number: calls with the same code may send different messages."""
     rounds = Pointer(RoundRecord)
     num_rounds = Word()
     num_hosts = Word()
@@ -496,8 +498,19 @@ class Hosts(Record):
     """The length of a block of a host, and of what is passed on in a host: see `Blocks` of torchmpi.backends."""
     passed_units = Word()
 
+    # An exchange of parts of any length.
+    frames: Pointer[KernelCall] = Pointer("KernelCall")
+    """The prepared gather of frames; 0 for other calls."""
+    frame_bytes = Word()
+    """The length of the frame of a rank: the sizes of its parts, and values if there is room."""
+    parts: Pointer[Hosts] = Pointer("Hosts")
+    """The messages between all ranks."""
+    requests = Pointer(Words)
+    """Of such a record memory for two requests of MPI for each rank."""
 
-STEP_BEFORE, STEP_BETWEEN, STEP_AFTER = range(3)
+
+STEP_BEFORE, STEP_BETWEEN, STEP_AFTER, STEP_PARTS = range(4)
+"""The last one: parts of an exchange, in messages of their own."""
 
 
 class KernelCall(Record):
