@@ -223,7 +223,7 @@ LENGTHS: dict[str, Lengths] = {
     "short": lambda sender, receiver: (2 * sender + receiver) % 4,
     "none": lambda sender, receiver: 0,
     "long": lambda sender, receiver: 300 * sender + 1000 * receiver,
-    "equal and long": lambda sender, receiver: 40_000,
+    "equal and long": lambda sender, receiver: 200_000,
     "equal at one rank": lambda sender, receiver: 3 if 0 in (sender, receiver) else sender + receiver,
     "longer than a message": lambda sender, receiver: (
         40_000 if (sender, receiver) == (0, SIZE - 1) else 5 + sender + receiver
