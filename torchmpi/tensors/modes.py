@@ -8,10 +8,12 @@ from functools import cache
 
 import torch
 
-_num_function_modes, _num_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_num_function_modes, num_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 _is_active, _KEYS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey
 _PRE_DISPATCH, _loaded = _KEYS.PreDispatch, sys.modules
+MAKE_FX = "torch.fx.experimental.proxy_tensor"
+"""The module without which nothing traces before dispatch; most programs do not load it."""
 WATCHING_KEYS = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in (_KEYS.Python, _PRE_DISPATCH))
 """The dispatch keys that are active while modes watch operators, as numbers of C++."""
 _TELLER = "_ZN3c104impl31tls_is_dispatch_keyset_includedENS_14DispatchKeySetE"
@@ -23,10 +25,7 @@ def are_watching() -> bool:
     >>> are_watching()
     False
     """
-    if _num_dispatch_modes():
-        return True
-    # Without a module of make_fx, nothing traces before dispatch. Most programs do not load it.
-    return "torch.fx.experimental.proxy_tensor" in _loaded and _is_active(_PRE_DISPATCH)
+    return bool(num_dispatch_modes()) or (MAKE_FX in _loaded and _is_active(_PRE_DISPATCH))
 
 
 _RECORDERS = {torch._C._TorchDispatchModeKey.PROXY: "make_fx", torch._C._TorchDispatchModeKey.FAKE: "FakeTensorMode"}
@@ -64,7 +63,7 @@ def are_active() -> bool:
     """
     return bool(
         _num_function_modes()
-        or _num_dispatch_modes()
+        or num_dispatch_modes()
         or torch.is_inference_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
