@@ -9,7 +9,6 @@ compare, so lists that do not match raise an error on all ranks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -25,7 +24,7 @@ from ..communicators.plan import Plan, PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
-from ..tensors.modes import MAKE_FX, are_watching, num_dispatch_modes
+from ..tensors.modes import PRE_DISPATCH, is_key_active, num_dispatch_modes
 from ..tensors.operation_specs import OPERATIONS
 from ..timeline import events
 from . import bucket_memory, dispatched_calls, monitored, torch_names, transfers
@@ -104,11 +103,8 @@ class ProcessGroup(HookedGroup):
             call: BoundCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
             if call is not None and call.code.run(tensor, None) is not None:
                 return COMPLETED
-        if (
-            (num_dispatch_modes() or MAKE_FX in sys.modules)
-            and are_watching()
-            and not dispatched_calls.below.is_running
-        ):
+        are_watching = num_dispatch_modes() or is_key_active(PRE_DISPATCH)
+        if are_watching and not dispatched_calls.below.is_running:
             return dispatched_calls.call("allreduce", self, ([tensor, *others], opts))
         if (is_asynchronous(opts) or others) and tensor.layout is torch.strided:
             is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from functools import cache
 
 import torch
 
 _num_function_modes, num_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
-_is_active, _KEYS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey
-_PRE_DISPATCH, _loaded = _KEYS.PreDispatch, sys.modules
-MAKE_FX = "torch.fx.experimental.proxy_tensor"
-"""The module without which nothing traces before dispatch; most programs do not load it."""
-WATCHING_KEYS = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in (_KEYS.Python, _PRE_DISPATCH))
+is_key_active, _KEYS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey
+PRE_DISPATCH = _KEYS.PreDispatch
+"""Active while make_fx traces before dispatch."""
+WATCHING_KEYS = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in (_KEYS.Python, PRE_DISPATCH))
 """The dispatch keys that are active while modes watch operators, as numbers of C++."""
 _TELLER = "_ZN3c104impl31tls_is_dispatch_keyset_includedENS_14DispatchKeySetE"
 
@@ -25,7 +23,7 @@ def are_watching() -> bool:
     >>> are_watching()
     False
     """
-    return bool(num_dispatch_modes()) or (MAKE_FX in _loaded and _is_active(_PRE_DISPATCH))
+    return bool(num_dispatch_modes() or is_key_active(PRE_DISPATCH))
 
 
 _RECORDERS = {torch._C._TorchDispatchModeKey.PROXY: "make_fx", torch._C._TorchDispatchModeKey.FAKE: "FakeTensorMode"}
@@ -39,7 +37,7 @@ def recorder() -> str:
     """
     if not are_watching():
         return ""
-    if _is_active(_PRE_DISPATCH):
+    if is_key_active(PRE_DISPATCH):
         return "make_fx"
     active = (name for key, name in _RECORDERS.items() if torch._C._get_dispatch_mode(key) is not None)
     return next(active, "")
