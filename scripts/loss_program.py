@@ -21,7 +21,7 @@ from torch import nn
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
-from torchmpi.engine.all_ranks import AllRanks
+from torchmpi.session import recovery
 
 CALLS, FIRST_CALL, NEXT_CALL = 30, 10, 20
 moment, fault, folder = sys.argv[1], sys.argv[2], Path(sys.argv[4])
@@ -125,7 +125,7 @@ REPEATED = {
     "barrier": lambda call: mpi.barrier(),
     "send and receive": exchange,
     "new groups": in_group,
-    "copies": lambda call: AllRanks().confirm(),
+    "copies": lambda call: recovery.confirm(),
 }
 
 

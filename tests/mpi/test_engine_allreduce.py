@@ -379,7 +379,7 @@ def test_no_state_is_copied_after_the_loss_of_a_rank(monkeypatch):
     monkeypatch.setattr(context, "raises_lost_ranks", True)
     monkeypatch.setattr(context, "loss", "")
     copied = []
-    monkeypatch.setattr(MemoryCopies, "take", lambda self, run: copied.append(run.state.t))
+    monkeypatch.setattr(MemoryCopies, "take", lambda self, run, num_ranks: copied.append(run.state.t))
     monkeypatch.setattr(recovery, "recover", lambda timeout: 1 / 0)
     engine.recover(every=1)
 

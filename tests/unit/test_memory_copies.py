@@ -60,7 +60,7 @@ class Run:
     def update(self, copies: MemoryCopies) -> None:
         self.t += 1
         self.weights += 1
-        copies.take(self)  # type: ignore[arg-type]
+        copies.take(self, 4)  # type: ignore[arg-type]
 
 
 def summary(saved: Saved) -> tuple[int, list[float], int]:
@@ -78,12 +78,12 @@ def test_ranks_return_to_the_last_copy_that_all_have(ahead):
         for _ in range(4 + (rank == ahead)):
             run.update(copies)
         for _ in range(2):  # the second loss comes before another copy
-            saved = copies.last_common(run, 1, coordinator)  # type: ignore[arg-type]
+            saved = copies.last_common(run, coordinator)  # type: ignore[arg-type]
             assert len(saved.ranks) == 3 and saved.ranks[0]["iterator"] is None
             found.append(summary(saved))
         run.t, run.weights = saved.common["t"], saved.trees["network"]["weights"]
         run.update(copies)
-        found.append(summary(copies.last_common(run, 1, coordinator)))  # type: ignore[arg-type]
+        found.append(summary(copies.last_common(run, coordinator)))  # type: ignore[arg-type]
         return found
 
     expected = [(4, [4.0, 4.0], 4), (4, [4.0, 4.0], 4), (5, [5.0, 5.0], 5)]
@@ -92,18 +92,26 @@ def test_ranks_return_to_the_last_copy_that_all_have(ahead):
 
 def test_a_rank_is_lost_before_the_first_copy():
     run = Run()
-    assert summary(MemoryCopies().last_common(run, 1, SingleProcess())) == (0, [0.0, 0.0], 0)  # type: ignore[arg-type]
+    assert summary(MemoryCopies().last_common(run, SingleProcess())) == (0, [0.0, 0.0], 0)  # type: ignore[arg-type]
 
 
 def test_the_rest_of_an_epoch_is_divided_among_the_ranks_that_are_left():
     """Three of four ranks are left after 4 of 10 batches each: of the 40, 16 are done, so 4 of 10 by each."""
-    coordinator = Threads(3)
-
-    def lose(rank: int) -> int:
-        run, copies = Run(in_epoch=True), MemoryCopies()
+    runs, copies = [Run(in_epoch=True) for _ in range(3)], [MemoryCopies() for _ in range(3)]
+    for run, own in zip(runs, copies, strict=True):
         for _ in range(4):
-            run.update(copies)
-        run.state.iterator = range(13)  # 40 batches by three
-        return copies.last_common(run, 1, coordinator).ranks[rank]["batch"]  # type: ignore[arg-type]
+            run.update(own)
 
-    assert coordinator.run(lose) == [13 * 16 // 40] * 3
+    def batches(size: int, iterator: Any) -> list[int]:
+        coordinator = Threads(size)
+
+        def lose(rank: int) -> int:
+            runs[rank].state.iterator = iterator
+            saved = copies[rank].last_common(runs[rank], coordinator)  # type: ignore[arg-type]
+            return saved.ranks[rank]["batch"]
+
+        return coordinator.run(lose)
+
+    assert batches(3, range(13)) == [13 * 16 // 40] * 3  # 40 batches by three
+    # Regression: another loss before the next copy, with iterators of unknown length; four ranks had done the 16.
+    assert batches(2, iter(())) == [16 // 2] * 2

@@ -22,33 +22,32 @@ class MemoryCopies:
     """The last copies of a run."""
 
     def __init__(self) -> None:
-        self._copies = NumberedCopies[Content]()
+        self._copies = NumberedCopies[tuple[Content, int]]()
+        """Each with the number of ranks that had parts of the data then."""
 
-    def take(self, run: TrainingRun) -> None:
+    def take(self, run: TrainingRun, num_ranks: int) -> None:
         """Copy the state of a run. All ranks do so at the same points."""
-        self._copies.add(_copied(run.content()))
+        self._copies.add((_copied(run.content()), num_ranks))
 
-    def last_common(
-        self, run: TrainingRun, num_lost: int, coordinator: Coordinator, *, is_newcomer: bool = False
-    ) -> Saved:
+    def last_common(self, run: TrainingRun, coordinator: Coordinator, *, is_newcomer: bool = False) -> Saved:
         """Return the last copy that all remaining ranks have, for their present parts of the data. Collective.
 
         A newcomer, which was a spare rank, gets it from the first of the others.
         """
         if not (self._copies or is_newcomer):  # the rank was lost before the first copy, so nothing has changed yet
-            self.take(run)
-        kept = self._copies.agree(coordinator.gather, coordinator.broadcast, coordinator.rank)
-        assert kept is not None  # spare ranks alone do not continue
+            self.take(run, coordinator.size)
+        common = self._copies.agree(coordinator.gather, coordinator.broadcast, coordinator.rank)
+        assert common is not None  # spare ranks alone do not continue
+        kept, num_ranks = common
         if is_newcomer:
             fresh = run.content().own["rng"]  # with those of another rank, both would have the same dropout
             kept.own.update({name: fresh for name in ("rng", "begin") if name in kept.own})
         content = _copied(kept)
         own = content.own
-        progress = {name: own[name] for name in ("batch", "num_batches")}
-        everyone = coordinator.gather(progress | {"num_lost": num_lost})
+        everyone = coordinator.gather({name: own[name] for name in ("batch", "num_batches")})
         if content.common["in_epoch"]:
-            # How far the lost ranks were is not known; they took part in every update. A newcomer has not counted them.
-            everyone += max(each["num_lost"] for each in everyone) * everyone[:1]
+            # How far the lost ranks were is not known; they took part in every update.
+            everyone += (num_ranks - coordinator.size) * everyone[:1]
             own["batch"] = redivided_batch(everyone, coordinator.size, num_batches(run.state.iterator))
         own["iterator"] = None  # the position of an iterator over another part of the data
         return Saved(content.common, coordinator.size * [own], content.trees)
@@ -93,7 +92,7 @@ class Recovery:
         # A call on a device that was aborted, because a rank is lost, has left undefined values in the parameters.
         streams.settle(next(run.state.network.parameters()))
         recovery.confirm()
-        self._copies.take(run)
+        self._copies.take(run, self._coordinator.size)
 
     @property
     def joins(self) -> bool:
@@ -104,22 +103,17 @@ class Recovery:
         """Return the copy from which the remaining ranks continue; raise an error that is not the loss of a rank."""
         if not runtime.current().context.loss:
             raise error
-        num_before = self._coordinator.size
         self._recover()
-        return self._common_copy(run, num_before)
+        return self.join(run)
 
     def join(self, run: TrainingRun) -> Saved:
         """Return the copy from which the others continue, and this rank with them."""
-        return self._common_copy(run, self._coordinator.size)
-
-    def _common_copy(self, run: TrainingRun, num_before: int) -> Saved:
         coordinator = self._coordinator
         while True:
             try:
                 recovery.begin_again()
                 run.divide_anew()
-                num_lost = num_before - coordinator.size
-                saved = self._copies.last_common(run, num_lost, coordinator, is_newcomer=self.joins)
+                saved = self._copies.last_common(run, coordinator, is_newcomer=self.joins)
                 if coordinator.rank == 0:
                     logger.info(f"continuing from epoch {saved.common['epoch'] + 1}, after update {saved.common['t']}")
                 coordinator.begin(run.state)
