@@ -204,6 +204,7 @@ def write_servers(folder: Path, size: int) -> None:
 
 def read_servers(folder: Path) -> torch.Tensor:
     server = SimpleNamespace(is_saved=True, name="s", shape=(40,), dtype=torch.float32, numel=40, parts=[(0, 40)])
+    server.own_shards = range(1)
     server.shards = SimpleNamespace(chunk_numel=chunk_numel(4, 4))
     context = SimpleNamespace(servers={0: server}, group=SimpleNamespace(rank=0, size=1, where="rank 0"))
     index = shard_checkpoint._read_index(folder, context)

@@ -72,7 +72,7 @@ def test_every_reader_of_the_package_is_a_target():
         if re.search(r"files\.(open_input|read)\(", path.read_text())
     }
     assert readers == {
-        "backends/saved_tables.py", "cli/bench/bench_report.py", "cli/flight_commands.py",
+        "backends/saved_tables.py", "cli/bench/bench_report.py", "cli/open_records.py",
         "communicators/flight_record.py", "datasets/data_format.py", "engine/checkpoint.py",
         "parameterserver/runs/run_record.py", "parameterserver/shard_checkpoint.py",
         "launch/launcherless/step_file.py", "shared_memory/compiler/native_code.py", "timeline/trace_reader.py",

@@ -158,4 +158,4 @@ def test_the_wrong_record_does_not_compile(function, message):
 def test_the_records_of_the_fast_path_hold_nothing_but_words():
     """Machine code reads them at 8 bytes times the number of the field."""
     assert 8 * GroupRecord.operands == GroupRecord.BYTES
-    assert [FastPath.first_call, FastPath.same_shapes] == [0, FastPath.FIELDS - 1]
+    assert [FastPath.first_call, FastPath.watching_keys] == [0, FastPath.FIELDS - 2]

@@ -87,8 +87,9 @@ def _load_or_build(compiler: Compiler, which: KernelSet) -> None:
                     lock = None
                     with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
                         if compiler.folder:
-                            lock = stack.enter_context(files.open_lock(compiler.folder / f"{names[number]}.lock"))
-                            if not _may_compile(lock, waits=waits):
+                            path = compiler.folder / f"{names[number]}.lock"
+                            lock = stack.enter_context(files.open_lock(path))
+                            if not _may_compile(lock, path, waits=waits):
                                 continue
                     missing.remove(number)
                     if compiler.load(names[number], recipe):
@@ -99,12 +100,12 @@ def _load_or_build(compiler: Compiler, which: KernelSet) -> None:
                     _note_progress(lock, recipe, 1.0)
 
 
-def _may_compile(lock: BinaryIO, *, waits: bool) -> bool:
+def _may_compile(lock: BinaryIO, path: Path, *, waits: bool) -> bool:
     """Return whether this rank may compile: it has the lock, or has waited for the holder."""
     if files.lock(lock, fcntl.LOCK_EX, seconds=0):
         return True
     if waits and not files.lock(lock, fcntl.LOCK_SH, seconds=_LOCK_SECONDS):
-        logger.warning(f"another process has locked {lock.name} for {_LOCK_SECONDS} s: this rank compiles too")
+        logger.warning(f"another process has locked {path} for {_LOCK_SECONDS} s: this rank compiles too")
     return waits
 
 
