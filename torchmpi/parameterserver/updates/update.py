@@ -160,7 +160,7 @@ class Update(PeriodicUpdate):
         self.workers: Workers
         self.generator = torch.Generator()
         """For random choices of the algorithm; seeded by the number of the worker at the start."""
-        self.num_clients = 0
+        self._num_clients = 0
         self.clock: Clock | None = None
         self._servers: TensorServers | None = None
         self._is_client = True
@@ -236,16 +236,21 @@ class Update(PeriodicUpdate):
         self._is_client = self._data_parallel is None or self._data_parallel.rank == 0
         if self._data_parallel is not None:
             refuse_continuing(f"{type(self).__name__}", "there are no data-parallel groups, which end with a loss")
-        self.num_clients = workers.size if workers.finds(f"{self.name} 0") else self._count_clients()
+        self._num_clients = workers.size if workers.finds(f"{self.name} 0") else self._count_clients()
         self._adopt_parameters()
         self._servers = self._make_servers()
         for server in self._servers.servers:
-            server.num_clients = self.num_clients
+            server.num_clients = self._num_clients
         workers.announce(self)
         if not math.isinf(self.max_staleness):
             self.clock = Clock(self.max_staleness, participates=self._is_client, initial=self._rounds, workers=workers)
         if (observer := observed_run.active) is not None:
             observer.begin_training(self, runtime.current().world.rank)
+
+    @property
+    def num_clients(self) -> int:
+        """See the class; fewer after a loss."""
+        return self._num_clients if self._servers is None else self._servers.servers[0].num_clients
 
     def _make_servers(self) -> TensorServers:
         """Create the servers. Collective."""
@@ -300,7 +305,6 @@ class Update(PeriodicUpdate):
             if self.step < self.init_delay:
                 return False
             self.start()
-        self.num_clients = self.servers.servers[0].num_clients  # fewer after a loss
         schedule = self.schedule
         integrates = schedule.integrates(self.step)
         self.gradient_base = self.base
