@@ -34,7 +34,7 @@ BAD = {
         ASGD + SERIES + 'algorithm = "ASDG"\n',
         "line 10: algorithm='ASDG': expected FILE.py:CLASS",
     ),
-    "another file's class": (ASGD.replace('"ASGD"', '"own.py:Mine"'), "line 7: algorithm='own.py:Mine': expected FILE"),
+    "another file's class": (ASGD.replace('"ASGD"', '"own.py:Mine"'), "line 7: algorithm='own.py:Mine': there is no"),
     "an option of the wrong type": (ASGD + 'update_frequency = "now"\n', "line 7: ASGD: .*update_frequency='now'"),
     "a setting of the wrong type": (ASGD + 'batch = "many"\n', "line 8: batch='many': expected images per step"),
     "a value out of range": (ASGD + "lr = -1\n", "line 8: lr=-1: expected a rate of more than 0"),

@@ -235,6 +235,8 @@ def test_run_without_success(alone):
     result = alone(*COMMAND, "run", "-n", "2", "--restarts", "2", "false")
     assert result.returncode == 1 and result.stderr.count("Restart") == 2, result.output
     assert "No restart is left of 2" in result.stderr, result.output
+    result = alone(*COMMAND, "run", "-n", "2", "--timeout", "30", "false")
+    assert "the job ended with status 1 after" in result.stderr and "No restart" not in result.stderr, result.output
     program = ["sh", "-c", "echo begun; sleep 1; echo on; exec sleep 60"]
     command = ["nohup", sys.executable, *COMMAND, "run", "-n", "1", "--restarts", "9", *program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=job_environment(search_path())) as process:

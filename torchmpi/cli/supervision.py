@@ -126,7 +126,8 @@ class Supervisor:
             if silent:
                 cause += f"; no answer from {', '.join(silent)}"
             if attempt == self._limits.restarts:
-                logger.error("torchmpi run: the job %s. No restart is left of %d.", cause, self._limits.restarts)
+                left = f" No restart is left of {attempt}." if attempt else ""
+                logger.error("torchmpi run: the job %s.%s", cause, left)
                 return status or 1
             lost = self._wait_for_hosts(gone)
             if self._received is not None:
