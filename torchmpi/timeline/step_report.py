@@ -33,7 +33,8 @@ from .trace_reader import Flags, RankTrace
 _MOST_SITES = 10
 # Below these parts of a step nothing is gained by a change.
 _MUCH_WAITING, _MUCH_EXPOSED = 0.1, 0.15
-_MOST_OF_THE_WAITING = 0.7  # of two ranks that are late by turns, one has a little more than half
+# Of two ranks that are late by turns, one has a little more than half.
+_MOST_OF_TWO, _MOST_OF_ALL = 0.7, 0.5
 _TINY_BYTES, _MANY_CALLS = 128 << 10, 8
 _SHORT_BYTES = 1024  # shorter calls gain little from steps over hosts
 _HIERARCHICAL = ("allreduce", "allreduce_many", "reduce", "broadcast", "allgather", "reduce_scatter")
@@ -196,8 +197,8 @@ class StepReport(NamedTuple):
         if not whole or not self.late or self.part("waiting") < _MUCH_WAITING * whole:
             return ""
         late = self.late[0]
-        share = late.seconds / total
-        if share < _MOST_OF_THE_WAITING:
+        share, of_two = late.seconds / total, late.seconds / sum(each.seconds for each in self.late[:2])
+        if share < _MOST_OF_ALL or of_two < _MOST_OF_TWO:
             return (
                 f"Waiting for late ranks takes {self.part('waiting') / whole:.0%} of a step, for different ranks by "
                 f"turns (rank {late.rank}: {share:.0%} of it): the work per step varies, or the ranks share cores. "
