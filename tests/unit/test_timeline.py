@@ -348,7 +348,8 @@ def test_a_report_on_nothing_and_on_sends_alone_claims_no_more_than_it_knows(tmp
     assert "There is nothing to judge" in StepReport.of(write(tmp_path / "nothing", [[]])).advice()
     text = StepReport.of(write(tmp_path / "sends", [[message_part(0, "send", 1, 1, 1, 9)], []])).text()
     assert "Sends that wait for their receivers are not judged." in text and "No rank was" not in text
-    assert "begin calls and messages" in text and "register_async_backward" not in text
+    assert "begin calls and messages" in text and "Sends that wait for a late receiver are part of it." in text
+    assert "register_async_backward" not in text
 
 
 def test_the_steps_are_drawn(tmp_path):

@@ -259,7 +259,7 @@ class StepReport(NamedTuple):
             remedy = (
                 "begin calls and messages (allreduce_async, send_async, recv_async) before work that does not need "
                 "their results, and wait() after it; or make fewer and longer ones."
-            )
+            ) + (" Sends that wait for a late receiver are part of it." if self.num_messages else "")
         else:
             remedy = (
                 "register_async_backward or DistributedDataParallel, larger batches, or 16-bit gradients "
