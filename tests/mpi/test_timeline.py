@@ -8,6 +8,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torchmpi.tensors.dtypes import OPS
 from torchmpi.timeline import events
 from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result
 from torchmpi.timeline.merging import merged_events
+from torchmpi.timeline.message_waits import MessageWaits
 from torchmpi.timeline.step_times import call_sites
 from torchmpi.timeline.trace_reader import read_folder
 
@@ -219,7 +221,8 @@ def test_sends_are_connected_with_their_receives(agree, folder, default_group):
     for each in (*before, *works):
         each.wait()
     mpi.timeline.stop()
-    merged = list(merged_events(traces_of(folder)))
+    traces = traces_of(folder)
+    merged = list(merged_events(traces))
     found = [each for each in merged if each.get("cat") in ("message", events.BACKGROUND_MESSAGE)]
     slices, flows = ([each for each in found if each["ph"] in kinds] for kinds in ("X", "sf"))
 
@@ -237,6 +240,15 @@ def test_sends_are_connected_with_their_receives(agree, folder, default_group):
     agree.equal({(each["pid"] + 1) % size for each in ends["s"].values()}, {each["pid"] for each in ends["f"].values()})
     sent = sorted(each["args"]["bytes"] for each in ends["s"].values() if each["pid"] == rank)
     agree.equal(sent, sorted(4 * numel for numel in (*range(10, 16), *numels[:3])))
+
+    waits, own, other = MessageWaits(traces), traces[rank].messages, traces[left].messages
+    is_receive = waits.sender[rank] >= 0
+    agree.equal(set(waits.sender[rank][is_receive].tolist()), {left})  # also of the receive from any rank
+    is_send = np.array([kind.name != "recv" for kind in other.kinds])[other.kind]
+    begins = dict(zip(other.num_bytes[is_send].tolist(), other.begin[is_send].tolist(), strict=True))
+    for size, begin, end, ready in np.column_stack((own.num_bytes, own.begin, own.end, waits.ready[rank]))[is_receive]:
+        since = begins[size] if size in sent else end  # of others no trace has the send, or it is not known
+        agree.equal(ready, min(max(begin, since), end))
 
 
 def test_a_failed_call_is_recorded_with_its_error(agree, folder):

@@ -164,6 +164,18 @@ def test_even_ranks_are_not_late():
     assert "no rank is late" in top_text.page(view, 80)
 
 
+def test_the_page_says_that_messages_count_as_computing():
+    with running_job(2) as records:
+        texts = []
+        for _ in range(2):
+            job = watched()
+            job.read()
+            texts.append(top_text.page(view_of(job), 80))
+            job.close()
+            records[1].ring(5, "world", range(2), flight_record.OF_MESSAGES)
+    assert ["Messages count as computing" in text for text in texts] == [False, True]
+
+
 def test_a_rank_that_never_comes_is_late():
     with running_job(3, open_on=(0, 2)):
         job = watched()

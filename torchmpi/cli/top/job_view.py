@@ -20,6 +20,7 @@ WINDOW_SECONDS = 10.0
 _MOST_CALLS = 30
 _STUCK = 0.95
 """The share of the time from which the others do nothing but wait, so that there are no steps to be late in."""
+_OF_MESSAGES = "Messages count as computing: a timeline shows for whom they wait."
 _SHARES = ("computing", "communicating", "waiting")
 
 
@@ -45,7 +46,10 @@ def view_of(job: WatchedJob) -> dict[str, Any]:
     view = {
         "job": {
             "program": job.name[1], "size": job.size, "seen": len(ranks), "elsewhere": elsewhere,
-            "note": _note(elsewhere, is_with_first=0 in job.ranks) if elsewhere else "",
+            "note": " ".join(filter(None, (
+                _note(elsewhere, is_with_first=0 in job.ranks) if elsewhere else "",
+                _OF_MESSAGES if any(rank.live.has_messages for rank in job.ranks.values()) else "",
+            ))),
         },
         "time": time.time(), "window_seconds": min(WINDOW_SECONDS, history.num_parts * history.part_seconds),
         "ranks": ranks, "late": late,
