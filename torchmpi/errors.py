@@ -6,6 +6,7 @@ about arguments are also ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -121,6 +122,11 @@ class TransportError(TorchMPIError):
 
 class RankLostError(TorchMPIError):
     """A rank was killed, or its host was lost: with ``on_lost_rank="raise"``, :func:`torchmpi.recover` continues."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.seconds = time.monotonic()
+        """When the call failed, on the clock of ``time.monotonic()``: a handle may raise it much later."""
 
 
 class InternalError(TorchMPIError):

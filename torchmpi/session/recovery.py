@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 
 from ..communicators import release
@@ -14,6 +16,8 @@ __all__ = ["recover"]
 
 has_recovered = False
 """Whether ``recover()`` has given this rank its number, so that variables of the launcher have another one."""
+_recovered_seconds = 0.0
+"""When the last ``recover()`` ended, on the clock of ``time.monotonic()``."""
 when_abandoned: list[Callable[[], object]] = []
 """Called by ``recover()`` when everything of the former ranks is closed, and torchmpi has not started again."""
 
@@ -34,7 +38,8 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
 
     Returns:
         The former ranks of the present ones, in the order of their new ranks; -1 for a spare rank, which has taken
-        the place of a lost one.
+        the place of a lost one. If the error that is being handled is of a call that had failed before an earlier
+        ``recover()``, nothing is done: these are the present ranks.
 
     Raises:
         ArgumentError: No rank is lost.
@@ -59,9 +64,12 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
                     model.load_state_dict(weights)
                     optimizer.load_state_dict(moments)
     """
-    global has_recovered
+    global has_recovered, _recovered_seconds
     old = runtime.current()
     if not old.context.loss:
+        handled = sys.exc_info()[1]
+        if isinstance(handled, RankLostError) and handled.seconds < _recovered_seconds:
+            return tuple(range(old.world.size))
         raise ArgumentError(
             f"rank {old.world.rank}: recover() without a lost rank. It is for the program to call after a "
             "RankLostError, which calls raise with the setting on_lost_rank='raise'."
@@ -87,6 +95,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
             spares = f"; a spare rank is now rank {former.index(-1)}" if -1 in former else ""
             numbers = f"{len(former)} of {old.world.size} ranks"
             logger.warning(f"continuing on {numbers}: {old.context.loss}{several}{spares}")
+        _recovered_seconds = time.monotonic()
         return former
 
 
