@@ -15,10 +15,9 @@ from ..communicators.plan import PLAIN, PLAIN_ON, Place
 from ..errors import ArgumentError, DtypeError
 from ..tensors import buffers, numbers, reused_memory, writable
 from ..tensors.dtypes import OPS
-from ..tensors.modes import are_watching
+from ..tensors.modes import are_watching, get_tracing_state
 
 _Tensor = torch.Tensor
-_get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
 
 
 class CheckedArguments(NamedTuple):
@@ -80,7 +79,7 @@ def place_of(group: Group, spec: CollectiveSpec, tensor: Any, out: _Tensor | Non
 
     `tensor` is None where a rank passes none. `out` is not used on a rank that does not receive.
     """
-    is_usual = _get_tracing_state() is None and not are_watching()
+    is_usual = get_tracing_state() is None and not are_watching()
     place = _plain_place(spec, tensor, out) if is_usual else None
     is_missing = tensor is None and spec.passes(is_root)
     if place is not None and not is_missing:

@@ -21,6 +21,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.kernels.kernel_sets import COLLECTIVES as KERNELS
 from ..shared_memory.memory_layout import MOST_COPIED_BYTES
 from ..tensors import bucket_plan, buffers, partition
+from ..tensors.modes import get_tracing_state
 from ..timeline import events
 from . import call_arguments
 from .call_arguments import check_root
@@ -318,8 +319,10 @@ def _run_fast(
     return result is not None, None if made is None else result
 
 
-def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _Tensor:
-    """Return memory for the rows of this rank, if all ranks pass as many."""
+def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _Tensor | None:
+    """Return memory for the rows of this rank, if all ranks pass as many; None in torch.jit.trace, which is refused."""
+    if get_tracing_state() is not None:
+        return None
     num_rows, *row = tensor.shape or (1,)  # a 0-dim tensor is one row
     if spec.divides:
         num_rows = partition.part_of(num_rows, group.size, group.rank)[1]

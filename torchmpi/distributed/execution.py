@@ -18,6 +18,7 @@ from ..communicators.plan import PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes, writable
+from ..tensors.modes import get_tracing_state
 from ..timeline import events
 from . import membership
 from .arguments import divide, is_composed, op_name, scaled
@@ -31,7 +32,6 @@ Tensors = list[torch.Tensor]
 
 _REPORT_SECONDS = 10.0
 _NO_LIMIT = timedelta(0)
-_get_tracing_state = torch._C._get_tracing_state
 _NAMES = {spec.torch_name: spec.name for spec in SPECS.values() if spec.torch_name}
 _NAMES |= {"allreduce_coalesced": "allreduce", "all_to_all_single": "alltoall"}
 """The names that collectives of torch have here, if they differ."""
@@ -93,7 +93,7 @@ class GroupExecution(GroupProperties):
             received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
             if call.code.run(sent, received) is not None:
                 return COMPLETED
-        if _get_tracing_state() is not None:
+        if get_tracing_state() is not None:
             self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
         source = in_memory(given, call.num_rows[0]) if given else None
@@ -235,7 +235,7 @@ class GroupExecution(GroupProperties):
         return self._begun(handle, outputs, options, limit)
 
     def _refuse_tracing(self, collective: str) -> None:
-        if _get_tracing_state() is not None:  # in which machine code makes no call
+        if get_tracing_state() is not None:  # in which machine code makes no call
             buffers.refuse_tracing(f"{self._where}: {collective}")
 
     def _refuse_read_only(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:

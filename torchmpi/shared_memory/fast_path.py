@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..collective_specs import SPECS
-from ..tensors import buffers, dlpack, modes, tracing
+from ..tensors import buffers, dlpack, modes
 from . import kernels, memory_layout
 from .kernels import records
 
@@ -293,7 +293,6 @@ when_invalidated: list[Callable[[], None]] = []
 """Drop what others repeat in machine code of their own."""
 _is_enabled = True
 _is_paused = False
-_num_traces = 0
 _changing = threading.Lock()
 
 
@@ -318,14 +317,6 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
             globals()[name] = _fast_paths[name].function
     find_receive = _fast_paths["recv"].find
     finders.update({form: [_fast_paths[name].find for name in names] for form, names in FORMS.items()})
-    tracing.call_around_traces(_pass_through_python)
-
-
-def _pass_through_python(is_traced: bool) -> None:
-    """Let no call be cached while torch.jit.trace records a function: Python refuses them, machine code would not."""
-    global _num_traces
-    _num_traces += 1 if is_traced else -1
-    invalidate()
 
 
 def entry(which: str) -> _Entry:
@@ -352,7 +343,7 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
         return
     with _changing:
         # Another thread may have cached the call; machine code uses its address.
-        if _is_paused or _num_traces or name in fast_path.cached_calls:
+        if _is_paused or name in fast_path.cached_calls:
             return
         cached_call = find()
         if cached_call is not None:
@@ -361,7 +352,7 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
 
 def takes_calls() -> bool:
     """Return whether calls can be cached."""
-    return _is_enabled and not (_is_paused or _num_traces) and bool(_fast_paths)
+    return _is_enabled and not _is_paused and bool(_fast_paths)
 
 
 def objects_for(settle: Callable[..., Any]) -> records.FastPath:

@@ -108,7 +108,7 @@ def refuse_tracing(what: str) -> None:
         raise ArgumentError(
             f"{what}: a {recorder} simulates the program, and the call would communicate. Make the call outside of it."
         )
-    if torch._C._get_tracing_state() is not None:
+    if modes.get_tracing_state() is not None:
         raise ArgumentError(
             f"{what}: torch.jit.trace cannot record a call of torchmpi, and the traced function would not contain it. "
             "Trace the parts before and after the call, or use torch.compile, which runs it outside of its graphs."

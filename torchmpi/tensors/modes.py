@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -12,8 +13,11 @@ _num_function_modes, num_dispatch_modes = torch._C._len_torch_function_stack, to
 is_key_active, _KEYS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey
 PRE_DISPATCH = _KEYS.PreDispatch
 """Active while make_fx traces before dispatch."""
-WATCHING_KEYS = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in (_KEYS.Python, PRE_DISPATCH))
-"""The dispatch keys that are active while modes watch operators, as numbers of C++."""
+get_tracing_state = torch._C._get_tracing_state
+"""Returns None unless torch.jit.trace records this thread; the lengths of tensors are no numbers then."""
+_RECORDING: Any = _KEYS.Python, PRE_DISPATCH, torch._C._parse_dispatch_key("Tracer")  # which no attribute has
+WATCHING_KEYS = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in _RECORDING)
+"""The dispatch keys that are active while modes watch operators or torch.jit.trace records them, as numbers of C++."""
 _TELLER = "_ZN3c104impl31tls_is_dispatch_keyset_includedENS_14DispatchKeySetE"
 
 

@@ -160,30 +160,23 @@ def read_chunk(plan: Pass, target, num_bytes):
 
 
 @inner
-def copy_arrays(plan: Pass, numel, is_back):
-    """Copy the arrays that the rule uses to the scratch memory, or back."""
-    for array in range(plan.num_states + 1):
-        chunk = plan.arrays[array]
-        scratch = plan.scratch + array * CHUNK_BYTES
+def copy_arrays(plan: Pass, num_arrays, numel, memory, is_back):
+    """Copy the first arrays of the selected chunk to memory that has room for all of a chunk, or back."""
+    for array in range(num_arrays):
+        chunk, kept = plan.arrays[array], memory + array * CHUNK_BYTES
         num_bytes = numel * bytes_of_item(plan, array)
         if is_back:
-            copy(chunk, scratch, num_bytes)
+            copy(chunk, kept, num_bytes)
         else:
-            copy(scratch, chunk, num_bytes)
+            copy(kept, chunk, num_bytes)
     return 0
 
 
 @inner
 def copy_image(plan: Pass, image: Image, index, is_back):
     """Copy the arrays of the selected chunk that a rule changes to an image, or back."""
-    for array in range(image.num_arrays):
-        chunk, kept = plan.arrays[array], plan.image_arrays + (index * NUM_ARRAYS + array) * CHUNK_BYTES
-        num_bytes = image.numel * bytes_of_item(plan, array)
-        if is_back:
-            copy(chunk, kept, num_bytes)
-        else:
-            copy(kept, chunk, num_bytes)
-    return 0
+    memory = plan.image_arrays + index * NUM_ARRAYS * CHUNK_BYTES
+    return copy_arrays(plan, image.num_arrays, image.numel, memory, is_back)
 
 
 @inner
@@ -228,7 +221,7 @@ def pass_over(plan: Pass):
         numel = plan.chunk_end - begin
         data = plan.data + (begin - plan.data_begin) * item_bytes
         if rule == IN_PYTHON:
-            copy_arrays(plan, numel, False)
+            copy_arrays(plan, plan.num_states + 1, numel, plan.scratch, False)
             return TAKEN
         if rule == READING:
             read_chunk(plan, data, numel * item_bytes)
@@ -369,7 +362,7 @@ def end_chunk(plan: Pass, is_good):
         if plan.row_numel > 0:
             plan.cursor = copy_rows(plan, True)
         else:
-            copy_arrays(plan, plan.chunk_end - plan.chunk_begin, True)
+            copy_arrays(plan, plan.num_states + 1, plan.chunk_end - plan.chunk_begin, plan.scratch, True)
         count_rule(plan, header)
         plan.position += 1
     store_release(header.lock, 0)

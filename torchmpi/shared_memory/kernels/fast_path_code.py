@@ -630,9 +630,9 @@ def is_plain(path: FastPath, tensor):
 def is_for_python(path: FastPath):
     """Return whether Python must make the calls of this thread, or an exception is set.
 
-    A communicator is chosen for the thread or task (`mpi.use`), or a mode of torch watches operators.
+    A communicator is chosen for the thread or task (`mpi.use`), or torch records operators, or a mode watches them.
     """
-    for index in range(2):
+    for index in range(3):
         if tells(path.is_included, path.watching_keys[index]) != 0:
             return True
     value = Words(_word())

@@ -732,7 +732,7 @@ class FastPath(Record):
     """Whether a result in another tensor has the shape of the source."""
     is_included = Word()
     """Of torch's function that tells whether a dispatch key is active in this thread,"""
-    watching_keys = Array(2)
+    watching_keys = Array(3)
     """and these keys."""
 
 
