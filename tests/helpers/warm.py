@@ -36,9 +36,10 @@ class Server:
     def __init__(
         self, address: str, env: Mapping[str, str], launcher: Sequence[str] = (), modules: Sequence[str] = ()
     ) -> None:
-        for name in (address, f"{address}.torch"):
+        self._addresses = address, f"{address}.torch"
+        for name in (*self._addresses, *(f"{each}.new" for each in self._addresses)):
             Path(name).unlink(missing_ok=True)  # of a server that was killed
-        self._address, self._limit = address, time.monotonic() + _START_SECONDS
+        self._limit = time.monotonic() + _START_SECONDS
         self._process = subprocess.Popen(
             [*launcher, sys.executable, str(FOLDER / "server.py"), address, *modules],
             stdin=subprocess.PIPE,
@@ -51,7 +52,7 @@ class Server:
         return self._process.poll() is None
 
     def wait_for_start(self) -> None:
-        while not os.path.exists(self._address):
+        while not all(map(os.path.exists, self._addresses)):
             is_starting = self.is_running() and time.monotonic() < self._limit
             assert is_starting, "the server of warm ranks did not start: see its error above"
             time.sleep(0.05)

@@ -63,8 +63,9 @@ class Server:
 
     def __init__(self, address: str) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind(address)
+        self.listener.bind(f"{address}.new")
         self.listener.listen(100)
+        Path(f"{address}.new").rename(address)  # whoever finds it can connect
         self.connections: dict[int, socket.socket] = {}
         self.ranks: dict[int, int] = {}
         """The connection of each process."""
