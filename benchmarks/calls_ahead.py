@@ -14,17 +14,19 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
 
 AHEAD = (0, 1, 2, 8, 31)
 CALLS, BATCHES, EVERY = 100, 25, 16
-Way = Callable[[MPI.Comm, "np.ndarray[Any, Any]"], None]
+Way = Callable[["Comm", "np.ndarray[Any, Any]"], None]
 
 
-def ahead(calls: int, comm: MPI.Comm, data: np.ndarray) -> None:
+def ahead(calls: int, comm: Comm, data: np.ndarray) -> None:
     """Make a batch of calls, each with its answer; the sender is at most so many calls ahead of these."""
     answers = [np.empty(16, np.uint8) for _ in range(CALLS)]
     for number in range(CALLS + calls):
@@ -39,7 +41,7 @@ def ahead(calls: int, comm: MPI.Comm, data: np.ndarray) -> None:
             comm.Send(answers[number], 0)
 
 
-def sometimes(comm: MPI.Comm, data: np.ndarray) -> None:
+def sometimes(comm: Comm, data: np.ndarray) -> None:
     """Make a batch of calls, and compare each EVERY calls."""
     answer = np.empty(16, np.uint8)
     for number in range(1, CALLS + 1):
@@ -51,7 +53,7 @@ def sometimes(comm: MPI.Comm, data: np.ndarray) -> None:
             comm.Sendrecv(answer.copy(), 1 - comm.rank, recvbuf=answer, source=1 - comm.rank)
 
 
-def broadcasts(in_turn: bool, comm: MPI.Comm, data: np.ndarray) -> None:
+def broadcasts(in_turn: bool, comm: Comm, data: np.ndarray) -> None:
     """Make a batch of calls of MPI_Bcast."""
     for number in range(CALLS):
         comm.Bcast(data, number % 2 if in_turn else 0)
@@ -62,6 +64,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")], default=[1024, 32768])
     options = parser.parse_args()
+    from mpi4py import MPI  # which initializes MPI
+
     comm = MPI.COMM_WORLD
     if comm.size != 2:
         parser.error(f"{comm.size} ranks. Start two, on two hosts.")
