@@ -3,8 +3,8 @@
     torchmpi run -n 2 benchmarks/top_cost.py [--functions]
 
 The ranks make short steps: some arithmetic, an allreduce, and a report of the step. Rank 0 starts a process that looks
-as `torchmpi top` does, in every second round. Reported are CPU times, as these depend less on what else
-runs: of all threads of the ranks, for each step, and of the threads of torchmpi, which do what a look asks for.
+as `torchmpi top` does, in every second round. Reported are the time of a step, and CPU times, which depend less on what
+else runs: of all threads of the ranks, for each step, and of the threads of torchmpi, which do what a look asks for.
 `--functions` counts what these threads of rank 0 enter, and prints what they enter only while somebody looks.
 """
 
@@ -142,16 +142,20 @@ def measure(rounds: int, seconds: float, *, counts: bool) -> None:
         share, of_look = map(float, looker.communicate()[0].split())
         total = mpi.size() * seconds
         print(f"{mpi.size()} ranks, {rounds} rounds of {seconds:g} s of each kind, medians")
-        print("                     CPU of the ranks per step   of threads of torchmpi per second")
+        print("                 time of a step   CPU of the ranks per step   of threads of torchmpi per second")
         for name, each in zip(("nobody looks", "somebody looks"), found, strict=True):
-            of_step, of_second = (
-                median([1e6 * r.cpu / r.steps for r in each]),
-                median([r.helpers for r in each]) / total,
-            )
-            print(f"{name:<20} {of_step:12.1f} us {1e6 * of_second:28.0f} us")
-        ratios = [seen.cpu / seen.steps * alone.steps / alone.cpu for alone, seen in zip(*found, strict=True)]
+            of_step, of_second = median([1e6 * r.cpu / r.steps for r in each]), median([r.helpers for r in each])
+            took = median([1e6 * total / r.steps for r in each])
+            print(f"{name:<16} {took:11.1f} us {of_step:24.1f} us {1e6 * of_second / total:32.0f} us")
+        time_ratio, cpu_ratio = (
+            median([part(seen) / seen.steps * alone.steps / part(alone) for alone, seen in zip(*found, strict=True)])
+            for part in (lambda _: total, lambda each: each.cpu)
+        )
         more = median([(seen.helpers - alone.helpers) / total for alone, seen in zip(*found, strict=True)])
-        print(f"while somebody looks: {100 * (median(ratios) - 1):+.2f} % a step, {100 * more:.3f} % of a core a rank")
+        print(
+            f"while somebody looks: {100 * (time_ratio - 1):+.2f} % of the time and {100 * (cpu_ratio - 1):+.2f} % of "
+            f"the CPU time of a step, {100 * more:.3f} % of a core a rank"
+        )
         print(f"the looking process: {100 * share:.2f} % of a core, {1e3 * of_look:.1f} ms a look")
         print(f"report of a step: {100 * min(timeit.repeat(mpi.report_progress, number=10_000, repeat=20)):.2f} us")
         if counted is not None:
