@@ -28,6 +28,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CHECKSUM_MODULUS
 from ..tensors import bucket_plan, buffers, writable
 from . import dispatch, reductions
+from .bound_calls import BoundCall
 
 __all__ = ["allreduce_many", "allreduce_many_async"]
 
@@ -52,19 +53,6 @@ class TensorList:
         num_bytes: The length of the stream.
         signature: The numbers that the ranks compare: elements in all, number of tensors, checksum of the shapes.
     """
-
-    __slots__ = (
-        "_is_direct",
-        "_known_addresses",
-        "_rows",
-        "_shapes",
-        "num_bytes",
-        "plan",
-        "signature",
-        "table",
-        "tensors",
-        "work",
-    )
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -211,8 +199,7 @@ def _of_list(dtype: torch.dtype, group: Group, plan: Plan, of_table: fast_path.C
 
     cached = of_table._replace(settle=settle)
     if "list" not in plan.bound:
-        code = dispatch.BoundCode(group, "allreduce_many", dtype, lambda: cached)
-        plan.bound["list"] = _BoundLists(group, plan, 0, code)
+        plan.bound["list"] = _BoundLists(group, plan, dtype, cached)
     return cached._replace(bound=plan.bound["list"])
 
 
@@ -224,8 +211,16 @@ def _table_of(plan: Plan, tensors: list[_Tensor]) -> TensorList:
     return members
 
 
-class _BoundLists(dispatch.BoundPlan):
-    """What begins asynchronous calls with lists of plain tensors of one dtype."""
+class _BoundLists(BoundCall):
+    """Asynchronous calls with lists of plain tensors of one dtype."""
+
+    def __init__(self, group: Group, plan: Plan, dtype: torch.dtype, cached: fast_path.CachedCall) -> None:
+        super().__init__(group, plan, "allreduce_many", dtype)
+        self._cached = cached
+
+    def cached_call(self) -> fast_path.CachedCall:
+        """Return the call for machine code."""
+        return self._cached
 
     def perform(self, given: list[_Tensor], out: _Tensor | None) -> list[_Tensor]:
         """Run a call in Python; the caller holds the run lock."""
