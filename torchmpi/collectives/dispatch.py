@@ -33,8 +33,7 @@ _Tensor = torch.Tensor
 BARRIER = PlanKey("barrier", None, None, PLAIN)
 
 
-OfList = Callable[[Group, Plan, fast_path.CachedCall], fast_path.CachedCall]
-"""Returns the cached call of a list, given that of a `TensorTable`."""
+Bind = Callable[[Plan], BoundCall]
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
 
@@ -287,7 +286,7 @@ def cache_call(
     is_made = key in group.plans or not (which == "receive" or _is_packed(spec, tensor, out))
     if not is_made and _plain_plan(group, key) is None:
         return
-    _cache(which, group, root, comm, key, name.key)
+    _cache(which, group, comm, key, name.key, lambda plan: _bind(group, plan, which, root, key.dtype))
 
 
 def _is_packed(spec: CollectiveSpec, tensor: _Tensor | None, out: _Tensor | None) -> bool:
@@ -319,47 +318,28 @@ def _bind(group: Group, plan: Plan, which: str | None, root: int, dtype: torch.d
 
 def cache_barrier(group: Group, comm: Comm) -> None:
     """Cache the barrier of a group for the fast path."""
-    if comm is None or type(comm) in _LASTING:
-        _cache("barrier", group, 0, comm, BARRIER, None)
+    _cache("barrier", group, comm, BARRIER, None, lambda plan: _bind(group, plan, "barrier", 0, None))
 
 
-def cache_list(group: Group, key: PlanKey, comm: Comm, of_list: OfList) -> None:
-    """Cache the allreduce of a list for the fast path."""
-    if comm is None or type(comm) in _LASTING:
-        _cache("allreduce_many", group, 0, comm, key, key.op, of_list)
+def cache_list(group: Group, key: PlanKey, comm: Comm, bind: Bind) -> None:
+    """Cache the allreduce of a list for the fast path; `bind` returns the calls of the plan with lists."""
+    _cache("allreduce_many", group, comm, key, key.op, bind)
 
 
-def _cache(
-    which: str, group: Group, root: int, comm: Comm, key: PlanKey, call_key: Hashable, of_list: OfList | None = None
-) -> None:
+def _cache(which: str, group: Group, comm: Comm, key: PlanKey, call_key: Hashable, bind: Bind) -> None:
     plan: Plan | None = group.plans.get(key)
-    if plan is not None and plan.cached_call is not None:
+    if plan is not None and plan.cached_call is not None and (comm is None or type(comm) in _LASTING):
         name = fast_path.Name(call_key, key.dtype, comm, key.backend)
-        fast_path.cache_call(which, name, partial(_cached_call, group, plan, which, root, comm, key, of_list))
+        fast_path.cache_call(which, name, partial(_cached_call, group, plan, comm, key, bind))
 
 
-def _cached_call(
-    group: Group,
-    plan: Plan,
-    which: str,
-    root: int,
-    comm: Comm,
-    key: PlanKey,
-    of_list: OfList | None,
-) -> fast_path.CachedCall | None:
+def _cached_call(group: Group, plan: Plan, comm: Comm, key: PlanKey, bind: Bind) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
     is_meant = is_meant and not (SPECS[key.collective].only_root_passes and group.status_board is None)  # as in _bind
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
-    chosen = plan if of_list is None else plan.many
-    if not is_meant or group.call_queue.closed or chosen is None or chosen.cached_call is None:
-        return None
-    cached: fast_path.CachedCall | None = chosen.cached_call(root, None)
-    if cached is None:
-        return None
-    if of_list is not None:
-        cached = of_list(group, plan, cached)
-    elif SPECS[key.collective].has_async:
-        cached = cached._replace(bound=_bind(group, plan, which, root, key.dtype))
-    has_async = cached.bound is not None
-    is_same = has_async and plan_for(runtime.communicator(group), key._replace(mode="async")) is plan
-    return cached if is_same else cached._replace(bound=None)
+    bound = bind(plan) if is_meant and not group.call_queue.closed else None
+    cached = None if bound is None else bound.cached_call()
+    if cached is None or not SPECS[key.collective].has_async:
+        return cached
+    is_same = plan_for(runtime.communicator(group), key._replace(mode="async")) is plan
+    return cached._replace(bound=bound) if is_same else cached

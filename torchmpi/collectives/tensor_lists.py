@@ -186,21 +186,13 @@ def _cache(lists: Sequence[TensorList], group: Group, op: str, comm: Comm, backe
     if len(lists) == 1 and lists[0].is_plain:
         dtype = lists[0].tensors[0].dtype
         key = PlanKey("allreduce", op, dtype, PLAIN, backend)
-        dispatch.cache_list(group, key, comm, partial(_of_list, dtype))
+        dispatch.cache_list(group, key, comm, partial(_bind, group, dtype))
 
 
-def _of_list(dtype: torch.dtype, group: Group, plan: Plan, of_table: fast_path.CachedCall) -> fast_path.CachedCall:
-    """Return the cached call of a list, given that of a table of its tensors."""
-
-    def settle(status: int, tensors: Any, out: None) -> Any:
-        table: Any = _table_of(plan, tensors)
-        of_table.settle(status, table, None)
-        return tensors
-
-    cached = of_table._replace(settle=settle)
-    if "list" not in plan.bound:
-        plan.bound["list"] = _BoundLists(group, plan, dtype, cached)
-    return cached._replace(bound=plan.bound["list"])
+def _bind(group: Group, dtype: torch.dtype, plan: Plan) -> _BoundLists:
+    """Return the calls of a plan with lists."""
+    bound: _BoundLists = plan.bound.setdefault("list", _BoundLists(group, plan, "allreduce_many", dtype))
+    return bound
 
 
 def _table_of(plan: Plan, tensors: list[_Tensor]) -> TensorList:
@@ -212,15 +204,18 @@ def _table_of(plan: Plan, tensors: list[_Tensor]) -> TensorList:
 
 
 class _BoundLists(BoundCall):
-    """Asynchronous calls with lists of plain tensors of one dtype."""
+    """Calls with lists of plain tensors of one dtype."""
 
-    def __init__(self, group: Group, plan: Plan, dtype: torch.dtype, cached: fast_path.CachedCall) -> None:
-        super().__init__(group, plan, "allreduce_many", dtype)
-        self._cached = cached
+    def cached_call(self) -> fast_path.CachedCall | None:
+        """Return the call for machine code, given that with a table of the tensors."""
+        find = None if self.plan.many is None else self.plan.many.cached_call
+        of_table: fast_path.CachedCall | None = None if find is None else find(0, None)
+        return None if of_table is None else of_table._replace(settle=partial(self._settle, of_table.settle))
 
-    def cached_call(self) -> fast_path.CachedCall:
-        """Return the call for machine code."""
-        return self._cached
+    def _settle(self, settle: Callable[..., Any], status: int, tensors: list[_Tensor], _: None) -> list[_Tensor]:
+        table: Any = _table_of(self.plan, tensors)
+        settle(status, table, None)
+        return tensors
 
     def perform(self, given: list[_Tensor], out: _Tensor | None) -> list[_Tensor]:
         """Run a call in Python; the caller holds the run lock."""
