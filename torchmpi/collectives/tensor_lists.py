@@ -27,6 +27,7 @@ from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CHECKSUM_MODULUS
 from ..tensors import bucket_plan, buffers, writable
+from ..timeline import events
 from . import dispatch, reductions
 from .bound_calls import BoundCall
 
@@ -34,6 +35,7 @@ __all__ = ["allreduce_many", "allreduce_many_async"]
 
 _Tensor = torch.Tensor
 
+_LIST = "allreduce_many"
 _LINE_BYTES = 64
 _OFFSET, _ADDRESS, _LENGTH = range(3)
 
@@ -191,20 +193,20 @@ def _cache(lists: Sequence[TensorList], group: Group, op: str, comm: Comm, backe
 
 def _bind(group: Group, dtype: torch.dtype, plan: Plan) -> _BoundLists:
     """Return the calls of a plan with lists."""
-    bound: _BoundLists = plan.bound.setdefault("list", _BoundLists(group, plan, "allreduce_many", dtype))
+    bound: _BoundLists = plan.bound.setdefault("list", _BoundLists(group, plan, _LIST, dtype, name=_LIST))
     return bound
 
 
 def _table_of(plan: Plan, tensors: list[_Tensor]) -> TensorList:
     members = TensorList(plan)
     for tensor in tensors:
-        members.add(tensor, is_direct=True)
+        members.add(tensor, is_direct=buffers.is_direct(tensor))
     members.begin()
     return members
 
 
 class _BoundLists(BoundCall):
-    """Calls with lists of plain tensors of one dtype."""
+    """Calls with lists of host tensors of one dtype."""
 
     def cached_call(self) -> fast_path.CachedCall | None:
         """Return the call for machine code, given that with a table of the tensors."""
@@ -224,6 +226,11 @@ class _BoundLists(BoundCall):
         self.group.perform(self.plan.many, members, None, 0)
         members.write_back()
         return given
+
+    def described_call(self, given: list[_Tensor], out: None) -> events.ShownCall:
+        """Return what the profiler shows of a call."""
+        assert self.plan.many is not None
+        return self.group.described_call(self.plan.many, given, out, self.root)
 
 
 @refuses_keywords
@@ -335,26 +342,10 @@ def _start(
         if len(members.tensors) == 1 or members.plan.many is None:
             started += _start_packed(members, communicator, op, backend, asynchronous=asynchronous)
         elif asynchronous:
-            started.append(_submit_unpacked(members, group))
+            started.append(_bind(group, members.tensors[0].dtype, members.plan).begin(members.tensors, None))
         else:
             _run_unpacked(members, group)
     return started
-
-
-def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
-    assert members.plan.many is not None
-    members.begin()
-    plan = members.plan.many
-    # The tensors may be freed or resized before the call has ended; the memory must stay.
-    held = [tensor.detach() for tensor in members.work]
-
-    def task() -> list[_Tensor]:
-        group.perform(plan, members, None, 0)
-        members.write_back()
-        return held
-
-    shown = group.shown(task, group.described_call, plan, members, None, 0)
-    return group.call_queue.submit(shown, f"{group.where}: allreduce_many", in_any_thread=True)
 
 
 def _start_packed(
