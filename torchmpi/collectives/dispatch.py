@@ -199,21 +199,15 @@ def _packed(
 def plan_of(
     communicator: Communicator,
     collective: str,
-    tensor: _Tensor | None,
-    out: _Tensor | None = None,
+    tensor: _Tensor,
     *,
     op: str | None = None,
     backend: str | None = None,
     mode: str = "sync",
 ) -> Plan:
-    """Return the plan of a call with these tensors, or raise if they cannot be sent.
-
-    `tensor` is None on the ranks other than the root of a scatter.
-    """
-    group = communicator.intra
-    place = call_arguments.place_of(group, SPECS[collective], tensor, out, is_root=tensor is not None)
-    dtype = None if tensor is None else tensor.dtype
-    return plan_for(communicator, PlanKey(collective, op, dtype, place, backend, mode))
+    """Return the plan of a call with a tensor, or raise if it cannot be sent."""
+    place = call_arguments.place_of(communicator.intra, SPECS[collective], tensor, is_root=True)
+    return plan_for(communicator, PlanKey(collective, op, tensor.dtype, place, backend, mode))
 
 
 # --- the fast path ----------------------------------------------------------------
