@@ -132,11 +132,6 @@ class CollectiveSpec:
         """The method of mpi4py."""
         return self.mpi_name or self.name.capitalize()
 
-    @property
-    def name_in_torch(self) -> str:
-        """The function of torch.distributed, or of the same meaning."""
-        return self.torch_name or self.name
-
 
 def _action(name: str, flow: Flow = "all to all") -> CollectiveSpec:
     return CollectiveSpec(name, flow, tensors=False, kind="action")

@@ -17,8 +17,9 @@ import torchmpi as mpi
 from torchmpi.backends.number_exchange import most_together
 from torchmpi.backends.rank_order import accumulator_of
 from torchmpi.collective_specs import SPECS
+from torchmpi.collectives.exchange import PartsExchange
 from torchmpi.config import Config
-from torchmpi.distributed.bound_calls import BoundCall
+from torchmpi.distributed.torch_calls import TorchCall
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
@@ -232,14 +233,14 @@ LENGTHS: dict[str, Lengths] = {
 """The elements of the part that a rank sends to another one."""
 
 
-def exchange_of(length: Lengths, more: int = 0) -> tuple[BoundCall, list[torch.Tensor], list[torch.Tensor]]:
+def exchange_of(length: Lengths, more: int = 0) -> tuple[PartsExchange, list[torch.Tensor], list[torch.Tensor]]:
     """An exchange that machine code can run, the parts to send, and those to receive; of the last rank `more` long."""
 
     def part(sender: int, receiver: int) -> torch.Tensor:
         return contract.values((length(sender, receiver),), torch.float32, sender, receiver)
 
-    call = BoundCall(runtime.current().communicators.default, "all_to_all", None, torch.float32, 0)
-    call.code.cache()
+    call = PartsExchange(runtime.current().communicators.default.intra, torch.float32)
+    call.cache()
     expected = [part(other, RANK) for other in range(SIZE)]
     if more and RANK == SIZE - 1:
         expected[0] = torch.empty(len(expected[0]) + more)
@@ -257,7 +258,7 @@ def test_parts_of_any_length(agree, placement, lengths):
             with through_python():
                 call.run(given, received)
         else:
-            is_fast = call.run_fast(given, received)
+            is_fast = call.run_fast(given, received) is not None
             agree.equal(is_fast, can_be_fast and not (is_equal and RANK == 0), "by the fast path")
             if not is_fast:
                 call.run(given, received)
@@ -267,7 +268,8 @@ def test_parts_of_any_length(agree, placement, lengths):
 
 def test_equal_parts_of_long_tensors_through_python(agree, placement):
     """Regression: rows of a tensor are a tuple, which was taken for a tensor."""
-    call, given, expected = exchange_of(LENGTHS["equal and long"])
+    _, given, expected = exchange_of(LENGTHS["equal and long"])
+    call = TorchCall(runtime.current().communicators.default, "all_to_all_single", None, torch.float32, 0)
     received = torch.empty(sum(map(len, expected)))
     with through_python():
         call.run(torch.cat(given), received)
@@ -279,7 +281,7 @@ def test_parts_of_other_sizes_than_expected_are_an_error_on_all_ranks(agree, pla
     for odd in (-1, 0, SIZE - 1, SIZE):
         call, given, expected = exchange_of(LENGTHS[lengths], more=5)
         received = [torch.full_like(part, -1.0) for part in expected]
-        run_call = lambda: call.run_fast(given, received) or call.run(given, received)  # noqa: E731, B023
+        run_call = lambda: call.run(given, received)  # noqa: E731, B023
         if odd in (RANK, SIZE):
             with through_python():
                 agree.raises(MismatchError, run_call, f"to rank {SIZE - 1}, which has room for")

@@ -19,8 +19,7 @@ from helpers.timeline_records import EXACT, MAIN, MILLISECOND, call, job, messag
 
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
-from torchmpi.communicators.call_queue import CallQueue
-from torchmpi.communicators.observed_calls import ShownTask
+from torchmpi.communicators.call_queue import CallQueue, ShownTask
 from torchmpi.errors import ArgumentError
 from torchmpi.timeline import events, observer, trace_writer
 from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result

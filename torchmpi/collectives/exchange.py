@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from ..backends.base import on_rows
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import ArgumentError
-from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import FLAT
 from ..tensors import buffers
+from .bound_calls import BoundCall
 from .call_arguments import check_splits
-from .dispatch import BoundCode
 from .prepared import checked_dtype, plan_for
 
-__all__ = [
-    "ANY_PARTS", "PartsExchange", "are_plain", "check", "check_splits", "exchange", "rows_plan", "rows_task",
-]  # fmt: skip
+__all__ = ["PartsExchange", "are_plain", "check", "check_splits", "exchange", "rows_task"]
 
 T = TypeVar("T")
 ANY_PARTS, _MATCHING_PARTS = "exchange_parts", "exchange_matching_parts"
@@ -37,62 +32,39 @@ def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequen
 
 
 def are_plain(source: torch.Tensor, destination: torch.Tensor) -> bool:
-    """Return whether parts of two tensors can be exchanged as they are: by :func:`rows_plan`, without a check."""
+    """Return whether parts of two tensors can be exchanged as they are, without a check."""
     are_alike = source.dtype is destination.dtype and buffers.is_plain(source) and buffers.is_plain(destination)
     return are_alike and not buffers.overlap(source, destination)
 
 
-def rows_plan(group: Group, dtype: torch.dtype) -> Plan:
-    """Return the plan of an exchange of two lists of parts, or of equal parts of two tensors, all of plain host memory.
-
-    Other ranks may call `exchange`.
-    """
-    plan = copy.copy(_plan(group, ANY_PARTS, dtype, PLAIN))
-    work = on_rows(plan.run, group.size)
-
-    def run(source: Any, destination: Any, root: int) -> None:
-        work(source, destination, root)
-        buffers.touch_all(destination if isinstance(destination, list) else [destination])
-
-    plan.run = run
-    return plan
-
-
-class PartsExchange:
-    """Exchanges of checked tensors of one dtype whose parts may differ in length, repeated by machine code.
+class PartsExchange(BoundCall):
+    """Exchanges of tensors of one dtype whose parts may differ in length.
 
     Its readable twin, :func:`exchange`, makes what machine code cannot: the first calls, and those of other memory.
     """
 
+    num_rows = (FLAT, FLAT)
+
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
-        self._group, self._plan = group, rows_plan(group, dtype)
-        self._code = BoundCode(group, "exchange", dtype, self._cached_call)
+        super().__init__(group, _plan(group, ANY_PARTS, dtype, PLAIN), "exchange", dtype)
+
+    @staticmethod
+    def known(group: Group, dtype: torch.dtype) -> PartsExchange | None:
+        """Return the exchanges of a group, if there has been one."""
+        found: PartsExchange | None = group.plans.get(("exchange of parts", dtype))
+        return found
 
     @classmethod
     def of(cls, group: Group, dtype: torch.dtype) -> PartsExchange:
-        """Return the exchanges of a group, made at the first call."""
-        key = "exchange of parts", dtype
-        found: PartsExchange | None = group.plans.get(key)
+        """Return the exchanges of a group."""
+        found = cls.known(group, dtype)
         if found is None:
-            found = group.plans[key] = cls(group, dtype)
+            found = group.plans["exchange of parts", dtype] = cls(group, dtype)
         return found
 
-    def run(self, sources: list[torch.Tensor], parts: list[torch.Tensor], subject: torch.Tensor) -> None:
-        """Send `sources[j]` to rank j, and receive `parts[j]` from rank j, after the calls made before.
-
-        Args:
-            sources: What this rank sends; parts of `subject`.
-            parts: Memory for what it receives.
-            subject: The tensor that calls show.
-        """
-        if self._code.run(sources, parts) is None:
-            self._code.cache()
-            self._group.call_queue.run(exchange, self._group, sources, parts, subject=subject)
-
-    def _cached_call(self) -> fast_path.CachedCall | None:
-        find = self._plan.cached_call
-        cached: fast_path.CachedCall | None = None if find is None else find(0, None)
-        return None if cached is None else cached._replace(rows=(FLAT, FLAT))
+    def perform(self, given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+        """Run a call in Python; the caller holds the run lock."""
+        exchange(self.group, given, out)
 
 
 def _plan(group: Group, operation: str, dtype: torch.dtype, place: str) -> Plan:

@@ -90,30 +90,6 @@ class CallLog:
     publish: ClassVar[Callable[..., int] | None] = None
     """The kernel `announce`, when kernels have been loaded; only with it there is an order on weak memory."""
 
-    __slots__ = (
-        "_blocks",
-        "_chunks_since",
-        "_fields",
-        "_missing",
-        "_neighbors",
-        "_slots",
-        "_spoiled",
-        "address",
-        "begin",
-        "ended_seq",
-        "entered",
-        "free",
-        "last_aborted",
-        "log_board",
-        "log_fields",
-        "name",
-        "rank",
-        "report_when_late",
-        "ring",
-        "size",
-        "time_field",
-    )  # fmt: skip
-
     def __init__(
         self, name: str, rank: int, size: int, log_board: StatusBoard | None = None, ring: Ring | None = None
     ) -> None:

@@ -58,10 +58,6 @@ _SURE = 3
 """After as many calls that threads have run for which they waited, the helper is not woken for the next one."""
 
 
-def _described(task: Task, call: Callable[[], events.ShownCall] | None) -> Callable[[], events.ShownCall] | None:
-    return task.described_call if call is None and isinstance(task, events.DescribedTask) else call
-
-
 def _nothing_polls(*, polite: bool) -> None:
     """Stand for the calls of a group without shared memory."""
 
@@ -154,6 +150,29 @@ class FastCall(Protocol):
         """Release the resources of the call."""
 
 
+class ShownTask:
+    """A task that is one event of torch.profiler, whatever calls it makes."""
+
+    def __init__(self, call_queue: CallQueue, task: Task, call: events.ShownCall) -> None:
+        self._call_queue, self._task, self._call = call_queue, task, call
+
+    def described_call(self) -> events.ShownCall:
+        """Return what the profiler shows."""
+        return self._call
+
+    def __call__(self) -> Any:
+        """Run the task, inside the event."""
+        event = events.begin_event(self._call, is_task=self._call_queue.origin is not None)
+        try:
+            return self._task()
+        finally:
+            events.end_event(event)
+
+
+def _described(task: Task, call: Callable[[], events.ShownCall] | None) -> Callable[[], events.ShownCall] | None:
+    return task.described_call if call is None and isinstance(task, ShownTask) else call
+
+
 class CallQueue:
     """The calls of a communicator in their order, and the lock held while one of them runs.
 
@@ -240,11 +259,8 @@ class CallQueue:
                 raise self._closed_error(self.name)
             return task(*arguments)
         call = None if describe is None else partial(describe, *arguments)
-        if isinstance(task, events.DescribedTask):
-            call = task.described_call
-        return self.submit(
-            partial(task, *arguments), self.name, subject, call=call, in_any_thread=not has_streams
-        ).wait()
+        queued = partial(task, *arguments) if arguments else task
+        return self.submit(queued, self.name, subject, call=call, in_any_thread=not has_streams).wait()
 
     def submit(
         self,

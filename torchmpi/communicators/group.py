@@ -27,13 +27,13 @@ from . import splits
 from .call_codes import call_code, call_names
 from .call_counts import CallCounts
 from .call_log import Call, CallLog, how_it_left
-from .call_queue import CallQueue
+from .call_queue import CallQueue, ShownTask
 from .conditions import broadcast_short, on_all
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
 from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
-from .observed_calls import ObservedCall, ShownTask, describe
+from .observed_calls import ObservedCall, describe
 from .plan import Plan
 from .release import Key, MessageCounter, register, retire
 from .status_board import StatusBoard, UnusedMemory

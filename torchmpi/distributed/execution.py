@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..collective_specs import SPECS, spec_of
 from ..collectives import dispatch
+from ..collectives.exchange import PartsExchange
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle
 from ..communicators.plan import PlanKey
@@ -22,9 +23,9 @@ from ..tensors.modes import get_tracing_state
 from ..timeline import events
 from . import membership
 from .arguments import divide, is_composed, op_name, scaled
-from .bound_calls import FORMS, BoundCall
 from .properties import GroupProperties
 from .rows import Rows, deliver, empty_rows, in_memory, packed, result_rows
+from .torch_calls import FORMS, TorchCall
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, PendingWork, awaited_ranks, joined
 
@@ -77,27 +78,29 @@ class GroupExecution(GroupProperties):
         dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
         number = None if reduction is None else reduction.op.value  # hashing reduction.op itself takes 1 us
         calls, key = self._group.plans, (name, number, dtype, root)
-        call: BoundCall | None = calls.get(key)
+        call: TorchCall | None = calls.get(key)
         if call is None:
             op = None
             if reduction is not None and dtype is not None:
                 if is_composed(reduction, dtype):
                     return None
                 op = op_name(reduction, dtype)
-            call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
+            call = calls[key] = TorchCall(self._communicator, name, op, dtype, root)
         if options.timeout > _NO_LIMIT:
             return None
-        self._refuse_read_only(name, given if call.changes else outputs)
-        if not is_asynchronous(options):  # machine code looks whether the tensors are plain, and ends at the timeout
-            sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
-            received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
-            if call.code.run(sent, received) is not None:
-                return COMPLETED
-        if get_tracing_state() is not None:
-            self._refuse_tracing(name)
+        writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
+        # Machine code looks whether the tensors are plain, and ends at the timeout.
+        sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
+        received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
+        if is_asynchronous(options):
+            if call.is_like_earlier(sent, received):
+                return self._begun(call.begin(sent, received), list(outputs or given), options)
+        elif call.run_fast(sent, received) is not None:
+            return COMPLETED
+        self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
-        source = in_memory(given, call.num_rows[0]) if given else None
-        target = in_memory(outputs, call.num_rows[1]) if outputs else None
+        source = in_memory(given) if given else None
+        target = in_memory(outputs) if outputs else None
         are_rows = (source is not None or not given) and (target is not None or not outputs)
         if source is not None and target is not None:
             are_rows = call.can_use(source, target)
@@ -106,31 +109,24 @@ class GroupExecution(GroupProperties):
         if is_here:
             call.run(source, target)
             return COMPLETED
-        handle = call.submit(source, target)
-        return self._begun(handle, list(outputs or given), options, self._group.timeout_seconds)
-
-    def _exchange_of_parts(self, dtype: torch.dtype) -> BoundCall:
-        """Return the call that exchanges lists of parts of any length."""
-        key = "all_to_all", dtype
-        call: BoundCall | None = self._group.plans.get(key)
-        if call is None:
-            call = self._group.plans[key] = BoundCall(self._communicator, "all_to_all", None, dtype, 0)
-        return call
+        runtime.current()  # raises in a forked child
+        handle = call.begin(source, target)
+        return self._begun(handle, list(outputs or given), options)
 
     def _exchanged(
-        self, call: BoundCall, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
+        self, call: PartsExchange, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
     ) -> bool:
         """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
         if is_asynchronous(options) or options.timeout > _NO_LIMIT:
             return False
-        self._refuse_read_only("all_to_all", written)
-        if not call.run_fast(given, received):
+        writable.refuse_read_only(self._where, "all_to_all", *written)
+        if call.run_fast(given, received) is None:
             return False
         buffers.touch_all(written)
         return True
 
     def _on_copies(
-        self, call: BoundCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self, call: TorchCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> dist.Work | None:
         """Make a synchronous call on plain tensors that are no rows in their own memory, or share it.
 
@@ -144,7 +140,8 @@ class GroupExecution(GroupProperties):
         source = packed(given, call.num_rows[0]) if given else None
         target = empty_rows(outputs, call.num_rows[1]) if outputs else None
         if self._by_messages:
-            if not call.run_fast(source, target):
+            if call.run_fast(source, target) is None:
+                call.cache()
                 return None
         else:
             call.run(source, target)
@@ -193,10 +190,13 @@ class GroupExecution(GroupProperties):
 
         return self._launch(task, given, outputs or given, opts, name, op or "", -1 if root is None else root)
 
-    def _begun(self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float) -> dist.Work:
-        """Return the work of a call that has been queued; wait for a synchronous one."""
+    def _begun(
+        self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float | None = None
+    ) -> dist.Work:
+        """Return the work of a call that has been queued; wait for a synchronous one, within the group's timeout."""
         handle.awaited = self._awaited
-        limit = limit_seconds and limit_seconds + self._report_seconds
+        limit = self._group.timeout_seconds if limit_seconds is None else limit_seconds
+        limit = limit and limit + self._report_seconds
         if not is_asynchronous(options):
             handle.wait(limit or None)
             return COMPLETED
@@ -216,7 +216,7 @@ class GroupExecution(GroupProperties):
         runtime.current()  # raises in a forked child
         self._refuse_tracing(collective)
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
-            self._refuse_read_only(collective, outputs)
+            writable.refuse_read_only(self._where, collective, *outputs)
         on_device = next((tensor for tensor in outputs if not tensor.is_cpu), None)
         limit = options.timeout.total_seconds()
         if limit > 0:
@@ -237,12 +237,6 @@ class GroupExecution(GroupProperties):
     def _refuse_tracing(self, collective: str) -> None:
         if get_tracing_state() is not None:  # in which machine code makes no call
             buffers.refuse_tracing(f"{self._where}: {collective}")
-
-    def _refuse_read_only(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:
-        for each in tensors:
-            seen = writable.known.get(id(each))
-            if seen is None or seen() is not each:  # a repeated tensor enters no other file
-                writable.refuse_read_only(self._where, collective, each)
 
     def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
         """Run a task with another timeout than that of the group."""
@@ -283,4 +277,4 @@ class GroupExecution(GroupProperties):
             buffers.check(tensor, what)
         for tensor in outputs:
             buffers.check(tensor, what, written=True)
-        self._refuse_read_only(collective, outputs)
+        writable.refuse_read_only(self._where, collective, *outputs)

@@ -41,10 +41,10 @@ from .arguments import (
     scaled,
     single,
 )
-from .bound_calls import BoundCall
 from .call_hooks import HookedGroup
 from .execution import Tensors
 from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
+from .torch_calls import TorchCall
 from .torch_names import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -100,8 +100,8 @@ class ProcessGroup(HookedGroup):
                 opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
         reduction: Any = opts.reduceOp
         if not (is_asynchronous(opts) or others):  # the most frequent call, without further function calls
-            call: BoundCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
-            if call is not None and call.code.run(tensor, None) is not None:
+            call: TorchCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
+            if call is not None and call.run_fast(tensor, None) is not None:
                 return COMPLETED
         are_watching = num_dispatch_modes() or is_key_active(PRE_DISPATCH)
         if are_watching and not dispatched_calls.below.is_running:
@@ -420,10 +420,10 @@ class ProcessGroup(HookedGroup):
             if work is not None:
                 return work
         exchange.check(self._group, inputs, outputs, "all_to_all")
-        if not is_even and self._exchanged(self._exchange_of_parts(outputs[0].dtype), inputs, outputs, outputs, opts):
+        call = exchange.PartsExchange.of(self._group, outputs[0].dtype)
+        if not is_even and self._exchanged(call, inputs, outputs, outputs, opts):
             return COMPLETED
-        task = partial(exchange.exchange, self._group, inputs, outputs)
-        return self._launch(task, inputs, outputs, opts, "all_to_all")
+        return self._launch(partial(call.run_queued, inputs, outputs), inputs, outputs, opts, "all_to_all")
 
     @apart_from_modes
     def alltoall_base(  # type: ignore[override]
@@ -443,21 +443,16 @@ class ProcessGroup(HookedGroup):
         what, own = f"{self._where}: all_to_all_single", self._group.rank
         sources = split(input, input_split_sizes, self._size, f"{what}: the input")
         parts = split(output, output_split_sizes, self._size, f"{what}: the output")
-        run: Callable[..., object] = partial(exchange.exchange, self._group)
-        call: BoundCall | None = self._group.plans.get(("all_to_all", output.dtype))
         is_whole = input.dtype is output.dtype and sources[own].numel() == parts[own].numel()
+        call = exchange.PartsExchange.known(self._group, output.dtype)
         if is_whole and call is not None and self._exchanged(call, sources, parts, [output], opts):
             return COMPLETED  # machine code has looked whether the parts are plain
-        if is_whole and exchange.are_plain(input, output):
-            call = self._exchange_of_parts(output.dtype)
-            if self._exchanged(call, sources, parts, [output], opts):
-                return COMPLETED
-            run = call.run_queued
-        else:
+        if not (is_whole and exchange.are_plain(input, output)):
             exchange.check(self._group, sources, parts, "all_to_all_single")
+        call = exchange.PartsExchange.of(self._group, output.dtype)
 
         def task() -> None:
-            run(sources, parts)
+            call.run_queued(sources, parts)
             buffers.touch(output)  # for autograd, the detached parts are not views of `output`
 
         return self._launch(task, [input], [output], opts, "all_to_all_single")

@@ -324,6 +324,11 @@ def entry(which: str) -> _Entry:
     return _fast_paths[which].function if which in _fast_paths else _not_built
 
 
+def finder(which: str) -> _Entry:
+    """Return the function that finds what begins an asynchronous call like those of a fast path."""
+    return _fast_paths[which].find if which in _fast_paths else _not_built
+
+
 def function_for(which: str, name: Name) -> _Entry | None:
     """Return a fast path that has a cached call of this identity; None if it has none."""
     fast_path = _fast_paths.get(which)
