@@ -187,8 +187,7 @@ def alltoall_async(
     sent = tensor.detach()[: sum(numbers)]
 
     def start() -> Handle[Any]:
-        task = exchange.rows_task(group, sent, numbers, lambda rows, lengths: (rows, lengths))
-        return group.call_queue.submit(task, f"{group.where}: alltoall", sent)
+        return exchange.submit_alltoall_rows(group, sent, numbers, lambda rows, lengths: (rows, lengths))
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
         rows, received = result
