@@ -166,11 +166,7 @@ _COMPARED = (
     _action("recover"),
 )
 """The calls that ranks compare, or that the fast path counts, in the order of their codes."""
-_OTHERS = (
-    # Parts of any length; in the second all ranks have agreed on the lengths.
-    _Row("exchange_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),
-    _Row("exchange_matching_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),
-)
+_OTHERS = (_Row("exchange_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),)
 """What backends bind in addition."""
 SPECS = {row.name: row for row in (*_COMPARED, *_OTHERS)}
 """All rows by name."""

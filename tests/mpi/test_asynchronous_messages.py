@@ -21,7 +21,7 @@ from torchmpi.shared_memory import fast_path
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
-LONG = 400_000  # elements: more than a ring has room for
+LONG = 600_000  # elements: more than a ring has room for
 
 
 def values(sender: int, number: int, length: int = 8) -> torch.Tensor:
@@ -132,11 +132,12 @@ def test_a_callback_may_look_at_a_receive_that_its_thread_begins(agree, monkeypa
                 world.send("sent", 0)
 
 
-def test_a_repeated_message_runs_in_machine_code(agree):
+@pytest.mark.parametrize("length", [8, 1 << 18])
+def test_a_repeated_message_runs_in_machine_code(agree, length):
     if fast_path.send is fast_path._not_built or not isinstance(transport_of(mpi.communicator(0).intra), RingTransport):
         pytest.skip("no fast path, or messages of MPI")
     left, right = neighbors()
-    tensor, own = torch.zeros(8), values(mpi.rank(), 0)
+    tensor, own = torch.zeros(length), values(mpi.rank(), 0, length)
     for _ in range(5):
         mpi.send_async(own, right)
         mpi.recv_async(tensor, left).wait()
@@ -151,7 +152,7 @@ def test_a_repeated_message_runs_in_machine_code(agree):
     agree(len(names[1]) <= 14 and "check" not in names[1], f"begin of a receive: {names[1]}")
     # The progress thread may have looked at the receive, in a millisecond without this one.
     agree(len(names[2]) <= 12, f"receive: {names[2]}")
-    agree.equal(tensor, values(left, 0))
+    agree.equal(tensor, values(left, 0, length))
 
 
 @pytest.mark.parametrize("length", [8, LONG])

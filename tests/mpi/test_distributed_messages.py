@@ -29,7 +29,7 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 NEXT, PREVIOUS = (RANK + 1) % SIZE, (RANK - 1) % SIZE
 # Nothing, less than a block of 64 bytes, one, a little more, many.
 LENGTHS = (0, 1, 15, 16, 17, 33, 5_000)
-LONG = 400_000
+LONG = 600_000
 """Elements that no MPI library sends before they are received."""
 
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="torch refuses messages to oneself")

@@ -621,7 +621,6 @@ class _KernelCall:
         self.compiled.record.write(
             value_bytes=most_bytes,
             call_log=group.call_log.address,
-            code=self._code,
             mark=plan.mark,
             sent_item_bytes=plan.sent_dtype.itemsize,
             widen=reduction.converter(plan.dtype, plan.sent_dtype),

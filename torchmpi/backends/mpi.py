@@ -383,11 +383,6 @@ class MPIMovement:
         check_part_sizes(self.group, sources, destinations)
         self._exchange(sources, destinations)
 
-    def exchange_matching_parts(
-        self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int
-    ) -> None:
-        self._exchange(sources, destinations)
-
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         self.group.call_log.log_fields[LogFields.algorithm] = algorithms.DIRECT
         own = incoming[self.rank]  # of as many elements as the other one, but perhaps of another shape

@@ -593,8 +593,6 @@ class SharedMovement(SharedCalls):
                 all_sizes[rank] = fields[at] // size * self._item_bytes
         return all_sizes
 
-    exchange_matching_parts = exchange_parts  # also needs the length of the longest part
-
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         self.transfers[:, records.Transfer.send_address], self.transfers[:, records.Transfer.send_bytes] = (
             addresses,

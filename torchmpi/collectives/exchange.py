@@ -9,25 +9,27 @@ import torch
 
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
+from ..communicators.handle import Handle
 from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import ArgumentError
+from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import FLAT
 from ..tensors import buffers
 from .bound_calls import BoundCall
 from .call_arguments import check_splits
 from .prepared import checked_dtype, plan_for
 
-__all__ = ["PartsExchange", "are_plain", "check", "check_splits", "exchange", "rows_task"]
+__all__ = [
+    "PartsExchange", "alltoall_rows", "are_plain", "check", "check_splits", "exchange", "submit_alltoall_rows",
+]  # fmt: skip
 
 T = TypeVar("T")
-ANY_PARTS, _MATCHING_PARTS = "exchange_parts", "exchange_matching_parts"
-"""The operations of exchanges: the first one compares the sizes of all parts."""
 
 
 def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Send `sources[j]` to rank j, and receive `destinations[j]` from rank j."""
     devices = {part.device.type for part in (*sources, *destinations)}
-    plan = _plan(group, ANY_PARTS, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu")
+    plan = _plan(group, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu")
     group.perform(plan, list(sources), list(destinations), 0)
 
 
@@ -46,7 +48,7 @@ class PartsExchange(BoundCall):
     num_rows = (FLAT, FLAT)
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
-        super().__init__(group, _plan(group, ANY_PARTS, dtype, PLAIN), "exchange", dtype)
+        super().__init__(group, _plan(group, dtype, PLAIN), "exchange", dtype)
 
     @staticmethod
     def known(group: Group, dtype: torch.dtype) -> PartsExchange | None:
@@ -67,8 +69,8 @@ class PartsExchange(BoundCall):
         exchange(self.group, given, out)
 
 
-def _plan(group: Group, operation: str, dtype: torch.dtype, place: str) -> Plan:
-    return plan_for(Communicator.of(group), PlanKey(operation, None, dtype, place))
+def _plan(group: Group, dtype: torch.dtype, place: str) -> Plan:
+    return plan_for(Communicator.of(group), PlanKey("exchange_parts", None, dtype, place))
 
 
 def check(
@@ -96,26 +98,131 @@ def check(
         )
 
 
-def rows_task(
-    group: Group, tensor: torch.Tensor, splits: Sequence[int], finish: Callable[[torch.Tensor, list[int]], T]
-) -> Callable[[], T]:
-    """Return a task for the call queue, an alltoall that sends `splits[j]` rows of a checked tensor to rank j.
+def alltoall_rows(
+    group: Group, tensor: torch.Tensor, splits: list[int], out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[int]]:
+    """Send `splits[j]` rows of a checked tensor to rank j.
 
-    The task returns ``finish(rows, lengths)``: the received rows in rank order, and their number from each rank.
-    torch.profiler shows it as one call.
+    Returns:
+        The received rows in rank order, in `out` if given, and their number from each rank.
     """
-    rows_plan = _plan(group, _MATCHING_PARTS, tensor.dtype, tensor.device.type)
-    # With the numbers of rows the ranks compare dtype and shape of the rows.
-    counts_plan = _plan(group, _MATCHING_PARTS, torch.int64, "cpu")
-    counts_plan = counts_plan.announcing(tensor.dtype, *tensor.shape[1:], collective="alltoall_splits")
+    call = _RowsCall(group, tensor, splits, out)
+    if not call.run_fast():
+        group.call_queue.run(call.task(), subject=tensor)
+    return call.result()
 
-    def task() -> T:
-        counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
-        received_counts = torch.empty_like(counts)
-        group.perform(counts_plan, list(counts.split(1)), list(received_counts.split(1)), 0)
-        lengths: list[int] = received_counts.tolist()
-        rows = torch.empty((sum(lengths), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-        group.perform(rows_plan, list(tensor.detach().split(list(splits))), list(rows.split(lengths)), 0)
-        return finish(rows, lengths)
 
-    return group.shown(task, group.described_call, rows_plan, [tensor], None, 0)
+def submit_alltoall_rows(
+    group: Group,
+    tensor: torch.Tensor,
+    splits: list[int],
+    finish: Callable[[torch.Tensor, list[int]], T],
+    out: torch.Tensor | None = None,
+) -> Handle[T]:
+    """Run :func:`alltoall_rows` in the background; the handle has ``finish(rows, numbers)``."""
+    call = _RowsCall(group, tensor, splits, out)
+    task = call.task(lambda: finish(*call.result()))
+    return group.call_queue.submit(task, f"{group.where}: alltoall", tensor, in_any_thread=True)
+
+
+class _RowsCall:
+    """An alltoall with splits: an alltoall of the numbers of rows, then an exchange of the rows.
+
+    With the numbers the ranks compare dtype and shape of the rows, so the sizes of all parts match.
+    """
+
+    def __init__(self, group: Group, tensor: torch.Tensor, splits: list[int], out: torch.Tensor | None) -> None:
+        self._group, self._tensor, self._splits, self._out = group, tensor, splits, out
+        self._numbers = torch.tensor([splits, splits], dtype=torch.int64, device="cpu")
+        """How many rows this rank sends to each rank, and receives from each."""
+        self._code = _RowNumbers.of(group, tensor.dtype)
+        self._exchange = PartsExchange.of(group, tensor.dtype)
+        self._received: list[int] | None = None
+
+    def result(self) -> tuple[torch.Tensor, list[int]]:
+        """Return the received rows, and their number from each rank."""
+        assert self._received is not None
+        if self._out is not None and self._rows is not self._out:
+            buffers.copy_result(self._rows, self._out, "alltoall")
+        return (self._rows if self._out is None else self._out), self._received
+
+    def run_fast(self) -> bool:
+        """Run what machine code can in this thread; return whether that is all."""
+        if self._received is None:
+            if self._code.run_fast(self._tensor, self._numbers) is None:
+                return False
+            self._make_room()
+        if self._exchange.run_fast(self._sources, self._parts) is None:
+            return False
+        if self._rows is self._out:
+            buffers.touch(self._rows)
+        return True
+
+    def task(self, finish: Callable[[], T] | None = None) -> Callable[[], T | None]:
+        """Return a task for the call queue that runs the rest. torch.profiler shows it as one call."""
+
+        def task() -> T | None:
+            if not self.run_fast():
+                self._run()
+            return None if finish is None else finish()
+
+        group, tensor = self._group, self._tensor
+        plan = _plan(group, tensor.dtype, tensor.device.type)
+        return group.shown(task, group.described_call, plan, [tensor], None, 0)
+
+    def _run(self) -> None:
+        if self._received is None:
+            self._code.cache()
+            sent, received = self._numbers
+            self._group.perform(_plan_of_numbers(self._group, self._tensor), sent, received, 0)
+            self._make_room()
+        self._exchange.run_through_python(self._sources, self._parts)
+
+    def _make_room(self) -> None:
+        tensor, out, received = self._tensor, self._out, self._numbers[1].tolist()
+        shape = sum(received), *tensor.shape[1:]
+        if out is not None and out.shape == shape and are_plain(tensor, out):
+            self._rows = out
+        else:
+            self._rows = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        self._sources, self._parts = list(tensor.detach().split(self._splits)), list(self._rows.split(received))
+        self._received = received
+        self._group.even_seq = self._group.call_log.seq + 1  # backends need not compare the sizes again
+
+
+def _plan_of_numbers(group: Group, rows: torch.Tensor | None) -> Plan:
+    """Return the plan by which ranks tell each other how many rows they send."""
+    plan = plan_for(Communicator.of(group), PlanKey("alltoall", None, torch.int64, PLAIN))
+    return plan if rows is None else plan.announcing(rows.dtype, *rows.shape[1:], collective="alltoall_splits")
+
+
+class _RowNumbers(BoundCall):
+    """The calls by which ranks tell each other how many rows of a dtype they send: on the rows, and on the numbers."""
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        super().__init__(group, _plan_of_numbers(group, None), "alltoall_splits", dtype)
+        self._code = self.plan.announcing(dtype, collective="alltoall_splits").code
+
+    @classmethod
+    def of(cls, group: Group, dtype: torch.dtype) -> _RowNumbers:
+        """Return the calls of a group."""
+        found: _RowNumbers | None = group.plans.get(("numbers of rows", dtype))
+        if found is None:
+            found = group.plans["numbers of rows", dtype] = cls(group, dtype)
+        return found
+
+    def cached_call(self) -> fast_path.CachedCall | None:
+        """Return the call for machine code, whose signature has dtype and shape of the rows."""
+        cached = super().cached_call()
+        if cached is None:
+            return None
+        end = cached.settle
+        # Over hosts, which are strict, the signature is the hash of the shape alone.
+        signed_code = 0 if self.group.is_strict else cached.signed_code ^ cached.code ^ self._code
+
+        def settle(status: int, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            sent, received = numbers
+            end(status, sent, received)
+            return numbers
+
+        return cached._replace(code=self._code, signed_code=signed_code, settle=settle)

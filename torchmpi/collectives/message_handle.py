@@ -403,12 +403,16 @@ class Continued(Protocol):
 
 
 class _DeferredReceives:
-    """The receives of a transport that have not begun: the progress thread begins those that it finds."""
+    """The receives of a transport that have not begun: the progress thread begins those that it finds twice.
+
+    Most looks come while the program has released the GIL to send, and is about to wait for its receive.
+    """
 
     is_waited_for = False
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self._found = 0
 
     @property
     def has_ended(self) -> bool:
@@ -419,8 +423,12 @@ class _DeferredReceives:
         return not transport.is_watched
 
     def test(self) -> bool:
-        """Begin them."""
-        self.transport.begin_deferred()
+        """Begin them, if the first one is that of the last look."""
+        with self.transport.deferring:
+            first = id(self.transport.deferred[0]) if self.transport.deferred else 0
+            if first == self._found:
+                self.transport.begin_deferred()
+        self._found = first
         return self.has_ended
 
 

@@ -345,7 +345,8 @@ class DeferredReceive(Handle[Any]):
 
     Then the fast path makes it, if it is the first one of its group and nothing else has been posted meanwhile.
     Otherwise it is a :class:`MessageHandle`: as soon as another message is posted that could overtake it, or one of the
-    group does not end at once; the program looks at it; or the progress thread does, within a millisecond.
+    group does not end at once; the program looks at it; or the progress thread does for the second time, within two
+    milliseconds.
 
     Args:
         plan: The message that is repeated.

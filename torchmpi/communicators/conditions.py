@@ -14,26 +14,33 @@ T = TypeVar("T")
 
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
 _SHORT_BYTES, _LENGTH_BYTES = 256, 4
+_MOST = (1 << 63) - 1
 
 
 def on_all(comm: Any, condition: object) -> bool:
     """Return whether a condition is true on all ranks. Collective."""
-    return true_and_same(comm, bool(condition), 0)[0]
-
-
-def true_and_same(comm: Any, condition: bool, number: int) -> tuple[bool, bool]:
-    """Return whether a condition is true on all ranks, and whether a number is the same on all. Collective.
-
-    Gathering the answers as Python objects would cost time and memory on each rank for every rank of the job.
-    """
     if not hasattr(comm, "Allreduce"):
-        answers = comm.allgather((condition, number))
-        return all(answer for answer, _ in answers), len({each for _, each in answers}) == 1
+        return all(comm.allgather(bool(condition)))
     from mpi4py import MPI
 
-    least = np.array([condition, number, -number], np.int64)
+    least = np.array([bool(condition)], np.int64)
     comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
-    return bool(least[0]), bool(least[1] == -least[2])
+    return bool(least[0])
+
+
+def common(comm: Any, *numbers: int | None) -> list[int | None]:
+    """Return each number if all ranks that do not pass None pass the same one, else None. Collective.
+
+    Gathering the numbers as Python objects would cost time and memory on each rank for every rank of the job.
+    """
+    if not hasattr(comm, "Allreduce"):
+        passed = [{*each} - {None} for each in zip(*comm.allgather(numbers), strict=True)]
+        return [each.pop() if len(each) == 1 else None for each in passed]
+    from mpi4py import MPI
+
+    least = np.array([(_MOST, _MOST) if each is None else (each, -each) for each in numbers], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+    return [low if low == -high else None for low, high in least.tolist()]
 
 
 def sum_of_all(comm: Any, number: int) -> int:
@@ -49,9 +56,13 @@ def sum_of_all(comm: Any, number: int) -> int:
 
 def gather_unless_equal(comm: Any, value: Any) -> list[Any]:
     """Return the values of all ranks, whose texts are gathered only if they are not all the same. Collective."""
-    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
-    _, are_equal = true_and_same(comm, True, digest)
-    return [value] * comm.size if are_equal else list(comm.allgather(value))
+    (is_equal,) = common(comm, digest(value))
+    return list(comm.allgather(value)) if is_equal is None else [value] * comm.size
+
+
+def digest(value: Any) -> int:
+    """Return a number that stands for the text of a value."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
 
 
 def broadcast_short(comm: Any, value: Any) -> Any:

@@ -35,14 +35,15 @@ from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
 from .observed_calls import ObservedCall, describe
 from .plan import Plan
-from .release import Key, MessageCounter, register, retire
-from .status_board import StatusBoard, UnusedMemory
+from .release import FreedGroup, FreedGroups, MessageCounter, register, retire
+from .status_board import StatusBoard
 
 T = TypeVar("T")
 _HEADER_DIMS = 12
 _NOTICE_SECONDS, _POLL_SECONDS = 2.0, 0.01
 _END_PERIOD_SECONDS = 0.005
 _SLOTS_BYTES = 16 << 20  # of all ranks of a group together
+_MOST_KEPT_RANKS = 8  # of a freed group whose memory is kept: each ring that is cleared takes a page
 
 
 class Comparison(Protocol):
@@ -114,7 +115,9 @@ class Group:
         *,
         check: str | None = None,
         is_step: bool = False,
+        freed: FreedGroup | None = None,
     ) -> None:
+        """Make the group; `freed`: one whose memory and communicators all ranks take. Collective."""
         self.comm = comm
         self.name = name
         self.world_ranks = world_ranks
@@ -122,8 +125,12 @@ class Group:
         self.size: int = comm.size
         self.context = context
         self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
-        self._retirement_key, self.status_board = _register_with_board(self)
-        self.side_comm = comm.Dup()
+        if freed is None:
+            self._retirement_key, self.side_comm = register(comm, world_ranks), comm.Dup()
+            self.status_board = _board(self)
+        else:
+            self._retirement_key, self.side_comm = freed.key, freed.side_comm
+            self.status_board = StatusBoard(freed.segment, self.size)
         self.messages = MessageCounter()
         self.plans: dict[Hashable, Any] = {}
         self.checking = _how_to_check(self, context.check if check is None else check)
@@ -393,8 +400,8 @@ class Group:
     def free(self, *, together: bool = False) -> None:
         """Free the group. Collective.
 
-        `together`: no rank still uses the group, and all messages have been received, so the communicators of MPI are
-        freed at once.
+        `together`: no rank still uses the group, no call has failed, and all messages have been received, so the next
+        group of the same ranks may have the communicators of MPI, or they are freed at once.
         """
         self.finish_messages()
         for call_queue in (self.call_queue, *self.peer_queues.values()):
@@ -417,9 +424,11 @@ class Group:
             self.context.flight_record.free(self.call_log.ring, self.call_log.seq)
             for ring in self.channels.close():
                 self.context.flight_record.free(ring)
-        if self.status_board is not None and together:
-            self.context.unused_memory.keep(self.world_ranks, self.status_board)
-        elif self.status_board is not None:
+        if self.status_board is not None and together and self.size <= _MOST_KEPT_RANKS:
+            segment = self.status_board.release()
+            self.context.freed.keep(FreedGroup(self._retirement_key, segment, self.comm, self.side_comm))
+            return
+        if self.status_board is not None:
             self.status_board.close()
         if together:
             self.side_comm.Free()
@@ -472,8 +481,7 @@ class GroupContext:
         """Whether the loss of a rank raises an error instead of ending the job."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
-        self.unused_memory = UnusedMemory()
-        """Of freed ones."""
+        self.freed = FreedGroups()
         self.num_made: Counter[tuple[tuple[int, ...], str]] = Counter()
         """The number of groups made, freed ones too, by ranks and name: the same on all ranks of these groups."""
         self.failed: list[Handle[Any]] = []
@@ -540,29 +548,17 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     return intra, inter
 
 
-def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
-    """Register a group, and allocate its shared memory if its ranks are on one host. Collective."""
-    context, comm, ranks = group.context, group.comm, group.world_ranks
+def _board(group: Group) -> StatusBoard | None:
+    """Allocate the shared memory of a group if its ranks are on one host. Collective."""
+    context, size = group.context, group.size
     if len(group.hosts) > 1 or not context.slot_bytes:
-        return register(comm, ranks)[0], None
-    num_bytes = segment_bytes(group.size, slot_bytes(group.size, context.slot_bytes))
-    # Of a freed group: the same on all ranks, unless their threads free several at once. Each rank clears its part
-    # before all have compared it, so that none begins earlier.
-    segment = context.unused_memory.take(ranks, num_bytes)
-    board = None if segment is None else StatusBoard(segment, group.size)
-    if board is not None:
-        board.clear(group.rank)
-    key, is_same = register(comm, ranks, 0 if segment is None else zlib.crc32(repr(segment.ticket).encode()))
-    if board is not None and is_same:
-        return key, board
-    if board is not None:
-        board.close()
-    segment = share(comm, "group", num_bytes)
+        return None
+    segment = share(group.comm, "group", segment_bytes(size, slot_bytes(size, context.slot_bytes)))
     if segment is not None:
-        return key, StatusBoard(segment, group.size)
+        return StatusBoard(segment, size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
     context.problems.add(f"the system provides none ({reason})")
-    return key, None
+    return None
 
 
 def share(comm: Any, name: str, num_bytes: int) -> Segment | None:

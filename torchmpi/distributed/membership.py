@@ -58,7 +58,7 @@ class Membership:
         self._world_ranks = [ranks.index(number) for number in range(size)]
         """The rank in MPI's world of each rank of torch's world."""
         self._base = world.Split(0, rank)
-        self._retirement_key, _ = register(self._base, tuple(self._world_ranks))
+        self._retirement_key = register(self._base, tuple(self._world_ranks))
 
     def _connect(self, options: BackendOptions) -> None:
         from ..launch import launcherless

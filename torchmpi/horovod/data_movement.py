@@ -183,16 +183,17 @@ def alltoall_async(
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
     sent = tensor.detach()[: sum(numbers)]
 
-    task = exchange.rows_task(group, sent, numbers, lambda rows, lengths: (rows, lengths))
+    def run() -> Any:
+        return exchange.alltoall_rows(group, sent, numbers)
 
     def start() -> Handle[Any]:
-        return group.call_queue.submit(task, f"{group.where}: alltoall", sent)
+        return exchange.submit_alltoall_rows(group, sent, numbers, lambda rows, lengths: (rows, lengths))
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
         rows, received = result
         return rows, torch.tensor(received, dtype=torch.int32, device=device)
 
-    return NamedOperation("alltoall", process_set, [tensor], task, start, finish).start(name)
+    return NamedOperation("alltoall", process_set, [tensor], run, start, finish).start(name)
 
 
 def scatter(

@@ -33,13 +33,15 @@ INTO = "_into"
 """Added to the name of a collective that works in place, for a result in another tensor."""
 MADE = "_made"
 """Added to the name of other collectives, for a result in memory that was made for it: another may take its place."""
-# After those: an alltoall of parts of any length; a gather on ranks that only send, a scatter where they only receive.
+# After those: an alltoall of parts of any length, and the one of numbers of rows before it; a gather on ranks that only
+# send, a scatter where they only receive.
 _FAST_PATHS = (
     *COLLECTIVES,
     "allreduce_many",
     *(name + INTO for name in ("allreduce", "broadcast")),
     *(name + MADE for name in ("allgather", "reduce_scatter", "alltoall", "gather")),
     "exchange",
+    "alltoall_splits",
     "give",
     "receive",
     "barrier",
@@ -48,7 +50,7 @@ _FAST_PATHS = (
     "recv",
 )
 # First dimension that must be equal on all ranks, if not 0.
-_FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
+_FIRST_DIMS = {"allgather": 1, "alltoall": 1, "alltoall_splits": 1, "gather": 1, "give": 1}
 _FIRST_DIMS["exchange"] = memory_layout.MAX_LOG_DIMS
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
 

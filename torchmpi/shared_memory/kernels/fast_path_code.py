@@ -507,6 +507,22 @@ def enter_alltoall(cached_call: CachedCallRecord, source: DLTensor, target: DLTe
     return enter_with_rows(cached_call, source, target, size, arguments)
 
 
+@kernel
+def enter_alltoall_splits(cached_call: CachedCallRecord, rows: DLTensor, numbers: DLTensor, arguments: Arguments):
+    """Enter an alltoall of numbers of rows, whose signature has dtype and shape of the rows.
+
+    `numbers`: those that this rank sends, and memory for those that it receives.
+    """
+    call, half = cached_call.call, group_of(cached_call.call).size * FIELD_BYTES
+    if plain_numel(cached_call, rows) < 0 or not is_carried(call, half, FIELD_BYTES):
+        return NOT_FAST
+    arguments.rest[0] = data(numbers)
+    arguments.rest[1] = group_of(call).size
+    arguments.rest[2] = FIELD_BYTES
+    arguments.rest[3] = data(numbers) + half
+    return begin_call(cached_call, rows, half, arguments)
+
+
 @inner
 def enter_scattering(cached_call: CachedCallRecord, tensor: DLTensor, arguments: ScatterArguments):
     """Enter a scatter, and write the description of the tensor that this rank offers or expects."""

@@ -19,6 +19,7 @@ from .logged_calls import (
     hash_end,
     hash_step,
     open_entry,
+    record_of,
     set_dim,
 )
 from .movement import allgather, alltoall, barrier, broadcast, exchange_parts, reduce_scatter, rows_before, scatter
@@ -394,7 +395,7 @@ def move_parts(parts: Words, size, memory, num_bytes, unpacks):
 def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, target):
     """Run a short call; `signature` is the hash of its shape."""
     hosts = call.hosts
-    number = call_number(seq, hosts.code, signature) ^ as_sent(call, num_bytes) ^ hosts.mark
+    number = call_number(seq, record_of(hosts.call_log, seq).code, signature) ^ as_sent(call, num_bytes) ^ hosts.mark
     return call_over_hosts(call, seq, number, source, num_bytes, row_bytes, target)
 
 

@@ -134,6 +134,7 @@ COLLECTIVES = KernelSet(
             takes_out_list=True,
             any_length=True,
         ),
+        "alltoall_splits": FastPathKernel("any_alltoall", "enter_alltoall_splits", takes_out=True),
         "gather": FastPathKernel("any_allgather", "enter_allgather", takes_out=True, takes_out_list=True),
         "give": FastPathKernel("any_allgather", "enter_give", writes=False),
         "scatter": FastPathKernel("any_scatter", "enter_scatter", takes_out=True, takes_list=True),

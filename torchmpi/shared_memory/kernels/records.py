@@ -430,10 +430,8 @@ class Hosts(Record):
     wait = Pointer(HostsWait)
     eager = Word()
     """How many nanoseconds to wait before other ranks may have the core."""
-    code = Word()
-    """Code of the call."""
     mark = Word()
-    """Added to its number: calls with the same code may send different messages."""
+    """Added to the number of the call: calls with the same code may send different messages."""
     rounds = Pointer(RoundRecord)
     num_rounds = Word()
     num_hosts = Word()
