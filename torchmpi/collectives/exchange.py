@@ -201,7 +201,6 @@ class _RowNumbers(BoundCall):
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         super().__init__(group, _plan_of_numbers(group, None), "alltoall_splits", dtype)
-        self._code = self.plan.announcing(dtype, collective="alltoall_splits").code
 
     @classmethod
     def of(cls, group: Group, dtype: torch.dtype) -> _RowNumbers:
@@ -216,13 +215,14 @@ class _RowNumbers(BoundCall):
         cached = super().cached_call()
         if cached is None:
             return None
-        end = cached.settle
+        assert self._dtype is not None
+        end, code = cached.settle, self.plan.announcing(self._dtype, collective="alltoall_splits").code
         # Over hosts, which are strict, the signature is the hash of the shape alone.
-        signed_code = 0 if self.group.is_strict else cached.signed_code ^ cached.code ^ self._code
+        signed_code = 0 if self.group.is_strict else cached.signed_code ^ cached.code ^ code
 
         def settle(status: int, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
             sent, received = numbers
             end(status, sent, received)
             return numbers
 
-        return cached._replace(code=self._code, signed_code=signed_code, settle=settle)
+        return cached._replace(code=code, signed_code=signed_code, settle=settle)
