@@ -55,7 +55,7 @@ def _run(work: Callable[[], object], keep: set[int]) -> None:
     """Do the work in a forked process and end it, without what the finalizers of its parent would do."""
     status = 1
     try:
-        gc.freeze()  # an object of the parent would close a descriptor that another file has by then
+        gc.disable()  # an object of the parent would close a descriptor that another file has by then
         for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2} - keep:
             with suppress(OSError):  # that of the listing
                 os.close(number)

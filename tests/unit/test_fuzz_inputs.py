@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-import fuzz_inputs
 import pytest
-from fuzz_inputs import Fuzzer, Target, is_equal
-from helpers.processes import output_of
+
+PROGRAM = Path(__file__).parents[1] / "fuzz_inputs.py"
+import fuzz_inputs  # noqa: E402
+from fuzz_inputs import Fuzzer, Target, is_equal  # noqa: E402
 
 
 @pytest.mark.slow
 def test_damaged_inputs_are_read_as_written_or_refused():
     """Fifty of each reader; before a release, and by ``tests/fuzz_inputs.py``, more."""
     cases = 2000 if os.environ.get("TORCHMPI_TEST_COMPLETE") else 50 * len(fuzz_inputs.TARGETS)
-
-    def run() -> None:
-        assert fuzz_inputs.run_cases(1, 0, cases) == 0
-
-    status, output = output_of(run)
-    assert status == 0, output
+    command = [sys.executable, PROGRAM, "--here", "--cases", str(cases)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def prepare(folder: Path) -> None:
@@ -66,7 +66,7 @@ def test_problems_of_readers_are_found(tmp_path, reader, is_right, problem):
 
 def test_every_reader_of_the_package_is_a_target():
     """Readers of files are those that use `files.open_input` or `files.read`."""
-    package = Path(__file__).parents[2] / "torchmpi"
+    package = PROGRAM.parents[1] / "torchmpi"
     readers = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
