@@ -370,6 +370,10 @@ jobs_suite() {
     beside_ranks "$1" "$2-jobs" pytest_suite "$2-jobs" tests/jobs ${only[@]+"${only[@]}"}
 }
 
+# Ranks are forked from one process that has imported torch; not on other hosts.
+warm=(python "$checkout/tests/helpers/warm.py" pytest torch.distributed.checkpoint --)
+[ -z "${HOSTFILE:-}" ] || warm=()
+
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
 # --capture=sys a rank that ends the job can still say why.
 mpi_suites() {
@@ -380,7 +384,8 @@ mpi_suites() {
         rm -rf "${logs:?}/$name-n$ranks"
         use_environment "$name"
         launch_command "$ranks"
-        begin "$name-n$ranks" "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
+        begin "$name-n$ranks" ${warm[@]+"${warm[@]}"} "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind \
+            --log-dir "$logs/$name-n$ranks" \
             python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q --durations=10 tests/mpi \
             ${only[@]+"${only[@]}"} ${pytest_options[@]+"${pytest_options[@]}"}
     done

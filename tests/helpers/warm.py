@@ -1,10 +1,17 @@
-"""Ranks that are forks of a process which has imported torch and torchmpi (``tests/jobs/warm``)."""
+"""Ranks that are forks of a process which has imported torch and torchmpi (``tests/jobs/warm``).
+
+    python tests/helpers/warm.py MODULE... -- COMMAND...
+
+runs a command, in which the word ``python`` starts such ranks, which have also imported the modules.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,3 +67,24 @@ class Server:
     def close(self) -> None:
         """End it, and its ranks."""
         self._process.communicate(timeout=30)
+
+
+def main() -> int:
+    """Run a command with a server of its own, and return its status."""
+    end = sys.argv.index("--")
+    if IS_OFF:
+        os.execvp(sys.argv[end + 1], sys.argv[end + 1 :])
+    with tempfile.TemporaryDirectory(prefix="torchmpi-warm-") as folder:
+        server = Server(f"{folder}/socket", os.environ, modules=sys.argv[1:end])
+        server.wait_for_start()
+        python = executable(command(f"{folder}/socket"))
+        process = subprocess.Popen([python if word == "python" else word for word in sys.argv[end + 1 :]])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: process.send_signal(number))
+        status = process.wait()
+        server.close()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,6 +30,8 @@ from torchmpi.launch import launcher
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
+# The error of a rank whose call differs contains the call of the other rank, which the watchdog of that rank tells.
+os.environ.setdefault("TORCHMPI_WATCHDOG_PERIOD_SECONDS", "0.05")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 NUMBERS_OF_RANKS = (1, 2, 3)

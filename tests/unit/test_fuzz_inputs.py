@@ -19,7 +19,8 @@ from fuzz_inputs import Fuzzer, Target, is_equal  # noqa: E402
 def test_damaged_inputs_are_read_as_written_or_refused():
     """Fifty of each reader; before a release, and by ``tests/fuzz_inputs.py``, more."""
     cases = 2000 if os.environ.get("TORCHMPI_TEST_COMPLETE") else 50 * len(fuzz_inputs.TARGETS)
-    done = subprocess.run([sys.executable, PROGRAM, "--cases", str(cases)], capture_output=True, text=True)
+    command = [sys.executable, PROGRAM, "--here", "--cases", str(cases)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -22,6 +22,7 @@ HOW = ROOT / "docs" / "how"
 def test_the_pictures_are_current():
     names = [path.name for path in draw_pictures.stale()]
     assert not names, f"{names}: run scripts/draw_pictures.py"
+    assert not draw_levels.stale(), f"{list(draw_levels.stale())}: run scripts/draw_levels.py"
 
 
 def test_each_page_has_its_picture():
