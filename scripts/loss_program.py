@@ -5,6 +5,7 @@ is printed as WRONG. A remaining rank prints at its end the losses, and the seco
 right result after it.
 """
 
+import faulthandler
 import os
 import random
 import signal
@@ -71,19 +72,26 @@ def in_group(call):
         reduced(short, call, comm=everyone)
 
 
-def in_other_collectives(call):
-    """Each of the other collectives, with the root in turn."""
+def in_other_collectives(call, form=""):
+    """Each of the other collectives, with the root in turn; all of them at once in the form `_async`."""
     rank, size, root = mpi.rank(), mpi.size(), call % mpi.size()
-    rows = torch.arange(4.0 * size).reshape(size, 4)
-    results = {
-        "broadcast": (mpi.broadcast(short + rank + call, root), short + root + call),
-        "allgather": (mpi.allgather(rows[rank] + call), (rows + call).view(-1)),
-        "alltoall": (mpi.alltoall(rows + 100 * rank), rows[rank] + 100 * torch.arange(float(size))[:, None]),
-        "reduce_scatter": (mpi.reduce_scatter(rows + rank), size * rows[rank : rank + 1] + sum(range(size))),
-        "objects": (torch.tensor(mpi.allgather_object(rank + call)), torch.arange(size) + call),
+    rows, is_root = torch.arange(4.0 * size).reshape(size, 4), rank == root
+    summed = size * rows + sum(range(size))
+    calls = {
+        "broadcast": ((short + rank + call, root), short + root + call),
+        "reduce": ((rows + rank, root), summed if is_root else rows + rank),
+        "allgather": ((rows[rank] + call,), rows + call),
+        "gather": ((rows[rank] + call, root), rows + call if is_root else None),
+        "scatter": ((rows + call if is_root else None, root), rows[rank] + call),
+        "alltoall": ((rows + 100 * rank,), rows[rank] + 100 * torch.arange(float(size))[:, None]),
+        "reduce_scatter": ((rows + rank,), summed[rank]),
     }
-    for name, (found, expected) in results.items():
-        if not torch.equal(found.view(-1), expected.reshape(-1)):
+    results = {name: getattr(mpi, name + form)(*arguments) for name, (arguments, _) in calls.items()}
+    results = {name: found.wait() if form else found for name, found in results.items()}
+    results["objects"] = torch.tensor(mpi.allgather_object(rank + call))
+    for name, (_, expected) in (calls | {"objects": ((), torch.arange(size) + call)}).items():
+        found = results[name]
+        if found is not expected and not torch.equal(found.view(-1), expected.reshape(-1)):
             print(f"WRONG first rank {own}, call {call}: {name} {found} instead of {expected}", flush=True)
 
 
@@ -120,6 +128,7 @@ class Account:
 REPEATED = {
     "parameter server": lambda call: account.send(call),
     "other collectives": in_other_collectives,
+    "asynchronous calls": lambda call: in_other_collectives(call, "_async"),
     "short allreduce": lambda call: reduced(short, call),
     "long allreduce": lambda call: reduced(long, call),
     "barrier": lambda call: mpi.barrier(),
@@ -165,6 +174,10 @@ class Training:
         if moment == "elastic DDP":
             dist.init_process_group("torchmpi")
         network = nn.parallel.DistributedDataParallel(self.network) if dist.is_initialized() else self.network
+        account = Account() if moment == "elastic server" else None
+        if account is not None:
+            account.check()
+            mpi.barrier()
         while job.step < CALLS:
             for begin, ranks in zip((FIRST_CALL, NEXT_CALL), victims, strict=False):
                 if own in ranks and job.step == begin:
@@ -181,8 +194,13 @@ class Training:
                 self.seconds = time.monotonic() - float((folder / "fault").read_text())
             if moment == "checkpoint":
                 self.save(job)
+            if account is not None:
+                account.send(job.step)
             if job.step % 4 == 0:
                 job.commit()
+        if account is not None:
+            mpi.barrier()
+            account.check()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -207,13 +225,14 @@ class Training:
             print(f"WRONG first rank {own}: {result} instead of {alone.network.weight}", flush=True)
 
 
+faulthandler.dump_traceback_later(45)  # losses.py ends it after a minute: says where it hangs
 if moment == "start" and own in victims[0]:
     fail()
 # Of a stopped rank: as long as a call may take that is only late.
 limits = {"stall_warning_seconds": 5.0, "stall_abort_seconds": 10.0} if fault == "SIGSTOP" else {}
 mpi.start(config=mpi.Config(on_lost_rank="raise", server_copies=True, verbose=False, **limits))
 account = Account() if moment == "parameter server" else None
-if moment in ("start", "elastic loop", "elastic DDP", "checkpoint"):
+if moment in ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint"):
     training = Training()
     training.run()
     num_losses = training.num_attempts - 1

@@ -5,7 +5,8 @@
     python scripts/losses.py RESULTS --table
 
 The ways are those of docs/recovery.md, and `spares` has a spare rank for each lost one; the Python of this script
-decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up (HOSTS_STATE).
+decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up (HOSTS_STATE); without MPI they
+are two names of this one.
 
 Each run is a line of the file RESULTS. Started again, the script makes the runs that are missing, first those of the
 cells that have the fewest, so it can be ended at any time. The table has the number of runs that did as documented, of
@@ -39,10 +40,12 @@ CONTINUE = ["--on-lost-rank", "continue"]
 WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": ["--without-mpi"]}
 MOMENTS = (
     "start", "computing", "waiting in shared memory", "short allreduce", "long allreduce", "other collectives",
-    "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop", "elastic DDP", "checkpoint",
-    "parameter server",
+    "asynchronous calls", "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop",
+    "elastic DDP", "elastic server", "checkpoint", "parameter server",
 )  # fmt: skip
-LOOPS = ("start", "elastic loop", "elastic DDP", "checkpoint")
+OF_ONE_HOST = ("parameter server", "elastic server")
+"""The moments that are refused on several hosts."""
+LOOPS = ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint")
 """The moments of programs that may have spare ranks."""
 SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("SIGSTOP", "exit", "raise")
 VICTIMS = ("1", "0", "1,2", "0,1", "1+2")
@@ -66,6 +69,11 @@ class Cell(NamedTuple):
         return len(re.findall(r"\d", self.victims))
 
     @property
+    def on_hosts(self) -> bool:
+        """Whether the ranks are on the hosts of scripts/hosts.sh."""
+        return self.hosts == "2" and self.way != "without-mpi"
+
+    @property
     def ends(self) -> bool:
         """Whether the job must end."""
         return self.fault in ENDS or self.moment == "start"
@@ -80,18 +88,18 @@ class Outcome(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """Return all cells that differ: of losses that end the job there is one for each moment and fault."""
+    """Return all cells that differ: of losses that end the job only those of rank 1 and of rank 0."""
     for way in WAYS:
-        for hosts in "12"[: 1 if way == "without-mpi" else 2]:
+        for hosts in "12":
             for moment in LOOPS if way == "spares" else MOMENTS:
                 for fault in (*SIGNALS, *ENDS):
                     for victims in VICTIMS:
                         cell = Cell(way, hosts, moment, fault, victims)
                         if moment == "recovery" and "," not in victims:
                             continue
-                        if moment == "parameter server" and hosts == "2":  # refused
+                        if moment in OF_ONE_HOST and hosts == "2":
                             continue
-                        if cell.ends and victims != ("1,2" if moment == "recovery" else "1"):
+                        if cell.ends and victims not in (("1,2", "0,1") if moment == "recovery" else ("1", "0")):
                             continue
                         yield cell
 
@@ -101,13 +109,13 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
     num_ranks = 2 + cell.num_victims
     num_started = num_ranks + (cell.num_victims if cell.way == "spares" else 0)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    shared = str(STATE) if cell.hosts == "2" else None
+    shared = str(STATE) if cell.on_hosts else None
     with tempfile.TemporaryDirectory(prefix="losses-", dir=shared) as folder:
         command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *WAYS[cell.way]]
         options = ["--bind-to none"]
         if cell.way == "spares":
             command += ["--spares", str(cell.num_victims)]
-        if cell.hosts == "2":
+        if cell.on_hosts:
             options += [f"--prtemca plm_ssh_agent {STATE}/agent --mca btl_tcp_if_include eth0 -x PYTHONPATH"]
             options += [f"--prtemca prte_if_include {os.environ.get('HOSTS_NETWORK', '10.87.21')}.0/24"]
             command += ["--hosts", f"h0:{num_started // 2 + num_started % 2},h1:{num_started // 2}"]
@@ -116,7 +124,9 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
         if cell.way != "without-mpi":
             command += [f"--option={' '.join(options)}"]
         # A rank that is killed before it has started is found by its launcher, whose child a warm one is not.
-        words = [sys.executable] if cell.moment == "start" else warm.command(address(cell.hosts, "$(uname -n)"))
+        words = [sys.executable] if cell.moment == "start" else warm.command(address("$(uname -n)", cell.on_hosts))
+        if cell.hosts == "2" and not cell.on_hosts:
+            words = ["env", "TORCHMPI_HOST_NAME=h$((RANK % 2))", *words]
         python = " ".join(words)
         command += ["--timeout", str(limit_seconds), "sh", "-c", f'exec {python} "$@"', "sh", str(PROGRAM)]
         command += [cell.moment, cell.fault, cell.victims, folder]
@@ -140,19 +150,18 @@ def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str])
     return Outcome("" if has_all and done.returncode == 0 else f"status {done.returncode}", seconds, output)
 
 
-def address(hosts: str, name: str) -> str:
-    """Return the address of the server of warm ranks on a host, which has imported torch."""
-    return f"{STATE}/losses-{name}" if hosts == "2" else f"{tempfile.gettempdir()}/losses-{os.getpid()}"
+def address(name: str, is_host: bool) -> str:
+    """Return the address of the server of warm ranks, which has imported torch, on a host or, without one, here."""
+    return f"{STATE}/losses-{name}" if is_host else f"{tempfile.gettempdir()}/losses-{os.getpid()}"
 
 
-def start_servers(resources: ExitStack, all_hosts: Iterable[str]) -> None:
-    """Start the servers of warm ranks for these numbers of hosts."""
+def start_servers(resources: ExitStack, missing: Iterable[Cell]) -> None:
+    """Start the servers of warm ranks that these cells need."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for hosts in sorted({*all_hosts}):
-        places = {"h0": ("run", "h0"), "h1": ("run", "h1")} if hosts == "2" else {"": ()}
-        for name, words in places.items():
-            launcher = [str(ROOT / "scripts" / "hosts.sh"), *words] if words else []
-            server = warm.Server(address(hosts, name), environment, launcher)
+    for on_hosts in sorted({cell.on_hosts for cell in missing}):
+        for name in ("h0", "h1") if on_hosts else ("",):
+            launcher = [str(ROOT / "scripts" / "hosts.sh"), "run", name] if on_hosts else []
+            server = warm.Server(address(name, on_hosts), environment, launcher)
             resources.enter_context(closing(server))
             server.wait_for_start()
 
@@ -203,7 +212,7 @@ def main() -> int:
     with ExitStack() as resources:
         if missing and not options.table:
             print(f"{len(chosen)} cells; {len(missing)} runs are missing", flush=True)
-            start_servers(resources, (cell.hosts for _, cell in missing))
+            start_servers(resources, (cell for _, cell in missing))
         for number, cell in () if options.table else missing:
             outcome = run(cell, options.limit)
             entry = {"cell": list(cell), "problem": outcome.problem, "seconds": outcome.seconds}

@@ -324,11 +324,18 @@ def test_what_cannot_continue_is_refused(survive):
             except mpi.errors.ArgumentError as error:
                 print(error, flush=True)
         mpi.stop()
+        mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False, host_name=f"host{FIRST}"))
+        try:
+            ps.init(torch.ones(3))
+        except mpi.errors.ArgumentError as error:
+            print(error, flush=True)
+        mpi.stop()
     """
     result = survive(2, code)
     for text in (
         "recover() without a lost rank",
         "parameter servers are those of all ranks",
+        "these are on 2 hosts: use the ranks of one host. Or leave that out, and restart the job from ps.save()",
         "as all would wait for a lost rank",
         "a run is not recorded",
         "there is no gossip",

@@ -17,6 +17,7 @@ from helpers.torch_rig import CALLS, Setting, wrong
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.distributed import membership, torch_names
 from torchmpi.errors import StallError
 from torchmpi.session import runtime
 
@@ -81,6 +82,14 @@ def test_every_subset_is_a_group(torch_world, agree):
                 agree(False, f"{ranks}: {problem}")
         if bits % 3 == 0:
             dist.destroy_process_group(group)
+
+
+def test_a_process_is_one_rank(torch_world, agree):
+    """A thread that was to be another rank got the place of the first one."""
+    options = torch_names.BackendOptions()
+    options.group_rank, options.group_size, options.global_ranks_in_group = SIZE, SIZE + 1, []
+    found = refusal(lambda: membership.current(options).open(options))
+    agree(f"this process is rank {RANK} of {SIZE}. A process is one rank" in found, found)
 
 
 def test_a_group_from_any_of_several_launch_orders(nothing_runs, agree, tmp_path):

@@ -524,8 +524,8 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
     _require_threads(group)
     if group.context.raises_lost_ranks and (problem := _why_not_continuing(group)):
         raise ArgumentError(
-            f"{what}: with on_lost_rank='raise' {problem}. Or restart such a job from ps.save(): torchmpi run "
-            "--restarts N."
+            f"{what}: with on_lost_rank='raise' (torchmpi run --on-lost-rank continue) {problem}. Or leave that out, "
+            "and restart the job from ps.save() after a loss: torchmpi run --restarts N."
         )
     if (found := find_awaited(group, name)) is not None:
         if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
@@ -564,10 +564,11 @@ def _why_not_continuing(group: Group) -> str:
     """Return why the shards of a group would be lost with a rank; '' if the others can continue with them."""
     if group is not runtime.current().world:
         return "parameter servers are those of all ranks, which are known after a loss: leave out comm="
-    if group.size > 1 and (len(group.hosts) > 1 or group.status_board is None):
+    num_hosts = len(group.hosts)
+    if group.size > 1 and (num_hosts > 1 or group.status_board is None):
         return (
             "the ranks of parameter servers must share memory, in which the shards of a lost rank live on, and these "
-            "do not: use the ranks of one host"
+            f"{f'are on {num_hosts} hosts' if num_hosts > 1 else 'do not'}: use the ranks of one host"
         )
     return ""
 
