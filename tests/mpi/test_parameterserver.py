@@ -751,6 +751,9 @@ def test_rules_know_their_context(transport, agree):
     if mpi.rank() == 0:
         ps.receive(server).wait()
         base = server.base
+        for other in (3, base.tolist(), base[1:], base.astype("float32")):  # regression: the last two were read beyond
+            with pytest.raises(errors.ArgumentError, match=r"parameterserver\.send: base= is no value"):
+                ps.send(server, sent, told, base=other)
     for sender in range(size):
         version, fetched = size + sender, (size if sender == 0 else -1.0)
         told_now = told_to(sender)

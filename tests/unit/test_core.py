@@ -100,6 +100,10 @@ def test_every_setting_is_read_from_the_environment(field):
         ("TORCHMPI_BACKEND", "tcp", "backend='tcp' is not one of auto, mpi, shm, p2p"),
         ("TORCHMPI_GPU_BACKENDS", "nccl,gloo", "list of nccl, ipc"),
         ("TORCHMPI_BUCKET_BYTES", "0", "greater than zero"),
+        ("TORCHMPI_THREADS", str(1 << 70), "threads=.* less than 2147483648"),  # regression: an OverflowError of torch
+        ("TORCHMPI_WATCHDOG_PERIOD_SECONDS", "1e300", "less than"),  # regressions: OverflowErrors of the waits
+        ("TORCHMPI_METRICS_SECONDS", "1e300", "less than"),
+        ("TORCHMPI_SLOT_BYTES", str(1 << 63), "slot_bytes=.* less than 9223372036854775808"),
         # Regressions: the watchdog ended the job with an OverflowError; no call was ever late.
         ("TORCHMPI_WATCHDOG_PERIOD_SECONDS", "inf", "greater than zero"),
         ("TORCHMPI_STALL_ABORT_SECONDS", "nan", "not negative"),

@@ -641,6 +641,8 @@ def send(
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what, selected)
+    if base is not None and not server.versions.fit(base):
+        raise ArgumentError(f"{what}: base= is no value of `base` of this server. Pass an earlier one, or omit it.")
     request = ServerRequest(server, tensor, prepared, what, rows=selected, order=order, base=base)
     return server.context.call(request, rule)
 

@@ -74,7 +74,10 @@ class Recording(TraceWriter):
             error = caught
         if not job.agree(error is None):  # or stop() would wait for this rank
             (self.close if error is None else self._close_clock)()
-            raise error or TorchMPIError(f"No timeline is recorded: other ranks cannot write to {folder}.")
+            raise TorchMPIError(
+                f"rank {job.describe['rank']}: no timeline is recorded in {folder}: {error or 'other ranks cannot'}. "
+                "Name a folder that this user may write to on all hosts, or unset TORCHMPI_TIMELINE."
+            ) from error
         self._clock.follow(self.add_sample)
         self.attach()
 
@@ -122,8 +125,7 @@ def start(folder: str | os.PathLike[str]) -> Recording:
 
     Raises:
         NotStartedError: torchmpi is not started.
-        TorchMPIError: A timeline is being recorded already, or another rank cannot write its file.
-        OSError: This rank cannot write its file.
+        TorchMPIError: A timeline is being recorded already, or a rank cannot write its file; then on all ranks.
 
     Example:
         with mpi.timeline.start("traces"):
