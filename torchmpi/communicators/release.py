@@ -143,9 +143,9 @@ class FreedGroups:
             oldest.close()
 
     def take(self, world_ranks: tuple[int, ...]) -> FreedGroup | None:
-        """Return a group of these ranks, if there is one."""
+        """Return the group of these ranks that was freed last, if there is one."""
         with self._lock:
-            found = next((each for each in self._groups if each.key[0] == world_ranks), None)
+            found = next((each for each in reversed(self._groups) if each.key[0] == world_ranks), None)
             if found is not None:
                 self._groups.remove(found)
         return found
