@@ -19,7 +19,7 @@ from . import log
 from .backend_specs import GPU_BACKENDS
 from .backend_specs import BackendName as BackendName
 from .collective_specs import CollectiveName as CollectiveName
-from .errors import ConfigError
+from .errors import ConfigError, kind_of
 
 _T = TypeVar("_T")
 
@@ -204,7 +204,7 @@ class Config:
         is_number_for_flag = kind is bool and isinstance(value, int) and value in (0, 1)
         is_flag_for_number = kind in (int, float) and isinstance(value, bool)
         if is_flag_for_number or not (isinstance(value, accepted) or is_number_for_flag):  # type: ignore[arg-type]
-            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; expected {expected}.")
+            raise ConfigError(f"{name}={value!r} is {kind_of(value)}; expected {expected}.")
 
     def bucket_bytes_on(self, device_type: str) -> int:
         """Return the largest size of a bucket of tensors on a type of device.

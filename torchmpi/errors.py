@@ -19,6 +19,20 @@ def set_rank(rank: int | None) -> None:
     _rank = rank
 
 
+def kind_of(value: object) -> str:
+    """Return the name of a class with its article, for messages.
+
+    >>> kind_of(3), kind_of([])
+    ('an int', 'a list')
+    """
+    return with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """Return a noun after "a" or "an"."""
+    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
 def rank_prefix() -> str:
     """Return the beginning of messages of code that knows no communicator; '' before ``start()``.
 

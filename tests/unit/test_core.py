@@ -122,7 +122,7 @@ def test_wrong_settings_are_refused_with_a_hint(variable, text, hint):
         ({"stall_abort_seconds": "long"}, "expected a number"),
         ({"verbose": "no"}, "verbose='no' is a str; expected True or False"),
         ({"bucket_bytes": True}, "expected a whole number"),
-        ({"timeline": 3}, "timeline=3 is a int; expected a string"),
+        ({"timeline": 3}, "timeline=3 is an int; expected a string"),
     ],
 )
 def test_settings_of_wrong_types_are_refused(settings, expected):

@@ -231,7 +231,7 @@ def test_callback_objects():
         (Recorder, r"add\(Recorder\(...\)\)"),
         (object(), "no method"),
         ({}, "no method"),
-        ({"on_end": 3}, "on_end is a int"),
+        ({"on_end": 3}, "on_end is an int"),
     ],
 )
 def test_callbacks_that_do_nothing_are_refused(callback, message):

@@ -18,7 +18,7 @@ from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..communicators.progress import BY_GRADIENTS, progress
-from ..errors import ArgumentError, GradientError, rank_prefix
+from ..errors import ArgumentError, GradientError, kind_of, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, streams
 from ..timeline import events
@@ -78,7 +78,7 @@ def register_async_backward(
             optimizer.step()
     """
     if not isinstance(net, nn.Module):
-        raise ArgumentError(f"{rank_prefix()}register_async_backward() needs a module, not a {type(net).__name__}.")
+        raise ArgumentError(f"{rank_prefix()}register_async_backward() needs a module, not {kind_of(net)}.")
     if not isinstance(sync_gradient_frequency, Integral) or sync_gradient_frequency < 1:
         raise ArgumentError(
             f"{rank_prefix()}sync_gradient_frequency={sync_gradient_frequency!r} must be an integer, at least 1."

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..argument_types import checks_types
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, rank_prefix
+from ..errors import ArgumentError, kind_of, rank_prefix
 from ..session import runtime
 from ..tensors.flat_buffers import Allocate, FlatBuffers
 from ..timeline import events
@@ -360,7 +360,7 @@ def apply_local_update(local_update: LocalUpdate | None, flat: FlatBuffers) -> N
     for view in flat.views:
         result = local_update(view)
         if not isinstance(result, Tensor) or result.shape != view.shape:
-            found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else kind_of(result)
             raise ArgumentError(
                 f"{rank_prefix()}local_update must return the tensor to send, of shape {list(view.shape)}, even if it "
                 f"has changed its argument in place; it returned {found}."
@@ -427,7 +427,7 @@ def _registry() -> WeakTensorKeyDictionary:
 
 def _checked(tensors: Iterable[Tensor], call: str) -> list[Tensor]:
     if not isinstance(tensors, Iterable):
-        found = f"a {type(tensors).__name__}; pass list(network.parameters()) for a network"
+        found = f"{kind_of(tensors)}; pass list(network.parameters()) for a network"
         raise ArgumentError(f"{rank_prefix()}{call}: expected a list of tensors, found {found}.")
     listed = list(tensors)
     wrong = [type(tensor).__name__ for tensor in listed if not isinstance(tensor, Tensor)]

@@ -26,7 +26,7 @@ from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group, GroupResource, share
 from ..communicators.handle import EndedHandle, Handle
 from ..communicators.levels import Comm, communicator_of_block
-from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError, rank_prefix
+from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError, kind_of, rank_prefix
 from ..log import logger
 from ..session import runtime
 from ..shared_memory.memory_layout import LockFields
@@ -722,8 +722,7 @@ def _check_server(server: object, call: str) -> str:
     """Raise unless `server` is an open server; return the rank and the name of the call, for messages."""
     if not isinstance(server, Server):
         raise ArgumentError(
-            f"parameterserver.{call}: a {type(server).__name__} is not a server. "
-            "Pass the result of parameterserver.init."
+            f"parameterserver.{call}: {kind_of(server)} is not a server. Pass the result of parameterserver.init."
         )
     what = f"{server.group.where}: parameterserver.{call}"
     check_open(server, what)

@@ -40,6 +40,7 @@ from ..errors import (
     NotStartedError,
     RankLostError,
     TorchMPIError,
+    kind_of,
     set_rank,
 )
 from ..launch import affinity, launcher, mpi_library, network
@@ -452,9 +453,7 @@ def start(
         raise unknown_keyword(start, _unknown)
     if not isinstance(config, Config | None):
         hint = "mpi.Config(**config)" if isinstance(config, Mapping) else "mpi.Config(...)"
-        raise ConfigError(
-            f"{_of_launcher()}mpi.start(config=...): a {type(config).__name__} is no Config. Pass {hint}."
-        )
+        raise ConfigError(f"{_of_launcher()}mpi.start(config=...): {kind_of(config)} is no Config. Pass {hint}.")
     if running is not None:
         raise AlreadyStartedError(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "

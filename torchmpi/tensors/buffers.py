@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import ArgumentError, DeviceError, DtypeError, rank_prefix
+from ..errors import ArgumentError, DeviceError, DtypeError, kind_of, rank_prefix
 from ..other_names import MISSING
 from . import modes, streams
 
@@ -153,7 +153,7 @@ def check(tensor: object, what: str, *, written: bool = False, or_number: bool =
             f"{what}: the tensor has no memory (a freed storage, or a zero of forward-mode autograd). Pass .clone()."
         )
     if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
+        raise DtypeError(f"{what}: {kind_of(tensor)} wraps other tensors. Pass the local one.")
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     if written and tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
         raise ArgumentError(

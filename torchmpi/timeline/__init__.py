@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ..errors import ArgumentError, NotStartedError, TorchMPIError, rank_prefix
+from ..errors import ArgumentError, NotStartedError, TorchMPIError, kind_of, rank_prefix
 from . import events, observer
 from .clocks import ClockSample
 from .events import CallRecord, MessageRecord, SliceRecord
@@ -236,7 +236,7 @@ def add_observer(observer: AnyObserver) -> AnyObserver:
         raise NotStartedError("An observer needs the calls of a job. Call mpi.start() before timeline.add_observer().")
     if not isinstance(observer, Observer):
         raise ArgumentError(
-            f"{rank_prefix()}timeline.add_observer(): a {type(observer).__name__} is no Observer. Pass an object of a "
+            f"{rank_prefix()}timeline.add_observer(): {kind_of(observer)} is no Observer. Pass an object of a "
             "class that is derived from mpi.timeline.Observer."
         )
     return observer.attach()
