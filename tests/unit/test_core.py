@@ -780,7 +780,7 @@ def test_buckets_hold_every_tensor_once_and_in_order(kinds, limit):
     )
 )
 def test_numbers_round_trip(value):
-    result = numbers.restore(numbers.as_tensor(value))
+    result = numbers.restore(numbers.as_tensor(value, "send"))
     assert result == value and type(result) is type(value)
 
 

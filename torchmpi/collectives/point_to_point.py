@@ -237,7 +237,7 @@ class _Call:
         self.name, self.comm, self.is_number = name, comm, is_number(tensor)
         self.group: Group = runtime.communicator(comm).intra
         self.what = f"{self.group.where}: {name}"
-        given = as_tensor(tensor) if self.is_number else tensor
+        given = as_tensor(tensor, self.what) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=name != "send", or_number=True)
         if name != "send":
             writable.refuse_read_only(self.group.where, name, self.tensor)
