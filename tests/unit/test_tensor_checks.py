@@ -34,7 +34,7 @@ def test_tensors_that_were_tested_are_not_tested_again(monkeypatch):
 @pytest.mark.parametrize("number", [-(1 << 63), (1 << 63) - 1])
 def test_numbers_of_64_bits_and_no_others(number):
     assert numbers.as_tensor(number, "send").item() == number
-    with pytest.raises(DtypeError, match="^rank 3: send: .* 64 bits"):
+    with pytest.raises(DtypeError, match=r"^rank 3: send: .* 64 bits"):
         numbers.as_tensor(number + (1 if number > 0 else -1), "rank 3: send")
 
 
