@@ -89,7 +89,7 @@ def test_models_divided_over_the_ranks(launch, tmp_path):
         "decoding": (["tensor_parallel"], ["DTensor"]),
         "experts": (["MixtureOfExperts", "its messages"], ["torch.distributed", "its messages"]),
         "training": (
-            ["no communication", "averaged gradients", "tensor_parallel"],
+            ["no communication", "averaged gradients", "DDP without communication", "tensor_parallel"],
             ["DDP", "DDP in 16 bits", "FSDP2", "1F1B", "its messages"],
         ),
         "sequence": (["ring attention", "its messages"], ["ring attention", "its messages"]),
