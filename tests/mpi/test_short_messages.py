@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from helpers.interrupts import interrupted
@@ -267,7 +269,12 @@ def test_an_interrupt_at_any_moment_loses_no_message(agree, has_begun):
                 MPI.Request.Waitall([*requests, *stage.begins])
             mpi.send(second, last)
         elif rank == last:
-            names = interrupted(lambda: mpi.recv(torch.zeros(length), 0), place)
+            memory = np.zeros(length, np.float32)
+            is_kept = weakref.ref(memory)
+            names = interrupted(lambda there=memory: mpi.recv(torch.from_numpy(there), 0), place)
+            del memory
+            if isinstance(transport, MpiTransport) and any(transport._open.values()):
+                agree(is_kept() is not None, f"{place}: MPI receives into memory that has been freed")
             is_over = names.count("proceed") > 5  # waiting in Python
             world.send(is_over, 0)
             got = mpi.recv(torch.zeros(length), 0)

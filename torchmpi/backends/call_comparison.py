@@ -301,4 +301,4 @@ class CompiledSteps:
         """Abort the step that runs."""
         for step in self.steps:
             if step.call_log.log_fields[LogFields.active]:
-                step.abort()
+                step.abort(None)

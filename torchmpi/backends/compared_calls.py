@@ -699,7 +699,7 @@ class _KernelCall:
         finish = partial(self._plan.finish, self, status, source, destination, self._root)
         return self._group.settle(self._read_ticks(), finish)
 
-    def _abort(self) -> None:
+    def _abort(self, _: object) -> None:
         self.compiled.abort()
         if self.frames is not None:
             self.frames.compiled.abort()

@@ -57,10 +57,6 @@ class Frames:
         """The tag of what is sent or expected."""
         return self.fields[0]
 
-    def expected_shape(self) -> tuple[int, ...]:
-        """Return the shape of the tensor that is sent or expected."""
-        return tuple(self.fields[_SHAPE_AT : _SHAPE_AT + self.fields[records.Frame.num_dims]])
-
     def received(self, source: int, memory: Any = None) -> Received:
         """Return what has been received, whose values are in `memory` if not where they belong."""
         _, elsewhere, num_bytes, dtype, num_dims = self.fields[_FOUND_AT : _FOUND_AT + _SHAPE_AT]

@@ -630,7 +630,7 @@ class CallsOfFastPath:
             only_compares=calls.only_compares,
         )
 
-    def _abort(self) -> None:
+    def _abort(self, _: object) -> None:
         """Abort a call of the fast path that `_settle` could not begin to handle."""
         calls = self._calls
         calls.call_log.take_over(calls.kernels["read_ticks"]())

@@ -8,7 +8,6 @@ others. If the other rank is late, the message becomes one of Python, with the r
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -189,7 +188,7 @@ class _FastMessage:
         if not self._is_unfinished:
             self._leave()
             raise self._error(status, tensor)
-        messages = self._hand_over(lambda: tensor, is_background=self.is_background)
+        messages = self._hand_over(tensor, is_background=self.is_background)
         if self.is_background and self.src >= 0:  # a deferred one, which begins the others when it knows its message
             return messages[0]
         self.transport.begin_deferred()  # the others could wait for this rank to receive them
@@ -199,12 +198,12 @@ class _FastMessage:
             message.wait()
         return tensor
 
-    def abort(self) -> None:
+    def abort(self, tensor: torch.Tensor) -> None:
         """Leave the message after an interrupt: what has begun to leave, or to arrive, does so."""
         if not self._is_unfinished:
             self._leave()
             return
-        for message in self._hand_over(self._own_memory):
+        for message in self._hand_over(tensor):
             if not message.withdraw():
                 message.run_in_background()
 
@@ -213,7 +212,7 @@ class _FastMessage:
         self.call_log.take_over(kernels.load()["read_ticks"]())
         self.call_log.abandon()
 
-    def _hand_over(self, memory: Callable[[], torch.Tensor], *, is_background: bool = False) -> list[MessageHandle]:
+    def _hand_over(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
         """Have Python continue what the kernel has begun; release its locks; return the messages, the receive first.
 
         Until the call has left the log, an interrupt makes machine code call `abort`, which completes this: what has
@@ -221,7 +220,7 @@ class _FastMessage:
         """
         seq = self.call_log.log_fields[LogFields.active]
         if self._handed[0] != seq:
-            self._handed = seq, self._make(memory(), is_background)
+            self._handed = seq, self._make(tensor, is_background)
         _, messages = self._handed
         for message in messages:
             if not message.has_ended:
@@ -256,10 +255,6 @@ class _FastMessage:
 
     def _continue(self, message: MessageHandle) -> None:
         """Give a message to its transport, or end it; a second time, if an interrupt has come in the first."""
-        raise NotImplementedError
-
-    def _own_memory(self) -> torch.Tensor:
-        """Return memory for the rest of a message that an interrupt has ended."""
         raise NotImplementedError
 
     def _error(self, status: int, tensor: torch.Tensor) -> Exception:
@@ -309,13 +304,6 @@ class _RingMessage(_FastMessage):
         """Return the error of a message that did not fit."""
         received = self._frames.received(self.src)
         return mismatch(self.group, self.name, tensor, received, compares_shape=self.tag == NO_TAG)
-
-    def _own_memory(self) -> torch.Tensor:
-        """Return a copy, from which what has not been moved yet is sent, or in which it is received."""
-        tensor = torch.empty(self._frames.expected_shape(), dtype=self.dtype, device="cpu")
-        ctypes.memmove(tensor.data_ptr(), self._record.receiving.address, tensor.nbytes)
-        self._record.sending.address = self._record.receiving.address = tensor.data_ptr()
-        return tensor
 
     def _sent_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in an exchange: received values must not overwrite those that have not been sent."""
@@ -527,14 +515,6 @@ class _MpiMessage(_FastMessage):
     def _whole(self) -> Received:
         """What has been received with a tag."""
         return Received(self.src, self._record.found_bytes, 0, (), None)
-
-    def _own_memory(self) -> torch.Tensor:
-        """Return the memory of the tensor: MPI may be using it."""
-        num_bytes, tensor = self._record.num_bytes, torch.empty(0, dtype=self.dtype, device="cpu")
-        if num_bytes:
-            memory = (ctypes.c_byte * num_bytes).from_address(self._record.address)
-            tensor = torch.frombuffer(memory, dtype=self.dtype)
-        return tensor.view(tensor.shape if self.tag != NO_TAG else described(self._sent, self.group.rank).shape)
 
     def _continue(self, message: MessageHandle) -> None:
         """Continue the requests of a message from the part that the kernel awaits, or end it."""

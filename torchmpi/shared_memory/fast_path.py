@@ -162,8 +162,8 @@ class CachedCall(NamedTuple):
     """Code of the call in the signature."""
     settle: Callable[[int, torch.Tensor, Any], Any]
     """``settle(status, source, destination)`` continues after a kernel that returned a status."""
-    abort: Callable[[], None]
-    """Abort the call on this rank, and publish the abort."""
+    abort: Callable[[Any], None]
+    """``abort(source)`` aborts the call on this rank, and publishes that."""
     first_dim: int | None = None
     """The first dimension that is part of the signature, if not that of the fast path."""
     rows: tuple[int, int] = (0, 0)
@@ -285,9 +285,9 @@ class _FastPath:
         buffers.touch_all(written if isinstance(written, list) else [written])
         return written
 
-    def _abort(self, address: int) -> None:
+    def _abort(self, address: int, tensor: Any) -> None:
         """Abort a call after a KeyboardInterrupt before the start of :meth:`_settle`."""
-        self._by_address[address][0].abort()
+        self._by_address[address][0].abort(tensor)
 
 
 _fast_paths: dict[str, _FastPath] = {}

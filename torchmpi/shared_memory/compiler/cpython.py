@@ -44,6 +44,7 @@ incref = _c_function("Py_IncRef", 1, _VOID)
 decref = _c_function("Py_DecRef", 1, _VOID)
 call_with_one = _variadic("PyObject_CallFunctionObjArgs", 2, _NULL)
 """Call a Python function: a reference to its result, or 0 and an exception that is set."""
+call_with_two = _variadic("PyObject_CallFunctionObjArgs", 3, _NULL)
 call_with_four = _variadic("PyObject_CallFunctionObjArgs", 5, _NULL)
 tuple_of_one = _variadic("PyTuple_Pack", 2)
 """Make a tuple: the number of its items, which is 1, and the item."""

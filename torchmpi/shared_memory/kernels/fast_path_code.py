@@ -21,6 +21,7 @@ from ..compiler.compilation import BYTES, WORD, Function, Wrapper, inner, kernel
 from ..compiler.cpython import (
     call_with_four,
     call_with_one,
+    call_with_two,
     clear_error,
     context_value,
     decref,
@@ -676,12 +677,12 @@ def count_write(path: FastPath, written):
 
 
 @inner
-def abort(path: FastPath, cached_call: CachedCallRecord):
-    """Abort the call, and keep the exception that is set."""
+def abort(path: FastPath, cached_call: CachedCallRecord, tensor):
+    """Abort the call on a tensor, and keep the exception that is set."""
     error = Error(_error())
     fetch_error(error.kind, error.value, error.traceback)
     number = new_number(cached_call)
-    answer = call_with_one(path.abort, number)
+    answer = call_with_two(path.abort, number, tensor)
     decref(number)
     if answer != 0:
         decref(answer)
@@ -697,7 +698,7 @@ def settle(path: FastPath, status, tensor, out, cached_call: CachedCallRecord, s
     decref(number)
     decref(address)
     if result == 0 and cached_call.call_log.active == seq:  # KeyboardInterrupt before the first line of Python
-        abort(path, cached_call)
+        abort(path, cached_call, tensor)
         cached_call.call_log.active = 0
         store(cached_call.run_lock.entered, 0)
     return result

@@ -725,7 +725,7 @@ class FastPath(Record):
     touch = Word()
     """Of the Python function that records the writes to a sequence of tensors where `increment_version` cannot."""
     abort = Word()
-    """Of the Python function that aborts a call if `settle` did not start: (cached call)."""
+    """Of the Python function that aborts a call if `settle` did not start: (cached call, tensor)."""
     same_shapes = Word()
     """Whether a result in another tensor has the shape of the source."""
     is_included = Word()
