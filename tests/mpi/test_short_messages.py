@@ -275,6 +275,10 @@ def test_an_interrupt_at_any_moment_loses_no_message(agree, has_begun):
             del memory
             if isinstance(transport, MpiTransport) and any(transport._open.values()):
                 agree(is_kept() is not None, f"{place}: MPI receives into memory that has been freed")
+            if isinstance(transport, MpiTransport):
+                agree(
+                    not transport._lock._is_owned(), f"{place}: the progress thread waits for the lock, in {names[-1]}"
+                )
             is_over = names.count("proceed") > 5  # waiting in Python
             world.send(is_over, 0)
             got = mpi.recv(torch.zeros(length), 0)

@@ -49,7 +49,7 @@ class LeftToHelper(Exception):
     """Raised by a queued task that has not begun and must not run in a thread that waits: the helper runs it."""
 
 
-_NOW = (False,)
+NOW = (False,)
 """The argument `blocking` of an acquisition that does not wait."""
 _LOOK_SECONDS = 0.001
 _MOST_LOOKS = 100
@@ -244,7 +244,7 @@ class CallQueue:
         lock = self.run_lock
         fields = lock.fields
         if fields[LockFields.pending] == fields[LockFields.ended]:
-            (taken,) = map(lock.mutex.acquire, _NOW)
+            (taken,) = map(lock.mutex.acquire, NOW)
             if taken:
                 try:
                     fields[LockFields.held] = 1
@@ -335,7 +335,7 @@ class CallQueue:
         """
         if not (self.runs_here() or modes.are_active()):
             waiting = self._waiting
-            waiting += _NOW  # no call, after which an interrupt may come
+            waiting += NOW  # no call, after which an interrupt may come
             try:
                 self._run_while_waiting(handle)
             finally:
@@ -346,7 +346,7 @@ class CallQueue:
     def _run_while_waiting(self, handle: Handle[Any]) -> None:
         mutex, fields = self.run_lock.mutex, self.run_lock.fields
         while not handle.has_ended:
-            (taken,) = map(mutex.acquire, _NOW)  # RunLock.run() inlined, as in run()
+            (taken,) = map(mutex.acquire, NOW)  # RunLock.run() inlined, as in run()
             if taken:
                 try:
                     fields[LockFields.held] = 1
