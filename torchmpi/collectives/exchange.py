@@ -53,20 +53,25 @@ class PartsExchange(BoundCall):
     @staticmethod
     def known(group: Group, dtype: torch.dtype) -> PartsExchange | None:
         """Return the exchanges of a group, if there has been one."""
-        found: PartsExchange | None = group.plans.get(("exchange of parts", dtype))
+        found: PartsExchange | None = group.plans.get((PartsExchange, dtype))
         return found
 
     @classmethod
     def of(cls, group: Group, dtype: torch.dtype) -> PartsExchange:
         """Return the exchanges of a group."""
-        found = cls.known(group, dtype)
-        if found is None:
-            found = group.plans["exchange of parts", dtype] = cls(group, dtype)
-        return found
+        return _of_group(cls, group, dtype)
 
     def perform(self, given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
         """Run a call in Python; the caller holds the run lock."""
         exchange(self.group, given, out)
+
+
+def _of_group(kind: Callable[[Group, torch.dtype], T], group: Group, dtype: torch.dtype) -> T:
+    """Return the calls of a kind on tensors of a dtype, one object for each group."""
+    found: T | None = group.plans.get((kind, dtype))
+    if found is None:
+        found = group.plans[kind, dtype] = kind(group, dtype)
+    return found
 
 
 def _plan(group: Group, dtype: torch.dtype, place: str) -> Plan:
@@ -135,7 +140,7 @@ class _RowsCall:
         self._group, self._tensor, self._splits, self._out = group, tensor, splits, out
         self._numbers = torch.tensor([splits, splits], dtype=torch.int64, device="cpu")
         """How many rows this rank sends to each rank, and receives from each."""
-        self._code = _RowNumbers.of(group, tensor.dtype)
+        self._code = _of_group(_RowNumbers, group, tensor.dtype)
         self._exchange = PartsExchange.of(group, tensor.dtype)
         self._received: list[int] | None = None
 
@@ -201,14 +206,6 @@ class _RowNumbers(BoundCall):
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         super().__init__(group, _plan_of_numbers(group, None), "alltoall_splits", dtype)
-
-    @classmethod
-    def of(cls, group: Group, dtype: torch.dtype) -> _RowNumbers:
-        """Return the calls of a group."""
-        found: _RowNumbers | None = group.plans.get(("numbers of rows", dtype))
-        if found is None:
-            found = group.plans["numbers of rows", dtype] = cls(group, dtype)
-        return found
 
     def cached_call(self) -> fast_path.CachedCall | None:
         """Return the call for machine code, whose signature has dtype and shape of the rows."""

@@ -166,6 +166,25 @@ def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]
     return numbers
 
 
+def alltoall(tensor: Tensor, splits: Any, process_set: ProcessSet) -> NamedOperation:
+    """Return the exchange of rows; its results: the received rows, and a tensor with their number from each rank."""
+    comm = member_of(process_set)
+    numbers, group = checked_splits(tensor, splits, comm), comm.intra
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+    sent = tensor.detach()[: sum(numbers)]
+
+    def start() -> Handle[Any]:
+        return exchange.submit_alltoall_rows(group, sent, numbers, lambda rows, received: (rows, received))
+
+    def finish(result: tuple[Tensor, list[int]]) -> list[Tensor]:
+        rows, received = result
+        return [rows, torch.tensor(received, dtype=torch.int32, device=device)]
+
+    return NamedOperation(
+        "alltoall", process_set, [tensor], lambda: exchange.alltoall_rows(group, sent, numbers), start, finish
+    )
+
+
 @checks_types
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -178,22 +197,7 @@ def alltoall_async(
     Example:
         rows, received_splits = hvd.synchronize(hvd.alltoall_async(tensor, [1, 2]))
     """
-    comm = member_of(process_set)
-    numbers, group = checked_splits(tensor, splits, comm), comm.intra
-    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    sent = tensor.detach()[: sum(numbers)]
-
-    def run() -> Any:
-        return exchange.alltoall_rows(group, sent, numbers)
-
-    def start() -> Handle[Any]:
-        return exchange.submit_alltoall_rows(group, sent, numbers, lambda rows, lengths: (rows, lengths))
-
-    def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
-        rows, received = result
-        return rows, torch.tensor(received, dtype=torch.int32, device=device)
-
-    return NamedOperation("alltoall", process_set, [tensor], run, start, finish).start(name)
+    return alltoall(tensor, splits, process_set).start(name, tuple)
 
 
 def scatter(

@@ -14,7 +14,7 @@ from ..nn import functional
 from . import data_movement, mpi_ops
 from .compressors import Compression, Compressor
 from .exceptions import HorovodInternalError, internal_errors
-from .operation_table import first, synchronize
+from .operation_table import first
 from .process_sets import ProcessSet, global_process_set, member_of
 from .scaling import Average, Sum, scaled_copy
 
@@ -232,8 +232,8 @@ def alltoall(
         rows, received_splits = hvd.alltoall(rows, splits=[1, 2])
     """
     if not _is_recorded(tensor):
-        result: tuple[Tensor, Tensor] = synchronize(data_movement.alltoall_async(tensor, splits, name, process_set))
-        return result[0] if splits is None else result
+        rows, received = data_movement.alltoall(tensor, splits, process_set).run(name)
+        return rows if splits is None else (rows, received)
     comm = member_of(process_set)
     numbers = data_movement.checked_splits(tensor, splits, comm)
     with internal_errors():
