@@ -19,7 +19,7 @@ import time
 import timeit
 from collections import Counter
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -111,6 +111,12 @@ def steps(seconds: float) -> Round:
             return Round(*mpi.allreduce(torch.tensor(own, dtype=torch.float64)).tolist())
 
 
+def percent(ratios: list[float]) -> str:
+    """Return what is more than 1 in percent: the median, and half the distance of the quartiles."""
+    low, middle, high = quantiles(ratios, n=4)
+    return f"{100 * (middle - 1):+.2f} (+- {100 * (high - low) / 2:.2f}) %"
+
+
 def measure(rounds: int, seconds: float, *, counts: bool) -> None:
     """Measure all ranks; rank 0 reports."""
     counted = Counted() if counts else None
@@ -147,14 +153,14 @@ def measure(rounds: int, seconds: float, *, counts: bool) -> None:
             of_step, of_second = median([1e6 * r.cpu / r.steps for r in each]), median([r.helpers for r in each])
             took = median([1e6 * total / r.steps for r in each])
             print(f"{name:<16} {took:11.1f} us {of_step:24.1f} us {1e6 * of_second / total:32.0f} us")
-        time_ratio, cpu_ratio = (
-            median([part(seen) / seen.steps * alone.steps / part(alone) for alone, seen in zip(*found, strict=True)])
+        time_part, cpu_part = (
+            percent([part(seen) / seen.steps * alone.steps / part(alone) for alone, seen in zip(*found, strict=True)])
             for part in (lambda _: total, lambda each: each.cpu)
         )
         more = median([(seen.helpers - alone.helpers) / total for alone, seen in zip(*found, strict=True)])
         print(
-            f"while somebody looks: {100 * (time_ratio - 1):+.2f} % of the time and {100 * (cpu_ratio - 1):+.2f} % of "
-            f"the CPU time of a step, {100 * more:.3f} % of a core a rank"
+            f"while somebody looks: {time_part} of the time and {cpu_part} of the CPU time of a step, "
+            f"{100 * more:.3f} % of a core a rank"
         )
         print(f"the looking process: {100 * share:.2f} % of a core, {1e3 * of_look:.1f} ms a look")
         print(f"report of a step: {100 * min(timeit.repeat(mpi.report_progress, number=10_000, repeat=20)):.2f} us")
