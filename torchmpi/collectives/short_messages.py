@@ -66,7 +66,7 @@ def cache_message(
     """Let the fast path make calls like this one, if it can.
 
     Args:
-        name: ``send``, ``recv`` or ``sendreceive``.
+        name: ``send``, ``recv`` or ``sendreceive``; of the last one in the background, each direction is one call.
         group: The group.
         tensor: The tensor, in host memory.
         key: The ranks, and the tag if there is one.
@@ -84,14 +84,35 @@ def cache_message(
     else:
         return
     made = partial(make, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
-    call = fast_path.Name(key, tensor.dtype, comm)
-    fast_path.cache_call(name, call, partial(_cached, made, group, src, dst, (tensor.dtype, tag, is_background)))
+    call, which = fast_path.Name(key, tensor.dtype, comm), name if src >= 0 and dst >= 0 else "recv" if dst < 0 else "send"
+    fast_path.cache_call(which, call, partial(_cached, made, group, src, dst, (name, tensor.dtype, tag, is_background)))
 
 
 def receive_later(tensor: Any, key: Hashable, comm: Any) -> DeferredReceive | None:
     """Return the handle of a receive like an earlier one; None if there was none, or if Python must check it."""
-    plan: _RingMessage | None = fast_path.find_receive(tensor, None, key, comm, None)
+    plan: _FastMessage | None = fast_path.find_receive(tensor, None, key, comm, None)
     return None if plan is None else plan.receive_later(tensor)
+
+
+def exchange_later(
+    tensor: Any, keys: tuple[Hashable, Hashable], comm: Any
+) -> tuple[DeferredReceive, MessageHandle | None] | None:
+    """Send a copy of a tensor, and return the handle of a receive into it, as in an earlier call.
+
+    Args:
+        tensor: The tensor.
+        keys: The keys of the receive and of the send.
+        comm: The communicator that the program passes.
+
+    Returns:
+        The receive, and the send if it has not ended; None if there was no such call, or if Python must check it.
+    """
+    plan: _FastMessage | None = fast_path.find_receive(tensor, None, keys[0], comm, None)
+    if plan is None:
+        return None
+    copy = tensor.detach().clone()
+    sent = fast_path.send(copy, None, keys[1], comm, None)
+    return None if sent is None else (plan.receive_later(tensor), None if sent is copy else sent)
 
 
 def _cached(make: Any, group: Group, src: int, dst: int, kind: Hashable) -> fast_path.CachedCall | None:
@@ -129,7 +150,10 @@ class _FastMessage:
         self.name, self.group, self.src, self.dst, self.dtype, self.tag = name, group, src, dst, dtype, tag
         self.is_background, self.transport = is_background, transport_of(group)
         self.call_log, self._counts = CallLog(group.name, group.rank, group.size), group.context.call_counts
-        self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
+        self._is_part = name == "sendreceive" and src < 0
+        """Whether it is the send of an exchange in the background, of which the receive is counted."""
+        if not self._is_part:
+            self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
         self._known: tuple[object, str] = None, ""
         self._handed: tuple[int, list[MessageHandle]] = 0, []
         """The messages of the call with this number, while they are given to Python."""
@@ -161,7 +185,8 @@ class _FastMessage:
 
     def close(self) -> None:
         """Keep the counts of the messages, but not their call log."""
-        self._counts.free_exchanges(self.call_log)
+        if not self._is_part:
+            self._counts.free_exchanges(self.call_log)
 
     def receive_later(self, tensor: torch.Tensor) -> DeferredReceive:
         """Return the handle of a receive into a tensor like that of the call: deferred, if nothing is under way."""
@@ -238,7 +263,7 @@ class _FastMessage:
         )
         messages, send = [], None
         if self.dst >= 0:
-            send = make(self._sent_of(tensor), self.dst, is_receive=False, is_part=self.src >= 0)
+            send = make(self._sent_of(tensor), self.dst, is_receive=False, is_part=self._is_part or self.src >= 0)
             messages.append(send)
         if self.src >= 0:
             messages.insert(0, make(tensor, self.src, is_receive=True, exchange=send))
@@ -357,7 +382,7 @@ class DeferredReceive(Handle[Any]):
         """Begin the receive; its handle has the error if that fails."""
         plan = self._plan
         try:
-            message = MessageHandle(plan.group, "recv", self.tensor, plan.src, plan.tag, is_receive=True)
+            message = MessageHandle(plan.group, plan.name, self.tensor, plan.src, plan.tag, is_receive=True)
             self._begun = message  # before it is posted, which may end others, whose callbacks may look at this one
             message.start(was_deferred=True)
         except Exception as error:
