@@ -84,7 +84,8 @@ def cache_message(
     else:
         return
     made = partial(make, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
-    call, which = fast_path.Name(key, tensor.dtype, comm), name if src >= 0 and dst >= 0 else "recv" if dst < 0 else "send"
+    call = fast_path.Name(key, tensor.dtype, comm)
+    which = "send" if src < 0 else "recv" if dst < 0 else "sendreceive"
     fast_path.cache_call(which, call, partial(_cached, made, group, src, dst, (name, tensor.dtype, tag, is_background)))
 
 
