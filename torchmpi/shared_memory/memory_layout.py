@@ -194,7 +194,7 @@ class MessageRing(Record):
     data = Array(0, at=2 * _LINE_FIELDS)
 
 
-MOST_COPIED_BYTES = 64 << 10  # of a tensor that the fast path copies, or packs, while the GIL is held
+MOST_COPIED_BYTES = 1 << 20  # of a tensor that the fast path copies, or packs, while the GIL is held: below 1 ms
 
 
 class LockFields(Record):
