@@ -177,7 +177,7 @@ def test_a_repeated_call_for_which_nobody_waits_ends(agree, watch):
         mpi.allreduce_async(tensor, op="max").wait()
     ended = threading.Event()
     handle = mpi.allreduce_async(tensor)
-    handle.attach(ended.set)
+    handle.when_done(ended.set, soon=False)
     if watch == "done":
         while not handle.done():
             time.sleep(0.0002)
@@ -201,7 +201,7 @@ def test_calls_of_a_callback_come_first(agree):
     for _ in range(20):
         with mpi.communicator(0).intra.call_queue.run_lock:  # the callback is attached before the call can begin
             first = mpi.allreduce_async(outer.fill_(1.0))
-            first.attach(call_back)
+            first.when_done(call_back, soon=False)
         second = mpi.allreduce_async(last.fill_(1.0))
         agree.equal(second.wait(), torch.full((4,), float(size)))
         first.wait()

@@ -105,7 +105,7 @@ def test_a_callback_may_look_at_a_receive_that_its_thread_begins(agree, monkeypa
 
     def while_another_is_awaited(receive: DeferredReceive) -> None:
         if receive is handles[1]:
-            handles[0].attach(look)
+            handles[0].when_done(look, soon=False)
             world.send("awaited", 1)
             world.recv(source=1)  # the first message has arrived
         begin(receive)

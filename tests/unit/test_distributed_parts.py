@@ -32,7 +32,7 @@ ReduceOp = dist.ReduceOp
 
 def pending(limit_seconds: float = 0.0):
     handle, outputs = Handle("a call"), [torch.ones(2)]
-    return handle, outputs, work.PendingWork(handle, outputs, limit_seconds)
+    return handle, outputs, work.PendingWork(handle, outputs, work.GroupWorks(), limit_seconds)
 
 
 def test_a_work_before_and_after_its_call_has_ended():
@@ -76,7 +76,7 @@ def test_the_future_of_a_work_is_one_and_has_its_tensors():
     assert not early.done()
     handle.end(None)
     assert seen[0] is outputs[0] and early.wait()[0] is outputs[0]
-    late = work.PendingWork(handle, outputs, 0.0).get_future()
+    late = work.PendingWork(handle, outputs, work.GroupWorks()).get_future()
     assert late.done() and late.value()[0] is outputs[0]
 
 

@@ -33,6 +33,8 @@ class BoundCall:
         group: The group of the calls.
         plan: Their plan.
         root: The root.
+        find: Machine code that looks at the tensors of a call: it takes them, the bound call, the group and None, and
+            returns the bound call if the call can begin without a check of them, else None.
         num_rows: As how many rows machine code takes the tensors that a rank passes and receives, whatever their
             shapes; 0: as they are (see `given_rows` in :class:`~torchmpi.shared_memory.kernels.records`).
     """
@@ -54,9 +56,10 @@ class BoundCall:
         self._which, self._dtype = which, dtype
         self._description = f"{group.where}: {name or plan.collective}"
         collective = which.removesuffix(fast_path.MADE)
-        self._entry, self._find = fast_path.entry(which), fast_path.finder(which)
+        self._entry, self.find = fast_path.entry(which), fast_path.finder(which)
+        if collective != which:
+            self._entry = partial(_with_memory, self._entry, SPECS[collective], group)
         self._has_result = collective in FAST_PATHS and FAST_PATHS[collective].writes
-        self._makes = SPECS[collective] if collective != which else None
 
     def run(self, given: Any, out: Any, subject: object = None) -> Any:
         """Run a call in the order of the calls; `subject` is as for the call queue."""
@@ -69,18 +72,12 @@ class BoundCall:
 
     def run_fast(self, given: Any, out: Any) -> Any:
         """Run a call in this thread by machine code; return None if Python must run it."""
-        if self._makes is not None:
-            out = memory_for_result(self._makes, self.group, given)
         return self._entry(given, out, self, self.group, None)
 
     def run_through_python(self, given: Any, out: Any) -> Any:
         """Run a call, and let machine code run the next one, if it can. The caller holds the run lock."""
         self.cache()
         return self.perform(given, out)
-
-    def is_like_earlier(self, given: Any, out: Any) -> bool:
-        """Return whether machine code runs calls with such tensors, so that one can begin without a check of them."""
-        return self._find(given, out, self, self.group, None) is not None
 
     def begin(
         self, given: Any, out: Any, finish: Callable[[Any], Any] | None = None, subject: object = None
@@ -96,7 +93,7 @@ class BoundCall:
 
     def run_queued(self, given: Any, out: Any, finish: Callable[[Any], Any] | None = None) -> Any:
         """Run a call in a thread that holds the run lock; `finish` converts its result."""
-        result = self.run_fast(given, out)
+        result = self._entry(given, out, self, self.group, None)  # run_fast() without a call
         if result is None:
             result = self.run_through_python(given, out)
         elif not self._has_result:
@@ -126,6 +123,11 @@ class BoundCall:
     def described_call(self, given: Any, out: Any) -> events.ShownCall:
         """Return what the profiler shows of a call."""
         return self.group.described_call(self.plan, given, out, self.root)
+
+
+def _with_memory(entry: Callable[..., Any], spec: CollectiveSpec, group: Group, given: Any, _: None, *rest: Any) -> Any:
+    """Run a call by machine code into memory that is made for its result."""
+    return entry(given, memory_for_result(spec, group, given), *rest)
 
 
 def memory_for_result(spec: CollectiveSpec, group: Group, tensor: torch.Tensor) -> torch.Tensor | None:

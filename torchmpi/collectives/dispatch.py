@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,15 +19,13 @@ from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import MOST_COPIED_BYTES
-from ..tensors import bucket_plan, buffers
+from ..tensors import buffers
 from . import call_arguments
 from .bound_calls import FAST_PATHS, BoundCall, memory_for_result
 from .call_arguments import check_root
 from .prepared import plan_for
 
-__all__ = [
-    "BARRIER", "cache_barrier", "call", "check_root", "plan_for", "plan_of", "run_packed", "submit", "submit_packed",
-]  # fmt: skip
+__all__ = ["BARRIER", "cache_barrier", "call", "check_root", "plan_for", "plan_of", "submit"]
 
 _Tensor = torch.Tensor
 BARRIER = PlanKey("barrier", None, None, PLAIN)
@@ -36,25 +34,6 @@ BARRIER = PlanKey("barrier", None, None, PLAIN)
 Bind = Callable[[Plan], BoundCall]
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
-
-
-class CheckedCall(NamedTuple):
-    """A collective call with checked arguments."""
-
-    group: Group
-    plan: Plan
-    tensor: _Tensor | None
-    root: int
-    finish: Callable[[Any], Any] | None
-    """Converts the result, if the argument was a number."""
-
-    def subject(self, out: _Tensor | None) -> _Tensor | None:
-        """Return a tensor on the device of a call on device tensors, else None."""
-        if not self.plan.is_on_device:
-            return None
-        if self.tensor is None and out is None:  # a rank that scatters nothing has the device of the process
-            return torch.empty(0, device=runtime.current().device)
-        return out if self.tensor is None else self.tensor
 
 
 def call(
@@ -70,21 +49,20 @@ def call(
     if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
         op = other_names.operation(op)
     spec, finish = SPECS[collective], None
-    if out is None and spec.is_everywhere:
-        if type(tensor) is not _Tensor:
-            tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
-        if finish is not None or not spec.in_place:
-            has_run, result = _run_fast(spec, tensor, root, op, comm, backend)
-            if has_run:
-                return result if finish is None else finish(result)
-    group, plan, given, root, _ = checked = check_call(collective, tensor, out, root, op, comm, backend)
+    if type(tensor) is not _Tensor and tensor is not None:
+        tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
+    if out is None and spec.is_everywhere and (finish is not None or not spec.in_place):
+        has_run, result = _run_fast(spec, tensor, root, op, comm, backend)
+        if has_run:
+            return result if finish is None else finish(result)
+    group, plan, root = _check_call(collective, tensor, out, root, op, comm, backend)
     # The plan of a call with None has no dtype, that of a tensor with gaps no call for the fast path, which packs it.
-    may_be_cached = plan.cached_call is not None or given is None or _is_packed(spec, given, out)
+    may_be_cached = plan.cached_call is not None or tensor is None or _is_packed(spec, tensor, out)
     if may_be_cached and (comm is None or type(comm) in _LASTING):
-        cache_call(group, spec, (given, out, root), op, comm, backend)
-    subject = checked.subject(out) if plan.is_on_device else None
+        cache_call(group, spec, (tensor, out, root), op, comm, backend)
+    subject = _on_device(tensor, out) if plan.is_on_device else None
     describe = group.described_call
-    result = group.call_queue.run(group.perform, plan, given, out, root, subject=subject, describe=describe)
+    result = group.call_queue.run(group.perform, plan, tensor, out, root, subject=subject, describe=describe)
     return result if finish is None else finish(result)
 
 
@@ -103,21 +81,20 @@ def submit(
     if begun is not None:
         return begun
     op, spec, finish = other_names.operation(op), SPECS[collective], None
-    if out is None and spec.is_everywhere and type(tensor) is not _Tensor:
+    if type(tensor) is not _Tensor and tensor is not None:
         tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
         begun = None if finish is None else begin(collective, tensor, out, root, op, comm, backend, finish)
         if begun is not None:
             return begun
-    checked = check_call(collective, tensor, out, root, op, comm, backend, "async")
-    group, plan, given, root, of_number = checked
+    group, plan, root = _check_call(collective, tensor, out, root, op, comm, backend, "async")
     if comm is None or type(comm) in _LASTING:
-        cache_call(group, spec, (given, out, root), op, comm, backend)
-    found = _fast_call(spec, root == group.rank, given, out, root, op, comm, backend)
+        cache_call(group, spec, (tensor, out, root), op, comm, backend)
+    found = _fast_call(spec, root == group.rank, tensor, out, root, op, comm, backend)
     which, dtype = (None, None) if found is None else (found[0], found[1].dtype)
     if which == "receive" and buffers.is_plain(out):
         plan = _plain_plan(group, PlanKey(collective, op, dtype, PLAIN, backend, "async")) or plan
-    bound = _bind(group, plan, which, root, dtype)
-    return bound.begin(given, out, finish or of_number, checked.subject(out))
+    subject = _on_device(tensor, out) if plan.is_on_device else None
+    return _bind(group, plan, which, root, dtype).begin(tensor, out, finish, subject)
 
 
 def begin(
@@ -144,7 +121,7 @@ def begin(
     return None
 
 
-def check_call(
+def _check_call(
     collective: str,
     tensor: Any,
     out: _Tensor | None,
@@ -153,47 +130,24 @@ def check_call(
     comm: Comm,
     backend: str | None,
     mode: str = "sync",
-) -> CheckedCall:
-    """Check the arguments of a collective and find its plan."""
+) -> tuple[Group, Plan, int]:
+    """Check the arguments of a collective, of which a number has become a tensor; return group, plan and root."""
     running = runtime.running
     if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
         communicator = running.communicators.default
     else:
         communicator = runtime.communicator(comm)
     group = communicator.intra
-    tensor, root, place, finish = call_arguments.check(group, SPECS[collective], tensor, out, root, op)
+    root, place = call_arguments.check(group, SPECS[collective], tensor, out, root)
     key = collective, op, None if tensor is None else tensor.dtype, place, backend, mode
     plan: Plan | None = group.plans.get(key)
-    return CheckedCall(group, plan_for(communicator, PlanKey(*key)) if plan is None else plan, tensor, root, finish)
+    return group, plan_for(communicator, PlanKey(*key)) if plan is None else plan, root
 
 
-def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle[Any]:
-    """Run the allreduce of several tensors of one dtype and device, packed into one, in the background."""
-    group = communicator.intra
-    flat, plan = _packed(communicator, parts, op, backend, "async")
-
-    def task() -> None:
-        group.perform(plan, flat, None, 0)
-        bucket_plan.unpack(flat, parts)
-
-    shown = group.shown(task, group.described_call, plan, flat, None, 0)
-    return group.call_queue.submit(shown, f"{group.where}: {plan.collective}", flat)
-
-
-def run_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> None:
-    """Run the call of `submit_packed` on the current stream, for a backend that enqueues its work on a device."""
-    group = communicator.intra
-    flat, plan = _packed(communicator, parts, op, backend, "sync")
-    group.call_queue.run(group.perform, plan, flat, None, 0, subject=flat)
-    bucket_plan.unpack(flat, parts)
-
-
-def _packed(
-    communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None, mode: str
-) -> tuple[_Tensor, Plan]:
-    flat, shapes = bucket_plan.pack(parts), tuple([part.shape for part in parts])
-    plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, mode=mode)
-    return flat, plan.for_many(shapes)
+def _on_device(tensor: _Tensor | None, out: _Tensor | None) -> _Tensor:
+    """Return a tensor on the device of a call; a rank that scatters nothing has the device of the process."""
+    given = out if tensor is None else tensor
+    return torch.empty(0, device=runtime.current().device) if given is None else given
 
 
 def plan_of(

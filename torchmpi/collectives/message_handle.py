@@ -161,7 +161,7 @@ class MessageHandle(Handle[Any]):
             if not self.withdraw() and self._number:
                 self._channel.withdraw()
             raise self._failure(error) from error
-        if not self._is_done:
+        if not self.has_ended:
             self.note_begin()
         return self
 
@@ -216,7 +216,7 @@ class MessageHandle(Handle[Any]):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the message has ended; return the tensor, or raise its error, or StallError after `timeout`."""
-        if not self._is_done:
+        if not self.has_ended:
             recorder, since = events.recorder, events.now()
             try:
                 self._continue(timeout)
@@ -239,13 +239,13 @@ class MessageHandle(Handle[Any]):
         limit, turn, context = None if timeout is None else time.monotonic() + timeout, 0, self.group.context
         self.is_waited_for = True
         try:
-            while not self._is_done:
+            while not self.has_ended:
                 turn = self.transport.proceed(self, turn)
                 if turn > self.transport.brief_turns:
                     self.call_queue.doing = self.doing  # for the watchdog
                     if context.loss and context.raises_lost_ranks and self.withdraw():
                         self.fail(RankLostError(f"{context.loss}. Continue with recover()."))
-                if limit is not None and time.monotonic() > limit and not self._is_done:
+                if limit is not None and time.monotonic() > limit and not self.has_ended:
                     raise StallError(
                         f"{self._description} has not ended after {timeout:g} s. It continues; wait() again."
                     )
@@ -254,9 +254,9 @@ class MessageHandle(Handle[Any]):
 
     def test(self) -> bool:
         """Continue the message if that is possible at once; return whether it has ended."""
-        if not self._is_done:
+        if not self.has_ended:
             self.transport.test(self)
-        return self._is_done
+        return self.has_ended
 
     def done(self) -> bool:
         """Return whether the message has ended."""
@@ -264,7 +264,7 @@ class MessageHandle(Handle[Any]):
 
     def withdraw(self) -> bool:
         """Do not wait for the message any more, unless it has begun to arrive or to leave; return whether it was so."""
-        if self._is_done or not self.transport.cancel(self):
+        if self.has_ended or not self.transport.cancel(self):
             return False
         self._channel.withdraw()
         if self.is_receive:
@@ -274,7 +274,7 @@ class MessageHandle(Handle[Any]):
 
     def run_in_background(self) -> None:
         """Have the message continued, although no thread waits for it."""
-        if not self._is_done:
+        if not self.has_ended:
             continue_in_background(self)
 
     def abort(self, error: TorchMPIError) -> None:

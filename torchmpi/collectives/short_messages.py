@@ -440,16 +440,12 @@ class DeferredReceive(Handle[Any]):
         """Wait until the message has ended, without raising its error."""
         self.handle().run_here()
 
-    def call_helper(self) -> None:
-        """Begin."""
-        self.handle()
-
-    def attach(self, callback: Callable[[], object]) -> None:
+    def when_done(self, callback: Callable[[], object], *, soon: bool = True) -> None:
         """Call `callback` at the end of the message, which begins now, if it has not."""
-        self.handle().attach(callback)
+        self.handle().when_done(callback, soon=soon)
 
     @property
-    def has_ended(self) -> bool:
+    def has_ended(self) -> bool:  # type: ignore[override]
         """Whether the message has ended."""
         return self.handle().has_ended
 

@@ -361,8 +361,26 @@ def _start_packed(
             started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
         elif len(parts) == 1:
             reductions.allreduce(parts[0], op=op, comm=comm, backend=backend)
-        elif is_queued:
-            started.append(dispatch.submit_packed(comm, parts, op, backend))
         else:
-            dispatch.run_packed(comm, parts, op, backend)
+            flat, task = _packed(comm, parts, op, backend, "async" if is_queued else "sync")
+            call_queue = comm.intra.call_queue
+            if is_queued:
+                started.append(call_queue.submit(task, f"{comm.intra.where}: {_LIST}", flat))
+            else:
+                call_queue.run(task, subject=flat)
     return started
+
+
+def _packed(
+    comm: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None, mode: str
+) -> tuple[_Tensor, Callable[[], None]]:
+    """Pack tensors into one; return it, and a task that reduces it and unpacks it into the tensors."""
+    group, flat = comm.intra, bucket_plan.pack(parts)
+    plan = dispatch.plan_of(comm, "allreduce", flat, op=op, backend=backend, mode=mode)
+    plan = plan.for_many(tuple([part.shape for part in parts]))
+
+    def task() -> None:
+        group.perform(plan, flat, None, 0)
+        bucket_plan.unpack(flat, parts)
+
+    return flat, group.shown(task, group.described_call, plan, flat, None, 0)

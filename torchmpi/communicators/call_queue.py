@@ -30,7 +30,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -58,8 +58,14 @@ _SURE = 3
 """After as many calls that threads have run for which they waited, the helper is not woken for the next one."""
 
 
-def _nothing_polls(*, polite: bool) -> None:
-    """Stand for the calls of a group without shared memory."""
+class Polling(NamedTuple):
+    """How often the kernels of a group poll while they wait: the numbers that they read, and what is written there."""
+
+    numbers: memoryview = memoryview(array("q"))
+    eager: array[int] = array("q")
+    """For the lowest latency."""
+    polite: array[int] = array("q")
+    """Beside a computation."""
 
 
 class RunLock:
@@ -196,8 +202,8 @@ class CallQueue:
         self._counting = threading.Lock()
         self.origin: events.PlainOrigin | None = None
         """Where the queued call that is running was made, if calls are recorded."""
-        self.be_patient: Callable[..., object] = _nothing_polls
-        """``be_patient(polite=True)`` lets the calls of the helper poll little, as the program computes beside them."""
+        self.polling = Polling()
+        """The calls of the helper poll little, as the program computes beside them."""
         self._entries: deque[Handle[Any]] = deque()
         """The calls that have not begun."""
         self._running: Handle[Any] | None = None
@@ -350,11 +356,8 @@ class CallQueue:
             if taken:
                 try:
                     fields[LockFields.held] = 1
-                    if fields[LockFields.entered] or not self._is_head_for_any_thread():
+                    if fields[LockFields.entered] or not self._run_head(by_waiter=True):
                         return
-                    self._num_run_by_waiters += 1
-                    self.is_run_by_waiter = True
-                    self._run_head()
                 finally:
                     fields[LockFields.held] = 0
                     mutex.release()
@@ -407,7 +410,8 @@ class CallQueue:
             self._is_rung = False
             if self._is_called or (seen is not None and self._entries and self._entries[0] is seen):
                 self._is_called = False
-                self._run_all()
+                while self._entries and not (self._waiting and self._is_head_for_any_thread()):
+                    self.run_lock.run(self._run_head)
             num_looks += 1
             with self._counting:
                 seen = self._entries[0] if self._entries else None
@@ -416,23 +420,20 @@ class CallQueue:
                 is_sure = self._num_run_by_waiters >= _SURE
                 self._looks = seen is not None or (is_sure and num_looks < _MOST_LOOKS)
 
-    def _run_all(self) -> None:
-        """Run the calls that no thread waits for, until nothing is queued."""
-        entries = self._entries
-        while entries and not (self._waiting and self._is_head_for_any_thread()):
-            with self.run_lock:
-                if entries and not (self._waiting and self._is_head_for_any_thread()):
-                    self._num_run_by_waiters = 0
-                    self.be_patient(polite=True)
-                    try:
-                        self._run_head()
-                    finally:
-                        self.be_patient(polite=False)
+    def _run_head(self, *, by_waiter: bool = False) -> bool:
+        """Run the call at the head; return False if it is not for this thread. The caller holds the run lock.
 
-    def _run_head(self) -> None:
-        """Run the call at the head, which stays there if it has not begun; the caller holds the run lock."""
-        entries, fields = self._entries, self.run_lock.fields
-        handle = entries[0]
+        A call for any thread is for those that wait, if there are any; all others are for the helper. A call that has
+        not begun stays at the head.
+        """
+        entries, fields, polling = self._entries, self.run_lock.fields, self.polling
+        handle = entries[0] if entries else None
+        if handle is None or (handle.in_any_thread and bool(self._waiting)) != by_waiter:
+            return False
+        self._num_run_by_waiters = self._num_run_by_waiters + 1 if by_waiter else 0
+        self.is_run_by_waiter = by_waiter
+        if not by_waiter:
+            polling.numbers[:] = polling.polite
         try:
             self._running, fields[LockFields.runner] = handle, threading.get_ident()
             del entries[0]
@@ -448,6 +449,9 @@ class CallQueue:
                 fields[LockFields.ended] += 1
             elif not (entries and entries[0] is handle):
                 entries.appendleft(handle)
+            if not by_waiter:
+                polling.numbers[:] = polling.eager
+        return True
 
     def _finish(self, handle: Handle[Any]) -> None:
         task, handle.task = handle.task, None

@@ -27,7 +27,7 @@ from .properties import GroupProperties
 from .rows import Rows, deliver, empty_rows, in_memory, packed, result_rows
 from .torch_calls import FORMS, TorchCall
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
-from .work import COMPLETED, PendingWork, awaited_ranks, joined
+from .work import COMPLETED, GroupWorks, PendingWork, awaited_ranks, joined
 
 Tensors = list[torch.Tensor]
 
@@ -50,11 +50,7 @@ class GroupExecution(GroupProperties):
         # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end;
         # machine code polls for its messages, and can be ended.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
-        # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
-        self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
-        self._awaited = partial(awaited_ranks, self._group)
-        self._block: list[dist.Work] | None = None
-        """The works of the calls so far in the block of a coalescing manager."""
+        self._works = GroupWorks(partial(awaited_ranks, self._group))
 
     @property
     def communicator(self) -> Communicator:
@@ -93,8 +89,8 @@ class GroupExecution(GroupProperties):
         sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
         received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
         if is_asynchronous(options):
-            if call.is_like_earlier(sent, received):
-                return self._begun(call.begin(sent, received), list(outputs or given), options)
+            if call.find(sent, received, call, self._group, None) is not None:
+                return PendingWork(call.begin(sent, received), list(outputs or given), self._works)
         elif call.run_fast(sent, received) is not None:
             return COMPLETED
         self._refuse_tracing(name)
@@ -110,8 +106,7 @@ class GroupExecution(GroupProperties):
             call.run(source, target)
             return COMPLETED
         runtime.current()  # raises in a forked child
-        handle = call.begin(source, target)
-        return self._begun(handle, list(outputs or given), options)
+        return self._work(call.begin(source, target), list(outputs or given), options)
 
     def _exchanged(
         self, call: PartsExchange, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
@@ -190,18 +185,22 @@ class GroupExecution(GroupProperties):
 
         return self._launch(task, given, outputs or given, opts, name, op or "", -1 if root is None else root)
 
-    def _begun(
+    def _work(
         self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float | None = None
     ) -> dist.Work:
         """Return the work of a call that has been queued; wait for a synchronous one, within the group's timeout."""
-        handle.awaited = self._awaited
-        limit = self._group.timeout_seconds if limit_seconds is None else limit_seconds
-        limit = limit and limit + self._report_seconds
-        if not is_asynchronous(options):
-            handle.wait(limit or None)
-            return COMPLETED
-        work = PendingWork(handle, outputs, limit)
-        return work if self._block is None else self._noted(work)
+        if is_asynchronous(options):
+            return PendingWork(handle, outputs, self._works, limit_seconds)
+        handle.awaited = self._works.awaited
+        handle.wait((self._works.limit_seconds if limit_seconds is None else limit_seconds) or None)
+        return COMPLETED
+
+    def _limit_of(self, timeout_seconds: float) -> float:
+        """Return the longest wait for a call with a timeout; 0 for any time.
+
+        A call in shared memory raises itself at its timeout, with a report of the missing ranks, which takes time.
+        """
+        return timeout_seconds if self._by_messages else timeout_seconds and timeout_seconds + _REPORT_SECONDS
 
     def _launch(
         self,
@@ -218,11 +217,9 @@ class GroupExecution(GroupProperties):
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
             writable.refuse_read_only(self._where, collective, *outputs)
         on_device = next((tensor for tensor in outputs if not tensor.is_cpu), None)
-        limit = options.timeout.total_seconds()
-        if limit > 0:
-            task = partial(self._run_within, limit, task)
-        else:
-            limit = self._group.timeout_seconds
+        limit, seconds = None, options.timeout.total_seconds()
+        if seconds > 0:
+            task, limit = partial(self._run_within, seconds, task), self._limit_of(seconds)
         if events.show_call is not None:
             names = _NAMES.get(collective, collective), op, dtypes.short_name(outputs[0].dtype) if outputs else "", root
             task = self._group.shown(task, self._group.described, names, given, outputs)
@@ -232,7 +229,7 @@ class GroupExecution(GroupProperties):
         # A call in shared memory ends at its timeout itself, so that the thread that waits may run it.
         description, ends_itself = f"{self._where}: {collective}", not self._by_messages
         handle = self._group.call_queue.submit(task, description, on_device, in_any_thread=ends_itself)
-        return self._begun(handle, outputs, options, limit)
+        return self._work(handle, outputs, options, limit)
 
     def _refuse_tracing(self, collective: str) -> None:
         if get_tracing_state() is not None:  # in which machine code makes no call
@@ -254,18 +251,12 @@ class GroupExecution(GroupProperties):
         works = [call(*pair, opts) for pair in pairs]
         return joined(works, outputs)
 
-    def _noted(self, work: dist.Work) -> dist.Work:
-        """Return the work of a call; the block of a coalescing manager waits for it."""
-        if self._block is not None:
-            self._block.append(work)
-        return work
-
     def _start_coalescing(self, device: torch.device) -> None:
         """Begin a block; its calls are queued one by one."""
-        self._block = []
+        self._works.block = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._block = self._block or [], None
+        works, self._works.block = self._works.block or [], None
         return joined(works, [])
 
     def _check(self, collective: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

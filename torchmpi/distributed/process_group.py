@@ -464,17 +464,17 @@ class ProcessGroup(HookedGroup):
     @apart_from_modes
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to one rank."""
-        return self._noted(transfers.send(self._communicator, single(tensors), dst, tag))
+        return transfers.send(self._communicator, self._works, single(tensors), dst, tag)
 
     @apart_from_modes
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from one rank."""
-        return self._noted(transfers.receive(self._communicator, single(tensors), src, tag))
+        return transfers.receive(self._communicator, self._works, single(tensors), src, tag)
 
     @apart_from_modes
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive one tensor from any rank."""
-        return self._noted(transfers.receive(self._communicator, single(tensors), None, tag))
+        return transfers.receive(self._communicator, self._works, single(tensors), None, tag)
 
     # --- Barriers ---------------------------------------------------------------------------------------------------
 
@@ -500,6 +500,7 @@ class ProcessGroup(HookedGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time after which a call raises, unless its options have a timeout."""
         self._group.timeout_seconds = timeout.total_seconds()
+        self._works.limit_seconds = self._limit_of(self._group.timeout_seconds)
 
     _set_default_timeout = set_timeout
 

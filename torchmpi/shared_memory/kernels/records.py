@@ -168,15 +168,6 @@ class GroupRecord(Record):
     """An address for each rank: operands of a reduction. Then another for each: the ranks' shared tensors."""
 
 
-def group_fields(size: int) -> int:
-    """Return the number of fields of the record of a group.
-
-    >>> group_fields(4) - group_fields(3)
-    2
-    """
-    return GroupRecord.FIELDS + 2 * size
-
-
 # --- Prepared call ------------------------------------------------------------------------------------------
 
 
