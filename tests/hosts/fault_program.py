@@ -28,6 +28,7 @@ while True:
     mpi.allgather(short, rows.view(-1))
     mpi.reduce_scatter(rows, out=short.view(1, 256))
     mpi.broadcast(short)
+    mpi.scatter(rows if mpi.rank() == 0 else None, out=short.view(1, 256))
     number += 1
     if number == 5:
         partial = folder / f"partial.{mpi.rank()}"

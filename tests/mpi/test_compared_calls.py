@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import contract
+from helpers.outcomes import error_of
 from mpi4py import MPI
 
 import torchmpi as mpi
@@ -23,7 +24,7 @@ from torchmpi.distributed.torch_calls import TorchCall
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
-from torchmpi.shared_memory.memory_layout import Block
+from torchmpi.shared_memory.memory_layout import MAX_LOG_DIMS, Block
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [
@@ -292,20 +293,35 @@ def test_parts_of_other_sizes_than_expected_are_an_error_on_all_ranks(agree, pla
         agree.equal(mpi.allreduce(1), SIZE, "the next call")
 
 
-@pytest.mark.parametrize("shape", [(5,), (2 * SIZE + 1, 3), (700, 2), (1, 0), (2,) + (1,) * 14], ids=str)
+SHAPES = ((5,), (2 * SIZE + 1, 3), (700, 2), (600_000,), (1, 0), (2,) + (1,) * 14)
+"""Of a scatter: frames have room for the values of some; the part of a rank is longer than a message, or empty."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_scatter_of_which_the_root_alone_knows_the_shape(agree, placement, shape):
-    """With `out` and without it; through Python at all ranks, at one, and at none. The frames have room for some."""
+    """With `out` and without it; through Python at all ranks, at one, and at none."""
+    can_be_fast = has_fast_path() and len(shape) <= MAX_LOG_DIMS and 0 not in shape
     for root, odd in ((0, SIZE), (SIZE - 1, -1), (0, 0), (1, 0)):
         whole = contract.values(shape, torch.bfloat16, root)
-        expected = contract.rows(whole, RANK, SIZE)
-        for out in (None, torch.full_like(expected, -1.0)):
-            with through_python() if odd in (RANK, SIZE) else contextlib.nullcontext():
-                found = mpi.scatter(whole if root == RANK else None, root, out)
-            agree(out is None or found is out, "out")
-            agree.bits(found, expected, f"root {root}, rank {odd} through Python")
-        other = lambda: mpi.scatter(whole if root == RANK else None, root)  # noqa: E731, B023
+        expected, given = contract.rows(whole, RANK, SIZE), whole if root == RANK else None
+        is_odd, out = odd in (RANK, SIZE), torch.full_like(expected, -1.0)
+        for _ in range(2):
+            with through_python() if is_odd else contextlib.nullcontext():
+                agree.bits(mpi.scatter(given, root), expected, f"root {root}, rank {odd} through Python")
+                agree(mpi.scatter(given, root, out.fill_(-1.0)) is out, "out")
+            agree.bits(out, expected, f"root {root}, rank {odd} through Python, out")
+        if odd == -1 and can_be_fast:
+            function = fast_path.entry("receive" if given is None else "scatter")
+            agree(function(given, out.fill_(-1.0), root, None, None) is not None, "not by the fast path")
+            agree.bits(out, expected, "by the fast path")
+        wrong = torch.empty(3, 3, dtype=whole.dtype) if RANK == SIZE - 1 else out
+        error = error_of(mpi.scatter, given, root, wrong)
+        agree.equal("out" in error, RANK == SIZE - 1, error)
+        out.fill_(-1.0)
+        other = lambda: mpi.scatter(given, root, out)  # noqa: E731, B023
         for call in (mpi.barrier, lambda: mpi.scatter(whole, 1 - root % 2)):  # noqa: B023
             agree.raises(MismatchError, call if odd == RANK or (RANK == 0 and odd in (-1, SIZE)) else other, "scatter")
+            agree(bool((out == -1).all()), "the result was changed")
         agree.equal(mpi.allreduce(1), SIZE, "the next call")
 
 

@@ -103,25 +103,32 @@ def test_a_call_ends_at_the_timeout_and_the_group_is_refused(agree, placement):
     agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")
 
 
+@pytest.mark.parametrize("name", ["all_to_all_single", "scatter"])
 @pytest.mark.parametrize("placement", ["aab"], indirect=True, scope="module")
-def test_an_exchange_ends_at_the_timeout_while_values_are_awaited(agree, placement, monkeypatch):
-    """All ranks have told the sizes of their parts, but one does not send them."""
+def test_a_call_ends_at_the_timeout_while_values_are_awaited(agree, placement, monkeypatch, name):
+    """All ranks have exchanged what they must know of the tensors, but one does not send its values."""
     if not has_machine_code():
         pytest.skip("no machine code, whose wait can end")
-    group, sizes = dist.new_group(timeout=timedelta(seconds=0.3)), [400 + (RANK + other) % 2 for other in range(SIZE)]
-    given, received = torch.ones(sum(sizes)), torch.zeros(sum(sizes))
-    exchange = partial(dist.all_to_all_single, received, given, sizes, sizes, group=group)
-    for _ in range(3):
-        exchange()
-    agree.equal(received, given)
-    if RANK < SIZE - 1:
-        agree.raises(StallError, exchange, "The timeout of this group is 0.3 s")
-        agree.raises(StallError, exchange, "cannot be used any more")
+    group, is_last = dist.new_group(timeout=timedelta(seconds=0.3)), RANK == SIZE - 1
+    if name == "scatter":
+        received = torch.zeros(100_000)
+        given, sends = torch.ones_like(received), "_send"
+        call = partial(dist.scatter, received, [given] * SIZE if is_last else None, SIZE - 1, group)
     else:
+        sizes, sends = [400 + (RANK + other) % 2 for other in range(SIZE)], "_exchange"
+        given, received = torch.ones(sum(sizes)), torch.zeros(sum(sizes))
+        call = partial(dist.all_to_all_single, received, given, sizes, sizes, group=group)
+    for _ in range(3):
+        call()
+    agree.equal(received, given)
+    if is_last:
         fast_path.pause(True)
-        monkeypatch.setattr(MPIMovement, "_exchange", lambda *_: 1 // 0)
-        agree.raises(ZeroDivisionError, exchange)
+        monkeypatch.setattr(MPIMovement, sends, lambda *_: 1 // 0)
+        agree.raises(ZeroDivisionError, call)
         fast_path.pause(False)
+    else:
+        agree.raises(StallError, call, "The timeout of this group is 0.3 s")
+        agree.raises(StallError, call, "cannot be used any more")
     MPI.COMM_WORLD.Barrier()
     dist.all_reduce(tensor := torch.ones(4))
     agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")

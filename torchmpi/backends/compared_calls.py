@@ -10,6 +10,8 @@ which does the same, and :meth:`ComparedCall.run` the rest of calls that fail th
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -50,9 +52,7 @@ _LONG = 1 << CALL_NUMBER_BITS - 1
 """Added to the number of rows of a long call, which no short one has as its length."""
 _OF_FRAMES = 1 << CALL_NUMBER_BITS - 2
 """Added to the number of a call that sends frames."""
-# The words of a frame with dtype, number of dimensions, bytes, and as many dimensions as have room.
-_DESCRIPTION_WORDS = 16
-_MOST_DIMS, _DESCRIPTION_BYTES = _DESCRIPTION_WORDS - 3, _DESCRIPTION_WORDS * memory_layout.FIELD_BYTES
+_MOST_DIMS = records.DESCRIPTION_BYTES // memory_layout.FIELD_BYTES - records.TensorMessage.shape
 _MOST_VALUES = 1 << 10
 """The bytes of values that a frame has room for: a call sends as many, however short or long its parts are."""
 
@@ -122,8 +122,8 @@ class ComparedCall:
         self.spec = SPECS["broadcast" if self.takes_part else collective]
         self.runner = comparison.runner(op)
         self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
-        self.knows_dtype = dtype is not None
-        name, dtype_code = SPECS[collective].form_of or collective, 0 if dtype is None else dtypes.info(dtype).code
+        name, has_dtype = SPECS[collective].form_of or collective, not (dtype is None or self.takes_part)
+        dtype_code = dtypes.info(self.dtype).code if has_dtype else 0
         self.code = call_code(name, op, dtype_code) if code is None else code
         self.has_parts = self.spec.kind == "exchange"
         """Whether a rank may pass lists of parts, which may differ in length: short calls have equal parts."""
@@ -151,13 +151,12 @@ class ComparedCall:
         self.block_units = self.most_ranks ** (rows + parts)
         self.passed_units = group.size**rows * len(member.intra) ** parts
         self._made = cache(lambda root: self.kernel_call(root, None))
-        self._frames = self
+        self.frames: _Frames | None = None
+        """How calls are made whose ranks do not know all lengths."""
         if self.takes_part:
-            self._frames = ComparedCall(
-                group, comparison, "broadcast", None, None, longer, code=self.code, mark=_OF_FRAMES
-            )
-        self.parts = _Parts.of(self, message_bytes) if self.has_parts else None
-        """How parts are exchanged that are no alltoall of this form."""
+            self.frames = _Described(self, message_bytes)
+        elif self.has_parts:
+            self.frames = _Parts.of(self, message_bytes)
 
     def blocks_of(self, source: torch.Tensor | None) -> Blocks:
         """Return the lengths of a call with this tensor."""
@@ -174,11 +173,8 @@ class ComparedCall:
 
     def run(self, source: Any, destination: Any, root: int) -> Any:
         """Run a call on a tensor, or on parts; in place if the collective is."""
-        if self.takes_part and not self._is_announced(destination):
-            return self._scatter_described(source, destination, root)
-        if self.parts is not None and not self.is_even_and_short(source, destination):
-            self.parts.run(*self.parts_of(source, destination), root)
-            return destination
+        if self.frames is not None and self._sends_frames(source, destination):
+            return self.frames.run(source, destination, root)
         call = self.call(source, destination, root)
         if self.spec.tensors and not 0 < call.blocks.together <= self.most_bytes:
             self._compare_long(source)
@@ -193,35 +189,6 @@ class ComparedCall:
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
         return self.comparison.run(call.number, call.before, call.between, call.after)
 
-    def _scatter_described(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
-        """Run a scatter whose ranks know nothing of the tensor: a frame with the comparison has the description."""
-        group = self.group
-        frame = torch.zeros(_DESCRIPTION_BYTES + _MOST_VALUES, dtype=torch.uint8, device="cpu")
-        words, values = frame.numpy().view(np.int64), frame[_DESCRIPTION_BYTES:]
-        source = source if group.rank == root else None
-        if source is not None and source.dim() <= _MOST_DIMS:
-            shape = tuple(source.shape) or (1,)
-            words[: 3 + len(shape)] = dtypes.info(source.dtype).code, len(shape), source.nbytes, *shape
-            values[: source.nbytes] = buffers.byte_view(source)[:_MOST_VALUES]
-        call = _Call(self._frames, self._frames.blocks_of(frame), frame, None, root)
-        if not self._frames.perform(call):
-            group.refuse_call()
-        if self.comparison.exchange is None:
-            group.call_log.count_wait()
-        code, num_dims, num_bytes = words[:3].tolist()
-        dtype = dtypes.from_code(code) if num_dims else None
-        if dtype is None:
-            return self.longer(source, destination, root)
-        shape = tuple(words[3 : 3 + num_dims].tolist())
-        if num_bytes > _MOST_VALUES:
-            group.scattered = group.call_log.seq, (shape, dtype)
-            return self.longer(source, destination, root)
-        whole = values[:num_bytes].view(dtype).view(shape)
-        first, num_rows = partition.part_of(shape[0], group.size, group.rank)
-        destination = destination_for(whole, num_rows, destination)
-        buffers.overwrite(destination, whole[first : first + num_rows])
-        return destination
-
     def call(self, source: Any, destination: Any, root: int) -> _Call:
         """Return a call on a tensor, or on a copy of parts; without a tensor if these differ in length."""
         if isinstance(source, (list, tuple)):
@@ -229,10 +196,8 @@ class ComparedCall:
             source = torch.cat([part.detach().reshape(-1) for part in source]) if are_equal else None
             destination = None
         elif self.takes_part:
-            num_bytes = destination.nbytes * self.group.size
-            if num_bytes > self.most_bytes:
-                source = None
-            elif self.group.rank != root:
+            if self.group.rank != root:
+                num_bytes = destination.nbytes * self.group.size
                 with torch.inference_mode(False):
                     source = torch.from_numpy(self.comparison.rows_memory[0])[:num_bytes].view(self.dtype)
             destination = None
@@ -254,11 +219,13 @@ class ComparedCall:
         shape = self.group.size, source.numel() // self.group.size
         return source.view(shape).unbind(), destination.view(shape).unbind()
 
-    def _is_announced(self, destination: Any) -> bool:
-        """Return whether the ranks compare what each of them receives in a scatter, so that all know its length."""
+    def _sends_frames(self, source: Any, destination: Any) -> bool:
+        """Return whether lengths are not known, or too long; those of a scatter are if the ranks compare the dtype."""
+        if not self.takes_part:
+            return not self.is_even_and_short(source, destination)
         entered = self.group.call_log.entered
-        knows_length = destination is not None and self.knows_dtype
-        return knows_length and entered is not None and entered[1] & _WITHOUT_ROOT == self.code
+        is_compared = entered is not None and entered[1] & _WITHOUT_ROOT != self.code
+        return not (is_compared and 0 < destination.nbytes * self.group.size <= self.most_bytes)
 
     def _compare_long(self, source: Any) -> None:
         """Compare a call that is too long for these messages, and find out whether all ranks have as many rows."""
@@ -275,9 +242,8 @@ class ComparedCall:
     def finish(self, made: _KernelCall, status: int, source: Any, destination: Any, root: int) -> Any:
         """Run the rest of a call of the fast path, from the step that has failed."""
         compiled = made.compiled
-        if made.frames is not None and self.parts is not None and not self.is_even_and_short(source, destination):
-            self.parts.finish(made.frames.compiled, status, *self.parts_of(source, destination), root)
-            return destination
+        if made.frames is not None and self.frames is not None and self._sends_frames(source, destination):
+            return self.frames.finish(made.frames.compiled, status, source, destination, root)
         call = self.call(source, destination, root)
         is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
         return self._result(call, is_equal, source, destination)
@@ -499,27 +465,116 @@ class _Call:
             buffers.overwrite(self.flat, self._own(self.num_bytes))
 
 
-class _Parts:
+class _Frames(ABC):
+    """Calls whose ranks do not know all lengths.
+
+    Frames are sent with the comparison: they have what the ranks must know, and the values if these are few. Other
+    values follow in messages of their own.
+    """
+
+    def __init__(self, plan: ComparedCall, collective: str, frame_bytes: int, message_bytes: int) -> None:
+        """Prepare the calls of a plan, whose frames are gathered or broadcast; `message_bytes`: as for `plan`."""
+        self._plan, self._group, self._comparison = plan, plan.group, plan.comparison
+        self._frame_bytes, self._message_bytes = frame_bytes, message_bytes
+        self._frames = ComparedCall(
+            plan.group, plan.comparison, collective, None, None, plan.longer, code=plan.code, mark=_OF_FRAMES
+        )
+        with torch.inference_mode(False):
+            self._given, self._received = map(torch.from_numpy, plan.comparison.rows_memory)
+
+    def run(self, source: Any, destination: Any, root: int) -> Any:
+        """Run a call, and return its result."""
+        return self._end(self._frames.perform(self._call(source, destination, root)), source, destination, root)
+
+    def finish(self, compiled: CompiledSteps, status: int, source: Any, destination: Any, root: int) -> Any:
+        """Run the rest of a call of the fast path, from the step that has failed."""
+        is_equal = True
+        if compiled.record.failed_step != records.STEP_PARTS:
+            call = self._call(source, destination, root)
+            is_equal = self._comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
+        elif status == records.TIMEOUT:
+            self._comparison.wait.give_up(compiled, source, destination)
+        elif status != records.UNEVEN:
+            raise self._group.context.MPI.Exception(status)
+        return self._end(is_equal, source, destination, root)
+
+    def _end(self, is_equal: bool, source: Any, destination: Any, root: int) -> Any:
+        """Take the values from the frames, or exchange them; raise on all ranks if the calls differ."""
+        if not is_equal:
+            self._group.refuse_call(self._plan.kind)
+            return self._plan.longer(source, destination, root)
+        if self._comparison.exchange is None:
+            self._group.call_log.count_wait()
+        return self._read(source, destination, root)
+
+    @abstractmethod
+    def _call(self, source: Any, destination: Any, root: int) -> _Call:
+        """Write the frame of this rank, and return the call on frames."""
+
+    @abstractmethod
+    def _read(self, source: Any, destination: Any, root: int) -> Any:
+        """Return the result of a call whose frames have arrived."""
+
+    def kernel_call(self, call: records.KernelCall, root: int) -> _KernelCall | None:
+        """Complete the record of a call in machine code; return that of the frames, None if there is none."""
+        made = self._frames.kernel_call(root, None)
+        if made is not None:
+            made.complete(call, self._frame_bytes, self._message_bytes)
+        return made
+
+
+class _Described(_Frames):
+    """Scatters of which the root alone knows the tensor, or whose values have no room in the comparison."""
+
+    def __init__(self, plan: ComparedCall, message_bytes: int) -> None:
+        super().__init__(plan, "broadcast", records.DESCRIPTION_BYTES + _MOST_VALUES, message_bytes)
+
+    def _frame(self, root: int) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
+        """Return memory for the frame, and in it the description and the values."""
+        frame = (self._given if self._group.rank == root else self._received)[: self._frame_bytes]
+        description, values = frame.split_with_sizes([records.DESCRIPTION_BYTES, _MOST_VALUES])
+        return frame, description.numpy().view(np.int64), values
+
+    def _call(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> _Call:
+        frame, description, values = self._frame(root)
+        if self._group.rank == root:
+            assert source is not None
+            shape, first = tuple(source.shape) or (1,), records.TensorMessage.shape
+            description[:first] = 0
+            if len(shape) <= _MOST_DIMS:
+                description[: first + len(shape)] = dtypes.info(source.dtype).code, len(shape), *shape
+                if source.nbytes <= _MOST_VALUES:
+                    values[: source.nbytes] = buffers.byte_view(source)
+        return _Call(self._frames, self._frames.blocks_of(frame), frame, None, root)
+
+    def _read(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
+        group, (_, description, values) = self._group, self._frame(root)
+        code, num_dims, *dims = description.tolist()
+        if num_dims == 0:
+            return self._plan.longer(source, destination, root)
+        dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims])
+        assert dtype is not None
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > _MOST_VALUES:
+            group.scattered = group.call_log.seq, (shape, dtype)
+            return self._plan.longer(source, destination, root)
+        whole = values[:num_bytes].view(dtype).view(shape)
+        first, num_rows = partition.part_of(shape[0], group.size, group.rank)
+        destination = destination_for(whole, num_rows, destination)
+        buffers.overwrite(destination, whole[first : first + num_rows])
+        return destination
+
+
+class _Parts(_Frames):
     """Exchanges of parts of any length.
 
-    Each rank sends all others a frame with the comparison: the sizes of the parts that it sends and expects, and the
-    values if these are few. So all ranks know all sizes, and whether any two differ. Other values follow in messages of
-    their own, between all ranks.
+    The frame of a rank has the sizes of the parts that it sends and expects. So all ranks know all sizes, and whether
+    any two differ.
     """
 
     def __init__(self, plan: ComparedCall, values_bytes: int, message_bytes: int) -> None:
-        self._plan, self._group, self._comparison, size = plan, plan.group, plan.comparison, plan.group.size
-        self._message_bytes = message_bytes
-        self._sizes_bytes = 2 * size * memory_layout.FIELD_BYTES
-        self._frame_bytes = self._sizes_bytes + values_bytes
-        self._gather = ComparedCall(
-            plan.group, plan.comparison, "allgather", None, None, plan.longer, code=plan.code, mark=_OF_FRAMES
-        )
-        given, received = plan.comparison.rows_memory
-        with torch.inference_mode(False):
-            self._frame = torch.from_numpy(given)[: self._frame_bytes]
-            self._frames = torch.from_numpy(received)[: self._frame_bytes * size]
-        self._sizes = given[: self._sizes_bytes].view(np.int64).reshape(2, size)
+        self._sizes_bytes = 2 * plan.group.size * memory_layout.FIELD_BYTES
+        super().__init__(plan, "allgather", self._sizes_bytes + values_bytes, message_bytes)
 
     @classmethod
     def of(cls, plan: ComparedCall, message_bytes: int) -> _Parts | None:
@@ -528,72 +583,41 @@ class _Parts:
         room = most_together(len(plan.hosts)) // num_blocks - 2 * plan.group.size * memory_layout.FIELD_BYTES
         return cls(plan, min(room, _MOST_VALUES), message_bytes) if room >= 0 else None
 
-    def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
-        """Exchange parts."""
-        self._end(self._gather.perform(self._call(sources, destinations)), sources, destinations, root)
+    def _sizes(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Return the frame of this rank, those of all ranks, and the sizes in these."""
+        size = self._group.size
+        frames = self._received[: size * self._frame_bytes].view(size, self._frame_bytes)
+        sizes = frames[:, : self._sizes_bytes].numpy().view(np.int64).reshape(size, 2, size)
+        return self._given[: self._frame_bytes], frames, sizes
 
-    def finish(
-        self,
-        compiled: CompiledSteps,
-        status: int,
-        sources: Sequence[torch.Tensor],
-        destinations: Sequence[torch.Tensor],
-        root: int,
-    ) -> None:
-        """Run the rest of an exchange of the fast path, from the step that has failed."""
-        is_equal = True
-        if compiled.record.failed_step != records.STEP_PARTS:
-            call = self._call(sources, destinations)
-            is_equal = self._comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
-        elif status == records.TIMEOUT:
-            self._comparison.wait.give_up(compiled, sources, destinations)
-        elif status != records.UNEVEN:
-            raise self._group.context.MPI.Exception(status)
-        self._end(is_equal, sources, destinations, root)
-
-    def _call(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> _Call:
-        """Write the frame of this rank, and return the gather of all of them."""
-        self._sizes[:] = [part.nbytes for part in sources], [part.nbytes for part in destinations]
+    def _call(self, source: Any, destination: Any, root: int) -> _Call:
+        sources, destinations = self._plan.parts_of(source, destination)
+        frame, frames, _ = self._sizes()
+        sizes, values = frame.split_with_sizes([self._sizes_bytes, self._frame_bytes - self._sizes_bytes])
+        sizes.numpy().view(np.int64)[:] = [part.nbytes for part in (*sources, *destinations)]
         others = [part for rank, part in enumerate(sources) if rank != self._group.rank]
-        if sum(part.nbytes for part in others) <= self._frame_bytes - self._sizes_bytes:
-            values = self._frame[self._sizes_bytes :]
+        if sum(part.nbytes for part in others) <= len(values):
             for part in others:
                 values[: part.nbytes] = buffers.byte_view(part)
                 values = values[part.nbytes :]
-        return _Call(self._gather, self._gather.blocks_of(self._frame), self._frame, self._frames, 0)
+        return _Call(self._frames, self._frames.blocks_of(frame), frame, frames.view(-1), 0)
 
-    def _end(
-        self, is_equal: bool, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int
-    ) -> None:
-        """Take the values from the frames, or exchange them; raise on all ranks if calls or sizes differ."""
-        group = self._group
-        if not is_equal:
-            group.refuse_call(self._plan.kind)
-            self._plan.longer(sources, destinations, root)
-            return
-        if self._comparison.exchange is None:
-            group.call_log.count_wait()
-        frames = self._frames.view(group.size, self._frame_bytes)
-        sizes = frames[:, : self._sizes_bytes].numpy().view(np.int64).reshape(group.size, 2, group.size)
+    def _read(self, source: Any, destination: Any, root: int) -> Any:
+        group, (sources, destinations) = self._group, self._plan.parts_of(source, destination)
+        _, frames, sizes = self._sizes()
         longest_part(sizes, group.where)
         sent = sizes[:, 0].copy()
         np.fill_diagonal(sent, 0)
         if sent.sum(1).max() > self._frame_bytes - self._sizes_bytes:
             group.even_seq = group.call_log.seq
             self._plan.longer(sources, destinations, root)
-            return
-        for rank, destination in enumerate(destinations):
+            return destination
+        for rank, part in enumerate(destinations):
             begin = self._sizes_bytes + int(sent[rank, : group.rank].sum())
-            values = frames[rank, begin : begin + destination.nbytes]
             own = buffers.byte_view(sources[rank])
-            buffers.overwrite(buffers.byte_view(destination), own if rank == group.rank else values)
-
-    def kernel_call(self, call: records.KernelCall) -> _KernelCall | None:
-        """Complete the record of an exchange in machine code; return that of the frames, None if there is none."""
-        made = self._gather.kernel_call(0, None)
-        if made is not None:
-            made.complete(call, self._frame_bytes, self._message_bytes)
-        return made
+            values = own if rank == group.rank else frames[rank, begin : begin + part.nbytes]
+            buffers.overwrite(buffers.byte_view(part), values)
+        return destination
 
 
 class _KernelCall:
@@ -649,12 +673,14 @@ class _KernelCall:
             item_bytes=plan.dtype.itemsize,
             reducer=0 if plan.op is None else reduction.address(plan.sent_dtype, plan.op),
             root=root if spec.is_rooted else -1,
+            message=plan.comparison.rows_memory[0].ctypes.data,
+            dtype=dtypes.info(plan.dtype).code,
             hosts=self.compiled.record,
         )
-        self.frames = None if plan.parts is None else plan.parts.kernel_call(self._call)
+        self.frames = None if plan.frames is None else plan.frames.kernel_call(self._call, root)
 
     def complete(self, call: records.KernelCall, frame_bytes: int, message_bytes: int) -> None:
-        """Write to the record of an exchange how parts of any length are sent, of which this one sends the frames."""
+        """Write to the record of a call how parts of any length are sent, of which this one sends the frames."""
         group, comparison = self._group, self._plan.comparison
         MPI, size = group.context.MPI, group.size
         self._transfers = np.zeros((size, records.Transfer.FIELDS), np.int64)

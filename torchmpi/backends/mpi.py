@@ -341,7 +341,8 @@ class MPIMovement:
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, rows[self.rank], destination)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        if shape[0] * row_bytes <= self.message_bytes:
+        has_frame = self.group.scattered[0] == self.group.call_log.seq  # machine code then sends a message to each rank
+        if shape[0] * row_bytes <= self.message_bytes and not has_frame:
             message = None
             if source is not None:
                 counts, offsets = counts_and_offsets([count * row_bytes for count in rows])

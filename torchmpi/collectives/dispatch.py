@@ -256,8 +256,6 @@ def _bind(group: Group, plan: Plan, which: str | None, root: int, dtype: torch.d
     known, key = plan.bound, (which, root, dtype)
     if key not in known:
         has_code = which is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS
-        if SPECS[plan.collective].only_root_passes and group.status_board is None:
-            has_code = False  # over hosts, machine code needs the length on all ranks
         has_code = has_code and plan.cached_call is not None and plan.cached_call(root, None) is not None
         known[key] = BoundCall(group, plan, which if which is not None and has_code else "", dtype, root)
     bound: BoundCall = known[key]
@@ -283,7 +281,6 @@ def _cache(which: str, group: Group, comm: Comm, key: PlanKey, call_key: Hashabl
 
 def _cached_call(group: Group, plan: Plan, comm: Comm, key: PlanKey, bind: Bind) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
-    is_meant = is_meant and not (SPECS[key.collective].only_root_passes and group.status_board is None)  # as in _bind
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
     bound = bind(plan) if is_meant and not group.call_queue.closed else None
     cached = None if bound is None else bound.cached_call()

@@ -150,11 +150,10 @@ class TorchCall(BoundCall):
         if cached is None:
             return None
         if self._announces and self._dtype is not None:
-            # Over hosts the code has the dtype.
-            announced = 0 if self.by_messages else self.plan.code ^ self.plan.announcing(self._dtype).code
-            cached = cached._replace(
-                code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
-            )
+            announced = self.plan.code ^ self.plan.announcing(self._dtype).code
+            # Over hosts the signature is the hash of the shape alone.
+            signed_code = cached.signed_code ^ (0 if self.by_messages else announced)
+            cached = cached._replace(code=cached.code ^ announced, signed_code=signed_code, first_dim=1)
         return cached._replace(settle=partial(self._settle, cached.settle))
 
     def _settle(self, settle: Callable[..., Any], status: int, given: Rows, received: Rows | None) -> Any:

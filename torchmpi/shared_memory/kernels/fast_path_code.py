@@ -49,7 +49,7 @@ from .host_calls import is_carried
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
-from .movement import compare_only, rows_before
+from .movement import compare_only, own_length
 from .records import (
     FLAT,
     NOT_FAST,
@@ -467,21 +467,13 @@ def enter_give(cached_call: CachedCallRecord, source: DLTensor, _: DLTensor, arg
 
 
 @inner
-def own_rows(call: KernelCall, num_rows):
-    """Return how many of `num_rows` rows belong to this rank."""
-    group = group_of(call)
-    rank, size = group.rank, group.size
-    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
-
-
-@inner
 def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, times, arguments: Arguments):
     """Enter a kernel that takes the rows of the source, and a target for `times` this rank's part of them."""
     call = cached_call.call
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return NOT_FAST
     num_rows, row_bytes = dim(source, 0), row_numel(source) * call.item_bytes
-    if not fits(cached_call, source, target, own_rows(call, num_rows) * times, arguments):
+    if not fits(cached_call, source, target, own_length(group_of(call), num_rows, 1) * times, arguments):
         return NOT_FAST
     has_equal_parts = num_rows % group_of(call).size == 0
     if not is_carried(call, num_rows * row_bytes, row_bytes) and not (has_equal_parts and call.hosts.frames):
@@ -526,17 +518,19 @@ def enter_alltoall_splits(cached_call: CachedCallRecord, rows: DLTensor, numbers
 
 @inner
 def enter_scattering(cached_call: CachedCallRecord, tensor: DLTensor, arguments: ScatterArguments):
-    """Enter a scatter, and write the description of the tensor that this rank offers or expects."""
-    call = cached_call.call
-    row_bytes = row_numel(tensor) * call.item_bytes
-    if not is_carried(call, group_of(call).size * row_bytes, 0):
-        return NOT_FAST
+    """Enter a scatter, and write the description of the tensor that this rank offers or expects.
+
+    None is written for a call over hosts whose values are sent with the comparison of what each rank receives.
+    """
+    call, row_bytes = cached_call.call, row_numel(tensor) * cached_call.call.item_bytes
+    is_compared = cached_call.first_dim < MAX_LOG_DIMS
     status = begin_call(cached_call, tensor, dim(tensor, 0) * row_bytes, Arguments(arguments))
     if status != 0:
         return status
     use_parts(call, Arguments(arguments))
     arguments.row_bytes = row_bytes
-    if call.hosts:  # of which all ranks know the length
+    arguments.message_bytes = 0
+    if call.hosts and is_compared and is_carried(call, group_of(call).size * row_bytes, 0):
         return 0
     message, length = call.message, num_dims(tensor)
     message.dtype, message.num_dims = call.dtype, length
@@ -556,7 +550,7 @@ def enter_scatter(cached_call: CachedCallRecord, source: DLTensor, target: DLTen
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return NOT_FAST
     num_rows = dim(source, 0)
-    if not fits(cached_call, source, target, own_rows(call, num_rows), Arguments(arguments)):
+    if not fits(cached_call, source, target, own_length(group_of(call), num_rows, 1), Arguments(arguments)):
         return NOT_FAST
     arguments.source = data(source)
     arguments.num_rows = num_rows

@@ -22,8 +22,21 @@ from .logged_calls import (
     record_of,
     set_dim,
 )
-from .movement import allgather, alltoall, barrier, broadcast, exchange_parts, reduce_scatter, rows_before, scatter
+from .movement import (
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    exchange_parts,
+    is_expected,
+    own_length,
+    own_offset,
+    reduce_scatter,
+    rows_before,
+    scatter,
+)
 from .records import (
+    DESCRIPTION_BYTES,
     MISMATCH,
     STEP_AFTER,
     STEP_BEFORE,
@@ -531,13 +544,14 @@ def read_frames(call: KernelCall):
 
 
 @inner
-def send_parts(call: KernelCall):
+def send_parts(call: KernelCall, seq):
     """Send each rank its part, and wait for all parts: 0, TIMEOUT, the error of MPI, or UNEVEN if one is too long."""
     hosts, size, rank, transfers = call.hosts.parts, group_of(call).size, group_of(call).rank, call.transfers
     byte, tag, comm, number, error = hosts.byte_type, hosts.tag, hosts.comm, 0, 0
     for other in range(size):
         if max(transfers[other].send_bytes, transfers[other].receive_bytes) > hosts.received_bytes:
             return UNEVEN
+    store_release(hosts.wait.polling, seq)
     for shift in range(1, size):
         origin, target = (rank - shift + size) % size, (rank + shift) % size
         address, length = transfers[origin].receive_address, transfers[origin].receive_bytes
@@ -553,6 +567,7 @@ def send_parts(call: KernelCall):
     for index in range(number):
         if error == 0:
             error = await_message(hosts, hosts.requests + index * FIELD_BYTES)
+    store_release(hosts.wait.polling, 0)
     return error
 
 
@@ -576,11 +591,41 @@ def exchange_over_hosts(call: KernelCall, seq, signature):
     copy(own.receive_address, own.send_address, own.send_bytes)
     if most <= room_for_values(hosts, group.size):
         return read_frames(call)
-    wait = hosts.parts.wait
-    store_release(wait.polling, seq)
-    status = send_parts(call)
-    store_release(wait.polling, 0)
-    return status
+    return send_parts(call, seq)
+
+
+@inner
+def scatter_over_hosts(call: KernelCall, seq, signature, message: TensorMessage, source, num_rows, row_bytes, target):
+    """Give each rank its part of the root's rows, of which the others know what they expect.
+
+    A frame of the root has the description of its tensor, and the values if there is room. Returns what
+    `exchange_over_hosts` does, UNEVEN if a rank expects another tensor.
+    """
+    hosts, frames, group, transfers = call.hosts, call.hosts.frames, group_of(call), call.transfers
+    is_root, size = hosts.is_root, group.size
+    frame = TensorMessage(hosts.given_memory if is_root else hosts.received_memory)
+    values, room = frame + DESCRIPTION_BYTES, hosts.frame_bytes - DESCRIPTION_BYTES
+    if num_rows * row_bytes <= room:
+        copy(values, source, num_rows * row_bytes)
+    status = over_hosts(frames, seq, signature, frame, hosts.frame_bytes, 0, frame)
+    if status != 0:
+        return status
+    frames.hosts.failed_step = STEP_PARTS
+    if is_root == 0 and not is_expected(group, frame, message):
+        return UNEVEN
+    num_rows = frame.shape[0]
+    first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
+    if num_rows * row_bytes <= room:
+        copy(target, values + first, length)
+        return 0
+    for other in range(size):
+        begin = rows_before(num_rows, size, other) * row_bytes
+        num_sent = part_length(call, num_rows, row_bytes, other) if is_root else 0
+        set_send(transfers, other, part_at(call.given_parts, other, source + begin), num_sent)
+        set_receive(transfers, other, target, length if other == call.root else 0)
+    if is_root:
+        copy(target, transfers[group.rank].send_address, length)
+    return send_parts(call, seq)
 
 
 @inner
@@ -660,7 +705,9 @@ def any_exchange(call: KernelCall, seq, signature, message, num_bytes):
 def any_scatter(
     call: KernelCall, seq, signature, message: TensorMessage, message_bytes, source, num_rows, row_bytes, target
 ):
-    """Give each rank its part of the root's rows; over hosts one row."""
+    """Give each rank its part of the root's rows; one row if the values are sent with the comparison over hosts."""
+    if call.hosts and message_bytes != 0:
+        return scatter_over_hosts(call, seq, signature, message, source, num_rows, row_bytes, target)
     if call.hosts:
         return over_hosts(call, seq, signature, source, group_of(call).size * row_bytes, 0, target)
     return scatter(call, seq, signature, message, message_bytes, source, num_rows, row_bytes, target)

@@ -6,7 +6,7 @@ The memory that the ranks share is described in :mod:`torchmpi.shared_memory.mem
 
 from __future__ import annotations
 
-from ..memory_layout import Block, ChannelFields, LockFields, LogFields, MessageRing
+from ..memory_layout import FIELD_BYTES, Block, ChannelFields, LockFields, LogFields, MessageRing
 from ..typed_records import Array, Atomic, Embedded, Pointer, Record, Word, Words
 
 # --- Records that groups and calls refer to ----------------------------------------------------------------
@@ -179,6 +179,9 @@ class TensorMessage(Record):
     num_dims = Word()
     shape = Array(0)
 
+
+DESCRIPTION_BYTES = 16 * FIELD_BYTES
+"""The room for a description in a message between hosts."""
 
 STEPS = ("barrier", "reduce", "gather", "broadcast")
 """The steps within a host, by number."""
@@ -487,11 +490,11 @@ class Hosts(Record):
     """The length of a block of a host, and of what is passed on in a host: see `Blocks` of torchmpi.backends."""
     passed_units = Word()
 
-    # An exchange of parts of any length.
+    # An exchange of parts of any length, and a scatter of which the root alone knows the tensor.
     frames: Pointer[KernelCall] = Pointer("KernelCall")
-    """The prepared gather of frames; 0 for other calls."""
+    """The prepared gather or broadcast of frames; 0 for other calls."""
     frame_bytes = Word()
-    """The length of the frame of a rank: the sizes of its parts, and values if there is room."""
+    """The length of a frame: sizes of parts or a description, and values if there is room."""
     parts: Pointer[Hosts] = Pointer("Hosts")
     """The messages between all ranks."""
     requests = Pointer(Words)
@@ -499,7 +502,7 @@ class Hosts(Record):
 
 
 STEP_BEFORE, STEP_BETWEEN, STEP_AFTER, STEP_PARTS = range(4)
-"""The last one: parts of an exchange, in messages of their own."""
+"""The last one: parts in messages of their own."""
 
 
 class KernelCall(Record):
@@ -514,7 +517,7 @@ class KernelCall(Record):
     transfers = Pointer(Transfer)
     """One for each rank."""
     message = Pointer(TensorMessage)
-    """The message in which the root of a scatter describes its tensor."""
+    """The description of the tensor that this rank offers or expects in a scatter."""
     dtype = Word()
     """Number of the dtype, the same on all ranks; 0 if unknown."""
     hosts = Pointer(Hosts)
