@@ -395,8 +395,8 @@ turn_autogroups_off
 wait_for_environments "$last"
 use_environment "$last"
 begin lint python -m ruff check --output-format concise .
-# The longest first, but for tests/mpi on one rank: pytest rewrites assertions for ten seconds of a core, which other ranks would
-# all do at the same time.
+# The longest first, but for tests/mpi on one rank: it rewrites the assertions of its files for seconds of a core, which the
+# ranks of another suite would all do at the same time.
 if [ $quick = yes ]; then
     # shellcheck disable=SC2086 # a list of words
     wait_for_environments $mpis
