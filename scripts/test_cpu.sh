@@ -429,6 +429,7 @@ fi
 mpi_suites 2
 finish
 kill "$watcher"
+wait "$watcher" 2>/dev/null
 
 if [ ${#failed_logs[@]} -gt 0 ]; then
     printf '\n== failures (full logs: %s)\n' "$logs"
