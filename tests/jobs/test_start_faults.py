@@ -98,7 +98,9 @@ mpi.start()
     assert result.returncode != 0, result.output
 
 
-@pytest.mark.parametrize("options", ([], ["--without-mpi"]), ids=("MPI", "without MPI"))
+@pytest.mark.parametrize(
+    "options", ([], pytest.param(["--without-mpi"], marks=pytest.mark.any_mpi)), ids=("MPI", "without MPI")
+)
 def test_standard_streams_may_be_closed(alone, tmp_path, options):
     """Regression: MPICH's mpirun did not start, and a connection between ranks got the number of stderr."""
     script = tmp_path / "job.py"

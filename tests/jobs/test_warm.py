@@ -81,6 +81,7 @@ def test_random_numbers_differ_between_ranks(warm_python, tmp_path):
         "import os; os._exit(7)",
         "import ctypes, sys; ctypes.CDLL(None).printf(b'in a buffer of C'); sys.exit(5)",
         "import atexit; atexit.register(print, 'b'); raise KeyboardInterrupt",
+        "class A:\n    def __del__(self): print('deleted')\na = A()\nfile = open('written', 'w')\nfile.write('a')",
         "a syntax error",
     ),
 )

@@ -124,7 +124,10 @@ class Victims:
     def end(self) -> tuple[list[int], str]:
         """Return the statuses and the output of all ranks."""
         limit = time.monotonic() + LIMIT_SECONDS
-        statuses = [process.wait(max(0.1, limit - time.monotonic())) for process in self.processes]
+        try:
+            statuses = [process.wait(max(0.1, limit - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not ended in {LIMIT_SECONDS} s:\n{self.output()}") from None
         return statuses, self.output()
 
     def close(self) -> None:

@@ -611,10 +611,10 @@ def test_the_page_is_drawn_in_a_browser_without_the_network(pages, tmp_path):
     assert body.partition('id="ranks"')[2].partition("</table>")[0].count("<tr") == 65
 
 
-def test_a_report_needs_its_folder_before_the_run(tmp_path, caplog):
+def test_a_report_needs_its_folder_before_the_run(tmp_path, logged):
     with pytest.raises(ArgumentError, match="the folder does not exist"):
         RunReport(tmp_path / "none" / "report.html")
     with RunReport(Path(tmp_path / "report.html")):
         pass
-    assert "no rank on this host was seen" in caplog.text
+    assert "no rank on this host was seen" in "".join(logged)
     assert not (tmp_path / "report.html").exists()
