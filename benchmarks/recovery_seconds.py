@@ -2,8 +2,8 @@
 
     HOSTS_STATE=... python benchmarks/recovery_seconds.py --rounds 10 --hosts
 
-The cells of a round follow each other, so that other load meets all of them. Two hosts are those of scripts/hosts.sh,
-which must be up. The Python decides which MPI it is; it must be Open MPI.
+The cells of a round follow each other, so that other load meets all of them; ranks have imported torch before.
+Two hosts are those of scripts/hosts.sh, which must be up. The Python decides which MPI it is; it must be Open MPI.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "tests")]
-from losses import CONTINUE, STATE, launching  # noqa: E402
+from helpers import warm  # noqa: E402
+from losses import CONTINUE, STATE, Cell, address, launching, start_servers  # type: ignore[import-not-found]  # noqa: E402
 
 SMALL, LARGE = 10_000, 25_000_000
 LATENCY = """
@@ -43,7 +45,8 @@ def run(way: list[str], num_ranks: int, num_spares: int, program: list[str], *, 
     """Return the output of a job; `{}` in its program becomes a folder that all ranks share."""
     with tempfile.TemporaryDirectory(prefix="recovery-", dir=STATE if on_hosts else None) as folder:
         command, environment = launching(way, num_ranks, num_spares, folder if on_hosts else "")
-        command += [sys.executable, *(word.format(folder) if word == "{}" else word for word in program)]
+        python = " ".join(warm.command(address("$(uname -n)", on_hosts)))
+        command += ["sh", "-c", f'exec {python} "$@"', "sh", *(folder if word == "{}" else word for word in program)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     if done.returncode:
         sys.exit(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -72,21 +75,23 @@ def main() -> None:
     options = parser.parse_args()
     places = {"one host": False} | ({"two hosts": True} if options.hosts else {})
     seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    for number in range(options.rounds):
-        for place, on_hosts in places.items():
+    with ExitStack() as resources:
+        start_servers(resources, (Cell("openmpi", "12"[on_hosts], "", "", "") for on_hosts in places.values()))
+        for number in range(options.rounds):
+            for place, on_hosts in places.items():
+                for numel in (SMALL, LARGE):
+                    cell = f"Open MPI, {place}, {numel:,} parameters"
+                    seconds[cell].append(kill(CONTINUE, numel, on_hosts=on_hosts))
+                seconds[f"Open MPI, {place}, spare rank, {SMALL:,} parameters"].append(
+                    kill(CONTINUE, SMALL, 1, on_hosts=on_hosts)
+                )
+                ways = [([], "end"), (CONTINUE, "raise")][:: 1 if number % 2 else -1]
+                found = {setting: latencies(way, setting, on_hosts=on_hosts) for way, setting in ways}
+                for size, on, off in zip(("4 B", "1 MB"), found["raise"], found["end"], strict=True):
+                    ratios[f"Open MPI, {place}, allreduce of {size}"].append(on / off)
             for numel in (SMALL, LARGE):
-                cell = f"Open MPI, {place}, {numel:,} parameters"
-                seconds[cell].append(kill(CONTINUE, numel, on_hosts=on_hosts))
-            seconds[f"Open MPI, {place}, spare rank, {SMALL:,} parameters"].append(
-                kill(CONTINUE, SMALL, 1, on_hosts=on_hosts)
-            )
-            ways = [([], "end"), (CONTINUE, "raise")][:: 1 if number % 2 else -1]
-            found = {setting: latencies(way, setting, on_hosts=on_hosts) for way, setting in ways}
-            for size, on, off in zip(("4 B", "1 MB"), found["raise"], found["end"], strict=True):
-                ratios[f"Open MPI, {place}, allreduce of {size}"].append(on / off)
-        for numel in (SMALL, LARGE):
-            seconds[f"without MPI, one host, {numel:,} parameters"].append(kill(["--without-mpi"], numel))
-        print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+                seconds[f"without MPI, one host, {numel:,} parameters"].append(kill(["--without-mpi"], numel))
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     for title, digits, cells in (
         ("seconds from the kill to the first update", 2, seconds),
         ("time with recovery over that without", 3, ratios),

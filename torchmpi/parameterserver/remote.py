@@ -314,8 +314,8 @@ class _Request:
         self._header = comm.Isend(header.pack(), part.rank, _REQUEST)
         self._in_flight: deque[Request] = deque()
         if len(self._words):
-            words = self._words.view(np.uint8), MPI.BYTE
-            self._in_flight.append(comm.Isend(words, part.rank, _tag(_DATA_TO_SERVER, part.shard)))
+            buffer = self._words.view(np.uint8), MPI.BYTE
+            self._in_flight.append(comm.Isend(buffer, part.rank, _tag(_DATA_TO_SERVER, part.shard)))
         self._ranges = iter(messages)
         self._start_messages()
 
