@@ -102,7 +102,16 @@ class Account:
         with (folder / "account").open("ab") as file:
             file.truncate(8 * 2 * 8)
         self.counts, self.ones = np.memmap(folder / "account", np.int64, "r+", shape=(8, 2)), torch.ones(100_000)
+        self.make()
+
+    def make(self):
+        """Make the server, or get the one that lives on; begin to count anew if no send has reached it."""
         self.server = ps.init(torch.zeros(100_000), name="account")
+        ps.receive(self.server).wait()
+        mpi.barrier()
+        if self.server.received_version == 0:
+            self.counts[:] = 0
+        mpi.barrier()
 
     def send(self, call):
         for _ in range(20):
@@ -110,13 +119,15 @@ class Account:
             try:
                 ps.send(self.server, self.ones).wait()
             except mpi.RankLostError:
-                self.counts[own, 0] -= 1  # nothing has been applied
+                self.counts[own, 0] -= self.server.is_local  # then nothing has been applied
                 raise
             self.counts[own, 1] += 1
         reduced(short, call)  # notices a rank that has stopped
 
     def check(self):
         """Compare the values with the sends; that of a killed rank may be in some chunks. No rank sends meanwhile."""
+        if not self.server.is_open:  # the last rank of a host has been lost
+            self.make()
         values, (begun, ended) = ps.receive(self.server).wait(), self.counts.sum(axis=0).tolist()
         chunks = [
             chunk for part in values.split([numel for _, numel in self.server.parts]) for chunk in part.split(16384)

@@ -43,8 +43,6 @@ MOMENTS = (
     "asynchronous calls", "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop",
     "elastic DDP", "elastic server", "checkpoint", "parameter server",
 )  # fmt: skip
-OF_ONE_HOST = ("parameter server", "elastic server")
-"""The moments that are refused on several hosts."""
 LOOPS = ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint")
 """The moments of programs that may have spare ranks."""
 SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("SIGSTOP", "exit", "raise")
@@ -97,32 +95,39 @@ def cells() -> Iterator[Cell]:
                         cell = Cell(way, hosts, moment, fault, victims)
                         if moment == "recovery" and "," not in victims:
                             continue
-                        if moment in OF_ONE_HOST and hosts == "2":
-                            continue
                         if cell.ends and victims not in (("1,2", "0,1") if moment == "recovery" else ("1", "0")):
                             continue
                         yield cell
 
 
+def launching(way: list[str], num_ranks: int, num_spares: int, hosts_of: str) -> tuple[list[str], dict[str, str]]:
+    """Return the beginning of a command with `torchmpi run`, and its environment.
+
+    `way`: its options; `hosts_of`: a folder for the hosts of scripts/hosts.sh, which they share; '' for this host.
+    """
+    command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *way]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    options, num_started = ["--bind-to none"], num_ranks + num_spares
+    if num_spares:
+        command += ["--spares", str(num_spares)]
+    if hosts_of:
+        options += [f"--prtemca plm_ssh_agent {STATE}/agent --mca btl_tcp_if_include eth0 -x PYTHONPATH"]
+        options += [f"--prtemca prte_if_include {os.environ.get('HOSTS_NETWORK', '10.87.21')}.0/24"]
+        command += ["--hosts", f"h0:{num_started // 2 + num_started % 2},h1:{num_started // 2}"]
+        (Path(hosts_of) / "ssh").symlink_to(STATE / "agent")  # torchmpi run asks the hosts whether they answer
+        environment["PATH"] = f"{hosts_of}:{environment['PATH']}"
+    if "--without-mpi" not in way:
+        command += [f"--option={' '.join(options)}"]
+    return command, environment
+
+
 def run(cell: Cell, limit_seconds: float) -> Outcome:
     """Run one job."""
-    num_ranks = 2 + cell.num_victims
-    num_started = num_ranks + (cell.num_victims if cell.way == "spares" else 0)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    num_ranks, num_spares = 2 + cell.num_victims, cell.num_victims if cell.way == "spares" else 0
     shared = str(STATE) if cell.on_hosts else None
     with tempfile.TemporaryDirectory(prefix="losses-", dir=shared) as folder:
-        command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *WAYS[cell.way]]
-        options = ["--bind-to none"]
-        if cell.way == "spares":
-            command += ["--spares", str(cell.num_victims)]
-        if cell.on_hosts:
-            options += [f"--prtemca plm_ssh_agent {STATE}/agent --mca btl_tcp_if_include eth0 -x PYTHONPATH"]
-            options += [f"--prtemca prte_if_include {os.environ.get('HOSTS_NETWORK', '10.87.21')}.0/24"]
-            command += ["--hosts", f"h0:{num_started // 2 + num_started % 2},h1:{num_started // 2}"]
-            (Path(folder) / "ssh").symlink_to(STATE / "agent")  # torchmpi run asks the hosts whether they answer
-            environment["PATH"] = f"{folder}:{environment['PATH']}"
-        if cell.way != "without-mpi":
-            command += [f"--option={' '.join(options)}"]
+        hosts_of = folder if cell.on_hosts else ""
+        command, environment = launching(WAYS[cell.way], num_ranks, num_spares, hosts_of)
         # A rank that is killed before it has started is found by its launcher, whose child a warm one is not.
         words = [sys.executable] if cell.moment == "start" else warm.command(address("$(uname -n)", cell.on_hosts))
         if cell.hosts == "2" and not cell.on_hosts:
@@ -131,7 +136,7 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
         command += ["--timeout", str(limit_seconds), "sh", "-c", f'exec {python} "$@"', "sh", str(PROGRAM)]
         command += [cell.moment, cell.fault, cell.victims, folder]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
-    return judged(cell, num_started, done)
+    return judged(cell, num_ranks + num_spares, done)
 
 
 def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str]) -> Outcome:

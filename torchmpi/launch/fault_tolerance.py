@@ -13,12 +13,14 @@ import socket
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import RankLostError, StallError
+from ..log import logger
 from . import launcher
 from .abilities import Continuing
 from .survivors import Survivors
@@ -32,7 +34,7 @@ _GRACE_SECONDS = 1.0
 _SPARE_SECONDS = 600.0
 """How long a spare rank waits for the others to call recover(), which has a limit of its own."""
 _LEAVE_SECONDS = 10.0
-"""How long the ranks, which all are at their end, wait for each other's last messages."""
+"""How long ranks wait for each other at their end, after a loss: for an agreement, and for the last messages."""
 _NUM_QUESTIONS = 3
 _VIEWS_TAG, _RELEASE_TAG = 1, 2
 _SWITCH = "OMPI_MCA_mpi_ft_enable"
@@ -55,6 +57,17 @@ class _Process(ctypes.Structure):
     """A ``pmix_proc_t``: a process as the launcher knows it."""
 
     _fields_ = [("job", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
+
+
+_OnFence = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)
+
+
+def _holds_in_time(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition of another rank at its end holds, and return whether it does so in time."""
+    limit = time.monotonic() + _LEAVE_SECONDS
+    while not (holds := condition()) and time.monotonic() < limit:
+        time.sleep(_FAILING_SECONDS)
+    return holds
 
 
 def is_switched_on(environment: Mapping[str, str]) -> bool:
@@ -311,17 +324,16 @@ class FaultTolerantMPI(Continuing):
     def before_finalize(self) -> bool:
         """End the thread and agree whether a rank has been lost; if so, leave without MPI_Finalize. Collective.
 
-        Neither its barrier among the remaining ranks nor the launcher's wait for all ranks is sure to end then.
+        Neither its barrier among the remaining ranks nor the launcher's wait for all ranks is sure to end then. So a
+        rank that knows of a loss waits for nothing longer than `_LEAVE_SECONDS`.
         """
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()  # a call of MPI after MPI_Finalize would end the process
-        if self.survivors is None:
+        if self.survivors is None or self._thread is None:
             return True
+        is_whole = len(self.survivors.remaining) == len(self._hosts)
+        self._thread.join(None if is_whole else _LEAVE_SECONDS)  # its calls after MPI_Finalize would end the process
         if self.COMM_WORLD != self._library.COMM_NULL:
-            is_whole, self._is_whole = len(self.survivors.remaining) == len(self._hosts), False
-            with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
-                self._is_whole = bool(self.COMM_WORLD.Agree(int(is_whole)))
+            self._is_whole = self._agrees_to_finalize(is_whole=is_whole)
             if self.COMM_WORLD.rank == 0:
                 for rank in set(self.survivors.remaining) - set(self._places):
                     with contextlib.suppress(self._library.Exception):
@@ -329,6 +341,19 @@ class FaultTolerantMPI(Continuing):
         if not self._is_whole:
             self._leave(self.survivors.remaining)
         return self._is_whole
+
+    def _agrees_to_finalize(self, *, is_whole: bool) -> bool:
+        """Return whether no rank has been lost, as far as any rank knows; `is_whole`: as far as this one knows."""
+        with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
+            if is_whole:
+                return bool(self.COMM_WORLD.Agree(1))
+            request = self.COMM_WORLD.Iagree(array("i", [0]))
+            if not _holds_in_time(request.Test):
+                logger.warning(
+                    f"rank {self.COMM_WORLD.rank} ends alone: {_LEAVE_SECONDS:g} s after it, another rank has not come "
+                    "to the end of the program."
+                )
+        return False
 
     def _leave(self, ranks: tuple[int, ...]) -> None:
         """Wait in the launcher until all these ranks have what they wait for in MPI, and end the connection to it.
@@ -338,13 +363,18 @@ class FaultTolerantMPI(Continuing):
         library, job = ctypes.CDLL(self._library.__file__), os.environ["PMIX_NAMESPACE"].encode()
         processes = (_Process * len(ranks))(*(_Process(job, rank) for rank in ranks))
         arguments = processes, ctypes.c_size_t(len(ranks)), None, ctypes.c_size_t(0)
-        fence = threading.Thread(target=library.PMIx_Fence, args=arguments, name="torchmpi end", daemon=True)
-        fence.start()
-        limit = time.monotonic() + _LEAVE_SECONDS
-        while fence.is_alive() and time.monotonic() < limit:  # another rank is lost now: it may not end
+        ended = threading.Event()
+        # Not by a thread: from Python 3.12 on none can be started so late.
+        self._on_fence = _OnFence(lambda status, data: ended.set())
+        if library.PMIx_Fence_nb(*arguments, self._on_fence, None) != 0:
+            ended.set()
+
+        def is_over() -> bool:
             with contextlib.suppress(self._library.Exception):
                 self._library.COMM_SELF.Iprobe(0)
-            time.sleep(_FAILING_SECONDS)
+            return ended.is_set()
+
+        _holds_in_time(is_over)  # if another rank is lost now, it may not
         library.PMIx_Finalize(None, ctypes.c_size_t(0))
 
     def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:

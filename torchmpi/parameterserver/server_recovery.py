@@ -1,10 +1,11 @@
-"""Servers after the loss of a rank: their shards live on in the memory of the host, and other ranks take them over.
+"""Servers after the loss of a rank: their shards live on in the memory of its host, whose other ranks take them over.
 
 docs/design/parameterserver.md describes the states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from ..session import runtime
 from ..shared_memory.segments import Segment, Ticket
 from .kernels.server_rules import state_dtype
 from .servers import Server, ServerContext, suspended
-from .shards import Shards, layout
+from .shards import Shards, layout, private_segment
 
 
 class _Offer(NamedTuple):
@@ -27,6 +28,7 @@ class _Offer(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     parts: list[tuple[int, int]]
+    local_shards: tuple[int, ...]
     num_images: int
     is_saved: bool
     is_internal: bool
@@ -41,19 +43,19 @@ class _Offer(NamedTuple):
             ticket = server.shards.segment.offer()
         num_images = server.shards.images[1]
         return cls(
-            server.name, server.shape, server.dtype, server.parts, num_images, server.is_saved, server.is_internal,
-            ticket,
+            server.name, server.shape, server.dtype, server.parts, server.local_shards, num_images, server.is_saved,
+            server.is_internal, ticket,
         )  # fmt: skip
 
     def open(self, context: ServerContext, number: int) -> Server:
         """Make the server."""
         if self.ticket is None:
             raise FileNotFoundError("they have no descriptor in /proc")
-        states = state_dtype(self.dtype)
-        numels = tuple(numel for _, numel in self.parts)
-        plan = layout(numels, self.dtype.itemsize, states.itemsize, self.num_images)
-        shards = Shards(Segment.open(self.ticket), plan, self.parts, dtypes=(self.dtype, states))
-        server = Server(context, number, self.shape, shards=shards, name=self.name)
+        states, parts = state_dtype(self.dtype), [self.parts[shard] for shard in self.local_shards]
+        plan = layout(tuple(numel for _, numel in parts), self.dtype.itemsize, states.itemsize, self.num_images)
+        segment = Segment.open(self.ticket) if parts else private_segment(plan.num_bytes)
+        shards = Shards(segment, plan, parts, dtypes=(self.dtype, states), all_parts=self.parts)
+        server = Server(context, number, self.shape, shards=shards, name=self.name, local_shards=self.local_shards)
         server.is_saved, server.is_internal = self.is_saved, self.is_internal
         return server
 
@@ -74,9 +76,11 @@ def _continue_all(group: Group, *, joins: bool) -> None:
     if numbers:
         context = ServerContext(group)
         context.num_made = numbers[-1] + 1
+        near = next((offer for rank in context.local_ranks if (offer := offers[rank]) is not None), None)
         for number in numbers:
-            _continue(context, number, known[0][number], joins=joins)
-        if group.rank == 0:
+            offer = known[0][number]._replace(local_shards=()) if near is None else near[number]
+            _continue(context, number, offer, joins=joins)
+        if group.rank == context.local_ranks[0]:
             for server in context.servers.values():
                 server.actor.repair(server.shards)
         group.comm.Barrier()  # other ranks may send from now on
@@ -94,8 +98,33 @@ def _continue(context: ServerContext, number: int, offer: _Offer, *, joins: bool
         else:
             suspended[number].resume(context)
             context.servers[number] = suspended[number]
-        context.servers[number].is_awaited = True
     except OSError as error:
         problem = f"rank {group.world_ranks[group.rank]} cannot map the shards of {offer.name}: {error}"
-    if problems := "; ".join(filter(None, group.comm.allgather(problem))):
+    found = group.comm.allgather((problem, offer.local_shards))
+    if problems := "; ".join(filter(None, (problem for problem, _ in found))):
         raise TorchMPIError(f"{group.where}: a parameter server cannot continue: {problems}")
+    server = context.servers[number]
+    server.holders = holders([shards for _, shards in found], len(server.parts))
+    server.is_awaited = True
+    lost = [shard for shard, rank in enumerate(server.holders) if rank < 0 and server.parts[shard][1]]
+    if lost:
+        server.problem = (
+            f"{server.name} has ended with the last ranks that had its shards {lost} in their memory. Make a new one "
+            "with parameterserver.init, and get the values from elsewhere, e.g. by parameterserver.load."
+        )
+        group.context.call_counts.keep_requests(context, lambda: context.servers.pop(number))
+        suspended.pop(number, None)
+        server.close()
+
+
+def holders(held: Sequence[tuple[int, ...]], num_shards: int) -> list[int]:
+    """Return which rank serves each shard, given those in the memory of each rank; -1 if a shard is lost.
+
+    >>> holders([(0, 1), (0, 1), (2, 3), ()], 5)
+    [0, 1, 2, 2, -1]
+    """
+    found = []
+    for shard in range(num_shards):
+        ranks = [rank for rank, shards in enumerate(held) if shard in shards]
+        found.append(ranks[held[ranks[0]].index(shard) % len(ranks)] if ranks else -1)
+    return found

@@ -31,7 +31,7 @@ from .remote import Answer, RemoteServer
 from .rules import PreparedRule
 from .runs import observed_run
 from .server_rows import Rows
-from .shards import NOBODY, Actor, RuleFailure, Sender, Versions, applied_part
+from .shards import NOBODY, RuleFailure, Sender, Versions, applied_part
 
 
 class RequestRecord:
@@ -141,10 +141,10 @@ class RequestServer(RemoteServer, observed_run.ObservedServer, Protocol):
     numel: int
     is_local: bool
     is_open: bool
+    problem: str
     sender: int
     num_clients: int
     versions: Versions
-    actor: Actor
     lock: RunLock
     sends: RequestRecord
     receives: RequestRecord
@@ -269,7 +269,7 @@ class ServerRequest:
                 sender = Sender(server.sender, server.num_clients)
             if rows is not None and rule.num_states:
                 rows.steps = actor.count_step(shards, (0, server.numel))
-        spans, found = [(0, server.numel)] if rows is None else server.spans_of(rows), Answer()
+        spans, found = [(0, server.numel)] * bool(shards.parts) if rows is None else server.spans_of(rows), Answer()
         try:
             for span in spans:
                 address = data.data_ptr() + span[0] * data.element_size()
@@ -312,7 +312,8 @@ class ServerRequest:
 def check_open(server: RequestServer, what: str) -> None:
     """Raise if a server has been freed, or a rank is lost."""
     if not server.is_open:
-        raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
+        problem = server.problem or f"{server.name} has been freed. Make a new one with parameterserver.init."
+        raise CommunicatorError(f"{what}: {problem}")
     if loss := server.group.context.loss:
         raise RankLostError(f"{what}: {loss}. Nothing has been sent. Continue with recover().")
 

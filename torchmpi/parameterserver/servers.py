@@ -68,8 +68,11 @@ class Server:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         parts: First element and number of elements of each shard. Shard i is that of rank i at the beginning.
+        local_shards: The numbers of the shards in the memory of this host. `remote_shards` are the others.
+        holders: The rank that serves each shard to other hosts, and saves it; -1 after the loss of all that could.
         is_local: Whether this rank accesses all shards through memory.
         is_open: False after :func:`free`.
+        problem: Why it has ended without :func:`free`; '' if it has not.
         is_saved: Whether :func:`save` and :func:`load` include this server; may be set to False.
         is_internal: Whether torchmpi uses it for itself, so that :func:`free_all` leaves it.
         is_awaited: Whether it has lived on after a loss, and the next :func:`init` with its name returns it.
@@ -85,11 +88,22 @@ class Server:
         num_clients: Number of ranks that send, which rules are told: those of the communicator unless it is changed.
     """
 
-    def __init__(self, context: ServerContext, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
-        self.context, self.number, self.shape, self.shards, self.name = context, number, shape, shards, name
+    def __init__(
+        self,
+        context: ServerContext,
+        number: int,
+        shape: torch.Size,
+        *,
+        shards: Shards,
+        name: str,
+        local_shards: tuple[int, ...] | None = None,
+    ) -> None:
+        self.number, self.shape, self.shards, self.name = number, shape, shards, name
         self.dtype, self.parts = shards.dtype, shards.all_parts
-        self.numel = shape.numel()
-        self.is_local = context.remote is None
+        self.numel, self.problem = shape.numel(), ""
+        self.local_shards = context.local_ranks if local_shards is None else local_shards
+        self.remote_shards = [shard for shard in range(len(self.parts)) if shard not in self.local_shards]
+        self.holders = list(range(context.group.size))
         self.is_open = self.is_saved = True
         self.is_internal = self.is_awaited = False
         self.num_clients = context.group.size
@@ -104,11 +118,12 @@ class Server:
         self._holder: tuple[tuple[str, int], int] = ("", 0), 0
         self._described: tuple[object, str] = None, ""
         self.repeater = Repeater(self)
-        self._enter()
+        self._enter(context)
 
-    def _enter(self) -> None:
+    def _enter(self, context: ServerContext) -> None:
         """Begin to make requests as a client of the context."""
-        group = self.group
+        self.context, group = context, context.group
+        self.is_local = context.remote is None
         self.sender, self.world_rank = group.rank, group.world_ranks[group.rank]
         self.label = self.name if group.size == len(group.context.hosts) else f"{self.name} ({group.name})"
         self.actor = self.context.make_client()
@@ -127,10 +142,9 @@ class Server:
         """Continue on the ranks of another context. The caller has not let requests begin."""
         if self.num_clients == self.group.size:
             self.num_clients = context.group.size
-        self.context = context
         self.sends = context.records.take(self.number, is_receive=False, before=self.sends)
         self.receives = context.records.take(self.number, is_receive=True, before=self.receives)
-        self._enter()
+        self._enter(context)
 
     @property
     def num_sent(self) -> int:
@@ -230,12 +244,12 @@ class Server:
 
     def index_of(self, shard: int) -> int:
         """Return the index of a shard of this host among those in memory."""
-        return shard if self.is_local else self.context.local_ranks.index(shard)
+        return self.local_shards.index(shard)
 
     @property
-    def own_shards(self) -> range:
+    def own_shards(self) -> list[int]:
         """The numbers of the shards that this rank saves: that of its number, and those of lost ranks."""
-        return range(self.group.rank, len(self.parts), self.group.size)
+        return [shard for shard, rank in enumerate(self.holders) if rank == self.group.rank]
 
 
 class ServerContext(GroupResource):
@@ -277,10 +291,8 @@ class ServerContext(GroupResource):
         self._thread: ServerThread | None = None
         if self.remote_ranks:
             self.remote = RemoteClient(context.MPI, self.comm, group, self.remote_ranks, self.call_queue)
-            self._thread = ServerThread(
-                context.MPI, self.comm, self._make_actor(SERVER), self.servers,
-                name=group.name, end_job=runtime.current().failures.end_job, world_ranks=group.world_ranks,
-            )  # fmt: skip
+            end_job = runtime.current().failures.end_job
+            self._thread = ServerThread(group, self.comm, self._make_actor(SERVER), self.servers, end_job=end_job)
             self._thread.start()
         group.attachments.append(self)
 
@@ -292,11 +304,13 @@ class ServerContext(GroupResource):
     def allocate(self, parts: list[tuple[int, int]], dtype: torch.dtype) -> Shards:
         """Allocate and map the shards of the local ranks. Collective."""
         local_parts, states = [parts[rank] for rank in self.local_ranks], state_dtype(dtype)
-        keeps_images = self.group.context.raises_lost_ranks and runtime.current().config.server_copies
+        may_lose_ranks = self.group.context.raises_lost_ranks
+        keeps_images = may_lose_ranks and runtime.current().config.server_copies
         numels = tuple(numel for _, numel in local_parts)
-        plan = layout(numels, dtype.itemsize, states.itemsize, ACTORS * len(numels) * keeps_images)
-        local = self.local_comm
-        segment = share(local, "shards", plan.num_bytes) if local.size > 1 else private_segment(plan.num_bytes)
+        # Spare ranks of this host may take the numbers of all ranks of other ones.
+        plan = layout(numels, dtype.itemsize, states.itemsize, ACTORS * self.group.size * keeps_images)
+        local, is_shared = self.local_comm, self.local_comm.size > 1 or may_lose_ranks
+        segment = share(local, "shards", plan.num_bytes) if is_shared else private_segment(plan.num_bytes)
         if not all(self.comm.allgather(segment is not None)):
             if segment is not None:
                 segment.close()
@@ -417,7 +431,7 @@ class ServerContext(GroupResource):
             server.repeater.close()
 
     def close(self) -> None:
-        """Close all servers after a barrier, since other ranks may send until then. Collective.
+        """Close all servers, over hosts after a barrier, since other ranks may send until then. Collective.
 
         After the loss of a rank, not collective: the servers wait for the next start.
         """
@@ -426,7 +440,7 @@ class ServerContext(GroupResource):
             server.lock.acquire()  # a thread may be about to make a request
             if not is_lost:
                 server.refuse()
-        if not is_lost:
+        if not is_lost and self.remote_ranks:
             self.comm.Barrier()
         self.group.context.call_counts.keep_requests(self)
         if self._thread is not None:
@@ -505,8 +519,8 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
 
     Raises:
         DtypeError: There are no servers for this dtype.
-        ArgumentError: A server of this name lives on, with another shape or dtype; or the servers could not live on
-            after a loss, with ``on_lost_rank="raise"``.
+        ArgumentError: A server of this name lives on, with another shape or dtype; or `comm` is given with
+            ``on_lost_rank="raise"``.
         MismatchError: Shape, dtype or name differ between the ranks.
         CommunicatorError: The ranks do not share memory, and the MPI library does not support MPI_THREAD_MULTIPLE.
 
@@ -522,10 +536,11 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
         names = ", ".join(dtype_table.short_name(dtype) for dtype in _DTYPES)
         raise DtypeError(f"{what}: there are no servers for {tensor.dtype}, only for {names}.")
     _require_threads(group)
-    if group.context.raises_lost_ranks and (problem := _why_not_continuing(group)):
+    if group.context.raises_lost_ranks and group is not runtime.current().world:
         raise ArgumentError(
-            f"{what}: with on_lost_rank='raise' (torchmpi run --on-lost-rank continue) {problem}. Or leave that out, "
-            "and restart the job from ps.save() after a loss: torchmpi run --restarts N."
+            f"{what}: with on_lost_rank='raise' (torchmpi run --on-lost-rank continue) parameter servers are those of "
+            "all ranks, which are known after a loss: leave out comm=. Or leave that setting out, and restart the job "
+            "from ps.save() after a loss: torchmpi run --restarts N."
         )
     if (found := find_awaited(group, name)) is not None:
         if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
@@ -558,19 +573,6 @@ def refuse_continuing(what: str, why: str) -> None:
     """Raise an ArgumentError that begins with `what` if the job continues after the loss of a rank."""
     if runtime.current().context.raises_lost_ranks:
         raise ArgumentError(f"{rank_prefix()}{what}: with on_lost_rank='raise' {why}.")
-
-
-def _why_not_continuing(group: Group) -> str:
-    """Return why the shards of a group would be lost with a rank; '' if the others can continue with them."""
-    if group is not runtime.current().world:
-        return "parameter servers are those of all ranks, which are known after a loss: leave out comm="
-    num_hosts = len(group.hosts)
-    if group.size > 1 and (num_hosts > 1 or group.status_board is None):
-        return (
-            "the ranks of parameter servers must share memory, in which the shards of a lost rank live on, and these "
-            f"{f'are on {num_hosts} hosts' if num_hosts > 1 else 'do not'}: use the ranks of one host"
-        )
-    return ""
 
 
 def _require_threads(group: Group) -> None:

@@ -158,9 +158,14 @@ def _num_files(context: ServerContext) -> int:
     return max((len(server.parts) for server in _servers(context)), default=context.group.size)
 
 
-def _own_files(context: ServerContext) -> range:
+def _own_files(context: ServerContext) -> list[int]:
     """Return the numbers of the files that this rank writes, each with the shards of that number of all servers."""
-    return range(context.group.rank, _num_files(context), context.group.size)
+    servers = _servers(context)
+    holders = [
+        next((server.holders[number] for server in servers if number < len(server.parts)), number)
+        for number in range(_num_files(context))
+    ]
+    return [number for number, rank in enumerate(holders) if rank == context.group.rank]
 
 
 def _check_owner(folder: Path, context: ServerContext) -> None:
@@ -189,8 +194,13 @@ def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
 def _content(token: str, shard: int, context: ServerContext) -> dict[str, Any]:
     content: dict[str, Any] = dict([_FORMAT]) | {"token": token, "rank": shard}
     for number, server in enumerate(_servers(context)):
-        if shard >= len(server.parts):
+        if shard >= len(server.parts) or not server.parts[shard][1]:
             continue
+        if shard not in server.local_shards:
+            raise CheckpointError(
+                f"the shards {shard} of {server.name} and of an earlier server are on different hosts, as a rank was "
+                "lost before one of them was made. Free one of them, or set its is_saved to False"
+            )
         index = server.index_of(shard)
         headers = server.shards.headers(index)
         # Reading states that no rule has written to would allocate their memory.

@@ -461,7 +461,7 @@ class Actor:
             data,
             *span,
             *(0, 0, 0, 0, 0, 0),  # position to header
-            self._index % num_shards,
+            self._index % max(num_shards, 1),
             *((0, 0) if versions is None else versions.addresses),
             halves,
         )
