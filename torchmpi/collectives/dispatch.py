@@ -283,7 +283,6 @@ def _cache(which: str, group: Group, comm: Comm, key: PlanKey, call_key: Hashabl
 
 def _cached_call(group: Group, plan: Plan, comm: Comm, key: PlanKey, bind: Bind) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
-    is_meant = is_meant and not (SPECS[key.collective].only_root_passes and group.status_board is None)  # as in _bind
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
     bound = bind(plan) if is_meant and not group.call_queue.closed else None
     cached = None if bound is None else bound.cached_call()
