@@ -88,7 +88,7 @@ def state(figure: Any, finding: str, source: str = "") -> None:
         figure.text(0.01, y, source, fontsize=8.5, color=_DIM, va="center")
 
 
-def legend(figure: Any, panels: Any, columns: int = 6) -> None:
+def legend(figure: Any, panels: Any) -> None:
     """Add one legend for all panels, below them, with as many columns as fit."""
     from numpy import array_split
 
@@ -96,7 +96,7 @@ def legend(figure: Any, panels: Any, columns: int = 6) -> None:
     for panel in panels.flat:
         for line, name in zip(*panel.get_legend_handles_labels(), strict=True):
             found.setdefault(name, line)
-    columns = min(columns, len(found))
+    columns = min(6, len(found))
     while columns > 1:
         widths = (max(map(len, part)) for part in array_split(list(found), columns))
         if sum(_INCHES_OF_SAMPLE + _INCHES_OF_LABEL * width for width in widths) <= figure.get_figwidth():

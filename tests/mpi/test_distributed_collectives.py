@@ -141,7 +141,7 @@ def test_sums_of_sparse_tensors(agree, dtype, asynchronous):
     if work is not None:
         work.wait()
         new = [memory.data_ptr() for memory in (tensor._indices(), tensor._values())]
-        agree.equal([memory.data_ptr() for memory in work._handle.result], new, "memory whose use wait() records")
+        agree.equal([memory.data_ptr() for memory in work._handle.wait()], new, "memory whose use wait() records")
     expected = sum((entries(other).to_dense() for other in range(1, size)), entries(0).to_dense())
     agree(tensor.is_sparse and tensor.dtype is dtype, f"{tensor}")
     agree.close(tensor.to_dense(), expected)

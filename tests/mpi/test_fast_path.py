@@ -6,11 +6,14 @@ import itertools
 import signal
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import contract
+from helpers.functions_entered import python_calls
 from helpers.interrupts import fails_or_is_interrupted
 from helpers.joint import try_together
 from helpers.outcomes import error_of
@@ -566,6 +569,15 @@ def test_numbers_by_the_fast_path(agree):
     ]
     went.append(fast_path.function_for("allgather_made", Name(0, torch.float64)) is not None)
     agree.equal(went, [True] * 3)
+
+
+@pytest.mark.min_ranks(2)
+def test_a_number_is_sent_by_the_backend_that_is_given(agree):
+    for _ in range(2):  # the first one is cached
+        mpi.allreduce(1.5)
+    functions, total = python_calls(partial(mpi.allreduce, 1.5, backend="mpi"))
+    agree.equal(total, 1.5 * mpi.size())
+    agree("mpi.py" in {Path(code.co_filename).name for code in functions}, [code.co_name for code in functions])
 
 
 def test_a_number_within_a_call_with_a_number(agree):

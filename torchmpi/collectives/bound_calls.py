@@ -114,7 +114,7 @@ class BoundCall:
     def cached_call(self) -> fast_path.CachedCall | None:
         """Return the call for machine code; None if it cannot run it."""
         find = self.plan.cached_call
-        return None if find is None else find(self.root, None)
+        return None if find is None or not self._which else find(self.root, None)
 
     def perform(self, given: Any, out: Any) -> Any:
         """Run a call in Python; the caller holds the run lock."""

@@ -201,7 +201,7 @@ def _run_fast(
     """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
     if spec.in_place:  # of a number, in memory that is made for it
         key = root if op is None else fast_path.joint_key(op, root) if spec.is_rooted else op
-        result = fast_path.entry(spec.name)(tensor, None, key, comm, None) if type(root) is int else None
+        result = fast_path.entry(spec.name)(tensor, None, key, comm, backend) if type(root) is int else None
         return result is not None, result
     group = runtime.communicator(comm).intra
     if type(tensor) is not _Tensor:

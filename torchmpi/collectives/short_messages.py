@@ -465,11 +465,6 @@ class DeferredReceive(Handle[Any]):
         return self.handle().failed
 
     @property
-    def result(self) -> torch.Tensor:
-        """The tensor."""
-        return self.tensor
-
-    @property
     def source(self) -> int:
         """The rank that sends."""
         return self._plan.src

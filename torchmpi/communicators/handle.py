@@ -195,11 +195,6 @@ class Handle(Generic[T_co]):
         """Whether the call has ended with an error, which does not count as seen."""
         return self._error is not None
 
-    @property
-    def result(self) -> T_co:
-        """The result of a call that has ended without an error."""
-        return self._result
-
     def _call_back(self) -> None:
         """Call each callback once; the thread that ends the call and one that attaches a callback may both be here."""
         while self._callbacks:
@@ -261,7 +256,7 @@ class DeviceHandle(Handle[T_co]):
         """Return whether the call has ended, on the device too."""
         if not self._queued.done():
             return False
-        return self._queued.failed or bool(self._queued.result.has_ended())
+        return self._queued.failed or bool(self._queued._result.has_ended())
 
     def when_done(self, callback: Callable[[], object], *, soon: bool = True) -> None:
         """Call `callback` when the work is queued, as in :class:`Handle`."""
@@ -270,7 +265,7 @@ class DeviceHandle(Handle[T_co]):
             if self._queued.failed:
                 callback()
                 return
-            with self._queued.result.behind():
+            with self._queued._result.behind():
                 callback()
 
         self._queued.when_done(call, soon=soon)
