@@ -226,11 +226,11 @@ take_turn() {
         timeout --foreground -s INT -k 20 "$((time_limit - SECONDS))" "$@"
 }
 
-# watch: ends suites that print nothing, and says so in a file beside the log.
+# watch: ends suites that print nothing, and says so in a file beside the log, until this script has ended.
 watch() {
     local suite process
     shopt -s nullglob
-    while sleep 20; do
+    while sleep 20 && kill -0 $$ 2>/dev/null; do
         for suite in "$logs"/*.begun; do
             process=$(<"$suite") suite=${suite%.begun}
             if ! kill -0 "$process" 2>/dev/null; then
