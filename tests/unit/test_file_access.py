@@ -186,6 +186,24 @@ def test_brackets_in_strings_and_flat_json_are_not_deep():
     value = [["[[[{{{" * 50, '"[' * 50, "\\"]] * 300
     assert files.parse_json(json.dumps(value)) == value
     assert files.parse_json("[" * 100 + "]" * 100)
+    assert files.parse_json(f"[{'[' * 60}{']' * 60},{'[' * 60}{']' * 60}]")
+
+
+@pytest.mark.parametrize(
+    ("user", "group", "mode", "reason"),
+    [
+        (None, 54321, 0o755, ""),
+        (None, 54321, 0o775, "group 54321 may write to it"),
+        (None, 54321, 0o757, "everyone may write to it"),
+        (None, None, 0o775, ""),  # as to the folder of the program
+        (54321, None, 0o755, "it belongs to user 54321"),
+    ],
+)
+def test_code_is_run_unless_others_may_have_written_it(user, group, mode, reason):
+    like = os.stat_result((0o40775, 0, 0, 1, os.geteuid(), os.getegid(), 0, 0, 0, 0))
+    owner = like.st_uid if user is None else user
+    found = os.stat_result((0o100000 | mode, 0, 0, 1, owner, like.st_gid if group is None else group, 0, 0, 0, 0))
+    assert files.why_not_trusted(found, like) == reason
 
 
 # --- parameter servers ------------------------------------------------------------------------------------------------

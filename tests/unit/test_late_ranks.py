@@ -169,6 +169,18 @@ def test_a_host_whose_network_is_slow_is_named_and_other_round_trips_are_no_alar
     assert all(abs(number - change) < 20 for (number, _), change in zip(of_hosts, (60, 120), strict=False))
 
 
+def test_limits_of_the_decision():
+    """The median is above four standard errors, and three quarters of the windows are late, which is enough."""
+    assert is_late([0.1] * 8, LEAST, 0.1 / 4.1) and not is_late([0.1] * 8, LEAST, 0.1 / 3.9)
+    assert is_late([0.1] * 9 + [0.0] * 3, LEAST, 0.0) and not is_late([0.1] * 8 + [0.0] * 4, LEAST, 0.0)
+    assert Pace(now=10, waited=25).share_waited == 1.0, "a call may begin before the window"
+
+
+def test_variation_of_four_parts_is_that_of_their_medians():
+    half = lateness.NUM_WINDOWS // 2
+    assert variation({0: ([0.0] * half + [0.1] * half) * 2}) == pytest.approx(0.05)
+
+
 def test_variation_of_few_windows_is_that_of_their_spread():
     even = {0: [0.0, 0.1] * 4, 1: [0.0, -0.1] * 4}
     assert 0.05 < variation(even) < 0.15

@@ -305,7 +305,7 @@ def _divisors_near(length: int, units: int) -> str:
     '4 or 6'
     """
     divisors = [number for number in range(1, length + 1) if length % number == 0]
-    below = [number for number in divisors if number < max(units, 1)][-1:]
+    below = [number for number in divisors if number < units][-1:]
     above = [number for number in divisors if number > units][:1]
     return " or ".join(map(str, below + above))
 
