@@ -27,8 +27,9 @@ from .number_exchange import NumberExchange, most_carried, most_together
 Settle = Callable[[Any, Any], Any]
 """``settle(source, destination)`` ends a step that machine code has begun."""
 
-# Longer than a message takes: on a core that another program wants, a rank that yields waits for the next turn.
-_EAGER_NANOSECONDS = 1_000_000
+# Longer than a message takes: on a core that another program wants, a rank that yields waits for the next turn. But not
+# much longer: ranks of other hosts may share its cores, as virtual hosts do, and would wait as long.
+_EAGER_NANOSECONDS = 100_000
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
