@@ -14,13 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "tests")]
-from helpers import warm  # noqa: E402
+from helpers import warm  # type: ignore[import-not-found]  # noqa: E402
 from losses import CONTINUE, STATE, Cell, address, launching, start_servers  # type: ignore[import-not-found]  # noqa: E402
 
 SMALL, LARGE = 10_000, 25_000_000
@@ -55,7 +56,7 @@ def run(way: list[str], num_ranks: int, num_spares: int, program: list[str], *, 
 
 def kill(way: list[str], numel: int, num_spares: int = 0, *, on_hosts: bool = False) -> float:
     """Return the seconds from a kill to the first update after it."""
-    program = [str(ROOT / "benchmarks" / "recovery.py"), "--numel", str(numel), "--folder", "{}"]
+    program = [str(ROOT / "benchmarks" / "recovery.py"), "--numel", str(numel), "--every", "4", "--folder", "{}"]
     return float(
         re.findall(r"first update after the kill: ([\d.]+)", run(way, 3, num_spares, program, on_hosts=on_hosts))[0]
     )
@@ -71,13 +72,17 @@ def main() -> None:
     """Make the rounds, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no round after this time")
     parser.add_argument("--hosts", action="store_true", help="also on the two hosts of scripts/hosts.sh")
     options = parser.parse_args()
     places = {"one host": False} | ({"two hosts": True} if options.hosts else {})
     seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    end = time.monotonic() + options.seconds
     with ExitStack() as resources:
         start_servers(resources, (Cell("openmpi", "12"[on_hosts], "", "", "") for on_hosts in places.values()))
         for number in range(options.rounds):
+            if time.monotonic() > end:
+                break
             for place, on_hosts in places.items():
                 for numel in (SMALL, LARGE):
                     cell = f"Open MPI, {place}, {numel:,} parameters"
