@@ -9,6 +9,7 @@ Two hosts are those of scripts/hosts.sh, which must be up. The Python decides wh
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import subprocess
@@ -50,16 +51,15 @@ def run(way: list[str], num_ranks: int, num_spares: int, program: list[str], *, 
         command += ["sh", "-c", f'exec {python} "$@"', "sh", *(folder if word == "{}" else word for word in program)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     if done.returncode:
-        sys.exit(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout
+        print(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}", file=sys.stderr)
+    return "" if done.returncode else done.stdout
 
 
 def kill(way: list[str], numel: int, num_spares: int = 0, *, on_hosts: bool = False) -> float:
-    """Return the seconds from a kill to the first update after it."""
+    """Return the seconds from a kill to the first update after it; nan if the job has failed."""
     program = [str(ROOT / "benchmarks" / "recovery.py"), "--numel", str(numel), "--every", "4", "--folder", "{}"]
-    return float(
-        re.findall(r"first update after the kill: ([\d.]+)", run(way, 3, num_spares, program, on_hosts=on_hosts))[0]
-    )
+    output = run(way, 3, num_spares, program, on_hosts=on_hosts)
+    return float((re.findall(r"first update after the kill: ([\d.]+)", output) or ["nan"])[0])
 
 
 def latencies(way: list[str], setting: str, *, on_hosts: bool) -> list[float]:
@@ -92,7 +92,7 @@ def main() -> None:
                 )
                 ways = [([], "end"), (CONTINUE, "raise")][:: 1 if number % 2 else -1]
                 found = {setting: latencies(way, setting, on_hosts=on_hosts) for way, setting in ways}
-                for size, on, off in zip(("4 B", "1 MB"), found["raise"], found["end"], strict=True):
+                for size, on, off in zip(("4 B", "1 MB"), found["raise"], found["end"], strict=False):
                     ratios[f"Open MPI, {place}, allreduce of {size}"].append(on / off)
             for numel in (SMALL, LARGE):
                 seconds[f"without MPI, one host, {numel:,} parameters"].append(kill(["--without-mpi"], numel))
@@ -101,10 +101,11 @@ def main() -> None:
         ("seconds from the kill to the first update", 2, seconds),
         ("time with recovery over that without", 3, ratios),
     ):
-        print(f"| | {title}: median | least | most |\n|---|---|---|---|")
-        for cell, values in cells.items():
-            numbers = statistics.median(values), min(values), max(values)
-            print(f"| {cell} | {' | '.join(f'{value:.{digits}f}' for value in numbers)} |")
+        print(f"| | {title}: median | least | most | jobs | failed |\n|---|---|---|---|---|---|")
+        for cell, every in cells.items():
+            values = [value for value in every if value == value] or [math.nan]
+            numbers = [f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))]
+            print(f"| {cell} | {' | '.join(numbers)} | {len(every)} | {sum(value != value for value in every)} |")
         print()
 
 
