@@ -9,18 +9,20 @@ Two hosts are those of scripts/hosts.sh, which must be up. The Python decides wh
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "tests")]
-from helpers import warm  # noqa: E402
+from helpers import warm  # type: ignore[import-not-found]  # noqa: E402
 from losses import CONTINUE, STATE, Cell, address, launching, start_servers  # type: ignore[import-not-found]  # noqa: E402
 
 SMALL, LARGE = 10_000, 25_000_000
@@ -49,16 +51,15 @@ def run(way: list[str], num_ranks: int, num_spares: int, program: list[str], *, 
         command += ["sh", "-c", f'exec {python} "$@"', "sh", *(folder if word == "{}" else word for word in program)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     if done.returncode:
-        sys.exit(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout
+        print(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}", file=sys.stderr)
+    return "" if done.returncode else done.stdout
 
 
 def kill(way: list[str], numel: int, num_spares: int = 0, *, on_hosts: bool = False) -> float:
-    """Return the seconds from a kill to the first update after it."""
-    program = [str(ROOT / "benchmarks" / "recovery.py"), "--numel", str(numel), "--folder", "{}"]
-    return float(
-        re.findall(r"first update after the kill: ([\d.]+)", run(way, 3, num_spares, program, on_hosts=on_hosts))[0]
-    )
+    """Return the seconds from a kill to the first update after it; nan if the job has failed."""
+    program = [str(ROOT / "benchmarks" / "recovery.py"), "--numel", str(numel), "--every", "4", "--folder", "{}"]
+    output = run(way, 3, num_spares, program, on_hosts=on_hosts)
+    return float((re.findall(r"first update after the kill: ([\d.]+)", output) or ["nan"])[0])
 
 
 def latencies(way: list[str], setting: str, *, on_hosts: bool) -> list[float]:
@@ -71,13 +72,17 @@ def main() -> None:
     """Make the rounds, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no round after this time")
     parser.add_argument("--hosts", action="store_true", help="also on the two hosts of scripts/hosts.sh")
     options = parser.parse_args()
     places = {"one host": False} | ({"two hosts": True} if options.hosts else {})
     seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    end = time.monotonic() + options.seconds
     with ExitStack() as resources:
         start_servers(resources, (Cell("openmpi", "12"[on_hosts], "", "", "") for on_hosts in places.values()))
         for number in range(options.rounds):
+            if time.monotonic() > end:
+                break
             for place, on_hosts in places.items():
                 for numel in (SMALL, LARGE):
                     cell = f"Open MPI, {place}, {numel:,} parameters"
@@ -87,7 +92,7 @@ def main() -> None:
                 )
                 ways = [([], "end"), (CONTINUE, "raise")][:: 1 if number % 2 else -1]
                 found = {setting: latencies(way, setting, on_hosts=on_hosts) for way, setting in ways}
-                for size, on, off in zip(("4 B", "1 MB"), found["raise"], found["end"], strict=True):
+                for size, on, off in zip(("4 B", "1 MB"), found["raise"], found["end"], strict=False):
                     ratios[f"Open MPI, {place}, allreduce of {size}"].append(on / off)
             for numel in (SMALL, LARGE):
                 seconds[f"without MPI, one host, {numel:,} parameters"].append(kill(["--without-mpi"], numel))
@@ -96,10 +101,11 @@ def main() -> None:
         ("seconds from the kill to the first update", 2, seconds),
         ("time with recovery over that without", 3, ratios),
     ):
-        print(f"| | {title}: median | least | most |\n|---|---|---|---|")
-        for cell, values in cells.items():
-            numbers = statistics.median(values), min(values), max(values)
-            print(f"| {cell} | {' | '.join(f'{value:.{digits}f}' for value in numbers)} |")
+        print(f"| | {title}: median | least | most | jobs | failed |\n|---|---|---|---|---|---|")
+        for cell, every in cells.items():
+            values = [value for value in every if value == value] or [math.nan]
+            numbers = [f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))]
+            print(f"| {cell} | {' | '.join(numbers)} | {len(every)} | {sum(value != value for value in every)} |")
         print()
 
 

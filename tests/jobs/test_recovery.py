@@ -636,6 +636,51 @@ def test_a_rank_leaves_after_a_loss_although_another_one_does_not_come_to_its_en
     assert "rank 0 ends alone: 0.5 s after it, another rank has not come to the end" in result.stderr, result.output
 
 
+@pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
+def test_an_agreement_that_fails_is_named(survive):
+    """Regression: Shrink() once returned an internal error, which was reported as a rank that hangs."""
+    code = """
+        from torchmpi.launch.fault_tolerance import FaultTolerantMPI
+        FaultTolerantMPI._shrunk = lambda self: self._library.COMM_NULL.Shrink()
+        mpi.barrier()
+        if FIRST == 1:
+            die()
+        try:
+            while True:
+                mpi.barrier()
+        except mpi.RankLostError:
+            mpi.recover()
+    """
+    result = survive(3, code)
+    assert result.returncode == 1 and "hangs" not in result.stderr, result.output
+    assert re.search(r"RankLostError: rank [02] on host .* cannot go on: MPI_ERR_COMM", result.stderr), result.output
+
+
+def test_an_error_in_a_spare_rank_ends_the_job(replace):
+    """Regression: its world is COMM_NULL, whose size was asked for, so that the others were left in their agreement."""
+    code = """
+        mpi.barrier()
+        if FIRST == 1:
+            die()
+        while True:
+            try:
+                mpi.barrier()
+            except mpi.RankLostError:
+                time.sleep(0.1)  # recover() would wait for the spare rank
+    """
+    fails = """
+        from torchmpi.launch.fault_tolerance import FaultTolerantMPI
+        def fail(*_):
+            raise MemoryError("no memory in the spare rank")
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+            FaultTolerantMPI.agree = fail
+    """
+    start = START.replace("mpi.start", f"{textwrap.dedent(fails)}mpi.start")
+    result = replace(2, 1, code, start=start)
+    assert result.returncode not in (0, 124) and "no memory in the spare rank" in result.stderr, result.output
+    assert "COMM_NULL" not in result.stderr and "invalid communicator" not in result.stderr, result.output
+
+
 HOROVOD = """
 import os, signal, sys
 import torch

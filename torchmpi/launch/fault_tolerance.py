@@ -314,7 +314,9 @@ class FaultTolerantMPI(Continuing):
 
     def _enter(self, world: Any) -> None:
         """Take a communicator as `COMM_WORLD`; COMM_NULL if this rank is spare."""
-        self.COMM_WORLD = self._known.add(self._tracked(world)) if world != self._library.COMM_NULL else world
+        self.COMM_WORLD = self._tracked(world)
+        if world != self._library.COMM_NULL:
+            self._known.add(self.COMM_WORLD)
 
     def _of_places(self, whole: Any, places: tuple[int, ...]) -> Any:
         """Return the communicator of the ranks that have a number. Collective over `whole`."""
@@ -523,13 +525,29 @@ class FaultTolerantMPI(Continuing):
             return None
 
     def _within(self, limit: float, call: Callable[[], T]) -> T:
-        """Return the result of a call that has no time limit of its own, or raise StallError."""
+        """Return the result of a call that has no time limit of its own, or raise StallError.
+
+        RankLostError if it fails: the other ranks cannot go on with this one.
+        """
         results: list[T] = []
-        thread = threading.Thread(target=lambda: results.append(call()), name="torchmpi agreement", daemon=True)
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="torchmpi agreement", daemon=True)
         thread.start()
         thread.join(max(limit - time.monotonic(), 0.0))
+        if errors:
+            raise RankLostError(f"{self._named(self._first.rank)} cannot go on: {errors[0]}.") from errors[0]
         if not results:
-            raise StallError(f"rank {self.COMM_WORLD.rank}: the remaining ranks do not agree: one of them hangs.")
+            raise StallError(
+                f"{self._named(self._first.rank)}: the remaining ranks do not agree: one of them hangs. The loss: "
+                f"{self._reason}."
+            )
         return results[0]
 
     # --- messages between ranks in agree()
