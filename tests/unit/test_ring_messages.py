@@ -5,6 +5,7 @@ The transport and its kernels are those of a job; the messages are plain objects
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ from torchmpi.communicators.call_queue import RunLock
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.errors import CommunicatorError
 from torchmpi.shared_memory import memory_layout
-from torchmpi.shared_memory.memory_layout import LockFields
+from torchmpi.shared_memory.memory_layout import FOR_ARRIVALS, FOR_ROOM, LockFields
 from torchmpi.shared_memory.segments import Segment
 
 LIMIT_SECONDS = 30.0
@@ -276,6 +277,32 @@ def test_a_group_that_is_closed_fails_what_waits(pair):
     assert isinstance(waiting.error, CommunicatorError)
     with pytest.raises(CommunicatorError, match="has been destroyed"):
         second.receive(np.zeros(4, np.uint8), 0)
+
+
+@pytest.mark.parametrize("reason", [FOR_ARRIVALS, FOR_ROOM])
+def test_a_rank_that_sleeps_is_woken_by_what_it_waits_for(pair, reason):
+    """Sleeps that end by themselves would together last longer than a wait may."""
+    first, second = pair.members
+    sleeper, other = (second, first) if reason == FOR_ARRIVALS else (first, second)
+    transport = sleeper.transport
+    asleep = ctypes.c_int64.from_address(transport.ring(sleeper.rank, sleeper.rank).asleep)
+    values = numbers(100 if reason == FOR_ARRIVALS else transport.capacity + 1, 1)
+    seconds = 0.9
+    limit = time.monotonic() + LIMIT_SECONDS
+    with ThreadPoolExecutor(1) as pool:
+        for turn in range(int(LIMIT_SECONDS / seconds) + 1):
+            room, ended = np.zeros(len(values), np.uint8), []
+            awaited = second.receive(room, 0) if reason == FOR_ARRIVALS else first.send(values, 1)
+            sleeping = pool.submit(transport.lock.run, transport._continue, ended, 1, 1, int(seconds * 1e9))
+            while asleep.value != reason:
+                assert time.monotonic() < limit, f"it does not sleep in turn {turn}"
+            moved = first.send(values, 1) if reason == FOR_ARRIVALS else second.receive(room, 0)
+            sleeping.result()
+            transport._end(ended)
+            sleeper.wait(awaited)
+            other.wait(moved)
+            assert time.monotonic() < limit, f"nobody wakes it in turn {turn}"
+            np.testing.assert_array_equal(room, values)
 
 
 def test_the_rings_of_many_ranks_are_bounded():

@@ -28,7 +28,8 @@ MOST_DIMS = 64
 """The limit of torch."""
 _POLLS, _CROWDED_POLLS = 3000, 50
 _YIELD_NANOSECONDS, _SLEEP_NANOSECONDS = 300_000, 1_000_000
-_LEAST_SLEEP, _MOST_SLEEP, _GROWTH = 20, 1000, 1.25  # microseconds
+_OTHERS_SECONDS = 20e-6
+"""How long to leave the messages to another thread that continues them."""
 _ANY_SHAPE = 1  # so many fields are compared: the number of bytes
 _SHAPE = 3  # and with those of the dtype and the shape
 
@@ -117,6 +118,7 @@ class RingTransport(Transport, GroupResource):
         for peer in range(self.size):
             sends, receives = self._directions[peer], self._directions[self.size + peer]
             sends.ring, receives.ring = self.ring(group.rank, peer), self.ring(peer, group.rank)
+            sends.other = receives.other = self.ring(peer, peer)
             receives.is_receive = 1
 
     def ring(self, sender: int, receiver: int) -> MessageRing:
@@ -146,14 +148,11 @@ class RingTransport(Transport, GroupResource):
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
         """Continue the messages of the group for a while, in the thread that waits for one; return the next turn."""
-        pause = self.polls, 0, _YIELD_NANOSECONDS
-        if turn:
-            sleep = min(_LEAST_SLEEP * _GROWTH**turn, _MOST_SLEEP) if turn < 50 else _MOST_SLEEP
-            pause = 1, int(sleep), _SLEEP_NANOSECONDS
+        pause = (1, 1, _SLEEP_NANOSECONDS) if turn else (self.polls, 0, _YIELD_NANOSECONDS)
         ended: list[_MessageRequest] = []
         try:
-            if self.lock.run(self._continue, ended, *pause, blocking=False) is None:  # another thread does
-                message.pause(_LEAST_SLEEP / 1e6)
+            if self.lock.run(self._continue, ended, *pause, blocking=False) is None:
+                message.pause(_OTHERS_SECONDS)
         finally:
             self._end(ended)
         return 0 if ended else turn + 1
@@ -277,14 +276,11 @@ class RingTransport(Transport, GroupResource):
                 address = request.address
         self._cells[direction * records.Direction.FIELDS + records.Direction.request] = address
 
-    def _continue(
-        self, ended: list[_MessageRequest], polls: int = 1, microseconds: int = 0, nanoseconds: int = 0
-    ) -> bool:
+    def _continue(self, ended: list[_MessageRequest], polls: int = 1, sleeps: int = 0, nanoseconds: int = 0) -> bool:
         """Continue all messages until one has ended; add those that have, and return whether one has."""
-        directions, count = int(self._directions), 2 * self.size
-        while (status := self._advance(directions, count, self.capacity, polls, microseconds, nanoseconds)) >= (
-            records.UNEXPECTED
-        ):
+        rank = self.group.rank
+        what = int(self._directions), 2 * self.size, int(self.ring(rank, rank)), self.capacity
+        while (status := self._advance(*what, polls, sleeps, nanoseconds)) >= records.UNEXPECTED:
             self._make_way(status - records.UNEXPECTED)
         if status == records.SOME_ENDED:
             self._take_ended(ended)

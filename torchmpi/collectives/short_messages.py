@@ -306,6 +306,8 @@ class _RingMessage(_FastMessage):
         self._record = records.MessageCall.new().write(
             out=transport.ring(group.rank, dst) if dst >= 0 else 0,
             into=transport.ring(src, group.rank) if src >= 0 else 0,
+            receiver=transport.ring(dst, dst) if dst >= 0 else 0,
+            sender=transport.ring(src, src) if src >= 0 else 0,
             capacity=transport.capacity,
             polls=transport.polls if waits else 0,
             patience=_YIELD_NANOSECONDS if waits else 0,

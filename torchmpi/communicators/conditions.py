@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -15,6 +17,9 @@ T = TypeVar("T")
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
 _SHORT_BYTES, _LENGTH_BYTES = 256, 4
 _MOST = (1 << 63) - 1
+_MOST_SET_SECONDS = 0.02
+"""So long an alarm counts as set: the wait may end before the thread that sets it has noted that."""
+_library = ctypes.PyDLL(None, use_errno=True)  # whose functions keep the GIL, as they do not wait
 
 
 def on_all(comm: Any, condition: object) -> bool:
@@ -102,3 +107,48 @@ def sleep_until(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(seconds)
         seconds = min(1.25 * seconds, _MAX_SLEEP_SECONDS)
+
+
+class Alarm:
+    """A timer of the system for which a thread waits; others set it without waking that thread.
+
+    Args:
+        seconds: After how long it rings by itself if it is set once.
+
+    >>> alarm = Alarm(0.001)
+    >>> alarm.set_once()
+    >>> alarm.wait()
+    >>> alarm.set(0)
+    >>> alarm.wait()
+    >>> alarm.close()
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._file = _library.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._file < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{os.strerror(number)}: the system gives no timer")
+        self._later = (ctypes.c_long * 4)(0, 0, 0, int(seconds * 1e9))  # without an interval
+        self._set_at = 0.0
+        """When `set_by` has set it, if nobody has waited for it since."""
+
+    def set(self, seconds: float) -> None:
+        """Let it ring after so long, less than a second, instead of when it would have."""
+        times = (ctypes.c_long * 4)(0, 0, 0, max(1, int(seconds * 1e9)))
+        _library.timerfd_settime(self._file, 0, times, None)
+
+    def set_once(self) -> None:
+        """Let it ring later, unless this has been called since the last wait: most calls only read a clock."""
+        now = time.monotonic()
+        if now - self._set_at > _MOST_SET_SECONDS:
+            _library.timerfd_settime(self._file, 0, self._later, None)
+            self._set_at = now  # behind the call: an interrupt in between leaves a timer that is set again
+
+    def wait(self) -> None:
+        """Wait until it rings; what has been done before a `set_once` is seen afterwards."""
+        os.read(self._file, 8)
+        self._set_at = 0.0
+
+    def close(self) -> None:
+        """Free the timer; no thread waits for it."""
+        os.close(self._file)

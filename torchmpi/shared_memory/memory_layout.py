@@ -189,10 +189,14 @@ class MessageRing(Record):
 
     head = Atomic()
     """Bytes that the sender has written so far,"""
+    asleep = Atomic()
+    """In the ring of a rank to itself: FOR_ARRIVALS or FOR_ROOM if it sleeps until another rank moves something."""
     tail = Atomic(at=_LINE_FIELDS)
     """and that the receiver has read. The memory of the messages follows."""
     data = Array(0, at=2 * _LINE_FIELDS)
 
+
+FOR_ARRIVALS, FOR_ROOM = 1, 2  # until something arrives; or until there is room to send, too
 
 MOST_COPIED_BYTES = 1 << 20  # of a tensor that the fast path copies, or packs, while the GIL is held: below 1 ms
 

@@ -347,6 +347,8 @@ class Direction(Record):
     """One direction between this rank and another, and the message of this rank that is next or has begun there."""
 
     ring = Pointer(MessageRing)
+    other = Pointer(MessageRing)
+    """The ring of the other rank to itself."""
     request = Pointer(MessageRequest)
     is_receive = Word()
 
@@ -358,6 +360,10 @@ class MessageCall(AnyMessage):
     """Of the sent message; 0 if none is sent."""
     into = Pointer(MessageRing)
     """Of the received one, likewise."""
+    receiver = Pointer(MessageRing)
+    """The rings to themselves: of the rank that receives,"""
+    sender = Pointer(MessageRing)
+    """and of the one that sends."""
     capacity = Word()
     polls = Word()
     patience = Word()
