@@ -97,7 +97,7 @@ trap end_all INT TERM
 autogroup=/proc/sys/kernel/sched_autogroup_enabled
 turn_autogroups_off() {
     if [ "$(cat "$autogroup" 2>/dev/null)" = 1 ] && { echo 0 >"$autogroup"; } 2>/dev/null; then
-        trap 'echo 1 >"$autogroup"' EXIT
+        trap 'echo 1 >"$autogroup"; rm -rf "$state"' EXIT
         say "kernel.sched_autogroup_enabled is 0 until the tests have ended."
     fi
 }
@@ -181,7 +181,7 @@ outcome() {
 # record NAME STATUS SECONDS PASSED FAILED SKIPPED [NOTE]
 record() {
     local cpu
-    cpu=$(cut -d ' ' -f 1 "$logs/$1.cpu" 2>/dev/null || echo 0) # none of a suite that was killed
+    cpu=$(cut -d ' ' -f 1 "$state/$1.cpu" 2>/dev/null || echo 0) # none of a suite that was killed
     sum_cpu=$((sum_cpu + cpu))
     [ "$4" = 0 ] || [ ${#pytest_options[@]} -gt 0 ] || printf '%s %s\n' "$1" "$3" >>"$durations"
     # shellcheck disable=SC2059 # columns are a format
@@ -208,35 +208,40 @@ begin() {
     begun+=("$name $started $kind")
 }
 
-# take_turn NUMBER NAME COMMAND...: the command, once this NUMBER of suites has ended. Each then has a file with its CPU seconds.
+# Of each suite: NAME.begun with its process, NAME.cpu with its CPU seconds when it has ended, NAME.silent if it was ended. In a
+# folder of this run, since a test may run this script in the same checkout.
+state=$(mktemp -d)
+trap 'rm -rf "$state"' EXIT
+
+# take_turn NUMBER NAME COMMAND...: the command, once this NUMBER of suites has ended.
 take_turn() {
     local number=$1 name=$2 ended=()
     shift 2
     shopt -s nullglob
     until [ ${#ended[@]} -ge "$number" ]; do
         sleep 1
-        ended=("$logs"/*.cpu)
+        ended=("$state"/*.cpu)
     done
-    echo "$BASHPID" >"$logs/$name.begun"
+    echo "$BASHPID" >"$state/$name.begun"
     [ "$SECONDS" -lt "$time_limit" ] || exit 124
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
-    exec "$VIRTUAL_ENV/bin/python" -I -S "$checkout/scripts/cpu_seconds.py" "$logs/$name.cpu" \
+    exec "$VIRTUAL_ENV/bin/python" -I -S "$checkout/scripts/cpu_seconds.py" "$state/$name.cpu" \
         timeout --foreground -s INT -k 20 "$((time_limit - SECONDS))" "$@"
 }
 
-# watch: ends suites that print nothing, and says so in a file beside the log, until this script has ended.
+# watch: ends suites that print nothing, until this script has ended.
 watch() {
     local suite process
     shopt -s nullglob
     while sleep 20 && kill -0 $$ 2>/dev/null; do
-        for suite in "$logs"/*.begun; do
-            process=$(<"$suite") suite=${suite%.begun}
+        for suite in "$state"/*.begun; do
+            process=$(<"$suite") suite=$(basename "$suite" .begun)
             if ! kill -0 "$process" 2>/dev/null; then
-                [ -e "$suite.cpu" ] || echo 0 >"$suite.cpu" # it was killed
+                [ -e "$state/$suite.cpu" ] || echo 0 >"$state/$suite.cpu" # it was killed
             elif [ $(($(date +%s) - $(latest "$suite"))) -gt $silence_limit ]; then
-                : >"$suite.silent"
+                : >"$state/$suite.silent"
                 kill -INT "$process"
                 sleep 20
                 kill -KILL -- "-$process" 2>/dev/null
@@ -245,10 +250,15 @@ watch() {
     done
 }
 
-# latest LOG: when it has last been written to, or the suite begun.
+# begin_of NAME: when the suite has begun; now if it has not.
+begin_of() {
+    date -r "$state/$1.begun" +%s 2>/dev/null || date +%s
+}
+
+# latest NAME: when the log of a suite has last been written to, or it has begun.
 latest() {
     local log since
-    log=$(date -r "$1.log" +%s) since=$(date -r "$1.begun" +%s)
+    log=$(date -r "$logs/$1.log" +%s) since=$(begin_of "$1")
     echo $((log > since ? log : since))
 }
 
@@ -264,7 +274,7 @@ finish() {
         wait "$pid" || status=$?
         wait "$follower"
         # Until its last output, as it may have ended while another was shown.
-        judge "$name" "$status" $(($(latest "$logs/$name") - $(date -r "$logs/$name.begun" +%s))) "$kind"
+        judge "$name" "$status" $(($(latest "$name") - $(begin_of "$name"))) "$kind"
     done
 }
 
@@ -288,7 +298,7 @@ judge() {
         124 | 137) note="stopped after $seconds seconds, at the end of the $time_limit for all suites" ;;
         *) note="status $status" ;;
     esac
-    [ ! -f "$logs/$name.silent" ] || note="stopped after $seconds seconds: nothing printed for $silence_limit"
+    [ ! -f "$state/$name.silent" ] || note="stopped after $seconds seconds: nothing printed for $silence_limit"
     # A crash, a hang or a failure on another rank than 0 leaves no count behind.
     if [ "$status" != 0 ] && [ "$failed" = 0 ]; then
         failed=1
@@ -386,7 +396,6 @@ usual="about 13 minutes"
 [ $quick = no ] || usual="under 3 minutes"
 [ $complete = no ] || usual="more than an hour"
 say "On two free cores this takes $usual; after $((time_limit / 60)) minutes it is ended."
-rm -f "$logs"/*.{begun,cpu,silent}
 watch >/dev/null 2>&1 &
 watcher=$! running+=("$watcher")
 begin_installing
@@ -448,4 +457,6 @@ say ""
 printf "$columns\n" suite result passed failed skipped seconds cpu ""
 printf '%s\n' "${table[@]}"
 say "$num_passed passed, $num_failed failed, $num_skipped skipped; $sum_cpu seconds of CPU"
+# An error of this script itself may end `finish` early.
+[ ${#suites[@]} = "$num_begun" ] || fail "FAILED: $num_begun suites have begun, and ${#suites[@]} were judged."
 [ "$num_failed" = 0 ]
