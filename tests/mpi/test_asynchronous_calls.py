@@ -130,6 +130,21 @@ def test_a_thread_that_waits_runs_calls_in_machine_code(agree):
             agree("perform" not in names, f"{name}, {number} under way: {names}")
 
 
+def test_a_blocking_call_behind_others_is_machine_code(agree):
+    if not has_machine_code():
+        pytest.skip("no fast path, or no shared memory, or calls are compared by messages")
+    tensor, rows, names = torch.ones(3), torch.ones(mpi.size()), []
+    for _ in range(20):
+        handles = [mpi.allreduce_async(tensor.fill_(1.0)) for _ in range(2)]
+        functions, (summed, moved) = python_calls(lambda: (mpi.allreduce(torch.ones(5)), mpi.alltoall(rows)))
+        names.append([code.co_name for code in functions])
+        agree.equal(handles[1].wait(), torch.full((3,), float(mpi.size() ** 2)))
+        agree.equal(summed, torch.full((5,), float(mpi.size())))
+        agree.equal(moved, rows)
+    # A thread that ends a call at this moment makes the queue look busy for longer.
+    agree(sum("perform" not in each for each in names) > len(names) // 2, str(names))
+
+
 def test_calls_of_both_forms_are_recorded_alike(agree):
     group = mpi.communicator(0).intra
     calls = calls_of_this_rank()

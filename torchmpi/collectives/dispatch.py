@@ -18,7 +18,7 @@ from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import MOST_COPIED_BYTES
+from ..shared_memory.memory_layout import MOST_COPIED_BYTES, LockFields
 from ..tensors import buffers
 from . import call_arguments
 from .bound_calls import FAST_PATHS, BoundCall, memory_for_result
@@ -48,14 +48,23 @@ def call(
     """Run a collective, and let the fast path run the next equal call."""
     if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
         op = other_names.operation(op)
-    spec, finish = SPECS[collective], None
+    running = runtime.running
+    if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
+        communicator = running.communicators.default
+    else:
+        communicator = runtime.communicator(comm)
+    group, spec, finish = communicator.intra, SPECS[collective], None
     if type(tensor) is not _Tensor and tensor is not None:
-        tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
-    if out is None and spec.is_everywhere and (finish is not None or not spec.in_place):
-        has_run, result = _run_fast(spec, tensor, root, op, comm, backend)
-        if has_run:
-            return result if finish is None else finish(result)
-    group, plan, root = _check_call(collective, tensor, out, root, op, comm, backend)
+        tensor, finish = call_arguments.from_number(group, spec, tensor, out, op)
+    if out is None and spec.is_everywhere:
+        calls = group.call_queue
+        fields = calls.run_lock.fields
+        is_behind_others = fields[LockFields.pending] != fields[LockFields.ended] and calls.finish_earlier()
+        if is_behind_others or finish is not None or not spec.in_place:
+            has_run, result = _run_fast(group, spec, tensor, root, op, comm, backend)
+            if has_run:
+                return result if finish is None else finish(result)
+    plan, root = _check_call(communicator, spec, tensor, out, root, op, backend)
     # The plan of a call with None has no dtype, that of a tensor with gaps no call for the fast path, which packs it.
     may_be_cached = plan.cached_call is not None or tensor is None or _is_packed(spec, tensor, out)
     if may_be_cached and (comm is None or type(comm) in _LASTING):
@@ -81,12 +90,14 @@ def submit(
     if begun is not None:
         return begun
     op, spec, finish = other_names.operation(op), SPECS[collective], None
+    communicator = runtime.communicator(comm)
+    group = communicator.intra
     if type(tensor) is not _Tensor and tensor is not None:
-        tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
+        tensor, finish = call_arguments.from_number(group, spec, tensor, out, op)
         begun = None if finish is None else begin(collective, tensor, out, root, op, comm, backend, finish)
         if begun is not None:
             return begun
-    group, plan, root = _check_call(collective, tensor, out, root, op, comm, backend, "async")
+    plan, root = _check_call(communicator, spec, tensor, out, root, op, backend, "async")
     if comm is None or type(comm) in _LASTING:
         cache_call(group, spec, (tensor, out, root), op, comm, backend)
     found = _fast_call(spec, root == group.rank, tensor, out, root, op, comm, backend)
@@ -122,26 +133,21 @@ def begin(
 
 
 def _check_call(
-    collective: str,
+    communicator: Communicator,
+    spec: CollectiveSpec,
     tensor: Any,
     out: _Tensor | None,
     root: Any,
     op: str | None,
-    comm: Comm,
     backend: str | None,
     mode: str = "sync",
-) -> tuple[Group, Plan, int]:
-    """Check the arguments of a collective, of which a number has become a tensor; return group, plan and root."""
-    running = runtime.running
-    if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
-        communicator = running.communicators.default
-    else:
-        communicator = runtime.communicator(comm)
+) -> tuple[Plan, int]:
+    """Check the arguments of a collective, of which a number has become a tensor; return plan and root."""
     group = communicator.intra
-    root, place = call_arguments.check(group, SPECS[collective], tensor, out, root)
-    key = collective, op, None if tensor is None else tensor.dtype, place, backend, mode
+    root, place = call_arguments.check(group, spec, tensor, out, root)
+    key = spec.name, op, None if tensor is None else tensor.dtype, place, backend, mode
     plan: Plan | None = group.plans.get(key)
-    return group, plan_for(communicator, PlanKey(*key)) if plan is None else plan, root
+    return plan_for(communicator, PlanKey(*key)) if plan is None else plan, root
 
 
 def _on_device(tensor: _Tensor | None, out: _Tensor | None) -> _Tensor:
@@ -196,14 +202,13 @@ def _fast_call(
 
 
 def _run_fast(
-    spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm, backend: str | None
+    group: Group, spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm, backend: str | None
 ) -> tuple[bool, Any]:
     """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
-    if spec.in_place:  # of a number, in memory that is made for it
+    if spec.in_place:  # of a number, in memory that is made for it, or behind other calls
         key = root if op is None else fast_path.joint_key(op, root) if spec.is_rooted else op
         result = fast_path.entry(spec.name)(tensor, None, key, comm, backend) if type(root) is int else None
         return result is not None, result
-    group = runtime.communicator(comm).intra
     if type(tensor) is not _Tensor:
         return False, None
     found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm, backend)

@@ -327,6 +327,18 @@ class CallQueue:
                 self._bell.put(None)
         return handle
 
+    def finish_earlier(self) -> bool:
+        """Run the calls that have been submitted in this thread, or await them; return whether there were some."""
+        last = self._running
+        with contextlib.suppress(IndexError):
+            last = self._entries[-1]
+        if last is None or self.runs_here():
+            return False
+        last.run_here()
+        if not last.has_ended:
+            last.await_end()
+        return True
+
     def ring(self) -> None:
         """Call the helper, which takes the calls that no thread waits for."""
         self._is_called = True
