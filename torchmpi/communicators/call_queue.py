@@ -334,9 +334,13 @@ class CallQueue:
             last = self._entries[-1]
         if last is None or self.runs_here():
             return False
+        recorder = events.recorder
+        begin = 0 if recorder is None else events.now()
         last.run_here()
         if not last.has_ended:
             last.await_end()
+        if recorder is not None:
+            recorder.slice(events.WAIT, events.WAIT, begin, call=self.name)
         return True
 
     def ring(self) -> None:
