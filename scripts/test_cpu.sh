@@ -17,7 +17,7 @@ Tests come in three tiers; the times are those of two free cores, once the envir
 
   seconds  pytest                        75 seconds: logic, kernels, the model of the protocol; in an environment of .venv
   minutes  scripts/test_cpu.sh --quick   under 3 minutes: core tests on 1, 2 and 3 ranks, some jobs
-  all      scripts/test_cpu.sh           about 13 minutes
+  all      scripts/test_cpu.sh           about 12 minutes
 
 The limit is 75 minutes, with --complete four hours. A slow suite may use what is left of the limit; a test that hangs fails,
 and so does a suite that prints nothing for a quarter of an hour.
@@ -392,7 +392,7 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 export OMP_WAIT_POLICY=passive # threads of torch that wait for each other leave their cores to other suites
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 durations=$logs/durations
-usual="about 13 minutes"
+usual="about 12 minutes"
 [ $quick = no ] || usual="under 3 minutes"
 [ $complete = no ] || usual="more than an hour"
 say "On two free cores this takes $usual; after $((time_limit / 60)) minutes it is ended."
