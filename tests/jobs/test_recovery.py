@@ -609,20 +609,24 @@ def test_a_spare_rank_gets_the_shards_of_the_lost_one(replace, tmp_path):
     assert sorted(result.stdout.splitlines()) == expected, result.output
 
 
-@pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
-def test_a_rank_leaves_after_a_loss_although_another_one_does_not_come_to_its_end(survive, tmp_path):
-    """Regression: it waited for ever in the agreement that comes before MPI_Finalize. The other one waits for it."""
-    code = """
-        from torchmpi.launch import fault_tolerance
-        fault_tolerance._LEAVE_SECONDS = 0.5
-        mpi.barrier()
+# Rank 1 is lost, and the others know it. Indented as the programs that contain it.
+LOST = """mpi.barrier()
         if FIRST == 1:
             die()
         try:
             while True:
                 mpi.barrier()
         except mpi.RankLostError:
-            mpi.recover()
+            mpi.recover()"""
+
+
+@pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
+def test_a_rank_leaves_after_a_loss_although_another_one_does_not_come_to_its_end(survive, tmp_path):
+    """Regression: it waited for ever in the agreement that comes before MPI_Finalize. The other one waits for it."""
+    code = f"""
+        from torchmpi.launch import fault_tolerance
+        fault_tolerance._LEAVE_SECONDS = 0.5
+        {LOST}
         mpi.stop()
         left, end = sys.argv[1], time.monotonic() + 60
         while FIRST == 2 and not os.path.exists(left):
@@ -639,17 +643,10 @@ def test_a_rank_leaves_after_a_loss_although_another_one_does_not_come_to_its_en
 @pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
 def test_an_agreement_that_fails_is_named(survive):
     """Regression: Shrink() once returned an internal error, which was reported as a rank that hangs."""
-    code = """
+    code = f"""
         from torchmpi.launch.fault_tolerance import FaultTolerantMPI
         FaultTolerantMPI._shrunk = lambda self: self._library.COMM_NULL.Shrink()
-        mpi.barrier()
-        if FIRST == 1:
-            die()
-        try:
-            while True:
-                mpi.barrier()
-        except mpi.RankLostError:
-            mpi.recover()
+        {LOST}
     """
     result = survive(3, code)
     assert result.returncode == 1 and "hangs" not in result.stderr, result.output

@@ -134,6 +134,18 @@ def test_asynchronous_exchanges_repeat_in_one_order(agree, length):
     agree.equal(torch.tensor(counted), torch.tensor(5 + size - 1 + in_rings()))
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_an_exchange_into_read_only_memory_sends_nothing(agree, tmp_path):
+    """Regression: machine code had sent the copy when the receive was refused."""
+    left, right = neighbors()
+    (tmp_path / "zeros").write_bytes(bytes(12))
+    fixed = torch.from_numpy(np.memmap(tmp_path / "zeros", np.float32, "r"))
+    for number in range(3):
+        received = mpi.sendreceive_async(torch.full((3,), float(number)), left, right).wait()
+        agree.equal(received, torch.full((3,), float(number)))
+        agree.raises(errors.ArgumentError, lambda: mpi.sendreceive_async(fixed, left, right), "cannot be written")
+
+
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("length", [5, LONG])
 def test_a_message_of_another_shape_is_dropped(agree, length):

@@ -109,7 +109,7 @@ def exchange_later(
         The receive, and the send if it has not ended; None if there was no such call, or if Python must check it.
     """
     plan: _FastMessage | None = fast_path.find_receive(tensor, None, keys[0], comm, None)
-    if plan is None:
+    if plan is None or not writable.is_writable(tensor):  # Python refuses it, before anything is sent
         return None
     copy = tensor.detach().clone()
     sent = fast_path.send(copy, None, keys[1], comm, None)
