@@ -294,6 +294,7 @@ def test_a_loss_is_reported_and_a_goodbye_is_not(trio):
         trio[0].Recv(np.zeros(1, np.uint8), 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("milliseconds", (0, 1, 3, 6))
 def test_the_others_communicate_after_a_loss_without_old_messages(milliseconds):
     with world(3) as comms:
