@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lose ranks in many ways, and check that the others continue with right results, or that the job ends.
 
-    python scripts/losses.py RESULTS [--ways openmpi,spares,without-mpi] [--hosts 1,2] [--only REGEX] [--runs 20]
+    python scripts/losses.py RESULTS [--ways openmpi,spares,without-mpi] [--hosts 1,2] [--only REGEX] [--runs 20] [--jobs 4]
     python scripts/losses.py RESULTS --table
 
 The ways are those of docs/recovery.md, and `spares` has a spare rank for each lost one; the Python of this script
@@ -18,14 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +40,8 @@ from helpers import warm  # noqa: E402
 
 PROGRAM = ROOT / "scripts" / "loss_program.py"
 STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+"""Of jobs and of the servers of warm ranks: where variables that are read at import differ, ranks start cold."""
 CONTINUE = ["--on-lost-rank", "continue"]
 WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": ["--without-mpi"]}
 MOMENTS = (
@@ -106,7 +112,7 @@ def launching(way: list[str], num_ranks: int, num_spares: int, hosts_of: str) ->
     `way`: its options; `hosts_of`: a folder for the hosts of scripts/hosts.sh, which they share; '' for this host.
     """
     command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *way]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = dict(ENVIRONMENT)
     options, num_started = ["--bind-to none"], num_ranks + num_spares
     if num_spares:
         command += ["--spares", str(num_spares)]
@@ -133,6 +139,8 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
         if cell.hosts == "2" and not cell.on_hosts:
             words = ["env", "TORCHMPI_HOST_NAME=h$((RANK % 2))", *words]
         python = " ".join(words)
+        if cell.way == "without-mpi" and len(words) > 1:
+            command[:1] = warm.command(address("", False))  # torchmpi run itself imports torch, for its store
         command += ["--timeout", str(limit_seconds), "sh", "-c", f'exec {python} "$@"', "sh", str(PROGRAM)]
         command += [cell.moment, cell.fault, cell.victims, folder]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
@@ -162,11 +170,10 @@ def address(name: str, is_host: bool) -> str:
 
 def start_servers(resources: ExitStack, missing: Iterable[Cell]) -> None:
     """Start the servers of warm ranks that these cells need."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for on_hosts in sorted({cell.on_hosts for cell in missing}):
         for name in ("h0", "h1") if on_hosts else ("",):
             launcher = [str(ROOT / "scripts" / "hosts.sh"), "run", name] if on_hosts else []
-            server = warm.Server(address(name, on_hosts), environment, launcher)
+            server = warm.Server(address(name, on_hosts), ENVIRONMENT, launcher)
             resources.enter_context(closing(server))
             server.wait_for_start()
 
@@ -195,6 +202,36 @@ def table(runs: dict[Cell, list[dict[str, Any]]]) -> tuple[list[str], int]:
     return lines, num_others
 
 
+def cpu_seconds() -> float:
+    """Return the CPU seconds of all processes that have been started and awaited."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def make(missing: list[Cell], options: argparse.Namespace, runs: dict[Cell, list[dict[str, Any]]]) -> None:
+    """Make runs of these cells, several at a time, and add them to the file and to `runs`."""
+    end, num_made = time.monotonic() + options.seconds, 0
+
+    def outcome_in_time(cell: Cell) -> tuple[Cell, Outcome | None]:
+        return cell, run(cell, options.limit) if time.monotonic() < end else None
+
+    with ExitStack() as resources:
+        start_servers(resources, missing)
+        for cell, outcome in resources.enter_context(ThreadPoolExecutor(options.jobs)).map(outcome_in_time, missing):
+            if outcome is None:
+                continue
+            num_made += 1
+            entry = {"cell": list(cell), "problem": outcome.problem, "seconds": outcome.seconds}
+            runs[cell].append(entry)
+            with options.results.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            if outcome.problem:
+                print(f"{cell}: {outcome.problem}", flush=True)
+                with options.results.with_suffix(".others.txt").open("a") as file:
+                    file.write(f"--- {cell}: {outcome.problem}\n{outcome.output}\n")
+    print(f"{num_made} runs, of {cpu_seconds() / max(1, num_made):.2f} CPU seconds, with those of the servers")
+
+
 def main() -> int:
     """Make the runs that are missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -204,6 +241,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="of 'way, hosts, moment, fault, victims'")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="after which a job hangs")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time: for the most part they wait")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after this time")
     parser.add_argument("--table", action="store_true", help="make no runs")
     options = parser.parse_args()
     runs = read(options.results)
@@ -214,22 +253,9 @@ def main() -> int:
     missing = sorted((number, each) for each in chosen for number in range(len(runs[each]), options.runs))
     order = {cell: index for index, cell in enumerate(chosen)}
     missing.sort(key=lambda pair: (pair[0], order[pair[1]]))
-    with ExitStack() as resources:
-        if missing and not options.table:
-            print(f"{len(chosen)} cells; {len(missing)} runs are missing", flush=True)
-            start_servers(resources, (cell for _, cell in missing))
-        for number, cell in () if options.table else missing:
-            outcome = run(cell, options.limit)
-            entry = {"cell": list(cell), "problem": outcome.problem, "seconds": outcome.seconds}
-            runs[cell].append(entry)
-            with options.results.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-            print(
-                f"run {number + 1} of {cell}: {outcome.problem or 'as documented'}, {outcome.seconds:.2f} s", flush=True
-            )
-            if outcome.problem:
-                with options.results.with_suffix(".others.txt").open("a") as file:
-                    file.write(f"--- {cell}: {outcome.problem}\n{outcome.output}\n")
+    if missing and not options.table:
+        print(f"{len(chosen)} cells; {len(missing)} runs are missing", flush=True)
+        make([cell for _, cell in missing], options, runs)
     lines, num_others = table(runs)
     print("\n".join(lines))
     return int(num_others > 0)
