@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,43 +24,51 @@ from .scaling import Average, Sum, finished, native_op, scaled_copy, values_of
 
 def check_rows(collective: str, tensors: Iterable[Tensor]) -> None:
     """Raise if a tensor has no dim 0."""
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{collective}: a 0-dim tensor has no rows. Pass tensor.view(1).")
+    for tensor in tensors:
+        if not tensor.dim():
+            raise ValueError(f"{collective}: a 0-dim tensor has no rows. Pass tensor.view(1).")
 
 
-def on_each(
-    collective: str,
-    process_set: ProcessSet,
-    tensors: Sequence[Tensor],
-    run: Callable[[Tensor], Tensor],
-    start: Callable[[Tensor], Handle[Tensor]],
-    finish: Callable[[Tensor], Tensor] = lambda result: result,
-) -> NamedOperation:
-    """Return the operation that makes a call with each of some tensors; `finish` converts its result."""
+class EachTensor(NamedOperation):
+    """A call with each of some tensors.
 
-    def begin() -> Handle[Any]:
-        handles = [start(tensor) for tensor in tensors]
-        return JoinedHandle(handles, handles, collective)
+    Args:
+        collective, process_set, tensors: As for the base.
+        run: Makes the call with a tensor in this thread.
+        start: Makes it in the background.
+        finish: Converts a result; None if it stays as it is.
+    """
 
-    def results(ended: Sequence[Any]) -> list[Tensor]:
-        return [finish(each.wait() if isinstance(each, Handle) else each) for each in ended]
+    def __init__(
+        self,
+        collective: str,
+        process_set: ProcessSet,
+        tensors: Sequence[Tensor],
+        run: Callable[[Tensor], Tensor],
+        start: Callable[[Tensor], Handle[Tensor]],
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(collective, process_set, list(tensors))
+        self._run, self._start, self._finish = run, start, finish
 
-    return NamedOperation(
-        collective, process_set, list(tensors), lambda: [run(tensor) for tensor in tensors], begin, results
-    )
+    def _call(self) -> list[Tensor]:
+        return [self._run(values_of(tensor)) for tensor in self._tensors]
+
+    def _begin(self) -> Handle[Any]:
+        handles = [self._start(values_of(tensor)) for tensor in self._tensors]
+        return JoinedHandle(handles, handles, self._collective)
+
+    def _results(self, ended: Sequence[Any]) -> list[Tensor]:
+        results = [each.wait() if isinstance(each, Handle) else each for each in ended]
+        return results if self._finish is None else list(map(self._finish, results))
 
 
 def gather(collective: str, tensors: Sequence[Tensor], process_set: ProcessSet) -> NamedOperation:
     """Return the gathers of several tensors."""
     comm = member_of(process_set)
     check_rows(collective, tensors)
-    return on_each(
-        collective,
-        process_set,
-        tensors,
-        lambda tensor: collectives.allgather(values_of(tensor), comm=comm),
-        lambda tensor: collectives.allgather_async(tensor.detach(), comm=comm),
-    )
+    run, start = partial(collectives.allgather, comm=comm), partial(collectives.allgather_async, comm=comm)
+    return EachTensor(collective, process_set, tensors, run, start)
 
 
 @checks_types
@@ -93,14 +102,9 @@ def grouped_allgather_async(
 def broadcast_into(target: Tensor, root_rank: int, process_set: ProcessSet) -> NamedOperation:
     """Return a broadcast in place."""
     comm, root = member_of(process_set), process_set.position(root_rank, "broadcast")
-    return on_each(
-        "broadcast",
-        process_set,
-        [target],
-        lambda tensor: collectives.broadcast(values_of(tensor), root, comm=comm),
-        lambda tensor: collectives.broadcast_async(values_of(tensor), root, comm=comm),
-        lambda _: target,
-    )
+    run = partial(collectives.broadcast, root=root, comm=comm)
+    start = partial(collectives.broadcast_async, root=root, comm=comm)
+    return EachTensor("broadcast", process_set, [target], run, start, lambda _: target)
 
 
 @checks_types
@@ -168,21 +172,27 @@ def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]
 
 def alltoall(tensor: Tensor, splits: Any, process_set: ProcessSet) -> NamedOperation:
     """Return the exchange of rows; its results: the received rows, and a tensor with their number from each rank."""
-    comm = member_of(process_set)
-    numbers, group = checked_splits(tensor, splits, comm), comm.intra
-    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    sent = tensor.detach()[: sum(numbers)]
+    return _Alltoall(tensor, splits, process_set)
 
-    def start() -> Handle[Any]:
-        return exchange.submit_alltoall_rows(group, sent, numbers, lambda rows, received: (rows, received))
 
-    def finish(result: tuple[Tensor, list[int]]) -> list[Tensor]:
-        rows, received = result
-        return [rows, torch.tensor(received, dtype=torch.int32, device=device)]
+class _Alltoall(NamedOperation):
+    def __init__(self, tensor: Tensor, splits: Any, process_set: ProcessSet) -> None:
+        super().__init__("alltoall", process_set, [tensor])
+        comm = member_of(process_set)
+        self._numbers, self._group = checked_splits(tensor, splits, comm), comm.intra
+        self._device = splits.device if isinstance(splits, Tensor) else "cpu"
+        given, num_rows = values_of(tensor), sum(self._numbers)
+        self._rows = given if num_rows == given.shape[0] else given[:num_rows]
 
-    return NamedOperation(
-        "alltoall", process_set, [tensor], lambda: exchange.alltoall_rows(group, sent, numbers), start, finish
-    )
+    def _call(self) -> tuple[Tensor, list[int]]:
+        return exchange.alltoall_rows(self._group, self._rows, self._numbers)
+
+    def _begin(self) -> Handle[Any]:
+        return exchange.submit_alltoall_rows(self._group, self._rows, self._numbers, lambda *result: result)
+
+    def _results(self, ended: tuple[Tensor, list[int]]) -> list[Tensor]:
+        rows, received = ended
+        return [rows, torch.tensor(received, dtype=torch.int32, device=self._device)]
 
 
 @checks_types
@@ -208,18 +218,15 @@ def scatter(
     if op not in (Average, Sum):
         raise HorovodInternalError(f"{collective}: op must be hvd.Average or hvd.Sum.")
     check_rows(collective, tensors)
-    return on_each(
+    given = tensors if before == 1 else [scaled_copy(tensor, before) for tensor in tensors]
+    return EachTensor(
         collective,
         process_set,
-        tensors,
-        lambda each: collectives.reduce_scatter(_scaled(each, before), op=native_op(op, each), comm=comm),
-        lambda each: collectives.reduce_scatter_async(_scaled(each, before), op=native_op(op, each), comm=comm),
+        given,
+        lambda each: collectives.reduce_scatter(each, op=native_op(op, each), comm=comm),
+        lambda each: collectives.reduce_scatter_async(each, op=native_op(op, each), comm=comm),
         lambda part: finished(part, op, comm.size, after),
     )
-
-
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    return values_of(tensor) if factor == 1 else scaled_copy(tensor, factor)
 
 
 @checks_types

@@ -36,8 +36,14 @@ class internal_errors:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if not isinstance(error, TorchMPIError) or isinstance(error, (ValueError, HorovodInternalError)):
-            return
-        if isinstance(error, NotStartedError):
-            raise HorovodInternalError("torchmpi has been stopped or never started. Call hvd.init() first.") from None
-        raise HorovodInternalError(str(error)) from error
+        if isinstance(error, TorchMPIError):
+            refuse(error)
+
+
+def refuse(error: TorchMPIError) -> None:
+    """Raise an error of a call as :class:`internal_errors` does; return for one that stays as it is."""
+    if isinstance(error, (ValueError, HorovodInternalError)):
+        return
+    if isinstance(error, NotStartedError):
+        raise HorovodInternalError("torchmpi has been stopped or never started. Call hvd.init() first.") from None
+    raise HorovodInternalError(str(error)) from error

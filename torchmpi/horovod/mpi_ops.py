@@ -56,30 +56,35 @@ class NamedReduction(NamedOperation):
         comm = member_of(process_set)
         if op == Adasum and process_set is not global_process_set:
             raise NotImplementedError("op=Adasum reduces over all ranks, not over a process set.")
-        self._op, self._in_place, self._comm_size = op, in_place, comm.size
+        self._op, self._in_place, self._comm = op, in_place, comm
         self._before, self._after = factors
-        self._given = self._results = list(tensors)
-        super().__init__(
-            collective,
-            process_set,
-            self._given,
-            lambda: _run_reduction(self._work(), op, comm),
-            lambda: _start_reduction(self._work(), op, comm),
-            self._finished,
-        )
+        super().__init__(collective, process_set, list(tensors))
 
     def _work(self) -> list[Tensor]:
         if self._in_place:
-            values = [values_of(tensor) for tensor in self._given]
+            values = [values_of(tensor) for tensor in self._tensors]
             return values if self._before == 1 else [scale(tensor, self._before) for tensor in values]
-        self._results = [scaled_copy(tensor, self._before) for tensor in self._given]
-        return self._results
+        self._tensors = [scaled_copy(tensor, self._before) for tensor in self._tensors]
+        return self._tensors
 
-    def _finished(self, _: Any) -> list[Tensor]:
-        for tensor in self._results:
+    def _call(self) -> None:
+        work, op, comm = self._work(), self._op, self._comm
+        if op == Adasum:
+            _start_reduction(work, op, comm).wait()
+        elif len(work) == 1:
+            collectives.allreduce(work[0], None, native_op(op, work[0]), comm)
+        else:
+            for each, some in _by_op(work, op).items():
+                collectives.allreduce_many(some, op=each, comm=comm)
+
+    def _begin(self) -> Handle[Any]:
+        return _start_reduction(self._work(), self._op, self._comm)
+
+    def _results(self, ended: Any) -> list[Tensor]:
+        for tensor in self._tensors:
             if self._after != 1 or tensor.dtype in DIVISIBLE_INTEGERS:
-                finished(values_of(tensor), self._op, self._comm_size, self._after)
-        return self._results
+                finished(values_of(tensor), self._op, self._comm.size, self._after)
+        return self._tensors
 
 
 def _start_reduction(work: list[Tensor], op: int, comm: Communicator) -> Handle[Any]:
@@ -89,16 +94,6 @@ def _start_reduction(work: list[Tensor], op: int, comm: Communicator) -> Handle[
         return collectives.allreduce_async(work[0], op=native_op(op, work[0]), comm=comm)
     started = [collectives.allreduce_many_async(some, op=each, comm=comm) for each, some in _by_op(work, op).items()]
     return JoinedHandle(started, work, "grouped_allreduce")
-
-
-def _run_reduction(work: list[Tensor], op: int, comm: Communicator) -> None:
-    if op == Adasum:
-        _start_reduction(work, op, comm).wait()
-    elif len(work) == 1:
-        collectives.allreduce(work[0], op=native_op(op, work[0]), comm=comm)
-    else:
-        for each, some in _by_op(work, op).items():
-            collectives.allreduce_many(some, op=each, comm=comm)
 
 
 def _by_op(work: list[Tensor], op: int) -> dict[OperationName, list[Tensor]]:

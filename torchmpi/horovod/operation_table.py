@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..communicators.handle import Handle
+from ..errors import TorchMPIError
+from ..timeline import events
 from . import timeline
-from .exceptions import internal_errors
+from .exceptions import internal_errors, refuse
 from .process_sets import ProcessSet
 
 _SECONDS_IN_FLIGHT = 1e-3
@@ -50,28 +52,28 @@ def first(results: Sequence[Tensor]) -> Tensor:
 
 
 class NamedOperation:
-    """An operation on tensors, to be started or run under a name.
+    """An operation on tensors, to be started or run under a name; a subclass makes its calls.
 
     Args:
         collective: Its name in Horovod.
         process_set: The ranks that take part.
         tensors: What this rank passes.
-        run: Makes the calls in this thread.
-        start: Makes them in the background.
-        finish: Converts the result of either into those of the operation, in the thread that waits.
     """
 
-    def __init__(
-        self,
-        collective: str,
-        process_set: ProcessSet,
-        tensors: Sequence[Tensor],
-        run: Callable[[], Any],
-        start: Callable[[], Handle[Any]],
-        finish: Callable[[Any], Any] = lambda results: results,
-    ) -> None:
+    def __init__(self, collective: str, process_set: ProcessSet, tensors: list[Tensor]) -> None:
         self._collective, self._process_set, self._tensors = collective, process_set, tensors
-        self._run, self._start, self._finish = run, start, finish
+
+    def _call(self) -> Any:
+        """Make the calls in this thread."""
+        raise NotImplementedError
+
+    def _begin(self) -> Handle[Any]:
+        """Make the calls in the background."""
+        raise NotImplementedError
+
+    def _results(self, ended: Any) -> list[Tensor]:
+        """Convert the result of either into those of the operation, in the thread that waits."""
+        raise NotImplementedError
 
     def start(self, name: str | None, pick: Callable[[Any], Any] = lambda results: results) -> int:
         """Start it and return its number; `synchronize` returns ``pick(results)``."""
@@ -79,21 +81,26 @@ class NamedOperation:
         key = self._key(name, number)
         _refuse_repeated(key)
         with internal_errors():
-            handle = self._start()
+            handle = self._begin()
         if (end := self._shown(key)) is not None:
             handle.when_done(end)
-        _started[number] = _Started(handle, lambda result: pick(self._finish(result)), key, time.monotonic())
+        _started[number] = _Started(handle, lambda result: pick(self._results(result)), key, time.monotonic())
         _by_key[key] = number
         return number
 
     def run(self, name: str | None) -> list[Tensor]:
         """Run it in this thread, which is what `synchronize` does with one that has just been started."""
-        key = self._key(name, next(_numbers))
-        if name is not None:
-            _refuse_repeated(key)
-        end = self._shown(key)
-        with internal_errors():
-            results: list[Tensor] = self._finish(self._run())
+        number, end = next(_numbers), None
+        if name is not None or events.recorder is not None:  # otherwise nothing shows the name
+            key = self._key(name, number)
+            if name is not None:
+                _refuse_repeated(key)
+            end = self._shown(key)
+        try:
+            results = self._results(self._call())
+        except TorchMPIError as error:
+            refuse(error)
+            raise
         if end is not None:
             end()
         return results

@@ -85,8 +85,10 @@ def world() -> Communicator:
 
 def member_of(process_set: ProcessSet) -> Communicator:
     """Return the communicator of a registered set that has this rank."""
-    world()
     found = process_set.communicator
+    if type(found) is Communicator and not found.intra.call_queue.closed:
+        return found
+    world()
     if process_set.process_set_id is None or found is None:
         raise ValueError(f"{process_set} is not registered. Use hvd.add_process_set(), or the argument of hvd.init().")
     if not isinstance(found, Communicator):

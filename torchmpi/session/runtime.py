@@ -549,8 +549,11 @@ def current() -> Runtime:
 
 def communicator(comm: Comm) -> Communicator:
     """Return the communicator for the argument ``comm=`` of a call."""
-    if comm is None and running is not None:
-        return running.communicators.default if _get_communicator_in_use() is None else running.communicators.current
+    if running is not None and _get_communicator_in_use() is None:  # the most frequent cases, without further calls
+        if comm is None:
+            return running.communicators.default
+        if type(comm) is Communicator and not comm.intra.call_queue.closed:
+            return comm
     return current().communicators.find(comm)
 
 

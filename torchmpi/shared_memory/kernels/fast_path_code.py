@@ -870,19 +870,27 @@ def entry(spec: FastPathKernel) -> Function:
 def find_bound(path: FastPath, tensor, out, key, comm, backend):
     """Return what begins an asynchronous call; None if Python must check its arguments, 0 if it has raised."""
     first, last = DLTensor(described_tensor()), DLTensor(described_tensor())
-    has_tensor, has_out, no_lists = tensor != path.none, out != path.none, Words(0)
-    takes = (_TENSOR if has_tensor else 0) | (_OUT if has_out else 0)
-    if not describe(path, tensor, out, takes, first, last, no_lists, no_lists):
+    given_parts, received_parts = Words(_parts()), Words(_parts())
+    has_tensor, has_out = tensor != path.none, out != path.none
+    takes = (_TENSOR | _LIST if has_tensor else 0) | (_OUT | _OUT_LIST if has_out else 0)
+    if not describe(path, tensor, out, takes, first, last, given_parts, received_parts):
         return leave_to_python(path)
     cached_call = find_cached_call(path.first_call, first if has_tensor else last, key, comm, backend)
     if not cached_call or cached_call.bound == 0:
+        return new_reference(path.none)
+    if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, True):
+        return new_reference(path.none)
+    if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, True):
         return new_reference(path.none)
     if (has_tensor and plain_numel(cached_call, first) < 0) or (has_out and plain_numel(cached_call, last) < 0):
         return new_reference(path.none)
     if has_tensor and has_out:
         if path.same_shapes and not have_one_shape(first, last):
             return new_reference(path.none)
-        if not is_apart(cached_call, first, last):
+        arguments = Arguments(_written())
+        arguments.given_parts = parts_in(path, tensor, True, given_parts)
+        arguments.received_parts = parts_in(path, out, True, received_parts)
+        if not are_apart(cached_call, first, last, arguments):
             return new_reference(path.none)
     return new_reference(cached_call.bound)
 
