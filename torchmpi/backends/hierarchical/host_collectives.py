@@ -18,6 +18,7 @@ from ...communicators import algorithms, splits
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...communicators.plan import Run
+from ...config import Config
 from ...shared_memory.memory_layout import LogFields
 from ...tensors import buffers, partition
 from ..base import Operation
@@ -33,11 +34,11 @@ _SHORT_BYTES = 16 << 10
 
 
 def prepare(
-    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, bind_step: BindStep, chunk_bytes: int
+    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, bind_step: BindStep, config: Config
 ) -> Operation:
     """Prepare a collective over the hosts of a group."""
-    longer = _of_long_tensors(group, collective, dtype, op, StepRunner(op, bind_step), chunk_bytes)
-    return with_comparison(group, collective, dtype, op, longer, by_host=True)
+    longer = _of_long_tensors(group, collective, dtype, op, StepRunner(op, bind_step), config.pipeline_bytes)
+    return with_comparison(group, collective, dtype, op, longer, config.message_bytes, by_host=True)
 
 
 def _of_long_tensors(
