@@ -134,7 +134,7 @@ def default_backend(collective: str, hosts: str) -> str:
 def has_long_calls(collective: str, hosts: str) -> bool:
     """Whether values that the comparison does not carry are sent in a message to each other host."""
     are_columns = len({hosts.count(name) for name in hosts}) == 1 and list(hosts) == sorted(hosts)
-    return collective == "gather" or (are_columns and collective in ("allgather", "reduce_scatter", "alltoall"))
+    return collective in ("gather", "alltoall") or (are_columns and collective in ("allgather", "reduce_scatter"))
 
 
 def lengths(collective: str, sent_bytes: int, hosts: str) -> Iterator[tuple[int, bool]]:

@@ -121,7 +121,7 @@ class CallComparison:
         self.wait.check()
         compiled = self.compiled
         if compiled is None:
-            return self.run(number, self._wait, NumberExchange.agree, self._wait)
+            return self.run(number, self._wait, lambda exchange, number: exchange.agree(number), self._wait)
         status = compiled.run(number)
         return status == 0 or self.finish_comparison(number, compiled, status)
 

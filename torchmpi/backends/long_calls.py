@@ -1,14 +1,14 @@
-"""Calls over hosts that are too long for the messages of the comparison: then one message between two hosts follows.
+"""Calls over hosts that are too long for the messages of the comparison: compared first, then messages follow.
 
 The ranks in the same place of all hosts, a *column*, send each other what their hosts have for each other:
 
-* allgather: its rows. Then the ranks of a host gather the rows of each host.
-* reduce_scatter, alltoall: the ranks of a host first reduce or exchange their rows for each host, so that each of them
-  has what the rank in its place there gets. Sums are combined in the order of the hosts.
-* gather: each rank sends its rows to the root.
+* allgather: each rank its rows. Then the ranks of a host gather the rows of each host.
+* reduce_scatter: the ranks of a host first reduce the rows for each host, so that each of them has the sums for the
+  rank in its place there. Each combines the sums that it gets, in the order of the hosts.
 
-So each byte is sent once, and is received where it belongs, except sums. The kernel `call_long_over_hosts` does the
-same.
+Where each byte is for one rank, it goes there: each rank of a gather sends its rows to the root, and of an alltoall to
+each rank its part. So each byte is sent once to a host, and is received where it belongs, except sums. The kernel
+`call_long_over_hosts` does the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..collective_specs import CollectiveSpec
 from ..communicators import algorithms
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LogFields
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _CACHE_LINE = 64
 Messages = list[tuple[int, torch.Tensor]]
-"""Ranks and flat tensors of bytes."""
+"""Ranks and contiguous tensors."""
 
 
 class LongCall:
@@ -47,11 +48,11 @@ class LongCall:
     def __init__(self, plan: ComparedCall, message_bytes: int) -> None:
         """Prepare the calls; `message_bytes`: the longest message."""
         self._plan, self._group, self._comparison = plan, plan.group, plan.comparison
-        spec, self._num_local = plan.spec, len(plan.hosts[plan.own_host])
-        self.step = None if spec.is_rooted or self._comparison.intra is None else spec.name
+        has_step = self.in_columns(plan.spec) and self._comparison.intra is not None
+        self.step = plan.spec.name if has_step else None
         self.algorithm = algorithms.DIRECT if self.step is None else algorithms.SLICES
         self.message_bytes = self.most_bytes = message_bytes
-        if spec.divides:
+        if plan.spec.reduces:
             self.most_bytes = min(message_bytes, MOST_LONG_BYTES) // plan.sent_dtype.itemsize * plan.dtype.itemsize
         self._first_byte = 0
 
@@ -63,7 +64,12 @@ class LongCall:
             return None
         in_order = [rank for ranks in hosts for rank in ranks] == list(range(group.size))
         are_columns = in_order and len(set(map(len, hosts))) == 1 and len(hosts) == len(group.placement.groups)
-        return cls(plan, message_bytes) if are_columns or spec.is_rooted else None
+        return cls(plan, message_bytes) if are_columns or not cls.in_columns(spec) else None
+
+    @staticmethod
+    def in_columns(spec: CollectiveSpec) -> bool:
+        """Return whether the ranks of a host have steps of their own, since more than one needs what a host gets."""
+        return spec.flow == "all to all" and not (spec.divides and spec.gathers)
 
     def takes(self, source: torch.Tensor) -> bool:
         """Return whether a call with this tensor is one of these."""
@@ -98,7 +104,7 @@ class LongCall:
             assert step is not None
             self._move(call, number, of_call.num_done, partial(step, status))
         elif status == records.TIMEOUT:
-            comparison.wait.give_up(call.source, call.target)
+            comparison.wait.give_up(call.source, call.target, comparison)
         else:
             raise self._group.context.MPI.Exception(status)
         return True
@@ -108,7 +114,13 @@ class LongCall:
         self._group.call_log.count_wait()
         self._group.call_log.log_fields[LogFields.algorithm] = self.algorithm
         self._comparison.set_number(number)
-        (self._divide if self._plan.spec.divides else self._gather)(call, first, settle)
+        spec = self._plan.spec
+        if spec.reduces:
+            self._reduce_scatter(call, first, settle)
+        elif spec.divides:
+            self._alltoall(call)
+        else:
+            self._gather(call, first, settle)
 
     def _step(self, source: torch.Tensor, destination: torch.Tensor, settle: Settle | None) -> None:
         """Run a step within the host, or end one that machine code has begun."""
@@ -156,50 +168,52 @@ class LongCall:
                     of_host = rows[ranks[0] : ranks[-1] + 1]
                     self._step(of_host[plan.place], of_host.view(-1), settle if index == first else None)
 
-    def _divide(self, call: _Call, first: int, settle: Settle | None) -> None:
-        plan, reduces, rank = self._plan, self._plan.spec.reduces, self._group.rank
+    def _alltoall(self, call: _Call) -> None:
+        assert call.source is not None and call.target is not None
+        rank, size, num_rows = self._group.rank, self._group.size, rows_of(call.source)[0]
+        counts = [count for _, count in partition.even_partition(num_rows, size)]
+        given = buffers.byte_view(call.source).view(num_rows, -1).split_with_sizes(counts)
+        target = buffers.byte_view(call.target)
+        received = target.split_with_sizes([len(target) // size] * size)
+        buffers.overwrite(received[rank], given[rank].view(-1))
+        others = [other for other in range(size) if other != rank]
+        self._exchange([(other, given[other]) for other in others], [(other, received[other]) for other in others])
+
+    def _reduce_scatter(self, call: _Call, first: int, settle: Settle | None) -> None:
+        plan, rank = self._plan, self._group.rank
         assert call.source is not None and call.target is not None
         num_rows, row_numel = rows_of(call.source)
-        spans, source = partition.even_partition(num_rows, self._group.size), call.source.view(num_rows, row_numel)
-        self._first_byte, num_own, times = 0, spans[rank][1], 1 if reduces else self._num_local
+        spans, source = partition.even_partition(num_rows, self._group.size), call.source.detach()
+        source, self._first_byte = source.view(num_rows, row_numel), 0
         if plan.sent_dtype is not plan.dtype:
-            source = self._take(num_rows, source.to(plan.sent_dtype)).copy_(source)
-        elif not reduces:
-            source = buffers.byte_view(source).view(num_rows, -1)
-        result = buffers.byte_view(call.target).view(-1, source.shape[1]) if not reduces else source[:0]
+            source = self._take(num_rows, row_numel).copy_(source)
         vectors, sent, received = dict[int, torch.Tensor](), Messages(), Messages()
         for index, (host, ranks) in enumerate(self._hosts()):
-            peer, passed = ranks[plan.place], source[spans[ranks[0]][0] : sum(spans[ranks[-1]])]
-            arriving = result[ranks[0] * num_own : (ranks[-1] + 1) * num_own]
-            block = passed
+            peer, sums = ranks[plan.place], source[spans[ranks[0]][0] : sum(spans[ranks[-1]])]
             if self.step is not None:
-                block = arriving if index == 0 and not reduces else self._take(spans[peer][1] * times, source)
+                rows, sums = sums, self._take(spans[peer][1], row_numel)
                 if index >= first:
-                    self._step(passed, block, settle if index == first else None)
-            elif index == 0 and not reduces:
-                buffers.overwrite(arriving, passed)
-            if reduces:
-                arriving = vectors[host] = block if index == 0 else self._take(num_own, source)
+                    self._step(rows, sums, settle if index == first else None)
+            vectors[host] = sums
             if index > 0:
-                sent.append((peer, buffers.byte_view(block)))
-                received.append((peer, buffers.byte_view(arriving)))
+                vectors[host] = self._take(spans[rank][1], row_numel)
+                sent.append((peer, sums))
+                received.append((peer, vectors[host]))
         self._exchange(sent, received)
-        if reduces:
-            self._combine([vectors[host].view(-1) for host in range(len(vectors))], call.target.view(-1))
+        self._combine([vectors[host].view(-1) for host in range(len(vectors))], call.target.detach().view(-1))
 
-    def _take(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the next part of the memory for what is sent and received, for rows like those of a tensor."""
-        row_bytes = like.shape[1] * like.itemsize
-        begin, num_bytes = self._first_byte, num_rows * row_bytes
+    def _take(self, num_rows: int, row_numel: int) -> torch.Tensor:
+        """Return the next part of the memory for what is sent and received, for such rows of sums."""
+        begin, num_bytes = self._first_byte, num_rows * row_numel * self._plan.sent_dtype.itemsize
         self._first_byte = begin + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
         with torch.inference_mode(False):
             memory = torch.from_numpy(self._comparison.long_memory)[begin : begin + num_bytes]
-            return memory.view(like.dtype).view(num_rows, like.shape[1])
+            return memory.view(self._plan.sent_dtype).view(num_rows, row_numel)
 
     def _combine(self, vectors: list[torch.Tensor], result: torch.Tensor) -> None:
         partial_results, total = self._plan.partial_results, result
         if partial_results is not None and partial_results.is_rounded:
-            total = self._take(1, vectors[0].view(1, -1)).view(-1)
+            total = self._take(1, result.numel()).view(-1)
         self._plan.combine(vectors, total)
         if partial_results is not None:
             partial_results.finish(total, result)

@@ -57,7 +57,7 @@ from .records import (
 from .reduce_kernels import allreduce
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
-_BARRIER, _REDUCE, _GATHER, _BROADCAST, _REDUCE_SCATTER, _ALLTOALL = range(len(STEPS))
+_BARRIER, _REDUCE, _GATHER, _BROADCAST, _REDUCE_SCATTER = range(len(STEPS))
 # After so many polls a rank looks at the clock. It yields to other ranks when it has waited for `eager` of the record,
 # and sleeps between its polls when the message is late.
 _POLLS_PER_LOOK, _LATE_NANOSECONDS, _SLEEP_MICROSECONDS = 64, 20_000_000, 30
@@ -367,8 +367,6 @@ def run_step(hosts: Hosts, step: StepRecord, number, failing, source, num_bytes,
         status = broadcast(call, seq, signature, source, num_bytes)
     elif kind == _REDUCE_SCATTER:
         status = reduce_scatter(call, seq, signature, source, num_bytes // row_bytes, row_bytes, target)
-    elif kind == _ALLTOALL:
-        status = alltoall(call, seq, signature, source, num_bytes // row_bytes, row_bytes, target)
     else:
         status = barrier(call, seq, signature, 0, 0)
     if status != 0:
@@ -658,7 +656,7 @@ def set_even_parts(call: KernelCall, source, num_bytes, target):
     return 0
 
 
-# --- long calls: a message to one rank of each other host -------------------------------------------------------------
+# --- long calls: messages after the comparison ------------------------------------------------------------------------
 
 
 @inner
@@ -715,10 +713,25 @@ def gather_long(call: KernelCall, seq, number, source, num_bytes, target):
 
 
 @inner
-def divide_long(call: KernelCall, seq, number, source, num_rows, row_bytes, target):
-    """Send the rank in this place on each other host what the ranks of this host have for it, and combine sums.
+def exchange_long(call: KernelCall, seq, source, num_rows, row_bytes, target):
+    """Send each rank its rows."""
+    group, transfers = group_of(call), call.transfers
+    rank, size, own_bytes = group.rank, group.size, own_length(group, num_rows, row_bytes)
+    for other in range(size):
+        begin, length = rows_before(num_rows, size, other) * row_bytes, part_length(call, num_rows, row_bytes, other)
+        if other == rank:
+            copy(target + other * own_bytes, source + begin, own_bytes)
+        else:
+            set_send(transfers, other, source + begin, length)
+            set_receive(transfers, other, target + other * own_bytes, own_bytes)
+    return send_parts(call, seq)
 
-    The ranks of a host first exchange, or reduce, the rows for each host.
+
+@inner
+def reduce_long(call: KernelCall, seq, number, source, num_rows, row_bytes, target):
+    """Send the rank in this place on each other host the sums of this host that are for it, and combine those of all.
+
+    The ranks of a host first reduce the rows for each host.
     """
     hosts, group, most_ranks, memory = call.hosts, group_of(call), call.hosts.most_ranks, call.hosts.memory
     size, num_bytes = group.size, num_rows * row_bytes
@@ -726,35 +739,28 @@ def divide_long(call: KernelCall, seq, number, source, num_rows, row_bytes, targ
         convert(hosts, hosts.widen, memory, source, num_bytes, call.item_bytes)
         source, row_bytes = memory, as_sent(call, row_bytes)
         memory += room_of(as_sent(call, num_bytes))
-    num_parts = 1 if hosts.reduces else most_ranks
-    own_bytes = own_length(group, num_rows, row_bytes) * num_parts
+    own_bytes = own_length(group, num_rows, row_bytes)
     for index in range(hosts.num_hosts):
         host = host_at(hosts, index)
         first, peer = host * most_ranks, host * most_ranks + hosts.place
-        begin, end = (
-            rows_before(num_rows, size, first) * row_bytes,
-            rows_before(num_rows, size, first + most_ranks) * row_bytes,
-        )
-        block, length = source + begin, part_length(call, num_rows, row_bytes, peer) * num_parts
-        result = target + first * own_bytes // num_parts
+        begin = rows_before(num_rows, size, first) * row_bytes
+        sums, length = source + begin, part_length(call, num_rows, row_bytes, peer)
         if hosts.step.call:
-            block = result if index == 0 and not hosts.reduces else memory
+            sums = memory
             memory += room_of(length)
             hosts.num_done = index
-            status = run_step(hosts, hosts.step, number, STEP_OF_HOST, source + begin, end - begin, row_bytes, block)
+            end = rows_before(num_rows, size, first + most_ranks) * row_bytes
+            status = run_step(hosts, hosts.step, number, STEP_OF_HOST, source + begin, end - begin, row_bytes, sums)
             if status != 0:
                 return status
-        elif index == 0 and not hosts.reduces:
-            copy(result, block, length)
-        if hosts.reduces:
-            result = block if index == 0 else memory
-            memory += room_of(own_bytes) if index != 0 else 0
-            hosts.operands[host] = result
+        hosts.operands[host] = sums
         if index != 0:
-            set_send(call.transfers, peer, block, length)
-            set_receive(call.transfers, peer, result, own_bytes)
+            hosts.operands[host] = memory
+            set_send(call.transfers, peer, sums, length)
+            set_receive(call.transfers, peer, memory, own_bytes)
+            memory += room_of(own_bytes)
     status = send_parts(call, seq)
-    if status != 0 or not hosts.reduces:
+    if status != 0:
         return status
     total = hosts.operands[hosts.own_host] if hosts.finish else target
     combine(hosts, call.reducer, total, own_bytes)
@@ -777,8 +783,10 @@ def call_long_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_b
     waited = now() - begin
     comparison.failed_step, hosts.failed_step = STEP_PARTS, STEP_PARTS
     clear_transfers(call)
-    if hosts.divides:
-        status = divide_long(call, seq, number, source, num_bytes // row_bytes, row_bytes, target)
+    if hosts.reduces:
+        status = reduce_long(call, seq, number, source, num_bytes // row_bytes, row_bytes, target)
+    elif hosts.divides:
+        status = exchange_long(call, seq, source, num_bytes // row_bytes, row_bytes, target)
     else:
         status = gather_long(call, seq, number, source, num_bytes, target)
     if status == 0:

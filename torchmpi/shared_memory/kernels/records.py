@@ -183,7 +183,7 @@ class TensorMessage(Record):
 DESCRIPTION_BYTES = 16 * FIELD_BYTES
 """The room for a description in a message between hosts."""
 
-STEPS = ("barrier", "reduce", "gather", "broadcast", "reduce_scatter", "alltoall")
+STEPS = ("barrier", "reduce", "gather", "broadcast", "reduce_scatter")
 """The steps within a host, by number; an allgather is a gather without a root."""
 
 
@@ -506,7 +506,7 @@ class Hosts(Record):
     requests = Pointer(Words)
     """Of such a record memory for two requests of MPI for each rank."""
 
-    # A call that is compared first, and then sends one message to a rank of each other host.
+    # A call that is compared first, and whose values follow in messages.
     comparison: Pointer[Hosts] = Pointer("Hosts")
     """The comparison alone; 0 if there are no such calls."""
     most_long = Word()
