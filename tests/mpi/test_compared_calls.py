@@ -37,7 +37,7 @@ pytestmark = [
 PLACEMENTS = {"each": "abc"} if SIZE < 4 else {"block": "aabb", "three": "abca"}
 PLACEMENTS = {hosts[:SIZE]: name for name, hosts in PLACEMENTS.items() if len(set(hosts[:SIZE])) > 1}  # each once
 COLLECTIVES = ("broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "alltoall")
-MESSAGE_BYTES = 128 << 10
+MESSAGE_BYTES = 1 << 20
 OPS = {torch.float32: ("sum", "avg"), torch.float64: ("prod",), torch.bfloat16: ("sum", "max"), torch.int16: ("bxor",)}
 
 
@@ -131,8 +131,14 @@ def default_backend(collective: str, hosts: str) -> str:
     return "mpi" if collective in ("gather", "alltoall") else "hierarchical"
 
 
+def has_long_calls(collective: str, hosts: str) -> bool:
+    """Whether values that the comparison does not carry are sent in a message to each other host."""
+    are_columns = len({hosts.count(name) for name in hosts}) == 1 and list(hosts) == sorted(hosts)
+    return collective in ("gather", "alltoall") or (are_columns and collective in ("allgather", "reduce_scatter"))
+
+
 def lengths(collective: str, sent_bytes: int, hosts: str) -> Iterator[tuple[int, bool]]:
-    """Numbers of elements, and whether the messages of a comparison carry such a call."""
+    """Numbers of elements, and whether the fast path makes such a call."""
     comparison, spec = runtime.current().world.comparison, SPECS[collective]
     most, units = comparison.most_carried, 1
     if spec.gathers or spec.divides:
@@ -143,7 +149,9 @@ def lengths(collective: str, sent_bytes: int, hosts: str) -> Iterator[tuple[int,
             num_hosts * most_ranks ** (spec.gathers + spec.divides),
         )
     limit = most // units // sent_bytes - spec.divides
-    yield from ((1, True), (2, True), (999, True), (limit, True), (limit + 1, False))
+    yield from ((1, True), (2, True), (999, True), (limit, True), (limit + 1, has_long_calls(collective, hosts)))
+    if sent_bytes == 4 and has_long_calls(collective, hosts):
+        yield MESSAGE_BYTES // sent_bytes + 1, False
 
 
 # The placement decides what is where, and the dtype how it is combined: all dtypes on one placement.
@@ -161,7 +169,7 @@ def test_all_paths_have_the_result_of_a_loop(agree, placement, collective, dtype
     for op in OPS[dtype] if spec.reduces else (None,):
         # Sums that are sent between hosts of several ranks may be wider than the tensor.
         sent = accumulator_of(dtype, op) if op is not None and len(set(placement)) < SIZE else dtype
-        for number, (numel, is_carried) in enumerate(lengths(collective, sent.itemsize, placement)):
+        for number, (numel, may_be_fast) in enumerate(lengths(collective, sent.itemsize, placement)):
             given = inputs(collective, numel, dtype)
             for root in range(SIZE) if spec.is_rooted and number == 1 else (number % SIZE,):
                 result, what = expected(collective, given, op, root, placement), f"{op} {numel} root={root}"
@@ -172,7 +180,7 @@ def test_all_paths_have_the_result_of_a_loop(agree, placement, collective, dtype
                 cached(collective, given, op, root, placement)
                 quick = fast(collective, tensors[2], result, op, root)
                 is_fast = quick is not None
-                agree.equal(is_fast, can_be_fast and is_carried, f"{what}: by the fast path")
+                agree.equal(is_fast, can_be_fast and may_be_fast, f"{what}: by the fast path")
                 found.append(quick if is_fast else run(collective, tensors[3], op, root))
                 for path, each in zip(("through Python", "asynchronous", "repeated"), found, strict=True):
                     if result is not None:
@@ -186,7 +194,10 @@ def test_ranks_of_both_paths_meet(agree, placement, collective):
     if not has_fast_path():
         pytest.skip("no fast path here")
     op = "sum" if SPECS[collective].reduces else None
-    for root, numel in ((0, 5), (SIZE - 1, 5001 if op else 2001)):  # 5001 are relayed between three hosts and more
+    numels = (5, 5001 if op else 2001)  # 5001 are relayed between three hosts and more
+    for root, numel in zip((0, SIZE - 1, 0), (*numels, 200_000 // SIZE), strict=True):
+        if numel > numels[1] and not has_long_calls(collective, placement):
+            continue
         given = inputs(collective, numel, torch.float32)
         result = expected(collective, given, op, root, placement)
         cached(collective, given, op, root, placement)
@@ -228,7 +239,7 @@ LENGTHS: dict[str, Lengths] = {
     "equal and long": lambda sender, receiver: 200_000,
     "equal at one rank": lambda sender, receiver: 3 if 0 in (sender, receiver) else sender + receiver,
     "longer than a message": lambda sender, receiver: (
-        40_000 if (sender, receiver) == (0, SIZE - 1) else 5 + sender + receiver
+        300_000 if (sender, receiver) == (0, SIZE - 1) else 5 + sender + receiver
     ),
 }
 """The elements of the part that a rank sends to another one."""
@@ -293,7 +304,7 @@ def test_parts_of_other_sizes_than_expected_are_an_error_on_all_ranks(agree, pla
         agree.equal(mpi.allreduce(1), SIZE, "the next call")
 
 
-SHAPES = ((5,), (2 * SIZE + 1, 3), (700, 2), (600_000,), (1, 0), (2,) + (1,) * 14)
+SHAPES = ((5,), (2 * SIZE + 1, 3), (700, 2), (600_000 * SIZE,), (1, 0), (2,) + (1,) * 14)
 """Of a scatter: frames have room for the values of some; the part of a rank is longer than a message, or empty."""
 
 
@@ -331,7 +342,8 @@ CALLS: tuple[Call, ...] = (
     ("broadcast", 6, "", 0), ("broadcast", 6, "", 1), ("broadcast", 300_000, "", 0), ("reduce", 6, "sum", 0),
     ("reduce", 6, "sum", 1), ("reduce", 6, "max", 0), ("allreduce", 6, "sum", 0), ("allgather", 6, "", 0),
     ("gather", 6, "", 0), ("gather", 6, "", 1), ("reduce_scatter", 6, "sum", 0), ("alltoall", 6, "", 0),
-    ("reduce_scatter", 300_000, "sum", 0), ("barrier", 0, "", 0),
+    ("reduce_scatter", 50_000, "sum", 0), ("allgather", 50_000, "", 0), ("alltoall", 50_000, "", 0),
+    ("barrier", 0, "", 0),
 )  # fmt: skip
 
 
@@ -394,7 +406,8 @@ def test_both_paths_leave_the_same_records(agree, placement):
     groups = [group for group in (world, world.intra_host) if group is not None]
     for collective in COLLECTIVES:
         op = "sum" if SPECS[collective].reduces else None
-        given, seen = inputs(collective, 5, torch.float32), []
+        numel = 200_000 // SIZE if has_long_calls(collective, placement) else 5
+        given, seen = inputs(collective, numel, torch.float32), []
         result = expected(collective, given, op, SIZE - 1, placement)
         cached(collective, given, op, SIZE - 1, placement)
         for is_fast in (True, False):

@@ -30,6 +30,8 @@ Settle = Callable[[Any, Any], Any]
 # Longer than a message takes: on a core that another program wants, a rank that yields waits for the next turn. But not
 # much longer: ranks of other hosts may share its cores, as virtual hosts do, and would wait as long.
 _EAGER_NANOSECONDS = 100_000
+MOST_LONG_BYTES = 4 << 20
+"""The size of the longest tensors that are divided among the ranks in one piece, as they are sent."""
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
@@ -74,7 +76,7 @@ class CallComparison:
         self.most_carried = most_carried(size, in_steps=self.in_steps)
         self.scratch = np.empty(max(self.most_carried, most_together(size)), np.uint8)
         self.rows_memory = np.empty((2, most_together(size)), np.uint8)
-        self._number = CallNumber()
+        self._number = CallNumber()  # in place of the shape in the steps of the current call
         self._waiting = self.runner(None)
         self.wait = _Wait(group, self.intra)
         group.attachments.append(self.wait)
@@ -92,7 +94,12 @@ class CallComparison:
         return bind(backend, group, collective, dtype, op), ((None, backend.name),)
 
     @cached_property
-    def _compiled(self) -> CompiledSteps | None:
+    def long_memory(self) -> np.ndarray:
+        """Memory of this rank for what long calls send and receive; its pages are used when they are first written."""
+        return np.empty(3 * MOST_LONG_BYTES + 256 * len(self.split.groups), np.uint8)
+
+    @cached_property
+    def compiled(self) -> CompiledSteps | None:
         """The comparison in machine code; None if that is not possible."""
         intra = self.intra
         step = None if intra is None else self._waiting.cached_call(intra, "barrier", None, 0)
@@ -112,11 +119,19 @@ class CallComparison:
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""
         self.wait.check()
-        compiled = self._compiled
+        compiled = self.compiled
         if compiled is None:
             return self.run(number, self._wait, lambda exchange, number: exchange.agree(number), self._wait)
         status = compiled.run(number)
-        return status == 0 or self.finish(number, compiled, status, self._wait, NumberExchange.agree, self._wait)
+        return status == 0 or self.finish_comparison(number, compiled, status)
+
+    def finish_comparison(self, number: int, compiled: CompiledSteps, status: int) -> bool:
+        """Run the rest of a comparison alone from the step that has failed, and return what `agree` would."""
+        return self.finish(number, compiled, status, self._wait, NumberExchange.agree, self._wait)
+
+    def set_number(self, number: int) -> None:
+        """Let the ranks of a host compare this number in the following steps."""
+        self._number = CallNumber((number,))
 
     def finish(
         self,
@@ -164,7 +179,7 @@ class CallComparison:
         return is_equal
 
     def _step(self, number: int, step: Callable[[], object]) -> bool:
-        self._number = CallNumber((number,))
+        self.set_number(number)
         try:
             step()
         except MismatchError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation, on_rows
 from .call_comparison import CallComparison, CompiledSteps, Settle
+from .long_calls import LongCall
 from .mpi_messages import (
     NONBLOCKING,
     PARTS_TAG,
@@ -63,14 +64,14 @@ def with_comparison(
     dtype: torch.dtype | None,
     op: str | None,
     longer: Run,
+    message_bytes: int,
     *,
     by_host: bool = False,
-    message_bytes: int = 0,
 ) -> Operation:
     """Return a collective that sends short values with the comparison, if the group compares so; others are `longer`.
 
-    `by_host`: a reduction adds within the hosts first, where several ranks share one. `message_bytes`: the longest
-    message of a part of an exchange.
+    `message_bytes`: the longest message of values that are not short. `by_host`: a reduction adds within the hosts
+    first, where several ranks share one.
     """
     comparison, spec = group.comparison, SPECS[collective]
     if spec.kind not in _KINDS or not isinstance(comparison, CallComparison):
@@ -114,7 +115,7 @@ class ComparedCall:
     ) -> None:
         """Prepare the calls of a group.
 
-        `message_bytes`: the longest message of a part; `code`, `mark`: of the calls whose frames are sent.
+        `message_bytes`: the longest message of values; 0 for calls that send frames, which have this `code` and `mark`.
         """
         self.group, self.comparison, self.longer, self.op, self.mark = group, comparison, longer, op, mark
         self.takes_part = SPECS[collective].only_root_passes
@@ -151,6 +152,7 @@ class ComparedCall:
         self.block_units = self.most_ranks ** (rows + parts)
         self.passed_units = group.size**rows * len(member.intra) ** parts
         self._made = cache(lambda root: self.kernel_call(root, None))
+        self.long_calls = LongCall.of(self, message_bytes)
         self.frames: _Frames | None = None
         """How calls are made whose ranks do not know all lengths."""
         if self.takes_part:
@@ -176,10 +178,26 @@ class ComparedCall:
         if self.frames is not None and self._sends_frames(source, destination):
             return self.frames.run(source, destination, root)
         call = self.call(source, destination, root)
-        if self.spec.tensors and not 0 < call.blocks.together <= self.most_bytes:
+        if self.is_long(call):
+            assert self.long_calls is not None
+            made = self._made(call.root) if fast_path.takes_calls() else None
+            is_equal = self.long_calls.run(call) if made is None else made.run_long(call)
+        elif self.spec.tensors and not self.is_carried(call):
             self._compare_long(source)
             return self.longer(source, destination, root)
-        return self._result(call, self.perform(call), source, destination)
+        else:
+            is_equal = self.perform(call)
+        return self._result(call, is_equal, source, destination)
+
+    def is_carried(self, call: _Call) -> bool:
+        """Return whether the values of a call are sent with the comparison."""
+        return 0 < call.blocks.together <= self.most_bytes
+
+    def is_long(self, call: _Call) -> bool:
+        """Return whether the values of a call are sent in one message to each other host."""
+        source = call.source
+        has_messages = self.long_calls is not None and source is not None and self.long_calls.takes(source)
+        return has_messages and not self.is_carried(call)
 
     def perform(self, call: _Call) -> bool:
         """Run a call, in machine code if possible; return whether all ranks make it."""
@@ -245,7 +263,11 @@ class ComparedCall:
         if made.frames is not None and self.frames is not None and self._sends_frames(source, destination):
             return self.frames.finish(made.frames.compiled, status, source, destination, root)
         call = self.call(source, destination, root)
-        is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
+        if self.is_long(call):
+            assert self.long_calls is not None
+            is_equal = self.long_calls.finish(call, status, compiled.record, made.settle_step)
+        else:
+            is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
         return self._result(call, is_equal, source, destination)
 
     def _result(self, call: _Call, is_equal: bool, source: Any, destination: Any) -> Any:
@@ -519,7 +541,8 @@ class _Frames(ABC):
         """Complete the record of a call in machine code; return that of the frames, None if there is none."""
         made = self._frames.kernel_call(root, None)
         if made is not None:
-            made.complete(call, self._frame_bytes, self._message_bytes)
+            made.send_parts_of(call, self._message_bytes)
+            call.hosts.write(frames=made.record, frame_bytes=self._frame_bytes)
         return made
 
 
@@ -668,7 +691,7 @@ class _KernelCall:
             received_memory=plan.comparison.rows_memory[1].ctypes.data,
         )
         self._ranks_of_group = records.GroupRecord.new().write(rank=group.rank, size=group.size)
-        self._call = records.KernelCall.new().write(
+        self.record = records.KernelCall.new().write(
             group=self._ranks_of_group,
             item_bytes=plan.dtype.itemsize,
             reducer=0 if plan.op is None else reduction.address(plan.sent_dtype, plan.op),
@@ -677,10 +700,36 @@ class _KernelCall:
             dtype=dtypes.info(plan.dtype).code,
             hosts=self.compiled.record,
         )
-        self.frames = None if plan.frames is None else plan.frames.kernel_call(self._call, root)
+        self.frames = None if plan.frames is None else plan.frames.kernel_call(self.record, root)
+        self.settle_step: Callable[[int, Any, Any], Any] | None = None
+        if plan.long_calls is not None:
+            self._run_long = kernels.load()["call_long_over_hosts"]
+            self._add_long_calls(plan.long_calls, most_bytes)
 
-    def complete(self, call: records.KernelCall, frame_bytes: int, message_bytes: int) -> None:
-        """Write to the record of a call how parts of any length are sent, of which this one sends the frames."""
+    def _add_long_calls(self, long_calls: LongCall, most_bytes: int) -> None:
+        """Write to the record how values are sent that are too long for the comparison, if they can be."""
+        plan, comparison, record = self._plan, self._plan.comparison, self.compiled.record
+        intra = comparison.intra
+        if long_calls.step is not None:
+            assert intra is not None
+            tensor = torch.empty(0, dtype=plan.sent_dtype if plan.spec.reduces else torch.uint8)
+            step = plan.runner.cached_call(intra, long_calls.step, tensor, 0)
+            if step is None:
+                return
+            kind = records.STEPS.index("gather" if plan.spec.name == "allgather" else long_calls.step)
+            record.step.write(kind=kind, call=step.record, code=step.code, signed_code=step.signed_code)
+            self.settle_step = step.settle
+        assert comparison.compiled is not None
+        self.send_parts_of(self.record, long_calls.message_bytes)
+        record.write(
+            comparison=comparison.compiled.record,
+            most_long=long_calls.most_bytes,
+            memory=comparison.long_memory.ctypes.data,
+            algorithm=long_calls.algorithm,
+        )
+
+    def send_parts_of(self, call: records.KernelCall, message_bytes: int) -> None:
+        """Write to the record of a call how parts are sent in messages of their own."""
         group, comparison = self._group, self._plan.comparison
         MPI, size = group.context.MPI, group.size
         self._transfers = np.zeros((size, records.Transfer.FIELDS), np.int64)
@@ -694,24 +743,37 @@ class _KernelCall:
             requests=self._requests.ctypes.data,
         )
         call.write(transfers=self._transfers.ctypes.data)
-        call.hosts.write(frames=self._call, frame_bytes=frame_bytes, parts=self._messages)
+        call.hosts.write(parts=self._messages)
 
     def run(self, call: _Call) -> bool:
         """Run a call that Python has entered; return whether all ranks make it."""
-        comparison, source, target, call_log = self._plan.comparison, call.source, call.target, self._group.call_log
-        comparison.wait.check()
+        comparison = self._plan.comparison
+        steps = call.before, call.between, call.after
+        finish = lambda status: comparison.finish(call.number, self.compiled, status, *steps)  # noqa: E731
+        return self._run_kernel(self._run, call, call.number, finish)
+
+    def run_long(self, call: _Call) -> bool:
+        """Run a call whose values are sent in one message to each other host; return whether all ranks make it."""
+        long_calls = self._plan.long_calls
+        assert long_calls is not None and call.source is not None
+        finish = lambda status: long_calls.finish(call, status, self.compiled.record, self.settle_step)  # noqa: E731
+        return self._run_kernel(self._run_long, call, long_calls.number(call.source), finish)
+
+    def _run_kernel(self, kernel: Callable[..., int], call: _Call, number: int, finish: Callable[[int], bool]) -> bool:
+        source, target, call_log = call.source, call.target, self._group.call_log
+        self._plan.comparison.wait.check()
         num_bytes, row_bytes = 0, 0
         if source is not None:
             num_bytes, row_bytes = source.nbytes, rows_of(source)[1] * source.itemsize
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (source, target)]
-        arguments = call_log.seq, call.number, addresses[0], num_bytes, row_bytes, addresses[1]
+        arguments = call_log.seq, number, addresses[0], num_bytes, row_bytes, addresses[1]
         try:
-            status = self._run(int(self._call), *arguments)
+            status = kernel(int(self.record), *arguments)
             if status == 0:
                 call_log.time_field = CounterFields.known_ns
                 return True
             call_log.log_fields[LogFields.waited] = 0
-            return comparison.finish(call.number, self.compiled, status, call.before, call.between, call.after)
+            return finish(status)
         except BaseException:
             self.compiled.abort()
             raise
@@ -719,7 +781,7 @@ class _KernelCall:
     def cached_call(self) -> fast_path.CachedCall:
         """Return the call for the fast path."""
         call_log, run_lock = self._group.call_log, self._group.call_queue.run_lock
-        return fast_path.CachedCall(int(self._call), call_log, run_lock, self._code, 0, self._settle, self._abort)
+        return fast_path.CachedCall(int(self.record), call_log, run_lock, self._code, 0, self._settle, self._abort)
 
     def _settle(self, status: int, source: Any, destination: Any) -> Any:
         finish = partial(self._plan.finish, self, status, source, destination, self._root)

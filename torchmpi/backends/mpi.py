@@ -99,8 +99,7 @@ class MPIBackend(Backend):
             # The tensors of a CUDA-aware library may be on a device.
             if self.is_cuda_aware:
                 return Operation(longer)
-            message_bytes = self.config.message_bytes
-            return with_comparison(group, collective, dtype, op, longer, message_bytes=message_bytes)
+            return with_comparison(group, collective, dtype, op, longer, self.config.message_bytes)
         assert dtype is not None and op is not None
         reduction: RangeReduction
         if dtypes.may_use_mpi(dtype, op, group.size):

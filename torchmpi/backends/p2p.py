@@ -58,7 +58,7 @@ def prepare(config: Config, group: Group, collective: str, dtype: torch.dtype | 
         longer = range_reduction.operation(group, P2PReduction(group, dtype, op, config), collective).run
     else:
         longer = getattr(P2PMovement(group, config.message_bytes), collective)
-    return with_comparison(group, collective, dtype, op, longer)
+    return with_comparison(group, collective, dtype, op, longer, config.message_bytes)
 
 
 def chunk_bytes(size: int, most: int) -> int:

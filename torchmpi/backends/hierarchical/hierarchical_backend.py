@@ -33,7 +33,7 @@ class HierarchicalBackend(Backend):
     enqueues = False
 
     def __init__(self, config: Config, bind_step: BindStep) -> None:
-        self._chunk_bytes, self._bind_step = config.pipeline_bytes, bind_step
+        self._config, self._bind_step = config, bind_step
 
     @classmethod
     def make(cls, job: JobFacts) -> HierarchicalBackend:
@@ -58,4 +58,4 @@ class HierarchicalBackend(Backend):
         """Prepare a collective on a group."""
         from .host_collectives import prepare
 
-        return prepare(group, collective, dtype, op, self._bind_step, self._chunk_bytes)
+        return prepare(group, collective, dtype, op, self._bind_step, self._config)

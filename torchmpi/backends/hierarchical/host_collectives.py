@@ -18,6 +18,7 @@ from ...communicators import algorithms, splits
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...communicators.plan import Run
+from ...config import Config
 from ...shared_memory.memory_layout import LogFields
 from ...tensors import buffers, partition
 from ..base import Operation
@@ -33,11 +34,11 @@ _SHORT_BYTES = 16 << 10
 
 
 def prepare(
-    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, bind_step: BindStep, chunk_bytes: int
+    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, bind_step: BindStep, config: Config
 ) -> Operation:
     """Prepare a collective over the hosts of a group."""
-    longer = _of_long_tensors(group, collective, dtype, op, StepRunner(op, bind_step), chunk_bytes)
-    return with_comparison(group, collective, dtype, op, longer, by_host=True)
+    longer = _of_long_tensors(group, collective, dtype, op, StepRunner(op, bind_step), config.pipeline_bytes)
+    return with_comparison(group, collective, dtype, op, longer, config.message_bytes, by_host=True)
 
 
 def _of_long_tensors(
@@ -104,9 +105,8 @@ def _note_algorithm(group: Group) -> None:
 class HostAllgather:
     """Allgather over hosts; no byte is sent to a host twice.
 
-    On a grid: inter allgather, intra allgather. On a tree: intra gather, inter allgather, intra broadcast. On a grid
-    whose ranks are placed host by host, rows of one length need no copy: inter allgather, and an intra allgather of the
-    rows of each host.
+    On a grid: inter allgather, intra allgather. On a tree: intra gather, inter allgather, intra broadcast. Rows of one
+    length on a grid whose ranks are placed host by host do not come here: see :mod:`torchmpi.backends.long_calls`.
     """
 
     def __init__(self, group: Group, runner: StepRunner) -> None:
@@ -114,8 +114,6 @@ class HostAllgather:
         hosts = group.placement.groups
         self.order = [rank for ranks in (zip(*hosts, strict=True) if group.is_grid else hosts) for rank in ranks]
         """The order in which the rows of the ranks are gathered."""
-        self.column = ChunkBuffers(torch.uint8)
-        self.is_by_host = group.is_grid and [rank for ranks in hosts for rank in ranks] == list(range(group.size))
 
     def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks, in rank order, on all ranks."""
@@ -124,9 +122,6 @@ class HostAllgather:
         destination = destination_for(source, sum(rows), destination)
         row_bytes = rows_of(source)[1] * source.element_size()
         result = buffers.byte_view(destination)
-        if self.is_by_host and row_bytes and len(set(rows)) == 1:
-            self._by_host(buffers.byte_view(source), result)
-            return destination
         in_order = self.order == sorted(self.order)
         gathered = result if in_order else torch.empty_like(result)
         if self.group.is_grid:
@@ -139,16 +134,6 @@ class HostAllgather:
             for rank, part in zip(self.order, parts, strict=True):
                 buffers.overwrite(targets[rank], part)
         return destination
-
-    def _by_host(self, own: torch.Tensor, result: torch.Tensor) -> None:
-        inter, intra = self.group.inter_host, _intra(self.group)
-        assert inter is not None
-        inter.even_seq = inter.call_log.seq + 1  # the rows of all ranks have one length
-        column = self.column.take(0, inter.size * own.numel())
-        self.runner.run(inter, "allgather", own, column)
-        parts = zip(column.chunk(inter.size), result.chunk(inter.size), strict=True)
-        for row, of_host in parts:
-            self.runner.run(intra, "allgather", row, of_host)
 
     def _over_grid(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
         assert self.group.inter_host is not None

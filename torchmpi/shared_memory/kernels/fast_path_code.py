@@ -45,7 +45,7 @@ from ..compiler.cpython import (
 from ..memory_layout import FIELD_BYTES, MAX_LOG_DIMS, MOST_COPIED_BYTES, PAYLOAD_BYTES, LockFields
 from ..typed_records import Array, Record, Word, Words
 from .access import group_of, part_at, set_receive, set_send
-from .host_calls import is_carried
+from .host_calls import is_carried, is_long
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
@@ -387,7 +387,7 @@ def stands_for_rows(path: FastPath, item, cached_call: CachedCallRecord, describ
 def enter_gathering(cached_call: CachedCallRecord, source: DLTensor, numel, target, arguments: Arguments):
     """Enter an allgather whose result has the address `target`; 0 if this rank gets no result."""
     num_bytes = numel * cached_call.call.item_bytes
-    if not is_carried(cached_call.call, num_bytes, 0):
+    if not is_carried(cached_call.call, num_bytes, 0) and not is_long(cached_call.call, num_bytes):
         return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_bytes
@@ -475,9 +475,12 @@ def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     num_rows, row_bytes = dim(source, 0), row_numel(source) * call.item_bytes
     if not fits(cached_call, source, target, own_length(group_of(call), num_rows, 1) * times, arguments):
         return NOT_FAST
-    has_equal_parts = num_rows % group_of(call).size == 0
-    if not is_carried(call, num_rows * row_bytes, row_bytes) and not (has_equal_parts and call.hosts.frames):
-        return NOT_FAST
+    if not is_carried(call, num_rows * row_bytes, row_bytes):
+        if call.hosts.frames:
+            if num_rows % group_of(call).size != 0:
+                return NOT_FAST
+        elif arguments.given_parts or arguments.received_parts or not is_long(call, num_rows * row_bytes):
+            return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_rows
     arguments.rest[2] = row_bytes

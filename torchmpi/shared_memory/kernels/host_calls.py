@@ -37,10 +37,12 @@ from .movement import (
 )
 from .records import (
     DESCRIPTION_BYTES,
+    LONG,
     MISMATCH,
     STEP_AFTER,
     STEP_BEFORE,
     STEP_BETWEEN,
+    STEP_OF_HOST,
     STEP_PARTS,
     STEPS,
     TIMEOUT,
@@ -55,7 +57,7 @@ from .records import (
 from .reduce_kernels import allreduce
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
-_BARRIER, _REDUCE, _GATHER, _BROADCAST = range(len(STEPS))
+_BARRIER, _REDUCE, _GATHER, _BROADCAST, _REDUCE_SCATTER = range(len(STEPS))
 # After so many polls a rank looks at the clock. It yields to other ranks when it has waited for `eager` of the record,
 # and sleeps between its polls when the message is late.
 _POLLS_PER_LOOK, _LATE_NANOSECONDS, _SLEEP_MICROSECONDS = 64, 20_000_000, 30
@@ -344,8 +346,11 @@ def exchange(call: KernelCall, number, num_bytes, row_bytes, unit_bytes, passed,
 
 
 @inner
-def run_step(hosts: Hosts, step: StepRecord, number, failing, source, num_bytes, target):
-    """Run a step within the host, and enter it into the call log of its ranks: return 0, or its status."""
+def run_step(hosts: Hosts, step: StepRecord, number, failing, source, num_bytes, row_bytes, target):
+    """Run a step within the host, and enter it into the call log of its ranks: return 0, or its status.
+
+    `row_bytes` belongs to rows that are divided.
+    """
     local = hosts.intra_log
     if not local:
         return 0
@@ -360,6 +365,8 @@ def run_step(hosts: Hosts, step: StepRecord, number, failing, source, num_bytes,
         status = allgather(call, seq, signature, source, num_bytes, target)
     elif kind == _BROADCAST:
         status = broadcast(call, seq, signature, source, num_bytes)
+    elif kind == _REDUCE_SCATTER:
+        status = reduce_scatter(call, seq, signature, source, num_bytes // row_bytes, row_bytes, target)
     else:
         status = barrier(call, seq, signature, 0, 0)
     if status != 0:
@@ -392,6 +399,16 @@ def is_carried(call: KernelCall, num_bytes, row_bytes):
     is_vector = hosts.divides == 0 and hosts.gathers == 0
     num_units = 1 if is_vector else hosts.block_units * hosts.num_hosts
     return unit_of(call, num_bytes, row_bytes) * num_units <= hosts.value_bytes
+
+
+@inner
+def is_long(call: KernelCall, num_bytes):
+    """Return whether a call over hosts is compared first, and then sends a message to a rank of each other host."""
+    if not call.hosts:
+        return False
+    if not call.hosts.comparison:
+        return False
+    return 0 < num_bytes <= call.hosts.most_long
 
 
 @inner
@@ -437,7 +454,7 @@ def call_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_bytes,
     elif hosts.copies:  # the tensor of a call that differs stays as it is
         copy(own, source, num_bytes)
     is_in_own = hosts.widen or hosts.copies or (is_broadcast and hosts.is_root == 0)
-    status = run_step(hosts, hosts.before, number, STEP_BEFORE, own if is_in_own else source, sent_bytes, own)
+    status = run_step(hosts, hosts.before, number, STEP_BEFORE, own if is_in_own else source, sent_bytes, 0, own)
     if status != 0:
         return status
     passed = own if divides else target if hosts.receives else hosts.scratch if hosts.is_home else 0
@@ -448,7 +465,7 @@ def call_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_bytes,
         if status != 0:
             hosts.failed_step = STEP_BETWEEN
             return status
-    status = run_step(hosts, hosts.after, number, STEP_AFTER, passed, passed_bytes, 0)
+    status = run_step(hosts, hosts.after, number, STEP_AFTER, passed, passed_bytes, 0, 0)
     if status != 0:
         return status
     if divides:
@@ -473,14 +490,14 @@ def compare_over_hosts(hosts: Hosts, seq, number):
 
     Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
-    status = run_step(hosts, hosts.before, number, STEP_BEFORE, 0, 0, 0)
+    status = run_step(hosts, hosts.before, number, STEP_BEFORE, 0, 0, 0, 0)
     if status == 0 and hosts.isend != 0:
         store_release(hosts.wait.polling, seq)
         status = gather(hosts, number, 0)
         store_release(hosts.wait.polling, 0)
         if status != 0:
             hosts.failed_step = STEP_BETWEEN
-    return status if status != 0 else run_step(hosts, hosts.after, number, STEP_AFTER, 0, 0, 0)
+    return status if status != 0 else run_step(hosts, hosts.after, number, STEP_AFTER, 0, 0, 0, 0)
 
 
 # --- parts of any length ----------------------------------------------------------------------------------------------
@@ -639,6 +656,151 @@ def set_even_parts(call: KernelCall, source, num_bytes, target):
     return 0
 
 
+# --- long calls: messages after the comparison ------------------------------------------------------------------------
+
+
+@inner
+def clear_transfers(call: KernelCall):
+    """Let the transfers of a call send and receive nothing."""
+    for other in range(group_of(call).size):
+        set_send(call.transfers, other, 0, 0)
+        set_receive(call.transfers, other, 0, 0)
+    return 0
+
+
+@inner
+def host_at(hosts: Hosts, index):
+    """Return the host whose turn it is: each begins with itself."""
+    return (hosts.own_host + index) % hosts.num_hosts
+
+
+@inner
+def room_of(num_bytes):
+    """Return the length of the memory for a block, so that the next one begins at a cache line."""
+    return (num_bytes + 63) // 64 * 64
+
+
+@inner
+def gather_long(call: KernelCall, seq, number, source, num_bytes, target):
+    """Send the rows to the rank in this place on each other host, which passes them on there; or to the root."""
+    hosts, group, transfers, most_ranks, root = (
+        call.hosts,
+        group_of(call),
+        call.transfers,
+        call.hosts.most_ranks,
+        call.root,
+    )
+    rank, place, parts = group.rank, hosts.place, call.received_parts
+    for other in range(group.size):
+        is_sent = other == root if root >= 0 else other % most_ranks == place
+        is_received = rank == root if root >= 0 else is_sent
+        row = part_at(parts, other, target + other * num_bytes)
+        if other != rank:
+            set_send(transfers, other, source, num_bytes if is_sent else 0)
+            set_receive(transfers, other, row, num_bytes if is_received else 0)
+        elif (root < 0 or rank == root) and row != source:
+            copy(row, source, num_bytes)
+    status = send_parts(call, seq)
+    for index in range(hosts.num_hosts if hosts.step.call and status == 0 else 0):
+        hosts.num_done, first, local = index, host_at(hosts, index) * most_ranks, hosts.step.call
+        own = part_at(parts, first + place, target + (first + place) * num_bytes)
+        local.received_parts = Words(parts + first * FIELD_BYTES if parts else 0)
+        status = run_step(hosts, hosts.step, number, STEP_OF_HOST, own, num_bytes, 0, target + first * num_bytes)
+        local.received_parts = Words(0)
+        if status != 0:
+            return status
+    return status
+
+
+@inner
+def exchange_long(call: KernelCall, seq, source, num_rows, row_bytes, target):
+    """Send each rank its rows."""
+    group, transfers = group_of(call), call.transfers
+    rank, size, own_bytes = group.rank, group.size, own_length(group, num_rows, row_bytes)
+    for other in range(size):
+        begin, length = rows_before(num_rows, size, other) * row_bytes, part_length(call, num_rows, row_bytes, other)
+        if other == rank:
+            copy(target + other * own_bytes, source + begin, own_bytes)
+        else:
+            set_send(transfers, other, source + begin, length)
+            set_receive(transfers, other, target + other * own_bytes, own_bytes)
+    return send_parts(call, seq)
+
+
+@inner
+def reduce_long(call: KernelCall, seq, number, source, num_rows, row_bytes, target):
+    """Send the rank in this place on each other host the sums of this host that are for it, and combine those of all.
+
+    The ranks of a host first reduce the rows for each host.
+    """
+    hosts, group, most_ranks, memory = call.hosts, group_of(call), call.hosts.most_ranks, call.hosts.memory
+    size, num_bytes = group.size, num_rows * row_bytes
+    if hosts.widen:
+        convert(hosts, hosts.widen, memory, source, num_bytes, call.item_bytes)
+        source, row_bytes = memory, as_sent(call, row_bytes)
+        memory += room_of(as_sent(call, num_bytes))
+    own_bytes = own_length(group, num_rows, row_bytes)
+    for index in range(hosts.num_hosts):
+        host = host_at(hosts, index)
+        first, peer = host * most_ranks, host * most_ranks + hosts.place
+        begin = rows_before(num_rows, size, first) * row_bytes
+        sums, length = source + begin, part_length(call, num_rows, row_bytes, peer)
+        if hosts.step.call:
+            sums = memory
+            memory += room_of(length)
+            hosts.num_done = index
+            end = rows_before(num_rows, size, first + most_ranks) * row_bytes
+            status = run_step(hosts, hosts.step, number, STEP_OF_HOST, source + begin, end - begin, row_bytes, sums)
+            if status != 0:
+                return status
+        hosts.operands[host] = sums
+        if index != 0:
+            hosts.operands[host] = memory
+            set_send(call.transfers, peer, sums, length)
+            set_receive(call.transfers, peer, memory, own_bytes)
+            memory += room_of(own_bytes)
+    status = send_parts(call, seq)
+    if status != 0:
+        return status
+    total = hosts.operands[hosts.own_host] if hosts.finish else target
+    combine(hosts, call.reducer, total, own_bytes)
+    return convert(hosts, hosts.finish, target, total, own_bytes, hosts.sent_item_bytes) if hosts.finish else 0
+
+
+@kernel
+def call_long_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_bytes, target):
+    """Compare a call, and then move its values: `LongCall` of torchmpi.backends.
+
+    Returns 0, the status of `compare_over_hosts`, TIMEOUT, the error of MPI, or the status of the step for a host. The
+    record of the comparison has the step that has failed.
+    """
+    hosts, begin, comparison, log = call.hosts, now(), call.hosts.comparison, call.hosts.call_log
+    log.waited = -begin
+    log.algorithm = hosts.algorithm
+    status = compare_over_hosts(comparison, seq, number)
+    if status != 0:
+        return status
+    waited = now() - begin
+    comparison.failed_step, hosts.failed_step = STEP_PARTS, STEP_PARTS
+    clear_transfers(call)
+    if hosts.reduces:
+        status = reduce_long(call, seq, number, source, num_bytes // row_bytes, row_bytes, target)
+    elif hosts.divides:
+        status = exchange_long(call, seq, source, num_bytes // row_bytes, row_bytes, target)
+    else:
+        status = gather_long(call, seq, number, source, num_bytes, target)
+    if status == 0:
+        log.waited = waited
+    return status
+
+
+@inner
+def long_over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, target):
+    """Run a long call; `signature` is the hash of its shape."""
+    number = call_number(seq, record_of(call.hosts.call_log, seq).code, signature) ^ num_bytes ^ LONG
+    return call_long_over_hosts(call, seq, number, source, num_bytes, row_bytes, target)
+
+
 # --- kernels of the fast path: within a host or over hosts ------------------------------------------------------------
 
 
@@ -669,6 +831,8 @@ def any_broadcast(call: KernelCall, seq, signature, address, num_bytes):
 @kernel
 def any_allgather(call: KernelCall, seq, signature, source, num_bytes, target):
     """Concatenate the bytes of all ranks, on all of them or on the root."""
+    if call.hosts and not is_carried(call, num_bytes, 0):
+        return long_over_hosts(call, seq, signature, source, num_bytes, 0, target)
     if call.hosts:
         return over_hosts(call, seq, signature, source, num_bytes, 0, target)
     return allgather(call, seq, signature, source, num_bytes, target)
@@ -677,6 +841,8 @@ def any_allgather(call: KernelCall, seq, signature, source, num_bytes, target):
 @kernel
 def any_reduce_scatter(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
     """Reduce the rows of all ranks, and give each rank its part."""
+    if call.hosts and not is_carried(call, num_rows * row_bytes, row_bytes):
+        return long_over_hosts(call, seq, signature, source, num_rows * row_bytes, row_bytes, target)
     if call.hosts:
         return over_hosts(call, seq, signature, source, num_rows * row_bytes, row_bytes, target)
     return reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target)
@@ -685,7 +851,9 @@ def any_reduce_scatter(call: KernelCall, seq, signature, source, num_rows, row_b
 @kernel
 def any_alltoall(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
     """Send each rank its rows."""
-    if call.hosts and not is_carried(call, num_rows * row_bytes, row_bytes):  # of an exchange
+    if call.hosts and not is_carried(call, num_rows * row_bytes, row_bytes):
+        if not call.hosts.frames:
+            return long_over_hosts(call, seq, signature, source, num_rows * row_bytes, row_bytes, target)
         set_even_parts(call, source, num_rows * row_bytes, target)
         return exchange_over_hosts(call, seq, signature)
     if call.hosts:

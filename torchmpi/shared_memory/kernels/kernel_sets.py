@@ -91,6 +91,7 @@ COLLECTIVES = KernelSet(
             "any_alltoall",
             "compare_over_hosts",
             "call_over_hosts",
+            "call_long_over_hosts",
             "read_ticks",
             "announce",
         ),

@@ -6,7 +6,7 @@ The memory that the ranks share is described in :mod:`torchmpi.shared_memory.mem
 
 from __future__ import annotations
 
-from ..memory_layout import FIELD_BYTES, Block, ChannelFields, LockFields, LogFields, MessageRing
+from ..memory_layout import CALL_NUMBER_BITS, FIELD_BYTES, Block, ChannelFields, LockFields, LogFields, MessageRing
 from ..typed_records import Array, Atomic, Embedded, Pointer, Record, Word, Words
 
 # --- Records that groups and calls refer to ----------------------------------------------------------------
@@ -183,8 +183,8 @@ class TensorMessage(Record):
 DESCRIPTION_BYTES = 16 * FIELD_BYTES
 """The room for a description in a message between hosts."""
 
-STEPS = ("barrier", "reduce", "gather", "broadcast")
-"""The steps within a host, by number."""
+STEPS = ("barrier", "reduce", "gather", "broadcast", "reduce_scatter")
+"""The steps within a host, by number; an allgather is a gather without a root."""
 
 
 class StepRecord(Record):
@@ -506,9 +506,25 @@ class Hosts(Record):
     requests = Pointer(Words)
     """Of such a record memory for two requests of MPI for each rank."""
 
+    # A call that is compared first, and whose values follow in messages.
+    comparison: Pointer[Hosts] = Pointer("Hosts")
+    """The comparison alone; 0 if there are no such calls."""
+    most_long = Word()
+    """Length of the longest tensor of such a call."""
+    step = Embedded(StepRecord)
+    """The step within the host for each host; its call is 0 if this rank is alone."""
+    num_done = Word()
+    """The number of those steps that have ended."""
+    memory = Word()
+    """Address of the memory for what is sent and received."""
+    algorithm = Word()
+    """The algorithm that the call log stores."""
 
-STEP_BEFORE, STEP_BETWEEN, STEP_AFTER, STEP_PARTS = range(4)
-"""The last one: parts in messages of their own."""
+
+LONG = 1 << CALL_NUMBER_BITS - 3
+"""Added to the number of such a call, and to that its length."""
+STEP_BEFORE, STEP_BETWEEN, STEP_AFTER, STEP_PARTS, STEP_OF_HOST = range(5)
+"""The last two: parts in messages of their own, and the step within the host for one of the hosts."""
 
 
 class KernelCall(Record):
