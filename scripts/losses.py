@@ -129,7 +129,8 @@ def launching(way: list[str], num_ranks: int, num_spares: int, hosts_of: str) ->
 
 def run(cell: Cell, limit_seconds: float) -> Outcome:
     """Run one job."""
-    num_ranks, num_spares = 2 + cell.num_victims, cell.num_victims if cell.way == "spares" else 0
+    # After a call of MPI_Abort, mpirun itself ends two others, but not three.
+    num_ranks, num_spares = 4 if cell.ends else 2 + cell.num_victims, cell.num_victims if cell.way == "spares" else 0
     shared = str(STATE) if cell.on_hosts else None
     with tempfile.TemporaryDirectory(prefix="losses-", dir=shared) as folder:
         hosts_of = folder if cell.on_hosts else ""

@@ -280,6 +280,18 @@ def test_without_recover_the_error_ends_the_job(survive):
     assert result.seconds < 60, result.output
 
 
+@pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
+@pytest.mark.parametrize(("code", "status"), [
+    ("if FIRST == 1: os._exit(5)\nmpi.barrier()", 5),
+    ("mpi.stop()\nif FIRST == 1: raise MemoryError()", 1),
+])  # fmt: skip
+def test_a_rank_that_fails_ends_three_others(survive, code, status):
+    """Regression: mpirun lets more than two others live after MPI_Abort: they waited, also for the end of all."""
+    result = survive(4, code)
+    assert result.returncode == status, result.output
+    assert result.seconds < 60, result.output
+
+
 def test_a_rank_that_hangs_is_named_and_the_job_ends(survive):
     code = """
         mpi.barrier()

@@ -36,7 +36,9 @@ _SPARE_SECONDS = 600.0
 _LEAVE_SECONDS = 10.0
 """How long ranks wait for each other at their end, after a loss: for an agreement, and for the last messages."""
 _NUM_QUESTIONS = 3
-_VIEWS_TAG, _RELEASE_TAG = 1, 2
+_VIEWS_TAG, _RELEASE_TAG, _END_TAG = 1, 2, 3
+_TELLING_SECONDS = 0.2
+"""How long a rank that ends the job lets its messages leave before, and others wait for its status."""
 _SWITCH = "OMPI_MCA_mpi_ft_enable"
 _COLLECTIVES = "OMPI_MCA_coll"
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
@@ -176,8 +178,8 @@ class _Communicators:
                         comm.Revoke()
 
 
-def _tracked(MPI: Any, known: _Communicators) -> Callable[[Any], Any]:
-    """Return a class of communicators that are `known`, as are those that are made of them."""
+def _tracked(MPI: Any, known: _Communicators, end: Callable[[int], None]) -> Callable[[Any], Any]:
+    """Return a class of communicators that are `known`, as are those that are made of them; `end` ends the job."""
 
     class Tracked(MPI.Intracomm):  # type: ignore[misc]
         """A communicator whose calls a loss ends."""
@@ -196,7 +198,7 @@ def _tracked(MPI: Any, known: _Communicators) -> Callable[[Any], Any]:
 
         def Abort(self, errorcode: int = 0) -> None:
             """End all ranks, also spare ones. Does not return."""
-            MPI.COMM_WORLD.Abort(errorcode)
+            end(errorcode)
 
         def Free(self) -> None:
             known.discard(self)
@@ -220,7 +222,7 @@ class FaultTolerantMPI(Continuing):
         self.__dict__.update({name: value for name, value in vars(MPI).items() if not name.startswith("_")})
         self._library = MPI
         self._known = _Communicators()
-        self._tracked = _tracked(MPI, self._known)
+        self._tracked = _tracked(MPI, self._known, self._end)
         self._is_prepared = False
         self._lock = threading.RLock()
         """Held by the thread that looks for lost ranks."""
@@ -263,6 +265,7 @@ class FaultTolerantMPI(Continuing):
             world = self._library.COMM_WORLD
             spares = int(os.environ.get(SPARES_VARIABLE) or 0)
             self._first = world.Dup()  # of all ranks, never revoked: messages between the remaining ones arrive
+            self._ending = world.Dup()  # revoked by a rank that ends the job, since that is seen at little cost
             self._hosts = self._first.allgather(socket.gethostname())
             self._everyone = self._first.Get_group()
             self.survivors = Survivors(self._first.rank, self._hosts)
@@ -348,7 +351,12 @@ class FaultTolerantMPI(Continuing):
         """Return whether no rank has been lost, as far as any rank knows; `is_whole`: as far as this one knows."""
         with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
             if is_whole:
-                return bool(self.COMM_WORLD.Agree(1))
+                answer = array("i", [1])
+                request = self.COMM_WORLD.Iagree(answer)
+                while not request.Test():
+                    self._end_if_told()  # the thread has ended
+                    time.sleep(_FAILING_SECONDS)
+                return bool(answer[0])
             request = self.COMM_WORLD.Iagree(array("i", [0]))
             if not _holds_in_time(request.Test):
                 logger.warning(
@@ -392,7 +400,36 @@ class FaultTolerantMPI(Continuing):
 
         return end
 
-    # --- running: look for lost ranks
+    # --- running: look for lost ranks, and for one that ends the job
+
+    def _end(self, status: int) -> None:
+        """End all ranks with this status. Does not return.
+
+        Of four ranks and more, the launcher ends the others only if they call MPI_Abort too: so they are told.
+        """
+        with contextlib.suppress(self._library.Exception):
+            self._sent += [self._first.Isend(array("i", [status]), peer, _END_TAG) for peer in self._others()]
+            self._ending.Revoke()
+            limit = time.monotonic() + _TELLING_SECONDS
+            while time.monotonic() < limit:
+                self._library.COMM_SELF.Iprobe(0)
+                time.sleep(_FAILING_SECONDS)
+        self._library.COMM_WORLD.Abort(status)
+
+    def _end_if_told(self) -> None:
+        """End this rank if another one ends the job, with its status."""
+        if not self._ending.Is_revoked():
+            return
+        limit, status = time.monotonic() + _TELLING_SECONDS, array("i", [1])
+        while time.monotonic() < limit:
+            for peer in self._others():
+                with contextlib.suppress(self._library.Exception):  # lost
+                    if self._first.Iprobe(peer, _END_TAG):
+                        self._first.Recv(status, peer, _END_TAG)
+                        limit = 0.0
+            time.sleep(_FAILING_SECONDS)
+        self._library.COMM_WORLD.Abort(status[0])
+
 
     @property
     def loss(self) -> str:
@@ -418,6 +455,7 @@ class FaultTolerantMPI(Continuing):
         assert self.survivors is not None
         with self._lock:
             self._library.COMM_SELF.Iprobe(0)  # progress, without which Get_failed() learns nothing
+            self._end_if_told()
             for rank in self._failed():
                 self.survivors.note(rank, f"{self._named(rank)} is gone: its process has ended")
             if self._reason or (self.COMM_WORLD != self._library.COMM_NULL and self.COMM_WORLD.Is_revoked()):
