@@ -50,7 +50,7 @@ SERVER_MODULES = ("shard_passes", "server_rule_loops", "request_code")
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
 IMPORTING_NUMBA |= {f"shared_memory/compiler/{name}.py" for name in COMPILER_MODULES}
 IMPORTING_NUMBA |= {f"parameterserver/kernels/{name}.py" for name in SERVER_MODULES}
-IMPORTING_NUMBA |= {"nn/kernels/checksum_code.py"}
+IMPORTING_NUMBA |= {f"nn/kernels/{name}.py" for name in ("checksum_code", "row_product_code")}
 
 
 def module_files() -> list[Path]:

@@ -86,7 +86,7 @@ def test_models_divided_over_the_ranks(launch, tmp_path):
     found = {(row["workload"], row["contestant"]): row for row in rows}
     found.pop(("decoding", "one process, 2 threads"), None)  # if the ranks have two cores
     forms = {
-        "decoding": (["tensor_parallel"], ["DTensor"]),
+        "decoding": (["tensor_parallel", "its products"], ["DTensor"]),
         "experts": (["MixtureOfExperts", "its messages"], ["torch.distributed", "its messages"]),
         "training": (
             ["no communication", "averaged gradients", "DDP without communication", "tensor_parallel"],

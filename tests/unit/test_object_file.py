@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmpi.nn.kernels import CHECKSUM
+from torchmpi.nn.kernels import NN
 from torchmpi.parameterserver.kernels import SHARDING
 from torchmpi.shared_memory.compiler import native_code, object_file
 from torchmpi.shared_memory.compiler.llvm import Llvm
@@ -72,7 +72,7 @@ def test_both_loaders_agree():
 
 
 def test_every_kernel_is_loaded_without_llvm(monkeypatch):
-    sets = COLLECTIVES, SHARDING, CHECKSUM
+    sets = COLLECTIVES, SHARDING, NN
     for which in sets:
         load(which=which)
     reduction.address(torch.float16, "avg")

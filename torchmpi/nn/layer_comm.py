@@ -28,15 +28,16 @@ class LayerComm(Attachment):
         """Make the operations of a layer over `comm`; `layer` is its noun in messages."""
         self.comm = comm
         self._layer = layer
-        self._checked: set[bool] = set()
+        self.checked = {True, False} if comm.size == 1 else set()
+        """The modes, training or not, in which inputs need not be compared any more."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerComm:
         return self
 
     def check_same_input(self, input: Tensor, is_training: bool = True) -> None:
         """Raise on all ranks if their inputs differ, in the first call of each mode; later ones do not communicate."""
-        if is_training not in self._checked and self.comm.size > 1:
-            self._checked.add(is_training)
+        if is_training not in self.checked:
+            self.checked.add(is_training)
             self._compare(input)
 
     @torch.no_grad()

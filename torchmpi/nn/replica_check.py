@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,11 +15,10 @@ from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ReplicaError
 from ..session import runtime
-from ..shared_memory import kernels
 from ..tensors.buffers import byte_view
 from .agreement import check_same_layout
 from .join_state import refuse_inside_join
-from .kernels import CHECKSUM
+from .kernels import compiled
 from .replica import Net, Replica
 from .splitmix import FIRST, SECOND, STEP
 
@@ -211,7 +209,7 @@ def checksum(tensor: Tensor) -> int:
     """
     total = tensor.numel()
     words = _words(tensor)
-    if words.is_cpu and words.nbytes >= _LEAST_CODE_BYTES and (sum_words := _compiled()) is not None:
+    if words.is_cpu and words.nbytes >= _LEAST_CODE_BYTES and (sum_words := compiled("sum_words")) is not None:
         total += sum_words(words.data_ptr(), words.numel())
     else:
         for begin in range(0, words.numel(), _CHUNK_WORDS):
@@ -226,15 +224,6 @@ def _words(tensor: Tensor) -> Tensor:
     if missing or data.storage_offset() % 8:  # a view as int64 begins at a multiple of 8 bytes
         data = torch.cat([data, data.new_zeros(missing)])
     return data.view(torch.int64)
-
-
-@cache
-def _compiled() -> Callable[..., int] | None:
-    """Return the kernel that adds scrambled words; None without a compiler."""
-    try:
-        return kernels.load(which=CHECKSUM)["sum_words"]
-    except (ImportError, OSError, RuntimeError):  # no LLVM, or none for this processor
-        return None
 
 
 def _scrambled_sum(words: Tensor, begin: int) -> int:

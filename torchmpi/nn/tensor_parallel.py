@@ -21,6 +21,7 @@ from .functional import linear_map
 from .layer_comm import LayerComm
 from .replica import Attachment, Replica
 from .replica_check import check_with_allreduce, checksum
+from .row_product import linear
 from .sharding import set_sharded
 from .tensor_plan import Cut, Division, Kind, Plan, PlanName, TensorSplit, division_of_model, is_transposed
 
@@ -84,6 +85,7 @@ def tensor_parallel(
                 parameter.grad = None
                 set_sharded(parameter, comm=communicator, data_comm=data_comm)
         part = DividedPart(communicator, division.cuts, shared if division.split.kind == "columns" else None)
+        part.is_transposed = is_transposed(layer)
         layer.__class__ = _divided_class(division.split.kind, type(layer))  # type: ignore[arg-type]  # it is hashable
         setattr(layer, _PART, part)
         if division.cuts:
@@ -116,12 +118,15 @@ class DividedPart(Attachment):
         comm: The ranks over which the layer is divided.
         cuts: How its parameters are divided, by name.
         shared: Its input, if that is replicated: the layers of columns of a module have one together.
+        size: The number of ranks.
+        is_transposed: Whether its weight has shape (in, out).
     """
 
     def __init__(self, comm: Communicator, cuts: Mapping[str, Cut], shared: SharedInput | None) -> None:
         self.comm, self.cuts = comm, cuts
         self._layer_comm = LayerComm(comm, "a layer")
         self.shared = shared or SharedInput(comm, num_layers=1)
+        self.size, self.is_transposed = comm.size, False  # the communicator computes its size in every call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DividedPart:
         return self
@@ -132,7 +137,7 @@ class DividedPart(Attachment):
         The sum of entries of different texts is the same on all ranks, so that no later comparison would find it: for
         instance of tokens that ranks have drawn with different seeds.
         """
-        if self.comm.size == 1:
+        if self.size == 1:
             return
         values = tuple(tokens.flatten().tolist()) if tokens.numel() <= _SHORT else checksum(tokens)
         mine = hash((tuple(tokens.shape), values))
@@ -146,7 +151,7 @@ class DividedPart(Attachment):
 
     def add(self, partial: Tensor) -> Tensor:
         """Add the partial outputs of all ranks; the sum is replicated."""
-        if self.comm.size == 1:
+        if self.size == 1:
             return partial
         if partial.requires_grad:
             return linear_map(partial, self._layer_comm.reduce, self._layer_comm.replicate)
@@ -159,7 +164,7 @@ class DividedPart(Attachment):
 
     def gather(self, features: Tensor) -> Tensor:
         """Concatenate the output features of all ranks; the result is replicated."""
-        if self.comm.size == 1:
+        if self.size == 1:
             return features
         if not features.requires_grad:
             return self._layer_comm.gather(features)
@@ -206,19 +211,18 @@ class SharedInput(Attachment):
     """
 
     def __init__(self, comm: Communicator, num_layers: int = 0) -> None:
-        self.comm, self.num_layers = comm, num_layers
+        self.num_layers, self._is_alone = num_layers, comm.size == 1
         self._layer_comm = LayerComm(comm, "a layer")
+        self.checked = self._layer_comm.checked
         self._input: Tensor | None = None
         self._entered: Tensor | None = None
         self._num_left = 0
 
     def enter(self, input: Tensor, is_training: bool) -> Tensor:
         """Return a tensor that is used like `input`, with the sum of the gradients of all ranks."""
-        if self.comm.size == 1:
-            return input
         if input is not self._input:
             self._layer_comm.check_same_input(input, is_training)
-            if not (input.requires_grad and torch.is_grad_enabled()):
+            if self._is_alone or not (input.requires_grad and torch.is_grad_enabled()):
                 return input
             self._input, self._num_left = input, self.num_layers
             self._entered = linear_map(input, self._layer_comm.replicate, self._layer_comm.reduce)
@@ -243,9 +247,13 @@ class _Layer(Protocol):
 
 class _Columns:
     def forward(self: _Layer, input: Tensor) -> Tensor:
-        entered = self._torchmpi_part.shared.enter(input, self.training)
-        output: Tensor = super().forward(entered)  # type: ignore[misc]  # of the class of the layer
-        return output
+        part = self._torchmpi_part
+        if input.requires_grad or self.training not in part.shared.checked:
+            input = part.shared.enter(input, self.training)
+        if part.is_transposed:
+            output: Tensor = super().forward(input)  # type: ignore[misc]  # of the class of the layer
+            return output
+        return linear(input, self.weight, self.bias)
 
 
 class _Head(_Columns):
@@ -256,13 +264,14 @@ class _Head(_Columns):
 
 class _Rows:
     def forward(self: _Layer, input: Tensor) -> Tensor:
-        weight = self.weight.t() if is_transposed(self) else self.weight  # type: ignore[arg-type]
+        part = self._torchmpi_part
+        weight = self.weight.t() if part.is_transposed else self.weight
         if input.shape[-1] != weight.shape[1]:
             raise ArgumentError(
                 f"{rank_prefix()}a layer that is divided in rows has {weight.shape[1]} input features on this rank, "
                 f"but got {input.shape[-1]}. The plan must divide the layer that computes its input in columns."
             )
-        output = self._torchmpi_part.add(functional.linear(input, weight))
+        output = part.add(linear(input, weight))
         return output if self.bias is None else output + self.bias
 
 
@@ -289,7 +298,7 @@ class _Added:
     def forward(self: _Layer, input: Tensor) -> Tensor:
         parameters = self.__dict__["_parameters"]
         spread = self._torchmpi_part.spread
-        if torch.is_grad_enabled() and self._torchmpi_part.comm.size > 1:
+        if torch.is_grad_enabled() and self._torchmpi_part.size > 1:
             self.__dict__["_parameters"] = {
                 name: None if each is None else spread(each) for name, each in parameters.items()
             }

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _num_function_modes, num_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
@@ -45,6 +46,26 @@ def recorder() -> str:
         return "make_fx"
     active = (name for key, name in _RECORDERS.items() if torch._C._get_dispatch_mode(key) is not None)
     return next(active, "")
+
+
+def are_none() -> bool:
+    """Return whether functions of torch compute in this thread what they say, in the dtypes of their arguments.
+
+    >>> are_none()
+    True
+    >>> with torch.autocast("cpu"):
+    ...     are_none()
+    False
+    """
+    return not (
+        num_dispatch_modes()
+        or is_key_active(PRE_DISPATCH)
+        or _num_function_modes()
+        or get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled("cpu")
+        or forward_ad._current_level >= 0
+    )
 
 
 @cache

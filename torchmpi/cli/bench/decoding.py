@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ... import nn as mpinn
 from ...launch import affinity
+from ...nn.row_product import linear
 from .bench_job import BenchJob
 from .divided_work import ONE_PROCESS, ParallelContestant, held_bytes
 
@@ -140,11 +141,26 @@ def decoders(job: BenchJob, width: int, batch: int, groups: Mapping[str, Any]) -
         why_not = why_not or _difference(generation.first(), expected)
         found.append(ParallelContestant(name, generation.step, why_not=why_not, held_bytes=held_bytes(model)))
 
-    add("tensor_parallel", lambda model: mpinn.tensor_parallel(model, plan(width)))
+    divided = mpinn.tensor_parallel(copy.deepcopy(whole), plan(width))
+    add("tensor_parallel", lambda _: divided)
+    found.append(ParallelContestant("its products", _products(divided)))
     uneven = f"DTensor cannot divide {width // HEAD} heads over {job.size} ranks" if width // HEAD % job.size else None
     for name, group in groups.items():
         add(f"DTensor on {name}", partial(_by_torch, group=group), uneven)
     return found
+
+
+def _products(model: nn.Module) -> Callable[[], None]:
+    """Return a step that reads the weights as a token does, without communication and all else: the limit."""
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    rows = [torch.randn(1, weight.shape[1]) for weight in weights]
+
+    @torch.no_grad()
+    def step() -> None:
+        for row, weight in zip(rows, weights, strict=True):
+            linear(row, weight)
+
+    return step
 
 
 def _difference(found: tuple[list[int], Tensor], expected: tuple[list[int], Tensor]) -> str | None:

@@ -129,7 +129,7 @@ _LEGEND = (
     "ms: median over batches, of one step; spread: half the distance of the quartiles. x: how many times faster than",
     f"{ONE_PROCESS}, which has one thread, while the other ranks sleep. held: parameters, gradients and state of the",
     "optimizer between steps, on the rank that has most; sent: by the busiest rank in a step, if the calls of torchmpi",
-    "that were counted are rings. messages: the same without computing.",
+    "that were counted are rings. messages: the same without computing; products: the weights are multiplied only.",
 )
 
 
