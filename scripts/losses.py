@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Lose ranks in many ways, and check that the others continue with right results, or that the job ends.
 
-    python scripts/losses.py RESULTS [--ways openmpi,spares,without-mpi] [--hosts 1,2] [--only REGEX] [--runs 20]
+    python scripts/losses.py RESULTS [--ways openmpi,spares,respawns] [--hosts 1,2] [--only REGEX] [--runs 20]
     python scripts/losses.py RESULTS --table
 
-The ways are those of docs/recovery.md, and `spares` has a spare rank for each lost one; the Python of this script
-decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up (HOSTS_STATE).
+The ways are those of docs/recovery.md: `spares` has a spare rank for each lost one, and `respawns` starts a new one.
+The Python of this script decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up
+(HOSTS_STATE).
 
 Each run is a line of the file RESULTS. Started again, the script makes the runs that are missing, first those of the
 cells that have the fewest, so it can be ended at any time. The table has the number of runs that did as documented, of
@@ -36,13 +37,18 @@ from helpers import warm  # noqa: E402
 PROGRAM = ROOT / "scripts" / "loss_program.py"
 STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
 CONTINUE = ["--on-lost-rank", "continue"]
-WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": ["--without-mpi"]}
+WITHOUT_MPI, RESPAWNS = ["--without-mpi", *CONTINUE], {"respawns", "respawns-without-mpi"}
+WAYS = {
+    "openmpi": CONTINUE, "spares": CONTINUE, "respawns": CONTINUE, "without-mpi": WITHOUT_MPI,
+    "respawns-without-mpi": WITHOUT_MPI,
+}  # fmt: skip
 MOMENTS = (
     "start", "computing", "waiting in shared memory", "short allreduce", "long allreduce", "other collectives",
     "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop", "elastic DDP", "checkpoint",
+    "new rank",
 )  # fmt: skip
-LOOPS = ("start", "elastic loop", "elastic DDP", "checkpoint")
-"""The moments of programs that may have spare ranks."""
+LOOPS = ("start", "elastic loop", "elastic DDP", "checkpoint", "new rank")
+"""The moments of programs that may have spare ranks, or new ones, of which the first is lost too in the last."""
 SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("SIGSTOP", "exit", "raise")
 VICTIMS = ("1", "0", "1,2", "0,1", "1+2")
 
@@ -81,12 +87,14 @@ class Outcome(NamedTuple):
 def cells() -> Iterator[Cell]:
     """Return all cells that differ: of losses that end the job there is one for each moment and fault."""
     for way in WAYS:
-        for hosts in "12"[: 1 if way == "without-mpi" else 2]:
-            for moment in LOOPS if way == "spares" else MOMENTS:
+        for hosts in "12"[: 1 if "without-mpi" in way else 2]:
+            for moment in LOOPS if way == "spares" or way in RESPAWNS else MOMENTS:
                 for fault in (*SIGNALS, *ENDS):
                     for victims in VICTIMS:
                         cell = Cell(way, hosts, moment, fault, victims)
                         if moment == "recovery" and "," not in victims:
+                            continue
+                        if moment == "new rank" and (way not in RESPAWNS or fault not in SIGNALS):
                             continue
                         if cell.ends and victims != ("1,2" if moment == "recovery" else "1"):
                             continue
@@ -104,19 +112,21 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
         options = ["--bind-to none"]
         if cell.way == "spares":
             command += ["--spares", str(cell.num_victims)]
+        if cell.way in RESPAWNS:
+            command += ["--respawns", str(cell.num_victims + 1)]
         if cell.hosts == "2":
             options += [f"--prtemca plm_ssh_agent {STATE}/agent --mca btl_tcp_if_include eth0 -x PYTHONPATH"]
             options += [f"--prtemca prte_if_include {os.environ.get('HOSTS_NETWORK', '10.87.21')}.0/24"]
             command += ["--hosts", f"h0:{num_started // 2 + num_started % 2},h1:{num_started // 2}"]
             (Path(folder) / "ssh").symlink_to(STATE / "agent")  # torchmpi run asks the hosts whether they answer
             environment["PATH"] = f"{folder}:{environment['PATH']}"
-        if cell.way != "without-mpi":
+        if "without-mpi" not in cell.way:
             command += [f"--option={' '.join(options)}"]
         # A rank that is killed before it has started is found by its launcher, whose child a warm one is not.
         words = [sys.executable] if cell.moment == "start" else warm.command(address(cell.hosts, "$(uname -n)"))
         python = " ".join(words)
         command += ["--timeout", str(limit_seconds), "sh", "-c", f'exec {python} "$@"', "sh", str(PROGRAM)]
-        command += [cell.moment, cell.fault, cell.victims, folder]
+        command += [cell.moment, cell.fault, cell.victims, folder, str(num_ranks)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
     return judged(cell, num_started, done)
 
@@ -124,7 +134,7 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
 def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str]) -> Outcome:
     """Return whether a job did as documented."""
     output = done.stdout + done.stderr
-    found = re.findall(r"continued: first rank (\d) of now (\d), (\d) losses, ([\d.]+) s", done.stdout)
+    found = re.findall(r"continued: first rank (-?\d) of now (\d), (\d) losses, ([\d.]+) s", done.stdout)
     seconds = max((float(each[3]) for each in found), default=0.0)
     if "WRONG" in output:
         return Outcome("wrong", seconds, output)
@@ -133,8 +143,12 @@ def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str])
     if cell.ends:
         return Outcome("" if done.returncode > 0 and not found else "went on", seconds, output)
     left = sorted({*range(num_started)} - {int(text) for text in re.findall(r"\d", cell.victims)})
-    has_all = [(int(rank), int(size)) for rank, size, *_ in sorted(found)] == [(rank, len(left)) for rank in left]
-    return Outcome("" if has_all and done.returncode == 0 else f"status {done.returncode}", seconds, output)
+    if cell.way in RESPAWNS:
+        left = [-1] * cell.num_victims + left
+    has_all = sorted((int(rank), int(size)) for rank, size, *_ in found) == [(rank, len(left)) for rank in left]
+    # On several hosts, where a new rank was killed, mpirun's status is that of its signal.
+    has_status = done.returncode == 0 or (cell.moment == "new rank" and cell.hosts == "2" and done.returncode > 128)
+    return Outcome("" if has_all and has_status else f"status {done.returncode}", seconds, output)
 
 
 def address(hosts: str, name: str) -> str:

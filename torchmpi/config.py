@@ -39,7 +39,10 @@ _OnLostRank = Literal["end", "raise"]
 ReplicaCheck = Literal["raise", "warn", "mend"]
 
 # Variables with the same prefix that are not settings of a run.
-SET_BY_RUN = ("TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE", "TORCHMPI_SPARES")
+SET_BY_RUN = (
+    "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE", "TORCHMPI_SPARES", "TORCHMPI_RESPAWNS",
+    "TORCHMPI_RESPAWN_COMMAND", "TORCHMPI_NEWCOMER",
+)  # fmt: skip
 """Variables that ``torchmpi run`` sets for its ranks."""
 _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",

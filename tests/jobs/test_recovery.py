@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,10 @@ mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False))
 """
 
 
-WAYS = {"without MPI": ["--without-mpi"], "Open MPI": ["--on-lost-rank", "continue", "--option=--bind-to none"]}
+WAYS = {
+    "without MPI": ["--without-mpi", "--on-lost-rank", "continue"],
+    "Open MPI": ["--on-lost-rank", "continue", "--option=--bind-to none"],
+}
 """The ways to start ranks that survive the loss of one, with the options of `torchmpi run`."""
 
 
@@ -55,10 +59,10 @@ def survive(request, tmp_path, warm_python):
     if request.param == "Open MPI" and not is_open_mpi(launcher()):
         pytest.skip("only Open MPI has this")
 
-    def run(n: int, code: str, *arguments: object, start: str = START) -> Result:
+    def run(n: int, code: str, *arguments: object, start: str = START, options: Sequence[str] = ()) -> Result:
         script = tmp_path / "job.py"
         script.write_text(start + textwrap.dedent(code))
-        own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], "--timeout", "120"]
+        own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], *options, "--timeout", "120"]
         return launched(warm_python, own, script, arguments)
 
     return run
@@ -354,6 +358,50 @@ def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbe
         assert result.returncode == 0 and result.stderr.count("finalized False") == 2, result.output
         assert sorted(result.stdout.splitlines()) == expected, result.output
         assert result.stderr.count("a spare rank is now rank") == num_spares, result.output
+
+
+RESPAWN = """
+FIRST = "new" if "TORCHMPI_NEWCOMER" in os.environ else FIRST
+victims = sys.argv[1].split(",")
+data = torch.randint(-4, 5, (60, 12, 4), generator=torch.Generator().manual_seed(1)).double()
+network = nn.Linear(4, 1, bias=False).double()
+nn.init.zeros_(network.weight)
+optimizer = torch.optim.SGD(network.parameters(), lr=2.0**-10)
+full_size = int(sys.argv[2])
+
+@mpi.elastic(network=network, optimizer=optimizer, step=0, sizes=(), begun=0)
+def train(job):
+    job.sizes, job.begun = (*job.sizes, mpi.size()), job.step
+    kill = len(job.sizes) // 2 if mpi.size() == full_size else len(victims)
+    while len(job.sizes) < 2 * len(victims) or job.step < job.begun + 8:  # it ends soon after the last loss
+        if job.step >= job.begun + 6 and kill < len(victims) and mpi.rank() == int(victims[kill]):
+            die()
+        optimizer.zero_grad()
+        (mpi.size() * network(data[job.step % 60, mpi.rank() :: mpi.size()]).sum()).backward()
+        mpinn.synchronize_gradients(network)
+        optimizer.step()
+        job.step += 1
+        time.sleep(0.01)
+        if job.step % 4 == 0:
+            job.commit()
+    return job.step, job.sizes
+
+steps, sizes = train()
+expected = -(2.0**-10) * sum(data[step % 60].sum(0) for step in range(steps))  # exact in any order
+print(f"first rank {FIRST}: {sizes}, {torch.equal(network.weight[0], expected)}", flush=True)
+mpi.stop()
+"""
+
+
+def test_new_ranks_take_the_places_of_lost_ones_while_the_others_go_on(survive):
+    """Rank 0 is lost, the new rank, and a rank when the new one in its place is not needed any more."""
+    result = survive(3, RESPAWN, "0,2,1", 3, options=["--respawns", "3"], start=f"import torchmpi.nn as mpinn\n{START}")
+    assert result.returncode == 0, result.output
+    lines = [f"first rank {first}: (3, 2, 3, 2, 3, 2), True" for first in (1, "new")]
+    assert sorted(result.stdout.splitlines()) == lines, result.output
+    assert result.stderr.count("continuing on 3 ranks: a new rank is ready to join; a new rank is now rank 2") == 2, (
+        result.output
+    )
 
 
 HOROVOD = """

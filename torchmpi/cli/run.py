@@ -27,6 +27,8 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--min-ranks is for restarts: add --restarts N")
     if options.spares and (options.without_mpi or options.on_lost_rank != "continue" or options.ranks is None):
         options.refuse("--spares is for Open MPI, with --on-lost-rank continue and -n N, the number of the other ranks")
+    if options.respawns and options.on_lost_rank != "continue":
+        options.refuse("--respawns is for jobs that continue: add --on-lost-rank continue (Open MPI, or --without-mpi)")
     launcher.open_standard_streams()  # MPICH's mpirun does not start without
     if options.report is not None and not options.dry_run:
         from .top.run_report import RunReport  # with an HTTP server

@@ -157,9 +157,12 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             self._terminate()
             return TIME_LIMIT_STATUS
-        if status == 0 and self._running_file.exists():
+        state = self._running_file.read_text() if self._running_file.exists() else ""
+        if status == 0 and state == fault_tolerance.RUNNING:
             logger.error("torchmpi run: all ranks have been killed.")
             return _ALL_KILLED_STATUS
+        if status > 128 and state == fault_tolerance.ENDED:  # a new rank was killed, and the others have gone on
+            return 0
         return status if status >= 0 else 128 - status
 
     def _is_over(self) -> bool:

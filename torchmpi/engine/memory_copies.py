@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 
@@ -18,38 +19,47 @@ from .data_loading import Source, is_function, map_tensors, num_batches
 from .training_run import TrainingRun, redivided_batch
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A copy, and the number of ranks that had parts of the data then."""
+
+    content: Content
+    num_ranks: int
+
+
 class MemoryCopies:
     """The last copies of a run."""
 
     def __init__(self) -> None:
-        self._copies = NumberedCopies[Content]()
+        self._copies = NumberedCopies[_Copy]()
 
-    def take(self, run: TrainingRun) -> None:
+    def take(self, run: TrainingRun, num_ranks: int) -> None:
         """Copy the state of a run. All ranks do so at the same points."""
-        self._copies.add(_copied(run.content()))
+        self._copies.add(_Copy(_copied(run.content()), num_ranks))
 
     def last_common(
-        self, run: TrainingRun, num_lost: int, coordinator: Coordinator, *, is_newcomer: bool = False
+        self, run: TrainingRun, num_before: int, coordinator: Coordinator, *, is_newcomer: bool = False
     ) -> Saved:
         """Return the last copy that all remaining ranks have, for their present parts of the data. Collective.
 
-        A newcomer, which was a spare rank, gets it from the first of the others.
+        A newcomer, which was a spare rank or is a new one, gets it from the first of the others. `num_before` is the
+        number of ranks at the beginning, for a loss before the first copy.
         """
         if not (self._copies or is_newcomer):  # the rank was lost before the first copy, so nothing has changed yet
-            self.take(run)
+            self.take(run, num_before)
         kept = self._copies.agree(coordinator.gather, coordinator.broadcast, coordinator.rank)
-        assert kept is not None  # spare ranks alone do not continue
+        assert kept is not None  # newcomers alone do not continue
         if is_newcomer:
             fresh = run.content().own["rng"]  # with those of another rank, both would have the same dropout
-            kept.own.update({name: fresh for name in ("rng", "begin") if name in kept.own})
-        content = _copied(kept)
+            kept.content.own.update({name: fresh for name in ("rng", "begin") if name in kept.content.own})
+        content = _copied(kept.content)
         own = content.own
-        progress = {name: own[name] for name in ("batch", "num_batches")}
-        everyone = coordinator.gather(progress | {"num_lost": num_lost})
+        everyone = coordinator.gather(None if is_newcomer else {name: own[name] for name in ("batch", "num_batches")})
         if content.common["in_epoch"]:
-            # How far the lost ranks were is not known; they took part in every update. A newcomer has not counted them.
-            everyone += max(each["num_lost"] for each in everyone) * everyone[:1]
-            own["batch"] = redivided_batch(everyone, coordinator.size, num_batches(run.state.iterator))
+            # How far the lost ranks were is not known; they took part in every update.
+            known = [each for each in everyone if each is not None]
+            done = (known + kept.num_ranks * known[:1])[: kept.num_ranks]
+            own["batch"] = redivided_batch(done, coordinator.size, num_batches(run.state.iterator))
         own["iterator"] = None  # the position of an iterator over another part of the data
         return Saved(content.common, coordinator.size * [own], content.trees)
 
@@ -92,12 +102,12 @@ class Recovery:
             return
         # A call on a device that was aborted, because a rank is lost, has left undefined values in the parameters.
         streams.settle(next(run.state.network.parameters()))
-        recovery.confirm()
-        self._copies.take(run)
+        with recovery.copying():
+            self._copies.take(run, self._coordinator.size)
 
     @property
     def joins(self) -> bool:
-        """Whether this rank was a spare, and has not got the state of the others yet."""
+        """Whether this rank has taken the place of a lost one, and has not got the state of the others yet."""
         return recovery.is_newcomer()
 
     def return_to_copy(self, run: TrainingRun, error: TorchMPIError) -> Saved:
@@ -118,8 +128,7 @@ class Recovery:
             try:
                 recovery.begin_again()
                 run.divide_anew()
-                num_lost = num_before - coordinator.size
-                saved = self._copies.last_common(run, num_lost, coordinator, is_newcomer=self.joins)
+                saved = self._copies.last_common(run, num_before, coordinator, is_newcomer=self.joins)
                 if coordinator.rank == 0:
                     logger.info(f"continuing from epoch {saved.common['epoch'] + 1}, after update {saved.common['t']}")
                 coordinator.begin(run.state)

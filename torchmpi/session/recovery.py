@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..communicators import release
 from ..errors import ArgumentError, RankLostError
-from ..launch import mpi_library
+from ..launch import mpi_library, respawning
 from ..log import logger
 from . import runtime
 
 __all__ = ["recover"]
 
-has_recovered = False
-"""Whether ``recover()`` has given this rank its number, so that variables of the launcher have another one."""
+has_recovered = respawning.is_newcomer()
+"""Whether this rank has got its number after a loss, so that variables of the launcher have another one."""
 when_abandoned: list[Callable[[], object]] = []
 """Called by ``recover()`` when everything of the former ranks is closed, and torchmpi has not started again."""
 
@@ -34,7 +35,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
 
     Returns:
         The former ranks of the present ones, in the order of their new ranks; -1 for a spare rank, which has taken
-        the place of a lost one.
+        the place of a lost one, and for a rank that was started in place of one (``torchmpi run --respawns``).
 
     Raises:
         ArgumentError: No rank is lost.
@@ -84,9 +85,10 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         if former[runtime.current().world.rank] == min(rank for rank in former if rank >= 0):
             lost = sorted({*range(old.world.size)} - {*former})
             several = f"; lost are ranks {', '.join(map(str, lost))}" if len(lost) > 1 else ""  # the reason is of one
-            spares = f"; a spare rank is now rank {former.index(-1)}" if -1 in former else ""
-            numbers = f"{len(former)} of {old.world.size} ranks"
-            logger.warning(f"continuing on {numbers}: {old.context.loss}{several}{spares}")
+            kind = "new" if former[-1] < 0 and respawning.limit() else "spare"
+            fresh = f"; a {kind} rank is now rank {former.index(-1)}" if -1 in former else ""
+            of = f" of {old.world.size}" if len(former) <= old.world.size else ""
+            logger.warning(f"continuing on {len(former)}{of} ranks: {old.context.loss}{several}{fresh}")
         return former
 
 
@@ -110,15 +112,29 @@ def is_rank_lost() -> bool:
     return context.raises_lost_ranks and bool(context.loss or mpi_library.loss_behind_error())
 
 
-def confirm() -> None:
+def confirm() -> bool:
     """Return if all ranks are here and none is lost, so that all results of this rank are right; raise otherwise.
 
-    An MPI library may have returned from a call without an error although a rank had been lost. Collective.
+    An MPI library may have returned from a call without an error although a rank had been lost. Collective. The result
+    is whether a new rank waits to join.
     """
     running = runtime.current()
     if loss := running.context.loss:
         raise RankLostError(f"{loss}, before a copy of the state.")
-    running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
+    return running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
+
+
+@contextmanager
+def copying() -> Iterator[None]:
+    """Confirm that no rank is lost, let the caller copy the state, and let a new rank join if one waits. Collective.
+
+    Raises:
+        RankLostError: A rank is lost; or, after the copy, one joins, which ends all calls as a loss does.
+    """
+    waits = confirm()
+    yield
+    if waits:
+        raise RankLostError(f"{mpi_library.abilities(runtime.current().MPI).join()}. Continue with recover().")
 
 
 def begin_again() -> None:
@@ -131,7 +147,7 @@ def begin_again() -> None:
 
 
 def is_newcomer() -> bool:
-    """Return whether this rank was a spare, has just taken the place of a lost rank, and has no state."""
+    """Return whether this rank has just taken the place of a lost rank, as a spare or a new one, and has no state."""
     return mpi_library.abilities(runtime.current().MPI).is_newcomer
 
 

@@ -1,0 +1,64 @@
+"""A new rank in place of a lost one, without MPI: the launcher has started it, and the others let it join."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+
+from .. import meeting, respawning
+from ..survivors import Survivors
+from . import exchange
+from .endpoint import Endpoint
+from .mesh import Place, own_place, set_options
+from .stand_in import StandIn
+
+_AGREEMENT_SECONDS = 60.0
+_MOST_RANKS = 1 << 10
+
+
+class Newcomer(StandIn):
+    """Takes the place of ``mpi4py.MPI`` in a rank that joins others; connected after :meth:`take_place` only."""
+
+    is_newcomer = True
+
+    def __init__(self) -> None:
+        self._number = int(os.environ[respawning.NEWCOMER_VARIABLE])
+        self._is_connected = False
+
+    def Is_finalized(self) -> bool:
+        return self._is_connected and super().Is_finalized()
+
+    def take_place(self, prepare: Callable[[], object]) -> None:
+        if self._is_connected:
+            return
+        prepare()
+        number, store = self._number, exchange.Exchange()
+        nonce = secrets.token_hex(meeting.NONCE_BYTES)
+        with meeting.listen_nearby(_MOST_RANKS) as listener:
+            own = own_place(listener)
+            store.write(f"newcomer {number}", exchange.Offer(number, list(own), nonce))
+            while (order := store.read(f"join {number}")) is None:  # the launcher ends this process if none comes
+                time.sleep(exchange.LOOK_SECONDS)
+            met = meeting.meet(
+                number, exchange.proof(nonce), [listener], {}, order["members"],
+                timeout_seconds=exchange.MEETING_SECONDS,
+            )  # fmt: skip
+        places = {rank: Place(*each) for rank, each in order["places"]} | {number: own}
+        hosts = [places[rank].host if rank in places else "" for rank in range(number + 1)]
+        for sock in met.sockets.values():
+            set_options(sock)
+        endpoint = Endpoint(number, hosts, met.sockets, order["eager_seconds"])
+        networks = {rank: place.network for rank, place in places.items()}
+        endpoint.survivors = Survivors.joining(number, networks, order["members"], order["view"].encode())
+        for rank in met.absent:
+            endpoint.survivors.note(rank, f"rank {rank} has not connected to a new rank")
+        self._is_connected = True
+        super().__init__(endpoint, places)
+        self.num_wanted = order["num_wanted"]
+        if len(self.agree(_AGREEMENT_SECONDS)) == 1:  # the others are gone, and with them the state
+            sys.exit(0)
+        store.write(exchange.joined(number), True)
+        os.environ |= {"RANK": str(self.COMM_WORLD.rank), "WORLD_SIZE": str(self.COMM_WORLD.size)}
