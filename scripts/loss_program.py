@@ -1,4 +1,4 @@
-"""A program that loses ranks and continues: ``loss_program.py MOMENT FAULT VICTIMS FOLDER SIZE``, started by losses.py.
+"""Loses ranks and continues, started by losses.py: ``loss_program.py MOMENT FAULT VICTIMS FOLDER [SIZE]``.
 
 VICTIMS are first ranks: ``1,2`` one after the other, ``1+2`` at the same time. Every result is compared; a wrong one
 is printed as WRONG. A remaining rank prints at its end the losses, and the seconds from the last fault to the first
@@ -182,7 +182,7 @@ if moment == "start" and own in victims[0]:
 if moment == "new rank" and is_new and not (folder / "lost").exists():
     (folder / "lost").touch()
     fail_soon(most=2.0)
-full_size = int(sys.argv[5])
+full_size = int(sys.argv[5]) if grows else 0
 # Of a stopped rank: as long as a call may take that is only late.
 limits = {"stall_warning_seconds": 5.0, "stall_abort_seconds": 10.0} if fault == "SIGSTOP" else {}
 mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False, **limits))

@@ -52,7 +52,7 @@ class SeparateRanks:
 
     def _run(self, seconds: float | None) -> int:
         from ..launch import tcp_store  # here, since they import torch, which other jobs do not need
-        from ..launch.launcherless import exchange
+        from ..launch.launcherless import newcomer_store
 
         address = network.loopback()
         server = network.listen(address, self._num_ranks)
@@ -69,12 +69,12 @@ class SeparateRanks:
             raise JobError(f"{self._command[0]} cannot be started: {error.strerror}.") from error
         limit = None if seconds is None else time.monotonic() + seconds
         running, statuses = list(self._processes), dict[int, int]()
-        new_ranks = exchange.respawning_store(store)
+        new_ranks = newcomer_store.respawning_store(store)
 
         def waits(process: subprocess.Popen[bytes]) -> bool:
             """Return whether a process is a new rank that has not joined the others."""
             index = self._processes.index(process)
-            return index >= self._num_ranks and not new_ranks.check([exchange.joined(index)])
+            return index >= self._num_ranks and not new_ranks.check([newcomer_store.joined(index)])
 
         failure, failure_limit = "", math.inf
         while running:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ..log import logger
+from ..log import log_fatal, logger
 
 COMMAND_VARIABLE = "TORCHMPI_RESPAWN_COMMAND"
 """The command of a rank, in the notation of the shell."""
@@ -30,7 +29,6 @@ _SECRETS = ("TORCHMPI_JOB_KEY",)
 """Other users of a host can read commands."""
 _START_SECONDS = 120.0
 """After this time without a connection to the others, a new process ends: the rank that has started it may be lost."""
-_NEVER_MESSAGE = "torchmpi: a new rank has no connection to the others after %g seconds, and ends.\n"
 
 
 def limit() -> int:
@@ -115,8 +113,7 @@ def end_if_never_met() -> threading.Timer:
     """End this process, which was started in place of a lost rank, unless the returned timer is cancelled in time."""
 
     def end() -> None:
-        sys.stderr.write(_NEVER_MESSAGE % _START_SECONDS)
-        sys.stderr.flush()
+        log_fatal(f"a new rank has no connection to the others after {_START_SECONDS:g} s, and ends")
         os._exit(1)
 
     timer = threading.Timer(_START_SECONDS, end)

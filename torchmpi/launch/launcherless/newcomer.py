@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from .. import meeting, respawning
 from ..survivors import Survivors
-from . import exchange
+from . import newcomer_store
 from .endpoint import Endpoint
 from .mesh import Place, own_place, set_options
 from .stand_in import StandIn
@@ -35,16 +35,16 @@ class Newcomer(StandIn):
         if self._is_connected:
             return
         prepare()
-        number, store = self._number, exchange.Exchange()
+        number, store = self._number, newcomer_store.NewcomerStore()
         nonce = secrets.token_hex(meeting.NONCE_BYTES)
         with meeting.listen_nearby(_MOST_RANKS) as listener:
             own = own_place(listener)
-            store.write(f"newcomer {number}", exchange.Offer(number, list(own), nonce))
+            store.write(f"newcomer {number}", newcomer_store.Offer(number, list(own), nonce))
             while (order := store.read(f"join {number}")) is None:  # the launcher ends this process if none comes
-                time.sleep(exchange.LOOK_SECONDS)
+                time.sleep(newcomer_store.LOOK_SECONDS)
             met = meeting.meet(
-                number, exchange.proof(nonce), [listener], {}, order["members"],
-                timeout_seconds=exchange.MEETING_SECONDS,
+                number, newcomer_store.proof(nonce), [listener], {}, order["members"],
+                timeout_seconds=newcomer_store.MEETING_SECONDS,
             )  # fmt: skip
         places = {rank: Place(*each) for rank, each in order["places"]} | {number: own}
         hosts = [places[rank].host if rank in places else "" for rank in range(number + 1)]
@@ -60,5 +60,5 @@ class Newcomer(StandIn):
         self.num_wanted = order["num_wanted"]
         if len(self.agree(_AGREEMENT_SECONDS)) == 1:  # the others are gone, and with them the state
             sys.exit(0)
-        store.write(exchange.joined(number), True)
+        store.write(newcomer_store.joined(number), True)
         os.environ |= {"RANK": str(self.COMM_WORLD.rank), "WORLD_SIZE": str(self.COMM_WORLD.size)}

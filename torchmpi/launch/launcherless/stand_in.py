@@ -19,7 +19,7 @@ from ...tensors import schedule
 from .. import respawning
 from ..abilities import Continuing
 from ..survivors import Survivors
-from . import exchange
+from . import newcomer_store
 from .endpoint import Endpoint
 from .link import Arrival
 from .mesh import Place
@@ -258,8 +258,8 @@ class StandIn(Continuing):
         self.COMM_WORLD = Intracomm(endpoint, tuple(places), 0, self._hosts)
         self.num_wanted = self.COMM_WORLD.size
         """The number of ranks at the beginning, which new ones restore."""
-        self._newcomers: exchange.Watch | None = None
-        self._found: exchange.Offer | None = None
+        self._newcomers: newcomer_store.Watch | None = None
+        self._found: newcomer_store.Offer | None = None
         """A rank that waits to join, as the first of the others knows it; while it joins, as all know it."""
         atexit.register(self.close)
 
@@ -329,10 +329,10 @@ class StandIn(Continuing):
         self._found = None
         self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
         if respawning.limit() and self._newcomers is None:
-            self._newcomers = exchange.Watch(self._find)
+            self._newcomers = newcomer_store.Watch(self._find)
         return members
 
-    def _find(self, store: exchange.Exchange) -> None:
+    def _find(self, store: newcomer_store.NewcomerStore) -> None:
         """Look for a new rank that waits, if this is the rank that does so."""
         assert self.survivors is not None
         if self._found is None and self.COMM_WORLD.rank == 0 and self.COMM_WORLD.size < self.num_wanted:
@@ -355,16 +355,16 @@ class StandIn(Continuing):
                 "num_wanted": self.num_wanted,
                 "eager_seconds": self._endpoint.eager_seconds,
             }
-            self._newcomers.exchange.write(f"join {found.rank}", order)
+            self._newcomers.store.write(f"join {found.rank}", order)
         self._endpoint.end_calls("a new rank is ready to join")
         return self.loss
 
     def _reach(self, rank: int, found: Sequence[Any]) -> None:
         """Connect to a new rank, or note that it is lost."""
-        survivors, offer = self.begin(), exchange.Offer(*found)
+        survivors, offer = self.begin(), newcomer_store.Offer(*found)
         place = Place(*offer.place)
         try:
-            sock = exchange.reach(self._endpoint.rank, offer)
+            sock = newcomer_store.reach(self._endpoint.rank, offer)
         except OSError as error:
             survivors.note(rank, f"a new rank on host {place.host} cannot be reached: {error}")
             return

@@ -34,7 +34,7 @@ class Offer(NamedTuple):
     nonce: str
 
 
-class Exchange:
+class NewcomerStore:
     """The entries of newcomers in the store of the launcher, which have the signature of the job."""
 
     def __init__(self) -> None:
@@ -100,15 +100,15 @@ def reach(own_rank: int, offer: Offer) -> socket.socket:
 class Watch:
     """Looks for new ranks that wait, in a thread."""
 
-    def __init__(self, find: Callable[[Exchange], object]) -> None:
-        self.exchange, self._find, self._closed = Exchange(), find, threading.Event()
+    def __init__(self, find: Callable[[NewcomerStore], object]) -> None:
+        self.store, self._find, self._closed = NewcomerStore(), find, threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchmpi new ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # of the store: the launcher has ended
             while not self._closed.wait(LOOK_SECONDS):
-                self._find(self.exchange)
+                self._find(self.store)
 
     def close(self) -> None:
         self._closed.set()
