@@ -115,8 +115,8 @@ class ElasticJob:
             self._load(name, copy.deepcopy(value))
         for module in self._modules():
             module.zero_grad(set_to_none=True)  # those of the step that has failed
-        if commit.ranks[api.rank()] is not None:
-            random_states.restore(commit.random[commit.ranks[api.rank()]], api.device())
+        if (rank := commit.ranks[api.rank()]) is not None:
+            random_states.restore(commit.random[rank], api.device())
 
     def _load(self, name: str, state: Any) -> None:
         value = vars(self)[name]

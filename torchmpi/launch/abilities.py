@@ -37,6 +37,13 @@ class Abilities:
         """Return False: the loss of a rank ends the job, and no rank joins it."""
         return False
 
+    def join(self) -> str:
+        """Let all calls fail, so that the ranks meet and the new rank joins them; return the reason.
+
+        All ranks call it, after :meth:`confirm` has returned True.
+        """
+        raise NotImplementedError
+
     def take_place(self, prepare: Callable[[], object]) -> None:
         """Return when this rank has its number in `COMM_WORLD`; a spare rank waits until it takes that of a lost one.
 
@@ -106,13 +113,6 @@ class Continuing(Abilities):
         """Return if all ranks are here and none is lost, and raise an error of the library otherwise. Collective.
 
         The result, the same on all ranks, is whether a new rank waits to :meth:`join` them.
-        """
-        raise NotImplementedError
-
-    def join(self) -> str:
-        """Let all calls fail, so that the ranks meet and the new rank joins them; return the reason.
-
-        All ranks call it, after :meth:`confirm` has returned True.
         """
         raise NotImplementedError
 
