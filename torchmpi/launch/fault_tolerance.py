@@ -275,6 +275,8 @@ class FaultTolerantMPI(Continuing):
 
     def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
         self._is_prepared = True
+        if respawning.is_newcomer():
+            self._timer = respawning.end_if_never_met()
         return variables(environment)
 
     def why_no_recovery(self) -> str:
@@ -356,14 +358,13 @@ class FaultTolerantMPI(Continuing):
 
     def _join_others(self, prepare: Callable[[], object]) -> None:
         """Join the ranks of which one has started this process, when they let it; end this process if they do not."""
-        MPI, timer = self._library, respawning.end_if_never_met()
-        self.is_newcomer = True
+        MPI, self.is_newcomer = self._library, True
         try:
             between = MPI.Comm.Get_parent()
             between.Set_errhandler(MPI.ERRORS_RETURN)
             bridge = between.Merge(True)
             bridge.Set_errhandler(MPI.ERRORS_RETURN)
-            timer.cancel()
+            self._timer.cancel()
             prepare()
             bridge.send(None, 0, respawning.READY_TAG)
             while not bridge.Iprobe(0, respawning.ORDER_TAG):
@@ -510,6 +511,8 @@ class FaultTolerantMPI(Continuing):
             self._respawn.is_ready()
             if not self._respawn.problem:
                 return
+            if self._respawn.hangs:
+                self._num_respawned = respawning.limit()
             self._respawn = None
         is_first = self._places[:1] == (self._first.rank,)
         if is_first and len(self._places) < self._num_wanted and self._num_respawned < respawning.limit():

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shlex
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,9 @@ _PASSED_PREFIXES = ("TORCHMPI_", "TORCH_", "PYTHON", "OMP_", "MKL_", "NUMBA_", "
 _OF_OPEN_MPI = ("coll", "mpi_ft_", "mpi_yield_when_idle", "btl")
 _SECRETS = ("TORCHMPI_JOB_KEY",)
 """Other users of a host can read commands."""
-_START_SECONDS = 120.0
-"""After this time without a connection to the others, a new process ends: the rank that has started it may be lost."""
+_START_SECONDS = 300.0
+"""After this time without a connection, a new process ends, and the rank that has started it gives it up: the other one
+may be lost in MPI_Init or in MPI_Comm_spawn, which then have no end."""
 
 
 def limit() -> int:
@@ -72,7 +74,9 @@ class Respawn:
 
     def __init__(self, MPI: Any) -> None:
         self._MPI, self.problem, self._is_ready = MPI, "", False
-        self._lock = threading.Lock()
+        self._lock, self._began = threading.Lock(), time.monotonic()
+        self.hangs = False
+        """Whether MPI_Comm_spawn has no end: then no other one may be called."""
         self.bridge: Any = None
         self._thread = threading.Thread(target=self._run, name="torchmpi respawn", daemon=True)
         self._thread.start()
@@ -91,6 +95,9 @@ class Respawn:
 
     def is_ready(self) -> bool:
         """Return whether the new rank waits to join, and note if it has ended."""
+        if self.bridge is None and not self.problem and time.monotonic() > self._began + _START_SECONDS:
+            self.hangs, self.problem = True, f"it has not come within {_START_SECONDS:g} s"
+            logger.warning("a rank that was started in place of a lost one has no connection: %s", self.problem)
         with self._lock:  # threads ask at any time, and one of them must take the message
             if self.bridge is not None and not self.problem:
                 try:
