@@ -360,9 +360,7 @@ class FaultTolerantMPI(Continuing):
         """Join the ranks of which one has started this process, when they let it; end this process if they do not."""
         MPI, self.is_newcomer = self._library, True
         try:
-            between = MPI.Comm.Get_parent()
-            between.Set_errhandler(MPI.ERRORS_RETURN)
-            bridge = between.Merge(True)
+            bridge = MPI.Comm.Get_parent()
             bridge.Set_errhandler(MPI.ERRORS_RETURN)
             self._timer.cancel()
             prepare()
@@ -372,7 +370,7 @@ class FaultTolerantMPI(Continuing):
             order = bridge.recv(None, 0, respawning.ORDER_TAG)
             if order is not None:
                 places, self._num_wanted, self._num_respawned = order
-                self._settle_in(*self._merged(MPI.COMM_SELF, 0, bridge, 0, is_new=True), places)
+                self._settle_in(*self._merged(MPI.COMM_SELF, 0, bridge, is_new=True), places)
                 if bridge.recv(None, 0, respawning.VERDICT_TAG):
                     self._start_to_look()
                     return
@@ -381,13 +379,17 @@ class FaultTolerantMPI(Continuing):
         self.survivors = None
         sys.exit(0)
 
-    def _merged(self, comm: Any, leader: int, bridge: Any, other: int, *, is_new: bool = False) -> tuple[Any, Any]:
-        """Return two communicators of all and the new rank, which `leader` of `comm` reaches as `other` of `bridge`."""
-        between = comm.Create_intercomm(leader, bridge, other, respawning.JOIN_TAG)
-        between.Set_errhandler(self._library.ERRORS_RETURN)
+    def _merged(self, comm: Any, leader: int, bridge: Any, *, is_new: bool = False) -> tuple[Any, Any]:
+        """Return two communicators of all and the new rank, to which only `leader` of `comm` has a bridge."""
+        MPI, pair, other = self._library, self._library.COMM_SELF, 0
+        if bridge is not None:  # not merged earlier, as agreements of other threads may go on then
+            pair, other = bridge.Merge(is_new), 0 if is_new else 1
+            pair.Set_errhandler(MPI.ERRORS_RETURN)
+        between = comm.Create_intercomm(leader, pair, other, respawning.JOIN_TAG)
+        between.Set_errhandler(MPI.ERRORS_RETURN)
         both = between.Merge(is_new), between.Merge(is_new)
         for merged in both:
-            merged.Set_errhandler(self._library.ERRORS_RETURN)
+            merged.Set_errhandler(MPI.ERRORS_RETURN)
         return both
 
     def before_groups(self) -> None:
@@ -651,11 +653,9 @@ class FaultTolerantMPI(Continuing):
         respawn = self._respawn if whole.rank == leader else None
         now = (*(members.index(rank) for rank in places), len(members))
         try:
-            bridge, other = MPI.COMM_SELF, 0
             if respawn is not None:
-                bridge, other = respawn.bridge, 1
-                bridge.send((now, self._num_wanted, self._num_respawned), other, respawning.ORDER_TAG)
-            base, first = self._merged(whole, leader, bridge, other)
+                respawn.bridge.send((now, self._num_wanted, self._num_respawned), 0, respawning.ORDER_TAG)
+            base, first = self._merged(whole, leader, respawn and respawn.bridge)
             joined = base, first, self._introduced(first), now
             result = _World(members, places, self._of_places(first, now, first.rank), joined)
         except Exception:  # also of unpickling
@@ -666,7 +666,7 @@ class FaultTolerantMPI(Continuing):
         if respawn is not None:
             self._respawn = None
             with contextlib.suppress(MPI.Exception):
-                respawn.bridge.send(is_right, 1, respawning.VERDICT_TAG)
+                respawn.bridge.send(is_right, 0, respawning.VERDICT_TAG)
         return result if is_right else None
 
     def _within(self, limit: float, call: Callable[[], T]) -> T:

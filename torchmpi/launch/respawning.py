@@ -1,7 +1,7 @@
 """A new rank in place of a lost one, under Open MPI: started by one rank while all go on, and joined to them later.
 
-The process that starts it and the new one have a communicator of their own, the bridge, for three messages: the new
-rank is ready; it is to join, or is not needed; the others have agreed that it has joined, or that it has not.
+The process that starts it and the new one have an intercommunicator of their own, the bridge, for three messages: the
+new rank is ready; it is to join, or is not needed; the others have agreed that it has joined, or that it has not.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class Respawn:
     def _run(self) -> None:
         MPI, (program, *arguments) = self._MPI, command(os.environ)
         try:
-            between = MPI.COMM_SELF.Spawn(program, arguments, 1)
-            between.Set_errhandler(MPI.ERRORS_RETURN)
-            bridge = between.Merge(False)
+            bridge = MPI.COMM_SELF.Spawn(program, arguments, 1)
             bridge.Set_errhandler(MPI.ERRORS_RETURN)
             self.bridge = bridge
         except MPI.Exception as error:
@@ -101,8 +99,8 @@ class Respawn:
         with self._lock:  # threads ask at any time, and one of them must take the message
             if self.bridge is not None and not self.problem:
                 try:
-                    if self.bridge.Iprobe(1, READY_TAG):
-                        self.bridge.recv(None, 1, READY_TAG)
+                    if self.bridge.Iprobe(0, READY_TAG):
+                        self.bridge.recv(None, 0, READY_TAG)
                         self._is_ready = True
                 except self._MPI.Exception as error:
                     self.problem = str(error)
@@ -113,7 +111,7 @@ class Respawn:
         self._thread.join(seconds)
         if self.bridge is not None:
             with contextlib.suppress(self._MPI.Exception):
-                self.bridge.send(None, 1, ORDER_TAG)
+                self.bridge.send(None, 0, ORDER_TAG)
 
 
 def end_if_never_met() -> threading.Timer:
