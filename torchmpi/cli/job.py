@@ -85,7 +85,9 @@ class Job:
         always += ["--with-ft", "ulfm"] if self.continues else []
         if not placed:
             path, *more = launch_command(self._program, num_ranks)[:-2]
-            return [path, *always, *more]
+            # A new rank gets a slot of its own, as that of a lost one does not become free.
+            room = ["--oversubscribe"] if self._options.respawns and "--oversubscribe" not in more else []
+            return [path, *always, *more, *room]
         # Not --oversubscribe, with which Open MPI starts all ranks on the first host.
         command = [self._program.path, *always, "--host", ",".join(f"{name}:{count}" for name, count in placed)]
         if rsh is not None:
