@@ -9,10 +9,7 @@ each algorithm with a sequential twin, on 3 ranks.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +17,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
-import torch
+from experiment_tables import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -52,9 +49,9 @@ report, *arguments = sys.argv[1:]
 sys.exit(pytest.main(arguments + [f"--junitxml={report}"] * (launcher.detect().rank == 0)))
 """
 _INTRODUCTION = """\
-# Algorithms of asynchronous SGD, {date}
+# Algorithms of asynchronous SGD
 
-{processor}, {cores} cores, load {load:.1f} at the begin; torch {torch}, Python {python}. Made by `{command}`.
+{machine}
 
 The tests compare an algorithm with a sequential twin, step by step, on 3 ranks of a job; the number is that of the
 cases that have passed. Runs train a network of 2,410 parameters on images of digits, of which all workers together take
@@ -96,12 +93,8 @@ def main() -> int:
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in experiment.runs:
         groups.setdefault((run.label, str(run.varied)), []).append(run)
-    model = re.search(r"^model name\s*: *(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    first = experiment.runs[0]
     text = _INTRODUCTION.format(
-        date=datetime.datetime.now(datetime.timezone.utc).date(), processor=model[1] if model else platform.machine(),
-        cores=os.cpu_count(), load=load, torch=torch.__version__, python=platform.python_version(),
-        command=" ".join(["python", *sys.argv]), samples=first.settings["samples"], seeds=len(experiment.seeds),
+        machine=machine(load), samples=experiment.runs[0].settings["samples"], seeds=len(experiment.seeds),
         experiment=EXPERIMENT.relative_to(ROOT),
     )  # fmt: skip
     for (label, _), runs in groups.items():

@@ -14,7 +14,8 @@ import argparse
 import time
 from collections.abc import Callable
 
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_codes import call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.shared_memory.compiler import compilation, native_code
 from torchmpi.shared_memory.kernels import function_at, source_digest
 from torchmpi.shared_memory.kernels.fast_path_code import begin_call

@@ -6,6 +6,10 @@ Prints, for each call and size, the median time of batches in microseconds, in a
 MPI library's call in the same run, and how many Python functions of the package rank 0 enters in a call: 0 to 3 if it
 is machine code. Rooted collectives have each rank as their root in turn. With ``--hosts abab`` the ranks of one machine
 have these names of hosts; MPI then goes through shared memory, so compare ratios before and after a change alone.
+
+Hosts that are namespaces of one machine share its cores, which their ranks cannot see. Where there are more ranks than
+cores, make them with ``HOSTS_CORES=shared scripts/hosts.sh up N``, and give Open MPI ``--mca mpi_yield_when_idle 1``:
+otherwise a rank that waits keeps the core of another one, in torchmpi and in the MPI library.
 """
 
 from __future__ import annotations

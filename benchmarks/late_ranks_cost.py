@@ -19,8 +19,9 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.call_counts import CallCounts
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.shared_memory.memory_layout import BLOCK_BYTES
 from torchmpi.shared_memory.segments import Segment

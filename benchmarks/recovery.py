@@ -1,19 +1,22 @@
-"""Seconds that a killed rank costs the others: the program of ``scripts/recovery_times.py``, for each way to go on.
+"""Seconds that a killed rank costs the others: until the first update, and until all updates are repeated.
 
-It kills rank 1 of a training, and prints a line of JSON: the seconds from the kill to the first update of the others
-(`first`), to the first one on all ranks again (`full`), and until all updates are repeated (`repeated`); the longest
-time between two updates after the first (`pause`), and the median of those before the kill (`update`). With ``--calls``
-it prints the median microseconds of allreduce of 4 B and 1 MB instead.
+With a new rank in its place, also the longest time between two updates of the others until it has made some, too.
+
+    torchmpi run -n 3 --without-mpi benchmarks/recovery.py --numel 25000000
+    torchmpi run -n 3 --on-lost-rank continue --spares 1 benchmarks/recovery.py --folder $(mktemp -d)
+    torchmpi run -n 3 --on-lost-rank continue --respawns 1 benchmarks/recovery.py --folder $(mktemp -d)
+
+Each run kills one rank; recovery_seconds.py makes several. With a spare rank the first update is that of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,91 +26,63 @@ from torch import nn
 import torchmpi as mpi
 from torchmpi.engine import AllReduceSGDEngine, State
 
-GOES_ON = 10
-"""How many updates end the measurement, once all ranks are there that are to come."""
-KEEPS_SIZE = any(f"TORCHMPI_{name}" in os.environ for name in ("SPARES", "RESPAWNS", "RESTARTS"))
-Update = tuple[int, int, float]
-"""The number of ranks, that of the update, and when it had ended."""
-
-
-def after_loss(updates: list[Update]) -> list[Update]:
-    """Return the updates from the first one that is made again; all in a job that was restarted."""
-    if "TORCHMPI_RESTARTS" in os.environ:
-        return updates
-    steps = [step for _, step, _ in updates]
-    return next((updates[index:] for index in range(1, len(steps)) if steps[index] <= steps[index - 1]), [])
-
-
-def train(numel: int, every: int, checkpoint: Path | None) -> None:
-    """Train, kill rank 1, and print the seconds."""
-    is_first_start = not any(name in os.environ for name in ("TORCHMPI_NEWCOMER", "TORCHMPI_RESTARTS"))
-    is_victim = is_first_start and os.environ["RANK"] == "1"
-    folder = Path(os.environ["RECOVERY_FOLDER"])
-    full_size, last_update, width = int(os.environ["RECOVERY_RANKS"]), 2 * every + every // 2, int(numel**0.5)
-    network = nn.Linear(width, width, bias=False)
-    optimizer = torch.optim.SGD(network.parameters(), lr=1e-6, momentum=0.9)
-    batch = torch.randn(4, width), torch.randn(4, width)
-    updates: list[Update] = []
-    engine = AllReduceSGDEngine(progress=False)
-    if checkpoint is None:
-        engine.recover(every)
-    else:
-        engine.checkpoint(checkpoint, every=every, resume=True)
-
-    @engine.on("on_update")
-    def note(state: State) -> None:
-        updates.append((mpi.size(), state.t, time.time()))
-        if is_victim and state.t == last_update:
-            (folder / "killed").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        since = [update for update in after_loss(updates) if update[0] == full_size or not KEEPS_SIZE]
-        state.stop = mpi.rank() == 0 and len(since) > GOES_ON and state.t > last_update
-
-    engine.train(
-        network=network, criterion=nn.MSELoss(), optimizer=optimizer, iterator=lambda: [batch] * 10_000, max_epochs=1
-    )
-    if mpi.rank() == 0:
-        killed, after = float((folder / "killed").read_text()), after_loss(updates)
-        before = updates[: len(updates) - len(after)]
-        full = [moment for size, _, moment in after if size == full_size]
-        result = {
-            "first": after[0][2] - killed,
-            "full": full[0] - killed if full else None,
-            "repeated": next(moment for _, step, moment in after if step > last_update) - killed,
-            "pause": max(later[2] - earlier[2] for earlier, later in itertools.pairwise(after)),
-            "update": statistics.median(b[2] - a[2] for a, b in itertools.pairwise(before or after)),
-        }
-        print(json.dumps(result), flush=True)
-
-
-def time_calls() -> None:
-    """Print the median microseconds of calls."""
-    result = {}
-    for numel, name, times in ((1, "4 B", 20_000), (1 << 18, "1 MB", 1000)):
-        tensor, seconds = torch.ones(numel), []
-        for _ in range(times):
-            begin = time.perf_counter()
-            mpi.allreduce(tensor)
-            seconds.append(time.perf_counter() - begin)
-            tensor.fill_(1.0)
-        result[name] = 1e6 * statistics.median(seconds)
-    if mpi.rank() == 0:
-        print(json.dumps(result), flush=True)
-
 
 def main() -> None:
-    """Measure what the options say."""
+    """Train, kill rank 1, and print the seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=25_000_000, help="number of parameters (momentum: as many again)")
     parser.add_argument("--every", type=int, default=10, help="updates between copies")
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="where to continue from after a restart")
-    parser.add_argument("--calls", action="store_true", help="measure calls instead")
+    parser.add_argument("--folder", type=Path, help="that all ranks share; spare and new ranks make no call before")
     options = parser.parse_args()
-    mpi.start()
-    if options.calls:
-        time_calls()
-    else:
-        train(options.numel, options.every, options.checkpoint)
+    is_new, grows = "TORCHMPI_NEWCOMER" in os.environ, "TORCHMPI_RESPAWNS" in os.environ
+    victim = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1" and not is_new
+    mpi.start(config=mpi.Config(on_lost_rank="raise"))
+    folder = options.folder or Path(mpi.broadcast_object(tempfile.mkdtemp() if mpi.rank() == 0 else None))
+    width = int(options.numel**0.5)
+    network = nn.Linear(width, width, bias=False)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-6, momentum=0.9)
+    batches = [(torch.randn(4, width), torch.randn(4, width)) for _ in range(90)] * (1000 if grows else 1)
+    last_update, full_size = 2 * options.every + options.every // 2, mpi.size()
+    began: list[tuple[bool, int, float]] = []
+    num_joined = 0
+    engine = AllReduceSGDEngine(progress=False)
+    engine.recover(options.every)
+
+    @engine.on("on_update")
+    def note(state: State) -> None:
+        nonlocal num_joined
+        is_after = (folder / "killed").exists()
+        began.append((is_after, state.t, time.time()))
+        num_joined += is_after and state.t > last_update and (mpi.size() == full_size or not grows)
+        state.stop = mpi.rank() == 0 and num_joined > (2 * options.every if grows else 0)
+        if victim and state.t == last_update:
+            (folder / "new").write_text(str(time.time()))
+            (folder / "new").rename(folder / "killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    engine.train(
+        network=network,
+        criterion=nn.MSELoss(),
+        optimizer=optimizer,
+        iterator=lambda: batches[mpi.rank() :: mpi.size()],
+        max_epochs=2,
+    )
+    killed = float((folder / "killed").read_text())
+    after = [(step, moment) for is_after, step, moment in began if is_after]
+    after = after[next((index for index, (step, _) in enumerate(after) if step < last_update), len(after)) :]
+    own = None
+    if after:  # not in a new rank
+        caught_up = next(moment for step, moment in after if step > last_update)
+        pause = max(later[1] - earlier[1] for earlier, later in itertools.pairwise(after))
+        own = after[0][1] - killed, caught_up - killed, pause
+    firsts, ends, pauses = zip(*filter(None, mpi.allgather_object(own)), strict=True)
+    updates = [later[2] - earlier[2] for earlier, later in itertools.pairwise(began[: 2 * options.every])]
+    if mpi.rank() == 0:
+        print(f"first update after the kill: {max(firsts):.3f} s")
+        print(f"all updates repeated: {max(ends):.2f} s")
+        if grows:
+            print(f"longest time between updates, until a new rank has made some: {max(pauses):.3f} s")
+        print(f"an update, median: {statistics.median(updates):.2f} s")
     mpi.stop()
 
 

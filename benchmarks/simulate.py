@@ -1,6 +1,6 @@
 """Predict the time of an allreduce of many ranks, by running the code of the backends on simulated ranks and links.
 
-    python benchmarks/simulate.py --ranks 16,64,256 --hosts-of 8 --size 1M --rate 1Gbit --latency 50us [--plot FILE]
+    python benchmarks/simulate.py --ranks 16,64,256 --hosts-of 8 --size 1M --rate 1Gbit --latency 50us
     python benchmarks/simulate.py --as-data --ranks 64,1024,10000 --size 1K,1M
     mpirun --hostfile hosts -n 4 python benchmarks/simulate.py --measure --size 1K,64K,1M --rate 1Gbit --latency 100us
 
@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 
 import torch
 from simulator import planned
@@ -27,7 +26,6 @@ from simulator.messages import Comm, World
 from simulator.network import Network
 from simulator.plans import Ranks
 
-from torchmpi import plots
 from torchmpi.backends.p2p import P2PReduction
 from torchmpi.config import BackendName
 from torchmpi.tensors import schedule
@@ -172,43 +170,6 @@ def measure(sizes: Sequence[int], network: Network, repeats: int) -> None:
             )
 
 
-def plot(path: Path, times: dict[int, dict[str, dict[int, float]]], network: Network, ranks_of_host: int) -> None:
-    """Draw the time over the number of ranks, for each size of the vector."""
-    figure, panels = plots.new_figure(1 + 3.6 * len(times), 4.2, 1, len(times))
-    for panel, (num_bytes, by_plan) in zip(panels[0], times.items(), strict=True):
-        for name, by_size in by_plan.items():
-            ms = [1e3 * seconds for seconds in by_size.values()]
-            is_ours = name in ("p2p", "hierarchical")
-            panel.plot(
-                list(by_size), ms, "-" if is_ours else "--", marker="o", markersize=3.5,
-                color=plots.color_of(name), label=NAMES.get(name, name),
-            )  # fmt: skip
-        panel.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms, predicted")
-        panel.set_title(f"{num_bytes / 1024:g} KB", fontsize=10)
-    link = f"links of {8 * network.rate / 1e9:g} Gbit/s, latency {1e6 * network.latency:g} us"
-    source = f"benchmarks/simulate.py: {ranks_of_host} ranks on a host, {link}; virtual time, no measurement"
-    plots.state(figure, finding(times), source)
-    plots.legend(figure, panels)
-    plots.save(figure, path)
-
-
-NAMES = {"hierarchical": "torchmpi, steps over hosts", "p2p": "torchmpi, p2p on all ranks"}
-
-
-def finding(times: dict[int, dict[str, dict[int, float]]]) -> str:
-    """State how the steps over hosts compare with the fastest flat algorithm on the largest number of ranks."""
-    parts = []
-    for num_bytes, by_plan in times.items():
-        others = [by_size for name, by_size in by_plan.items() if name not in NAMES]
-        steps = by_plan.get("hierarchical")
-        if not (others and steps):
-            return "Predicted time of an allreduce"
-        ranks = max(steps)
-        ratio = min(by_size[ranks] for by_size in others if ranks in by_size) / steps[ranks]
-        parts.append(f"{ratio:.1f} times at {num_bytes / 1024:g} KB")
-    return f"Speed of steps over hosts on {ranks:,} ranks, over the best flat algorithm: {', '.join(parts)}"
-
-
 def main() -> None:
     """Predict, or measure and predict, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -226,7 +187,6 @@ def main() -> None:
     )
     parser.add_argument("--plans", default="", help="separated by commas; default: all")
     parser.add_argument("--as-data", action="store_true", help="run plans without code and vectors: thousands of ranks")
-    parser.add_argument("--plot", type=Path, help="draw the times to this file")
     parser.add_argument("--measure", action="store_true", help="measure in a job of mpirun, and compare")
     parser.add_argument("--repeats", type=int, default=20, help="measured calls (default 20)")
     options = parser.parse_args()
@@ -241,7 +201,6 @@ def main() -> None:
         return
     late = {int(rank): quantity(seconds) for rank, seconds in (text.split(":") for text in options.late)}
     plans = options.plans.split(",") if options.plans else list(planned.ALLREDUCES if options.as_data else PLANS)
-    times: dict[int, dict[str, dict[int, float]]] = {num_bytes: {name: {} for name in plans} for num_bytes in sizes}
     for num_bytes, size, name in product(sizes, map(int, options.ranks.split(",")), plans):
         hosts = [rank // options.hosts_of for rank in range(size)]
         if options.as_data:
@@ -250,11 +209,8 @@ def main() -> None:
             seconds, uplink = predict(name, hosts, num_bytes, network, late)
         else:
             continue
-        times[num_bytes][name][size] = seconds
         print(f"{num_bytes:>11} bytes, {size:>6} ranks {name:>12} {seconds * 1e3:12.3f} ms predicted, {uplink:>13,} "
               "bytes of the busiest uplink", flush=True)  # fmt: skip
-    if options.plot is not None:
-        plot(options.plot, times, network, options.hosts_of)
 
 
 if __name__ == "__main__":

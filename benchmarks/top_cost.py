@@ -3,8 +3,8 @@
     torchmpi run -n 2 benchmarks/top_cost.py [--functions]
 
 The ranks make short steps: some arithmetic, an allreduce, and a report of the step. Rank 0 starts a process that looks
-as `torchmpi top` does, once a second, in every second round. Reported are CPU times, as these depend less on what else
-runs: of all threads of the ranks, for each step, and of the threads of torchmpi, which do what a look asks for.
+as `torchmpi top` does, in every second round. Reported are the time of a step, and CPU times, which depend less on what
+else runs: of all threads of the ranks, for each step, and of the threads of torchmpi, which do what a look asks for.
 `--functions` counts what these threads of rank 0 enter, and prints what they enter only while somebody looks.
 """
 
@@ -19,7 +19,7 @@ import time
 import timeit
 from collections import Counter
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi.cli.top.job_view import view_of
-from torchmpi.cli.top.watched_job import _LOOK_SECONDS, WatchedJob, find_jobs
+from torchmpi.cli.top.watched_job import _LOOK_SECONDS, LookClock, WatchedJob, find_jobs
 from torchmpi.supervision.pace import ran_ns
 
 PACKAGE = str(Path(mpi.__file__).parent) + os.sep
@@ -52,7 +52,7 @@ def look(process: int) -> None:
     """Look at a job while the last line of standard input says so; print the time that it took at the end."""
     ((name, ranks),) = find_jobs(process).items()
     job = WatchedJob(name, ranks)
-    looked, begin = 0.0, time.process_time()
+    looked, num_looks, begin, clock = 0.0, 0, time.process_time(), LookClock()
     print("ready", flush=True)
     for line in sys.stdin:
         end = time.monotonic() + float(line)
@@ -60,9 +60,11 @@ def look(process: int) -> None:
         while time.monotonic() < end:
             job.read()
             view_of(job)
-            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+            num_looks += 1
+            time.sleep(min(clock.pause(), max(0.0, end - time.monotonic())))
         print("done", flush=True)
-    print((time.process_time() - begin) / looked)
+    used = time.process_time() - begin
+    print(used / looked, used / num_looks)
 
 
 class Round(NamedTuple):
@@ -109,6 +111,12 @@ def steps(seconds: float) -> Round:
             return Round(*mpi.allreduce(torch.tensor(own, dtype=torch.float64)).tolist())
 
 
+def percent(ratios: list[float]) -> str:
+    """Return what is more than 1 in percent: the median, and half the distance of the quartiles."""
+    low, middle, high = quantiles(ratios, n=4)
+    return f"{100 * (middle - 1):+.2f} (+- {100 * (high - low) / 2:.2f}) %"
+
+
 def measure(rounds: int, seconds: float, *, counts: bool) -> None:
     """Measure all ranks; rank 0 reports."""
     counted = Counted() if counts else None
@@ -137,20 +145,24 @@ def measure(rounds: int, seconds: float, *, counts: bool) -> None:
             assert looker.stdout is not None
             looker.stdout.readline()
     if looker is not None:
-        share = float(looker.communicate()[0])
+        share, of_look = map(float, looker.communicate()[0].split())
         total = mpi.size() * seconds
         print(f"{mpi.size()} ranks, {rounds} rounds of {seconds:g} s of each kind, medians")
-        print("                     CPU of the ranks per step   of threads of torchmpi per second")
+        print("                 time of a step   CPU of the ranks per step   of threads of torchmpi per second")
         for name, each in zip(("nobody looks", "somebody looks"), found, strict=True):
-            of_step, of_second = (
-                median([1e6 * r.cpu / r.steps for r in each]),
-                median([r.helpers for r in each]) / total,
-            )
-            print(f"{name:<20} {of_step:12.1f} us {1e6 * of_second:28.0f} us")
-        ratios = [seen.cpu / seen.steps * alone.steps / alone.cpu for alone, seen in zip(*found, strict=True)]
+            of_step, of_second = median([1e6 * r.cpu / r.steps for r in each]), median([r.helpers for r in each])
+            took = median([1e6 * total / r.steps for r in each])
+            print(f"{name:<16} {took:11.1f} us {of_step:24.1f} us {1e6 * of_second / total:32.0f} us")
+        time_part, cpu_part = (
+            percent([part(seen) / seen.steps * alone.steps / part(alone) for alone, seen in zip(*found, strict=True)])
+            for part in (lambda _: total, lambda each: each.cpu)
+        )
         more = median([(seen.helpers - alone.helpers) / total for alone, seen in zip(*found, strict=True)])
-        print(f"while somebody looks: {100 * (median(ratios) - 1):+.2f} % a step, {100 * more:.3f} % of a core a rank")
-        print(f"the looking process: {100 * share:.2f} % of a core")
+        print(
+            f"while somebody looks: {time_part} of the time and {cpu_part} of the CPU time of a step, "
+            f"{100 * more:.3f} % of a core a rank"
+        )
+        print(f"the looking process: {100 * share:.2f} % of a core, {1e3 * of_look:.1f} ms a look")
         print(f"report of a step: {100 * min(timeit.repeat(mpi.report_progress, number=10_000, repeat=20)):.2f} us")
         if counted is not None:
             alone, seen = (each.total() / rounds / seconds for each in entered)

@@ -130,6 +130,16 @@ def links(page: str) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
+def predicted(page: str) -> dict[str, dict[str, dict[int, float]]]:
+    """Return milliseconds by size, plan and number of ranks, as benchmarks/simulate.py has printed them."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for num_bytes, ranks, plan, ms in re.findall(
+        r"^ *(\d+) bytes, +(\d+) ranks +(\w+) +([0-9.]+) ms", page, re.MULTILINE
+    ):
+        found.setdefault(f"{int(num_bytes) >> 10} KB", {}).setdefault(plan, {})[int(ranks)] = float(ms)
+    return found
+
+
 # --- plots --------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +314,32 @@ def slow_links() -> Any:
     return figure
 
 
+def simulated_ranks() -> Any:
+    """Predicted time of an allreduce over the number of ranks, by plan."""
+    found = predicted((RESULTS / SIMULATED).read_text())
+    names = {"hierarchical": "torchmpi, steps over hosts", "p2p": "torchmpi, p2p on all ranks"}
+    figure, panels = plots.new_figure(1 + 3.6 * len(found), 4.2, 1, len(found))
+    ratios = []
+    for panel, (title, by_plan) in zip(panels[0], found.items(), strict=True):
+        for name, times in by_plan.items():
+            panel.plot(
+                list(times), list(times.values()), "-" if name in names else "--", marker="o", markersize=3.5,
+                color=plots.color_of(name), label=names.get(name, name),
+            )  # fmt: skip
+        panel.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms, predicted")
+        panel.set_title(title, fontsize=10)
+        most = max(by_plan["hierarchical"])
+        others = min(times[most] for name, times in by_plan.items() if name not in names)
+        ratios.append(f"{others / by_plan['hierarchical'][most]:.1f} times at {title}")
+    plots.state(
+        figure,
+        f"Speed of steps over hosts on {most:,} ranks, over the best flat algorithm: {', '.join(ratios)}",
+        f"8 ranks on a host; virtual time, no measurement; results/{SIMULATED}",
+    )
+    plots.legend(figure, panels)
+    return figure
+
+
 def bench_facts(page: str, heading: str) -> dict[str, Any]:
     """Return MPI, torch and processor of the first measurement under a heading, or of the page."""
     found = []
@@ -330,7 +366,7 @@ def drawn(make: Callable[[], Any]) -> Callable[[Path], None]:
     return lambda path: plots.save(make(), path)
 
 
-COSTS = max(file.name for file in RESULTS.glob("costs-*.md"))
+COSTS, SIMULATED = (max(file.name for file in RESULTS.glob(f"{name}-*.md")) for name in ("costs", "simulated-ranks"))
 PLOTS: dict[str, Callable[[Path], None]] = {
     "bench_train": drawn(step_times),
     "bench_hosts": drawn(hosts),
@@ -338,6 +374,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "faults_seconds": drawn(faults_seconds),
     "memory": drawn(memory),
     "slow_links": drawn(slow_links),
+    "simulated_ranks": drawn(simulated_ranks),
     "bench_allreduce": bench_plot("benchmark-tables.md", "## Allreduce within a host"),
     "cost_native": bench_plot(COSTS, "## Collectives by their own names"),
     "cost_async": bench_plot(COSTS, "## Asynchronous calls"),

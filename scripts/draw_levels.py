@@ -33,17 +33,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     check = parser.parse_args().check
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    wanted = {IMAGE: picture(), PAGE: f"{before}{BEGIN}\n{table()}{END}{after}"}
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
+    changed = stale()
+    for path, text in changed.items():
         if check:
             print(f"{path.relative_to(ROOT)} is out of date: run scripts/draw_levels.py")
         else:
-            path.write_text(wanted[path])
-    return int(check and bool(stale))
+            path.write_text(text)
+    return int(check and bool(changed))
+
+
+def stale() -> dict[Path, str]:
+    """The files that are out of date, each with its new text."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    wanted = {IMAGE: picture(), PAGE: f"{before}{BEGIN}\n{table()}{END}{after}"}
+    return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
 
 
 def table() -> str:

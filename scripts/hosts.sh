@@ -21,6 +21,8 @@ usage: scripts/hosts.sh COMMAND
 A host has its own network, hostname, process ids, IPC, /dev/shm and /tmp; all other files are those of this machine. Folders
 under /tmp that hosts share: HOSTS_SHARE, a list separated by colons, besides this checkout. State: HOSTS_STATE (default
 /run/torchmpi-hosts). Launchers start their remote processes with the program $HOSTS_STATE/agent in place of ssh.
+With HOSTS_CORES=shared ranks know that the hosts share the cores of this machine, as containers do: they then wait for
+messages without keeping a core. Otherwise each host seems to have as many cores as this machine.
 A second set of hosts needs its own HOSTS_STATE, HOSTS_PREFIX (of interfaces, default tmpi) and HOSTS_NETWORK (default 10.87.21).
 
 While hosts are up, kernel.sched_autogroup_enabled is 0 on this machine, so that their processes share its cores evenly.
@@ -75,7 +77,12 @@ start_host() {
     local folder=$state/$1 keeper
     mkdir -p "$folder"
     rm -f "$folder/ready"
-    cat /proc/sys/kernel/random/uuid >"$folder/boot_id"
+    # By which ranks of different hosts know that they share cores.
+    if [ "${HOSTS_CORES:-}" = shared ]; then
+        cat /proc/sys/kernel/random/boot_id
+    else
+        cat /proc/sys/kernel/random/uuid
+    fi >"$folder/boot_id"
     setsid ip netns exec "$prefix-$1" unshare --uts --ipc --pid --mount --fork --mount-proc --kill-child \
         "$here" boot "$1" </dev/null >"$folder/log" 2>&1 &
     keeper=$!

@@ -5,6 +5,7 @@ is printed as WRONG. A remaining rank prints at its end the losses, and the seco
 right result after it.
 """
 
+import faulthandler
 import os
 import random
 import signal
@@ -13,12 +14,14 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+import torchmpi.parameterserver as ps
 from torchmpi.session import recovery
 
 CALLS, FIRST_CALL, NEXT_CALL = 30, 10, 20
@@ -70,24 +73,74 @@ def in_group(call):
         reduced(short, call, comm=everyone)
 
 
-def in_other_collectives(call):
-    """Each of the other collectives, with the root in turn."""
+def in_other_collectives(call, form=""):
+    """Each of the other collectives, with the root in turn; all of them at once in the form `_async`."""
     rank, size, root = mpi.rank(), mpi.size(), call % mpi.size()
-    rows = torch.arange(4.0 * size).reshape(size, 4)
-    results = {
-        "broadcast": (mpi.broadcast(short + rank + call, root), short + root + call),
-        "allgather": (mpi.allgather(rows[rank] + call), (rows + call).view(-1)),
-        "alltoall": (mpi.alltoall(rows + 100 * rank), rows[rank] + 100 * torch.arange(float(size))[:, None]),
-        "reduce_scatter": (mpi.reduce_scatter(rows + rank), size * rows[rank : rank + 1] + sum(range(size))),
-        "objects": (torch.tensor(mpi.allgather_object(rank + call)), torch.arange(size) + call),
+    rows, is_root = torch.arange(4.0 * size).reshape(size, 4), rank == root
+    summed = size * rows + sum(range(size))
+    calls = {
+        "broadcast": ((short + rank + call, root), short + root + call),
+        "reduce": ((rows + rank, root), summed if is_root else rows + rank),
+        "allgather": ((rows[rank] + call,), rows + call),
+        "gather": ((rows[rank] + call, root), rows + call if is_root else None),
+        "scatter": ((rows + call if is_root else None, root), rows[rank] + call),
+        "alltoall": ((rows + 100 * rank,), rows[rank] + 100 * torch.arange(float(size))[:, None]),
+        "reduce_scatter": ((rows + rank,), summed[rank]),
     }
-    for name, (found, expected) in results.items():
-        if not torch.equal(found.view(-1), expected.reshape(-1)):
+    results = {name: getattr(mpi, name + form)(*arguments) for name, (arguments, _) in calls.items()}
+    results = {name: found.wait() if form else found for name, found in results.items()}
+    results["objects"] = torch.tensor(mpi.allgather_object(rank + call))
+    for name, (_, expected) in (calls | {"objects": ((), torch.arange(size) + call)}).items():
+        found = results[name]
+        if found is not expected and not torch.equal(found.view(-1), expected.reshape(-1)):
             print(f"WRONG first rank {own}, call {call}: {name} {found} instead of {expected}", flush=True)
 
 
+class Account:
+    """A server to which ranks add 1, and how many of their sends have begun and ended, by first rank, in a file."""
+
+    def __init__(self):
+        with (folder / "account").open("ab") as file:
+            file.truncate(8 * 2 * 8)
+        self.counts, self.ones = np.memmap(folder / "account", np.int64, "r+", shape=(8, 2)), torch.ones(100_000)
+        self.make()
+
+    def make(self):
+        """Make the server, or get the one that lives on; begin to count anew if no send has reached it."""
+        self.server = ps.init(torch.zeros(100_000), name="account")
+        ps.receive(self.server).wait()
+        mpi.barrier()
+        if self.server.received_version == 0:
+            self.counts[:] = 0
+        mpi.barrier()
+
+    def send(self, call):
+        for _ in range(20):
+            self.counts[own, 0] += 1
+            try:
+                ps.send(self.server, self.ones).wait()
+            except mpi.RankLostError:
+                self.counts[own, 0] -= self.server.is_local  # then nothing has been applied
+                raise
+            self.counts[own, 1] += 1
+        reduced(short, call)  # notices a rank that has stopped
+
+    def check(self):
+        """Compare the values with the sends; that of a killed rank may be in some chunks. No rank sends meanwhile."""
+        if not self.server.is_open:  # the last rank of a host has been lost
+            self.make()
+        values, (begun, ended) = ps.receive(self.server).wait(), self.counts.sum(axis=0).tolist()
+        chunks = [
+            chunk for part in values.split([numel for _, numel in self.server.parts]) for chunk in part.split(16384)
+        ]
+        if any((chunk != chunk[0]).any() or not ended <= chunk[0] <= begun for chunk in chunks):
+            print(f"WRONG first rank {own}: {values} after {ended} of {begun} sends", flush=True)
+
+
 REPEATED = {
+    "parameter server": lambda call: account.send(call),
     "other collectives": in_other_collectives,
+    "asynchronous calls": lambda call: in_other_collectives(call, "_async"),
     "short allreduce": lambda call: reduced(short, call),
     "long allreduce": lambda call: reduced(long, call),
     "barrier": lambda call: mpi.barrier(),
@@ -134,6 +187,10 @@ class Training:
         if moment == "elastic DDP":
             dist.init_process_group("torchmpi")
         network = nn.parallel.DistributedDataParallel(self.network) if dist.is_initialized() else self.network
+        account = Account() if moment == "elastic server" else None
+        if account is not None:
+            account.check()
+            mpi.barrier()
         while job.step < CALLS or (grows and mpi.size() < full_size):
             for begin, ranks in zip((FIRST_CALL, NEXT_CALL), victims, strict=False):
                 if own in ranks and job.step == begin:
@@ -150,8 +207,13 @@ class Training:
                 self.seconds = time.monotonic() - float((folder / "fault").read_text())
             if moment == "checkpoint":
                 self.save(job)
+            if account is not None:
+                account.send(job.step)
             if job.step % 4 == 0:
                 job.commit()
+        if account is not None:
+            mpi.barrier()
+            account.check()
         if dist.is_initialized():
             dist.destroy_process_group()
         self.num_steps = job.step
@@ -177,6 +239,7 @@ class Training:
             print(f"WRONG first rank {own}: {result} instead of {alone.network.weight}", flush=True)
 
 
+faulthandler.dump_traceback_later(45)  # losses.py ends it after a minute: says where it hangs
 if moment == "start" and own in victims[0]:
     fail()
 if moment == "new rank" and is_new and not (folder / "lost").exists():
@@ -185,8 +248,9 @@ if moment == "new rank" and is_new and not (folder / "lost").exists():
 full_size = int(sys.argv[5]) if grows else 0
 # Of a stopped rank: as long as a call may take that is only late.
 limits = {"stall_warning_seconds": 5.0, "stall_abort_seconds": 10.0} if fault == "SIGSTOP" else {}
-mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False, **limits))
-if moment in ("start", "elastic loop", "elastic DDP", "checkpoint", "new rank"):
+mpi.start(config=mpi.Config(on_lost_rank="raise", server_copies=True, verbose=False, **limits))
+account = Account() if moment == "parameter server" else None
+if moment in ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint", "new rank"):
     training = Training()
     training.run()
     num_losses = training.num_attempts - 1
@@ -199,6 +263,9 @@ while call < CALLS:
         if not is_agreed:
             call = int(mpi.allreduce(call, op="max"))
             is_agreed, seconds = True, time.monotonic() - float((folder / "fault").read_text())
+            if account is not None:
+                account.check()
+                mpi.barrier()
         if num_losses == 0 and call == FIRST_CALL:
             lose(own in victims[0], call)
         if num_losses == 1 and call == NEXT_CALL and len(victims) > 1 and moment != "recovery":

@@ -6,7 +6,7 @@
 
 The ways are those of docs/recovery.md: `spares` has a spare rank for each lost one, and `respawns` starts a new one.
 The Python of this script decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up
-(HOSTS_STATE).
+(HOSTS_STATE); without MPI they are two names of this one.
 
 Each run is a line of the file RESULTS. Started again, the script makes the runs that are missing, first those of the
 cells that have the fewest, so it can be ended at any time. The table has the number of runs that did as documented, of
@@ -44,10 +44,10 @@ WAYS = {
 }  # fmt: skip
 MOMENTS = (
     "start", "computing", "waiting in shared memory", "short allreduce", "long allreduce", "other collectives",
-    "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop", "elastic DDP", "checkpoint",
-    "new rank",
+    "asynchronous calls", "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop",
+    "elastic DDP", "elastic server", "checkpoint", "parameter server", "new rank",
 )  # fmt: skip
-LOOPS = ("start", "elastic loop", "elastic DDP", "checkpoint", "new rank")
+LOOPS = ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint", "new rank")
 """The moments of programs that may have spare ranks, or new ones, of which the first is lost too in the last."""
 SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("SIGSTOP", "exit", "raise")
 VICTIMS = ("1", "0", "1,2", "0,1", "1+2")
@@ -71,6 +71,11 @@ class Cell(NamedTuple):
         return len(re.findall(r"\d", self.victims))
 
     @property
+    def on_hosts(self) -> bool:
+        """Whether the ranks are on the hosts of scripts/hosts.sh."""
+        return self.hosts == "2" and "without-mpi" not in self.way
+
+    @property
     def ends(self) -> bool:
         """Whether the job must end."""
         return self.fault in ENDS or self.moment == "start"
@@ -85,9 +90,9 @@ class Outcome(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """Return all cells that differ: of losses that end the job there is one for each moment and fault."""
+    """Return all cells that differ: of losses that end the job only those of rank 1 and of rank 0."""
     for way in WAYS:
-        for hosts in "12"[: 1 if "without-mpi" in way else 2]:
+        for hosts in "12":
             for moment in LOOPS if way == "spares" or way in RESPAWNS else MOMENTS:
                 for fault in (*SIGNALS, *ENDS):
                     for victims in VICTIMS:
@@ -96,39 +101,49 @@ def cells() -> Iterator[Cell]:
                             continue
                         if moment == "new rank" and (way not in RESPAWNS or fault not in SIGNALS):
                             continue
-                        if cell.ends and victims != ("1,2" if moment == "recovery" else "1"):
+                        if cell.ends and victims not in (("1,2", "0,1") if moment == "recovery" else ("1", "0")):
                             continue
                         yield cell
 
 
+def launching(way: list[str], num_ranks: int, num_spares: int, hosts_of: str) -> tuple[list[str], dict[str, str]]:
+    """Return the beginning of a command with `torchmpi run`, and its environment.
+
+    `way`: its options; `hosts_of`: a folder for the hosts of scripts/hosts.sh, which they share; '' for this host.
+    """
+    command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *way]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    options, num_started = ["--bind-to none"], num_ranks + num_spares
+    if num_spares:
+        command += ["--spares", str(num_spares)]
+    if hosts_of:
+        options += [f"--prtemca plm_ssh_agent {STATE}/agent --mca btl_tcp_if_include eth0 -x PYTHONPATH"]
+        options += [f"--prtemca prte_if_include {os.environ.get('HOSTS_NETWORK', '10.87.21')}.0/24"]
+        command += ["--hosts", f"h0:{num_started // 2 + num_started % 2},h1:{num_started // 2}"]
+        (Path(hosts_of) / "ssh").symlink_to(STATE / "agent")  # torchmpi run asks the hosts whether they answer
+        environment["PATH"] = f"{hosts_of}:{environment['PATH']}"
+    if "--without-mpi" not in way:
+        command += [f"--option={' '.join(options)}"]
+    return command, environment
+
+
 def run(cell: Cell, limit_seconds: float) -> Outcome:
     """Run one job."""
-    num_ranks = 2 + cell.num_victims
-    num_started = num_ranks + (cell.num_victims if cell.way == "spares" else 0)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    shared = str(STATE) if cell.hosts == "2" else None
+    num_ranks, num_spares = 2 + cell.num_victims, cell.num_victims if cell.way == "spares" else 0
+    shared = str(STATE) if cell.on_hosts else None
     with tempfile.TemporaryDirectory(prefix="losses-", dir=shared) as folder:
-        command = [sys.executable, "-m", "torchmpi", "run", "-n", str(num_ranks), *WAYS[cell.way]]
-        options = ["--bind-to none"]
-        if cell.way == "spares":
-            command += ["--spares", str(cell.num_victims)]
-        if cell.way in RESPAWNS:
-            command += ["--respawns", str(cell.num_victims + 1)]
-        if cell.hosts == "2":
-            options += [f"--prtemca plm_ssh_agent {STATE}/agent --mca btl_tcp_if_include eth0 -x PYTHONPATH"]
-            options += [f"--prtemca prte_if_include {os.environ.get('HOSTS_NETWORK', '10.87.21')}.0/24"]
-            command += ["--hosts", f"h0:{num_started // 2 + num_started % 2},h1:{num_started // 2}"]
-            (Path(folder) / "ssh").symlink_to(STATE / "agent")  # torchmpi run asks the hosts whether they answer
-            environment["PATH"] = f"{folder}:{environment['PATH']}"
-        if "without-mpi" not in cell.way:
-            command += [f"--option={' '.join(options)}"]
+        hosts_of = folder if cell.on_hosts else ""
+        options = [*WAYS[cell.way], *(["--respawns", str(cell.num_victims + 1)] if cell.way in RESPAWNS else [])]
+        command, environment = launching(options, num_ranks, num_spares, hosts_of)
         # A rank that is killed before it has started is found by its launcher, whose child a warm one is not.
-        words = [sys.executable] if cell.moment == "start" else warm.command(address(cell.hosts, "$(uname -n)"))
+        words = [sys.executable] if cell.moment == "start" else warm.command(address("$(uname -n)", cell.on_hosts))
+        if cell.hosts == "2" and not cell.on_hosts:
+            words = ["env", "TORCHMPI_HOST_NAME=h$((RANK % 2))", *words]
         python = " ".join(words)
         command += ["--timeout", str(limit_seconds), "sh", "-c", f'exec {python} "$@"', "sh", str(PROGRAM)]
         command += [cell.moment, cell.fault, cell.victims, folder, str(num_ranks)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
-    return judged(cell, num_started, done)
+    return judged(cell, num_ranks + num_spares, done)
 
 
 def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str]) -> Outcome:
@@ -151,19 +166,18 @@ def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str])
     return Outcome("" if has_all and has_status else f"status {done.returncode}", seconds, output)
 
 
-def address(hosts: str, name: str) -> str:
-    """Return the address of the server of warm ranks on a host, which has imported torch."""
-    return f"{STATE}/losses-{name}" if hosts == "2" else f"{tempfile.gettempdir()}/losses-{os.getpid()}"
+def address(name: str, is_host: bool) -> str:
+    """Return the address of the server of warm ranks, which has imported torch, on a host or, without one, here."""
+    return f"{STATE}/losses-{name}" if is_host else f"{tempfile.gettempdir()}/losses-{os.getpid()}"
 
 
-def start_servers(resources: ExitStack, all_hosts: Iterable[str]) -> None:
-    """Start the servers of warm ranks for these numbers of hosts."""
+def start_servers(resources: ExitStack, missing: Iterable[Cell]) -> None:
+    """Start the servers of warm ranks that these cells need."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for hosts in sorted({*all_hosts}):
-        places = {"h0": ("run", "h0"), "h1": ("run", "h1")} if hosts == "2" else {"": ()}
-        for name, words in places.items():
-            launcher = [str(ROOT / "scripts" / "hosts.sh"), *words] if words else []
-            server = warm.Server(address(hosts, name), environment, launcher)
+    for on_hosts in sorted({cell.on_hosts for cell in missing}):
+        for name in ("h0", "h1") if on_hosts else ("",):
+            launcher = [str(ROOT / "scripts" / "hosts.sh"), "run", name] if on_hosts else []
+            server = warm.Server(address(name, on_hosts), environment, launcher)
             resources.enter_context(closing(server))
             server.wait_for_start()
 
@@ -214,7 +228,7 @@ def main() -> int:
     with ExitStack() as resources:
         if missing and not options.table:
             print(f"{len(chosen)} cells; {len(missing)} runs are missing", flush=True)
-            start_servers(resources, (cell.hosts for _, cell in missing))
+            start_servers(resources, (cell for _, cell in missing))
         for number, cell in () if options.table else missing:
             outcome = run(cell, options.limit)
             entry = {"cell": list(cell), "problem": outcome.problem, "seconds": outcome.seconds}

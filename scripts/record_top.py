@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Record `torchmpi top` in a terminal, as an asciicast (version 2), which `asciinema play FILE` shows.
 
-    scripts/record_top.py docs/images/top.cast                        # four ranks, of which one loads its data slowly
-    scripts/record_top.py top64.cast --ranks 64 --hosts 2 --columns 100 --lines 40
+    scripts/record_top.py docs/images/top.cast                    # four ranks, of which one loads its data slowly
+    scripts/record_top.py docs/images/top64.cast --ranks 64 --hosts 2 --step-seconds 2 --lines 24 --pages build/top64
 
-A job of real ranks runs meanwhile, the ranks divided among host names of this machine. `--report FILE.html` also keeps
-the page of the run.
+A job of real ranks runs meanwhile. Several hosts are namespaces that scripts/hosts.sh makes (as root); the command then
+runs on the first one. `--pages` also keeps pictures of `--web` (light, dark, and on a phone) and of `--report`, which
+Chromium draws.
 """
 
 from __future__ import annotations
@@ -17,49 +18,58 @@ import json
 import os
 import pty
 import select
+import shutil
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+HOSTS = str(ROOT / "scripts" / "hosts.sh")
+STATE = Path("/run/torchmpi-record")
+NETWORK = "10.87.26"
 PROGRAM = """
-import os, sys, time
+import sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 import torchmpi as mpi
-from torchmpi.launch import launcher
 
 class Images(Dataset):
     def __len__(self):
         return 1 << 30
 
     def __getitem__(self, index):
-        time.sleep(1.2 * step_seconds * (mpi.rank() == mpi.size() - 1))
+        time.sleep(0.6 * step_seconds * (mpi.rank() == mpi.size() - 1))
         return torch.ones(64)
 
-num_hosts, step_seconds, ready = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-found = launcher.detect()
-os.environ["TORCHMPI_HOST_NAME"] = f"node{(found.rank or 0) * num_hosts // found.num_ranks}"
+step_seconds, ready = float(sys.argv[1]), sys.argv[2]
 mpi.start()
 net = torch.nn.Linear(64, 8)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+mpi.nn.synchronize_parameters(net)
 for step, batch in enumerate(DataLoader(Images(), batch_size=1)):
     time.sleep(step_seconds)
-    optimizer.zero_grad()
+    net.zero_grad()
     loss = net(batch).square().mean()
     loss.backward()
     mpi.nn.synchronize_gradients(net)
-    optimizer.step()
+    with torch.no_grad():  # not an optimizer of torch, whose import takes 100 MB of each rank
+        for parameter in net.parameters():
+            parameter -= 0.01 * parameter.grad
     mpi.report_progress(samples=32, loss=loss.item())
-    if step == 20 and mpi.rank() == 0:
+    if step == 5 and mpi.rank() == 0:
         open(ready, "w").close()
 """
-KEYS = ((9.0, "w"), (14.0, "r"), (18.0, "q"))
-"""What is typed, and after how many seconds: sort by waiting, by rank, end."""
+KEYS = ((7.0, "w"), (11.0, "\x1b[6~"), (14.0, "r"), (18.0, "q"))
+"""What is typed, and after how many seconds: sort by waiting, a page further, sort by rank, end."""
+PICTURES = {
+    "web": ("--window-size=1100,2600",),
+    "dark": ("--window-size=1100,2600", "--blink-settings=preferredColorScheme=0"),
+    "phone": ("--window-size=500,3400",),
+}
 
 
 def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float, str]]:
@@ -81,6 +91,34 @@ def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float
     return written
 
 
+def draw(address: str, picture: Path, options: Sequence[str], on_host: Sequence[str]) -> None:
+    """Save a picture of a page, as a browser without any network but that of its host shows it."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("record_top.py: --pages: there is no Chromium. apt-get install chromium")
+    with tempfile.TemporaryDirectory() as profile:
+        command = [*on_host, browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        command += ["--hide-scrollbars", f"--user-data-dir={profile}", "--virtual-time-budget=6000", *options]
+        command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--screenshot={picture}", address]
+        subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def hosts(number: int) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Context manager with hosts: a folder that they share, options of a job, and the way to the first one."""
+    if number == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder), [], []
+        return
+    os.environ.update(HOSTS_STATE=str(STATE), HOSTS_PREFIX="trec", HOSTS_NETWORK=NETWORK)
+    subprocess.run([HOSTS, "up", str(number)], check=True)
+    try:
+        options = ["--rsh", str(STATE / "agent"), "--interface", f"{NETWORK}.0/24", "--option", "--bind-to none"]
+        yield STATE, options, [HOSTS, "run", "h0"]
+    finally:
+        subprocess.run([HOSTS, "down"], check=False)
+
+
 def main() -> int:
     """Run the job, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,23 +128,37 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.05, help="the time that a rank sleeps in a step")
     parser.add_argument("--columns", type=int, default=80)
     parser.add_argument("--lines", type=int, default=12)
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--pages", type=Path, help="a folder for pictures")
     given = parser.parse_args()
     torchmpi = [sys.executable, "-m", "torchmpi"]
-    with tempfile.TemporaryDirectory() as folder:
-        program, ready = Path(folder) / "train.py", Path(folder) / "ready"
+    with hosts(given.hosts) as (folder, options, on_host):
+        program, ready, report = (folder / name for name in ("train.py", "ready", "report.html"))
         program.write_text(PROGRAM)
-        command = [*torchmpi, "run", "-n", str(given.ranks), *(["--report", str(given.report)] if given.report else [])]
-        job = subprocess.Popen([*command, str(program), str(given.hosts), str(given.step_seconds), str(ready)])
+        names = ",".join(f"h{number}:{given.ranks // given.hosts}" for number in range(given.hosts))
+        where = ["--hosts", names, *options] if given.hosts > 1 else ["-n", str(given.ranks)]
+        command = [*torchmpi, "run", *where, *(["--report", str(report)] if given.pages else [])]
+        job = subprocess.Popen([*command, str(program), str(given.step_seconds), str(ready)])
         try:
             while not ready.exists():
                 if job.poll() is not None:
                     return job.returncode
                 time.sleep(0.1)
-            written = record([*torchmpi, "top", str(job.pid)], given.columns, given.lines)
+            top = [*on_host, *torchmpi, "top", *([] if on_host else [str(job.pid)])]
+            written = record(top, given.columns, given.lines)
+            if given.pages:
+                given.pages.mkdir(parents=True, exist_ok=True)
+                with subprocess.Popen([*top, "--web"], stdout=subprocess.PIPE, text=True) as server:
+                    assert server.stdout is not None
+                    address = server.stdout.readline().strip()
+                    time.sleep(20)  # a history
+                    for name, picture_options in PICTURES.items():
+                        draw(address, given.pages.absolute() / f"{name}.png", picture_options, on_host)
+                    server.terminate()
         finally:
             job.terminate()
             job.wait()
+        if given.pages:
+            draw(f"file://{report}", given.pages.absolute() / "report.png", PICTURES["web"], [])
     head = {"version": 2, "width": given.columns, "height": given.lines, "title": f"torchmpi top, {given.ranks} ranks"}
     events = [[round(at, 3), "o", text] for at, text in written]
     given.file.write_text("".join(json.dumps(each) + "\n" for each in [head, *events]))

@@ -17,7 +17,7 @@ Tests come in three tiers; the times are those of two free cores, once the envir
 
   seconds  pytest                        75 seconds: logic, kernels, the model of the protocol; in an environment of .venv
   minutes  scripts/test_cpu.sh --quick   under 3 minutes: core tests on 1, 2 and 3 ranks, some jobs
-  all      scripts/test_cpu.sh           about 16 minutes
+  all      scripts/test_cpu.sh           about 12 minutes
 
 The limit is 75 minutes, with --complete four hours. A slow suite may use what is left of the limit; a test that hangs fails,
 and so does a suite that prints nothing for a quarter of an hour.
@@ -41,11 +41,11 @@ HELP
 
 time_limit=4500   # seconds for everything; what is left of it limits each suite
 silence_limit=900 # seconds without output after which a suite hangs; longer than the limits of tests, which print stacks
-mpis="" sizes="1 2 3 4" quick=no complete=no pytest_options=()
+mpis="" quick=no complete=no pytest_options=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --quick) quick=yes sizes="1 2 3" ;;
+        --quick) quick=yes ;;
         --complete) complete=yes time_limit=14400; export TORCHMPI_TEST_COMPLETE=1 ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
         --system) with_system=yes ;;
@@ -93,11 +93,11 @@ end_all() {
 trap end_all INT TERM
 
 # Tests call mpi4py themselves, and ranks of MPICH that poll there keep others from their cores if Linux divides the cores
-# between sessions (docs/sharp-bits.md, "More ranks than cores under MPICH"): tests of seconds then take minutes.
+# between sessions (docs/sharp-bits.md, "One share of the cores for all ranks"): tests of seconds then take minutes.
 autogroup=/proc/sys/kernel/sched_autogroup_enabled
 turn_autogroups_off() {
     if [ "$(cat "$autogroup" 2>/dev/null)" = 1 ] && { echo 0 >"$autogroup"; } 2>/dev/null; then
-        trap 'echo 1 >"$autogroup"' EXIT
+        trap 'echo 1 >"$autogroup"; rm -rf "$state"' EXIT
         say "kernel.sched_autogroup_enabled is 0 until the tests have ended."
     fi
 }
@@ -181,7 +181,7 @@ outcome() {
 # record NAME STATUS SECONDS PASSED FAILED SKIPPED [NOTE]
 record() {
     local cpu
-    cpu=$(cut -d ' ' -f 1 "$logs/$1.cpu" 2>/dev/null || echo 0) # none of a suite that was killed
+    cpu=$(cut -d ' ' -f 1 "$state/$1.cpu" 2>/dev/null || echo 0) # none of a suite that was killed
     sum_cpu=$((sum_cpu + cpu))
     [ "$4" = 0 ] || [ ${#pytest_options[@]} -gt 0 ] || printf '%s %s\n' "$1" "$3" >>"$durations"
     # shellcheck disable=SC2059 # columns are a format
@@ -191,86 +191,91 @@ record() {
     suites+=("$1")
 }
 
-# begin NAME COMMAND...: start a suite, with its output in a log; several may run at once. With `after`, the name of another
-# suite, it waits for the end of that one. A check without counts is one test. $durations has the seconds of each suite in
-# the last run.
-after=""
+# begin NAME COMMAND...: a suite, with its output in a log, when it is its turn: they begin in this order, at most so many at
+# once that both cores have work while most suites wait for their jobs. A check without counts is one test. $durations has the
+# seconds of each suite in the last run.
+num_begun=0 at_once=$(($(num_cores) + 3))
 begin() {
     local name=$1 kind=check before
     shift
     : >"$logs/$name.log"
-    rm -f "$logs/$name".{begun,ended,cpu}
-    if [ $((time_limit - SECONDS)) -lt 5 ]; then
-        record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
-        return
-    fi
     before=$(awk -v name="$name" '$1 == name { seconds = $2 } END { print seconds }' "$durations" 2>/dev/null)
-    printf '\n== %s%s%s: %s\n' "$name" "${before:+ ($before s in the last run)}" "${after:+, after $after}" "$*"
+    printf '\n== %s%s: %s\n' "$name" "${before:+ ($before s in the last run)}" "$*"
     case " $* " in *" pytest "* | *test_hosts.sh*) kind=pytest ;; esac
-    start run_after "$after" "$name" "$@" >"$logs/$name.log" 2>&1
+    start take_turn $((num_begun - at_once + 1)) "$name" "$@" >"$logs/$name.log" 2>&1
+    num_begun=$((num_begun + 1))
     running+=("$started")
     begun+=("$name $started $kind")
-    watch "$started" "$logs/$name" &
 }
 
-# run_after OTHER NAME COMMAND...: the command, once the suite OTHER has ended; at once if that is ''.
-run_after() {
-    local other=$1 name=$2
+# Of each suite: NAME.begun with its process, NAME.cpu with its CPU seconds when it has ended, NAME.silent if it was ended. In a
+# folder of this run, since a test may run this script in the same checkout.
+state=$(mktemp -d)
+trap 'rm -rf "$state"' EXIT
+
+# take_turn NUMBER NAME COMMAND...: the command, once this NUMBER of suites has ended.
+take_turn() {
+    local number=$1 name=$2 ended=()
     shift 2
-    until [ -z "$other" ] || [ -e "$logs/$other.ended" ]; do
+    shopt -s nullglob
+    until [ ${#ended[@]} -ge "$number" ]; do
         sleep 1
+        ended=("$state"/*.cpu)
     done
-    : >"$logs/$name.begun"
+    echo "$BASHPID" >"$state/$name.begun"
     [ "$SECONDS" -lt "$time_limit" ] || exit 124
     # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
     # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
     # ranks.
-    exec "$VIRTUAL_ENV/bin/python" -I -S "$checkout/scripts/cpu_seconds.py" "$logs/$name.cpu" \
+    exec "$VIRTUAL_ENV/bin/python" -I -S "$checkout/scripts/cpu_seconds.py" "$state/$name.cpu" \
         timeout --foreground -s INT -k 20 "$((time_limit - SECONDS))" "$@"
 }
 
-# watch PROCESS LOG: ends a suite that prints nothing. Files beside the log (named without .log) say so to judge(), and tell
-# suites that wait that it has ended.
+# watch: ends suites that print nothing, until this script has ended.
 watch() {
-    local looks=0
-    rm -f "$2.silent"
-    while sleep 1 && kill -0 "$1" 2>/dev/null; do
-        # Rarely, as it starts processes.
-        if [ $((++looks % 20)) = 0 ] && [ -e "$2.begun" ] && [ $(($(date +%s) - $(latest "$2"))) -gt $silence_limit ]; then
-            : >"$2.silent"
-            kill -INT "$1"
-            sleep 20
-            kill -KILL -- "-$1" 2>/dev/null
-        fi
+    local suite process
+    shopt -s nullglob
+    while sleep 20 && kill -0 $$ 2>/dev/null; do
+        for suite in "$state"/*.begun; do
+            process=$(<"$suite") suite=$(basename "$suite" .begun)
+            if ! kill -0 "$process" 2>/dev/null; then
+                [ -e "$state/$suite.cpu" ] || echo 0 >"$state/$suite.cpu" # it was killed
+            elif [ $(($(date +%s) - $(latest "$suite"))) -gt $silence_limit ]; then
+                : >"$state/$suite.silent"
+                kill -INT "$process"
+                sleep 20
+                kill -KILL -- "-$process" 2>/dev/null
+            fi
+        done
     done
-    : >"$2.ended"
 }
 
-# latest LOG: when it has last been written to, or the suite begun.
+# begin_of NAME: when the suite has begun; now if it has not.
+begin_of() {
+    date -r "$state/$1.begun" +%s 2>/dev/null || date +%s
+}
+
+# latest NAME: when the log of a suite has last been written to, or it has begun.
 latest() {
     local log since
-    log=$(date -r "$1.log" +%s) since=$(date -r "$1.begun" +%s)
+    log=$(date -r "$logs/$1.log" +%s) since=$(begin_of "$1")
     echo $((log > since ? log : since))
 }
 
-# finish [NAME...]: show the suites that were begun, one after the other, and judge them; those of these names continue.
+# finish: show all suites, one after the other, and judge them.
 begun=()
 finish() {
-    local entry name pid kind status follower continued=() processes=()
-    for entry in ${begun[@]+"${begun[@]}"}; do
+    local entry name pid kind status follower
+    for entry in "${begun[@]}"; do
         read -r name pid kind <<<"$entry"
-        case " $* " in
-            *" $name "*) continued+=("$entry") processes+=("$pid"); continue ;;
-        esac
-        [ ${#begun[@]} = 1 ] || printf '\n-- %s\n' "$name"
+        printf '\n-- %s\n' "$name"
         tail -n +1 -f -s 0.2 --pid="$pid" "$logs/$name.log" &
         follower=$! status=0
         wait "$pid" || status=$?
         wait "$follower"
         # Until its last output, as it may have ended while another was shown.
-        judge "$name" "$status" $(($(latest "$logs/$name") - $(date -r "$logs/$name.begun" +%s))) "$kind"
+        judge "$name" "$status" $(($(latest "$name") - $(begin_of "$name"))) "$kind"
     done
-    begun=(${continued[@]+"${continued[@]}"}) running=(${processes[@]+"${processes[@]}"})
 }
 
 # judge NAME STATUS SECONDS KIND: what came of a suite, from its status and its log.
@@ -293,12 +298,15 @@ judge() {
         124 | 137) note="stopped after $seconds seconds, at the end of the $time_limit for all suites" ;;
         *) note="status $status" ;;
     esac
-    [ ! -f "$logs/$name.silent" ] || note="stopped after $seconds seconds: nothing printed for $silence_limit"
+    [ ! -f "$state/$name.silent" ] || note="stopped after $seconds seconds: nothing printed for $silence_limit"
     # A crash, a hang or a failure on another rank than 0 leaves no count behind.
     if [ "$status" != 0 ] && [ "$failed" = 0 ]; then
         failed=1
     fi
     record "$name" "$status" "$seconds" "$passed" "$failed" "$skipped" "$note"
+    [ "$failed" = 0 ] || for log in "${log%.log}"/rank[1-9]*.log; do
+        [ -f "$log" ] && printf '\n-- the end of %s\n' "$log" && tail -n 40 "$log"
+    done
 }
 
 # how_it_ended LOG: the last lines of a suite, and the messages of torchmpi on its ranks.
@@ -339,58 +347,40 @@ share_of_ranks() {
     only=(-m "${marks}n$2")
 }
 
-# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: a suite of their own,
-# and those that run with the other tests of the first MPI.
+# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites of their
+# own.
 programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,kernel_builds,launcherless}.py
     tests/jobs/test_{notebook,recovery,site,timeline,warm}.py)
 examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,single_file_examples,slow_links,torch_suite}.py)
 
-# share_of_jobs NAME: the same for tests/jobs.
-share_of_jobs() {
-    only=()
-    [ $complete = no ] || return 0
-    only=("${programs[@]/#/--ignore=}")
-    [ "$1" = "$first" ] || only+=("${examples[@]/#/--ignore=}")
-    [ "$1" = "$last" ] || only+=(-m "not any_mpi") # no file of examples has this marker
-}
-
-# beside_ranks ROW NAME COMMAND...: begin the suite NAME, with a command that begins it, after the last one in a row.
-rows=("" "")
-beside_ranks() {
-    local row=$1 name=$2
-    shift 2
-    after=${rows[row]}
-    "$@"
-    after="" rows[row]=$name beside+=" $name"
-}
-
-# jobs_suite ROW MPI: tests/jobs, in a row.
+# jobs_suite MPI: tests/jobs, or the share of an MPI.
 jobs_suite() {
-    use_environment "$2"
-    share_of_jobs "$2"
-    beside_ranks "$1" "$2-jobs" pytest_suite "$2-jobs" tests/jobs ${only[@]+"${only[@]}"}
+    local only=()
+    if [ $complete = no ]; then
+        only=("${programs[@]/#/--ignore=}" "${examples[@]/#/--ignore=}")
+        [ "$1" = "$last" ] || only+=(-m "not any_mpi")
+    fi
+    use_environment "$1"
+    pytest_suite "$1-jobs" tests/jobs ${only[@]+"${only[@]}"}
 }
 
-# mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
+# Ranks are forked from one process that has imported torch; not on other hosts.
+warm=(python "$checkout/tests/helpers/warm.py" pytest torch.distributed.checkpoint --)
+[ -z "${HOSTFILE:-}" ] || warm=()
+
+# mpi_suites RANKS: tests/mpi on that many ranks, under each MPI; rank 0 in full, the others only if something failed. With
 # --capture=sys a rank that ends the job can still say why.
 mpi_suites() {
-    local ranks=$1 num_failures=${#failed_logs[@]} name log
-    shift
-    for name in "$@"; do
+    local ranks=$1 name
+    for name in $mpis; do
         share_of_ranks "$name" "$ranks" || continue
         rm -rf "${logs:?}/$name-n$ranks"
         use_environment "$name"
         launch_command "$ranks"
-        begin "$name-n$ranks" "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
+        begin "$name-n$ranks" ${warm[@]+"${warm[@]}"} "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind \
+            --log-dir "$logs/$name-n$ranks" \
             python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q --durations=10 tests/mpi \
             ${only[@]+"${only[@]}"} ${pytest_options[@]+"${pytest_options[@]}"}
-    done
-    # shellcheck disable=SC2086 # a list of words
-    finish $beside
-    for log in ${failed_logs[@]+"${failed_logs[@]:num_failures}"}; do
-        for log in "${log%.log}"/rank[1-9]*.log; do
-            [ -f "$log" ] && printf '\n-- the end of %s\n' "$log" && tail -n 40 "$log"
-        done
     done
 }
 
@@ -402,57 +392,53 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 export OMP_WAIT_POLICY=passive # threads of torch that wait for each other leave their cores to other suites
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 durations=$logs/durations
-usual="about 16 minutes"
+usual="about 12 minutes"
 [ $quick = no ] || usual="under 3 minutes"
 [ $complete = no ] || usual="more than an hour"
 say "On two free cores this takes $usual; after $((time_limit / 60)) minutes it is ended."
+watch >/dev/null 2>&1 &
+watcher=$! running+=("$watcher")
 begin_installing
 turn_autogroups_off
 # The last environment has the fewest packages, and is there while others are still being installed.
 wait_for_environments "$last"
 use_environment "$last"
-# One process each: these run side by side, with the tests on one rank.
 begin lint python -m ruff check --output-format concise .
-# Beside all others, in the time that these sleep or wait.
+# The longest first, but for tests/mpi on one rank: it rewrites the assertions of its files for seconds of a core, which the
+# ranks of another suite would all do at the same time.
 if [ $quick = yes ]; then
     # shellcheck disable=SC2086 # a list of words
     wait_for_environments $mpis
+    mpi_suites 1
     use_environment "$first"
-    beside=jobs
     pytest_suite jobs tests/jobs -m quick
 else
-    beside=unit
     begin types python -m mypy # the unit tests use its cache in the end
     pytest_suite unit tests/unit tests/security tests/test_architecture.py
-fi
-# shellcheck disable=SC2086 # a list of words
-wait_for_environments $mpis
-# The ranks of tests/mpi compute for most of the time. Beside them two rows of suites whose jobs wait for most of the time, the
-# longest first in each row, so that both cores have work until the end.
-if [ $quick = no ]; then
-    if [ "$first" != system ]; then
-        use_environment "$first"
-        beside_ranks 0 hosts begin hosts "$checkout/scripts/test_hosts.sh" --faults --mpi "$first" \
-            ${pytest_options[@]+"${pytest_options[@]}"}
-    fi
-    for name in $mpis; do
-        [ "$name" = "$first" ] || jobs_suite 1 "$name"
-    done
+    jobs_suite "$last"
+    # shellcheck disable=SC2086 # a list of words
+    wait_for_environments $mpis
+    mpi_suites 1
     use_environment "$first"
-    [ $complete = yes ] || beside_ranks 1 programs pytest_suite programs "${programs[@]}"
-    jobs_suite 0 "$first"
-fi
-for ranks in $sizes; do
-    if [ "$ranks" = 1 ]; then
-        # shellcheck disable=SC2086 # a list of words
-        mpi_suites 1 $mpis
-    else
-        for name in $mpis; do
-            mpi_suites "$ranks" "$name"
-        done
+    if [ "$first" != system ]; then
+        begin hosts "$checkout/scripts/test_hosts.sh" --faults --mpi "$first" ${pytest_options[@]+"${pytest_options[@]}"}
     fi
-done
+    if [ $complete = no ]; then
+        pytest_suite programs "${programs[@]}"
+        pytest_suite examples "${examples[@]}"
+    fi
+fi
+mpi_suites 3
+if [ $quick = no ]; then
+    for name in $mpis; do
+        [ "$name" = "$last" ] || jobs_suite "$name"
+    done
+    mpi_suites 4
+fi
+mpi_suites 2
 finish
+kill "$watcher"
+wait "$watcher" 2>/dev/null
 
 if [ ${#failed_logs[@]} -gt 0 ]; then
     printf '\n== failures (full logs: %s)\n' "$logs"
@@ -471,4 +457,6 @@ say ""
 printf "$columns\n" suite result passed failed skipped seconds cpu ""
 printf '%s\n' "${table[@]}"
 say "$num_passed passed, $num_failed failed, $num_skipped skipped; $sum_cpu seconds of CPU"
+# An error of this script itself may end `finish` early.
+[ ${#suites[@]} = "$num_begun" ] || fail "FAILED: $num_begun suites have begun, and ${#suites[@]} were judged."
 [ "$num_failed" = 0 ]

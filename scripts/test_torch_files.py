@@ -1,12 +1,15 @@
-"""Run PyTorch's own distributed tests, unmodified, with torchmpi in the place of gloo, and with gloo itself.
+"""Run PyTorch's own distributed tests, or torchft's, with torchmpi in the place of gloo, and with gloo itself.
 
     git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch /tmp/pytorch
     python scripts/test_torch_files.py /tmp/pytorch [--file WORD] [-k WORD] [--write results/torch-tests.md]
 
-The tests start their own processes: forks of one that has imported torch, which saves hours and is the only change
-here. With TORCHMPI_AS_GLOO=1 torch creates groups of torchmpi where a test names gloo; a test that constructs
-ProcessGroupGloo gets one of torchmpi too. Prints the tests that fail with torchmpi and not with gloo, and a table; ends
-with status 1 if one of them is not listed in EXPLAINED.
+    pip install torchft-nightly parameterized
+    python scripts/test_torch_files.py .../site-packages [-k WORD] [--write results/torch-tests.md]
+
+The tests are not modified. They start their own processes: forks of one that has imported torch, which saves hours and
+is the only change here. With TORCHMPI_AS_GLOO=1 torch creates groups of torchmpi where a test names gloo; a test that
+constructs ProcessGroupGloo gets one of torchmpi too. Prints the tests that fail with torchmpi and not with gloo, and a
+table; ends with status 1 if one of them is not listed in EXPLAINED.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import fnmatch
 import gc
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -44,9 +48,12 @@ FILES = (
     "_composable/**/test_*.py",
     "fsdp/test_*.py",
     "pipelining/test_*.py",
+    "torchft/process_group_test.py",
 )
-"""Below test/distributed of the checkout."""
+"""Below test/distributed of a checkout of PyTorch, or where torchft is installed, which has its tests."""
 BACKENDS = ("gloo", "torchmpi")
+TORCHFT = "torchft"
+_OF_TORCHFT = "TEST_TORCHFT_BACKEND"
 SECONDS_OF_A_TEST = 60
 _TEXTS = "invalid arguments raise errors with another text than that of gloo"
 EXPLAINED = {
@@ -58,9 +65,11 @@ EXPLAINED = {
     "which the test has made views by chunk() before, and raises when they are read",
     "DistributedDataParallelTest.test_gloo_backend_cpu_module*": "asks the group for a network device of gloo",
     "CommTest.test_broadcast_coalesced_gloo_cpu": "asks the group for a network device of gloo",
+    "ProcessGroupTest.test_gloo_timeout": "the error after its 10 ms has another text than that of gloo",
+    "NormalGlooMultiPgTest.*": "its ranks are threads of one process, which is one rank of torchmpi",
 }
 """Patterns of the tests that fail with torchmpi and not with gloo, with the reason."""
-BEGIN, END = "<!-- begin: run with PyTorch {} -->", "<!-- end -->"
+BEGIN, END = "<!-- begin: run with {} -->", "<!-- end -->"
 
 
 class Result(NamedTuple):
@@ -86,13 +95,16 @@ class Inside(NamedTuple):
 def run_file(path: Path, backend: str, options: Inside) -> None:
     """Run the chosen tests of a file that have not begun yet, and write an event at the start and the end of each."""
     with_backend(backend)
-    sys.path.insert(0, str(path.parent))
+    if path.parent.name == TORCHFT:
+        with_torchft(backend)
+    else:
+        sys.path.insert(0, str(path.parent))
     sys.argv[1:] = []
-    module = import_of_any_version(path.stem)
+    module = import_of_any_version(f"{TORCHFT}.{path.stem}" if path.parent.name == TORCHFT else path.stem)
     begun = {json.loads(line)["test"] for line in options.events.read_text().splitlines()}
     with options.events.open("a", buffering=1) as file:
         for test in tests_of(module):
-            name = test.id().removeprefix(f"{path.stem}.")
+            name = test.id().removeprefix(f"{module.__name__}.")
             if options.pattern in name and name not in begun and (options.only is None or name in options.only):
                 print(json.dumps({"test": name}), file=file)
                 print(f"\n=== {path.name} {name} with {backend}", file=sys.stderr, flush=True)
@@ -140,16 +152,31 @@ def with_backend(backend: str) -> None:
     from torch.testing._internal import common_distributed
 
     case = common_distributed.MultiProcessTestCase
-    case._spawn_processes = lambda self: self._start_processes(_multiprocessing("fork").Process)
+    case._spawn_processes = lambda self: self._start_processes(multiprocessing.get_context("fork").Process)
     common_distributed.TIMEOUT_OVERRIDE.clear()
     if backend == "torchmpi":
         dist.ProcessGroupGloo = type("ProcessGroupGloo", (_InPlaceOfGloo,), _members_of(dist.ProcessGroupGloo))
 
 
-def _multiprocessing(method: str) -> Any:
+def with_torchft(backend: str) -> None:
+    """Let torchft fork its processes, and construct groups of this backend; also in these processes."""
     import torch.multiprocessing
+    from torchft import process_group
 
-    return torch.multiprocessing.get_context(method)
+    os.environ[_OF_TORCHFT] = backend
+    context = multiprocessing.get_context("forkserver")  # not of this process, which may be a rank
+    context.set_forkserver_preload(["torchft.process_group", "torchmpi.distributed.creation"])
+    torch.multiprocessing.get_context = lambda method: context
+    if backend == "torchmpi":
+        process_group.ProcessGroupGloo._create_pg = _create_in_torchft
+        process_group.ProcessGroupBabyGloo._create_pg = classmethod(_create_in_torchft)
+
+
+def _create_in_torchft(wrapper: Any, store: Any, rank: int, size: int) -> Any:
+    # As with gloo, the others do not end with a rank, however that has ended.
+    os.environ["TORCHMPI_ON_LOST_RANK"] = "raise" if size > 1 else "end"
+    os.environ["TORCHMPI_ABORT_ON_EXCEPTION"] = "0"
+    return _InPlaceOfGloo(store, rank, size, timeout=getattr(wrapper, "_timeout", None))
 
 
 def _members_of(gloo: Any) -> dict[str, Any]:
@@ -172,7 +199,7 @@ class _InPlaceOfGloo:
         limit = timeout if timeout is not None else getattr(options, "_timeout", None)
         if limit is not None:
             given.timeout = limit
-        group = creation.create_for_gloo(given)
+        group = creation.create_for_gloo(given, None)
         for name in ("allreduce", "allreduce_coalesced", "allgather", "broadcast", "gather", "reduce", "scatter"):
             setattr(group, name, _asynchronous(getattr(group, name)))
         return group
@@ -195,13 +222,15 @@ def outcome_of(test: unittest.TestCase) -> tuple[str, str]:
     gc.collect()  # a store of an earlier test would be closed by a fork, which does not have its thread
     result = unittest.TestResult()
     signal.signal(signal.SIGALRM, _on_alarm)
-    signal.alarm(SECONDS_OF_A_TEST + 20)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_OF_A_TEST + 20, 20)  # again for what ends the test
     try:
-        test.run(result)
+        unittest.TestSuite([test]).run(result)  # with the beginning and the end of its class
     finally:
-        signal.alarm(0)
-        for process in _multiprocessing("fork").active_children():
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for process in multiprocessing.active_children():
             process.kill()
+        if "torchmpi.session.runtime" in sys.modules:
+            sys.modules["torchmpi.session.runtime"].stop()  # tests of torchft leave groups of one rank
     problems = [text for _, text in result.errors + result.failures]
     if problems:
         print(problems[0], file=sys.stderr, flush=True)
@@ -239,9 +268,11 @@ def run(
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS_OF_A_TEST),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",  # tests of torchft are numbered in the order of a set
         "TORCHMPI_AS_GLOO": str(int(backend == "torchmpi")),
     }
     file = str(path.relative_to(root))
+    place = root if path.parent.name == TORCHFT else path.parent  # it has modules with names of the standard library
     with tempfile.TemporaryDirectory() as folder, options.log.open("a+b") as log:
         start_of_log = log.tell()
         events = Path(folder) / "events"
@@ -249,9 +280,7 @@ def run(
         inside = [sys.executable, __file__, "--inside", str(path), backend, options.k, json.dumps(only), str(events)]
         while True:
             known = events.stat().st_size
-            job = subprocess.Popen(
-                inside, cwd=path.parent, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+            job = subprocess.Popen(inside, cwd=place, stdout=log, stderr=log, env=environment, start_new_session=True)
             status = job.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
@@ -314,10 +343,11 @@ def as_page(results: dict[str, list[Result]], num_groups: dict[str, int], about:
     lines.append(f"| {num_skipped_files} files of which all tests were skipped | {counts(skipped)} | 0, 0, 0 | 0 |")
     of_all = " | ".join(counts(results[backend]) for backend in BACKENDS)
     lines.append(f"| all | {of_all} | {sum(num_groups.values())} |")
-    lines += ["", "### Not passed with torchmpi", "", "| test | reason |", "|---|---|"]
+    names_all = sum(map(bool, files.values())) == 1
+    lines += ["", f"### {'With' if names_all else 'Not passed with'} torchmpi", "", "| test | reason |", "|---|---|"]
     for each in results["torchmpi"]:
-        if each.outcome != "passed":
-            reason = explanation(each) or f"{each.outcome}: {each.reason}"
+        if each.outcome != "passed" or names_all:
+            reason = "passed" if each.outcome == "passed" else explanation(each) or f"{each.outcome}: {each.reason}"
             lines.append(f"| `{each.test}` | {reason.replace('|', '/')} |")
     lines += ["", "### Failed with gloo", "", "| file | reason | tests |", "|---|---|---|"]
     failed = Counter((each.file, each.reason) for each in results["gloo"] if each.outcome == "failed")
@@ -331,15 +361,19 @@ def software(root: Path) -> str:
     """Return the versions in a sentence."""
     import torch
 
-    version = (root.parents[1] / "version.txt").read_text().strip()
-    return f"Tests of PyTorch {version}, run with PyTorch {torch.__version__} on CPUs, one host."
+    if (root / TORCHFT).exists():
+        distribution = importlib.metadata.packages_distributions()[TORCHFT][0]
+        tested = f"{distribution} {importlib.metadata.version(distribution)}"
+    else:
+        tested = f"PyTorch {(root.parents[1] / 'version.txt').read_text().strip()}"
+    return f"Tests of {tested}, run with PyTorch {torch.__version__} on CPUs, one host."
 
 
-def write(page: Path, lines: list[str]) -> None:
+def write(page: Path, lines: list[str], *, is_of_torchft: bool) -> None:
     """Replace the tables of this version of PyTorch, or add them at the end of the page."""
     import torch
 
-    begin = BEGIN.format(torch.__version__.partition("+")[0])
+    begin = BEGIN.format(f"{'torchft and ' * is_of_torchft}PyTorch {torch.__version__.partition('+')[0]}")
     before, _, rest = page.read_text().partition(begin)
     after = rest.partition(END)[2] or "\n"
     page.write_text("\n".join([f"{before.rstrip()}\n\n{begin}", *lines, f"{END}{after}"]))
@@ -348,7 +382,7 @@ def write(page: Path, lines: list[str]) -> None:
 def main() -> None:
     """Run the tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="a checkout of PyTorch")
+    parser.add_argument("checkout", type=Path, help="a checkout of PyTorch, or the folder where torchft is")
     parser.add_argument("-k", default="", help="only tests whose name contains this")
     parser.add_argument("--file", default="", help="only files whose path contains this")
     parser.add_argument("--log", type=Path, default=Path("build/test/torch-files.log"), help="output of the tests")
@@ -357,7 +391,9 @@ def main() -> None:
     options = parser.parse_args()
     if not importlib.metadata.entry_points(group="torch.backends", name="torchmpi"):
         parser.error("torchmpi is not installed in this environment: torch would create groups of gloo in its place")
-    root = options.checkout.resolve() / "test" / "distributed"
+    root = options.checkout.resolve()
+    if (root / "test" / "distributed").exists():
+        root = root / "test" / "distributed"
     options.log = options.log.resolve()
     options.log.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, Any] = {}
@@ -375,11 +411,13 @@ def main() -> None:
     num_groups = {key.removeprefix("groups "): number for key, number in known.items() if key.startswith("groups ")}
     lines = as_page(results, num_groups, software(root))
     if options.write:
-        write(options.write, lines)
+        write(options.write, lines, is_of_torchft=(root / TORCHFT).exists())
     print("\n".join(lines))
     sys.exit(any(each.outcome == "failed" and explanation(each) is None for each in results["torchmpi"]))
 
 
+if __name__ == "__mp_main__" and _OF_TORCHFT in os.environ:
+    with_torchft(os.environ[_OF_TORCHFT])
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--inside"]:
         file, backend, pattern, only, events = sys.argv[2:7]

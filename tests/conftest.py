@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from helpers.failures import pytest_runtest_makereport, pytest_runtest_setup  # noqa: F401, hooks
@@ -17,3 +19,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("release"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the logger of torchmpi has said in this test.
+
+    Without pytest's plugin for logging (setup.cfg), which visits all loggers of torch: a millisecond of each test.
+    """
+    texts: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("torchmpi")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield texts
+    logger.removeHandler(handler)

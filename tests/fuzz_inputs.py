@@ -285,6 +285,7 @@ def read_run(folder: Path) -> Any:
 
 def one_rank() -> Any:
     server = SimpleNamespace(is_saved=True, name="s", shape=(40,), dtype=torch.float32, numel=40, parts=[(0, 40)])
+    server.own_shards = range(1)
     server.shards = SimpleNamespace(chunk_numel=chunk_numel(4, 4))
     return SimpleNamespace(servers={0: server}, group=SimpleNamespace(rank=0, size=1, where="rank 0"))
 

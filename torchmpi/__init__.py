@@ -40,7 +40,9 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
     from .config import Config as Config
     from .continuing.elastic_job import *
     from .datasets.shared_dataset import *
+    from .errors import MismatchError as MismatchError
     from .errors import RankLostError as RankLostError
+    from .errors import StallError as StallError
     from .errors import TorchMPIError as TorchMPIError
     from .session.api import *
     from .session.call_metrics import *
@@ -52,8 +54,10 @@ _CLASSES = {
     "Communicator": "communicators.communicator",
     "Config": "config",
     "Handle": "communicators.handle",
+    "MismatchError": "errors",
     "NullCommunicator": "communicators.communicator",
     "RankLostError": "errors",
+    "StallError": "errors",
     "TorchMPIError": "errors",
 }
 """Public classes, and the modules that define them."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
-from .errors import ArgumentError, rank_prefix
+from .errors import ArgumentError, kind_of, rank_prefix, with_article
 from .other_names import unknown_keyword
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -135,7 +135,7 @@ def _kind_of(hint: Any) -> _Kind | None:
     if issubclass(chosen, collections.abc.Iterable) and chosen.__module__ in ("builtins", "collections.abc"):
         is_one_kind = len(members) == 1 or (len(members) == 2 and members[1] is ...)
         return _iterable(chosen, _kind_of(members[0]) if is_one_kind else None)
-    return _Kind(functools.partial(_is_like, chosen), _with_article(chosen.__name__))
+    return _Kind(functools.partial(_is_like, chosen), with_article(chosen.__name__))
 
 
 def _any_of(kinds: list[_Kind | None]) -> _Kind | None:
@@ -196,10 +196,6 @@ def _iterable(kind: type, of: _Kind | None) -> _Kind:
 _PLURALS = {"a tensor": "tensors", "an integer": "integers", "a number": "numbers", "a string": "strings"}
 
 
-def _with_article(noun: str) -> str:
-    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
-
-
 def _is_like(kind: type, value: Any) -> bool:
     """Whether a value is an instance, or has the methods of the class."""
     if isinstance(value, kind):
@@ -219,7 +215,7 @@ _PACKAGES = (*_ALIASES, "engine")
 
 
 def _message(shown: str, function: Callable[..., Any], name: str, value: Any, kind: _Kind) -> str:
-    found = _with_article(type(value).__name__)
+    found = kind_of(value)
     if isinstance(value, (list, tuple)):
         found += f" of {', '.join(sorted({type(member).__name__ for member in value})) or 'nothing'}"
     is_short = value is None or (isinstance(value, (str, int, float)) and len(repr(value)) < 40)

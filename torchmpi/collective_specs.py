@@ -132,11 +132,6 @@ class CollectiveSpec:
         """The method of mpi4py."""
         return self.mpi_name or self.name.capitalize()
 
-    @property
-    def name_in_torch(self) -> str:
-        """The function of torch.distributed, or of the same meaning."""
-        return self.torch_name or self.name
-
 
 def _action(name: str, flow: Flow = "all to all") -> CollectiveSpec:
     return CollectiveSpec(name, flow, tensors=False, kind="action")
@@ -168,13 +163,10 @@ _COMPARED = (
     _Row("recv", "none", kind="message"),
     _action("confirm"),
     _action("begin_again"),
+    _action("recover"),
 )
 """The calls that ranks compare, or that the fast path counts, in the order of their codes."""
-_OTHERS = (
-    # Parts of any length; in the second all ranks have agreed on the lengths.
-    _Row("exchange_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),
-    _Row("exchange_matching_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),
-)
+_OTHERS = (_Row("exchange_parts", divides=True, gathers=True, kind="exchange", form_of="alltoall"),)
 """What backends bind in addition."""
 SPECS = {row.name: row for row in (*_COMPARED, *_OTHERS)}
 """All rows by name."""

@@ -10,6 +10,7 @@ import functools
 import math
 import numbers
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -18,7 +19,7 @@ from . import log
 from .backend_specs import GPU_BACKENDS
 from .backend_specs import BackendName as BackendName
 from .collective_specs import CollectiveName as CollectiveName
-from .errors import ConfigError
+from .errors import ConfigError, kind_of
 
 _T = TypeVar("_T")
 
@@ -40,8 +41,8 @@ ReplicaCheck = Literal["raise", "warn", "mend"]
 
 # Variables with the same prefix that are not settings of a run.
 SET_BY_RUN = (
-    "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE", "TORCHMPI_SPARES", "TORCHMPI_RESPAWNS",
-    "TORCHMPI_RESPAWN_COMMAND", "TORCHMPI_NEWCOMER",
+    "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE", "TORCHMPI_SPARES", "TORCHMPI_TERMINAL",
+    "TORCHMPI_RESPAWNS", "TORCHMPI_RESPAWN_COMMAND", "TORCHMPI_NEWCOMER",
 )  # fmt: skip
 """Variables that ``torchmpi run`` sets for its ranks."""
 _NOT_FIELDS = (
@@ -50,16 +51,26 @@ _NOT_FIELDS = (
 )  # fmt: skip
 
 
-def setting(default: _T, *, least: float | None = None, above: float | None = None, shared: bool = False) -> _T:
+def setting(
+    default: _T,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float = math.inf,
+    shared: bool = False,
+) -> _T:
     """Return the field of a setting.
 
     Args:
         default: Its value where none is given.
         least: Its least value.
         above: A number below all its values.
+        below: A number above all its values; of whole numbers at most 2^63.
         shared: Whether it must be the same on all ranks.
     """
-    field: _T = dataclasses.field(default=default, metadata={"least": least, "above": above, "shared": shared})
+    below = min(below, 1 << 63) if isinstance(default, int) else below
+    metadata = {"least": least, "above": above, "below": below, "shared": shared}
+    field: _T = dataclasses.field(default=default, metadata=metadata)
     return field
 
 
@@ -78,7 +89,7 @@ class Config:
     bind: _Bind = "auto"
     """``auto``: bind each local rank to its own cores, unless the launcher has bound it or there are too few cores;
     ``none``: do not bind."""
-    threads: int = setting(0, least=0)
+    threads: int = setting(0, least=0, below=1 << 31)
     """Number of threads of torch for one operation; 0: one per core that only this rank uses."""
     check: _Check = setting("auto", shared=True)
     """Comparison of calls between ranks. ``board``: through shared memory, without messages (ranks of one host);
@@ -89,7 +100,7 @@ class Config:
     """End the job when a call waits longer than this; 0: never."""
     heartbeat_seconds: float = setting(30.0, least=0, shared=True)
     """End the job when another host does not answer for this time; 0: do not connect the hosts for that."""
-    watchdog_period_seconds: float = setting(0.5, above=0)
+    watchdog_period_seconds: float = setting(0.5, above=0, below=threading.TIMEOUT_MAX)
     """Interval at which the watchdog checks for stalls."""
     late_rank_share: float = setting(0.05, least=0)
     """Name a rank, with the likely cause, for which the other ranks wait for this share of the time or more
@@ -140,6 +151,9 @@ class Config:
     on_lost_rank: _OnLostRank = setting("end", shared=True)
     """Effect of a killed rank on the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
     and the program may continue with ``recover()`` (Open MPI 5, and ranks without MPI)."""
+    server_copies: bool = setting(False, shared=True)
+    """Parameter servers copy each chunk before they change it, so that a send is undone that a killed rank has half
+    applied; without effect if `on_lost_rank` is ``end``."""
     timeline: str = setting("", shared=True)
     """Folder in which each rank records a timeline from start() to stop() (docs/timeline.md); empty: none."""
     flight_record: str = ""
@@ -148,7 +162,7 @@ class Config:
     metrics: str = ""
     """Destination of the metrics of a rank for Prometheus (docs/metrics.md): a folder, for a file that is rewritten; or
     ``PORT`` or ``ADDRESS:PORT``, to which the local rank is added, for an HTTP server; empty: nowhere."""
-    metrics_seconds: float = setting(15.0, above=0)
+    metrics_seconds: float = setting(15.0, above=0, below=threading.TIMEOUT_MAX)
     """Interval at which the file of `metrics` is rewritten."""
     summary: bool = setting(False, shared=True)
     """Print a table of the calls of all ranks on rank 0 at stop()."""
@@ -168,12 +182,16 @@ class Config:
         value, choices = getattr(self, field.name), _choices().get(field.name)
         if choices and value not in choices:
             raise ConfigError(f"{field.name}={value!r} is not one of {', '.join(choices)}.")
-        above, least = field.metadata.get("above"), field.metadata.get("least")
-        if above is not None and not above < value < math.inf:
-            raise ConfigError(f"{field.name}={value!r} must be finite and greater than {above or 'zero'}.")
-        if least is not None and not least <= value < math.inf:
-            expected = "not negative" if least == 0 else f"at least {least}"
-            raise ConfigError(f"{field.name}={value!r} must be finite and {expected}.")
+        above, least, below = (field.metadata.get(name) for name in ("above", "least", "below"))
+        if above is None and least is None:
+            return
+        must_be = (
+            f"{field.name}={value!r} must be {f'less than {below}' if below <= value < math.inf else 'finite'} and"
+        )
+        if above is not None and not above < value < below:
+            raise ConfigError(f"{must_be} greater than {above or 'zero'}.")
+        if least is not None and not least <= value < below:
+            raise ConfigError(f"{must_be} {'not negative' if least == 0 else f'at least {least}'}.")
 
     def _check_type(self, name: str, kind: type) -> None:
         """Raise a ConfigError unless a setting has the type of its default, or one that stands for it."""
@@ -187,7 +205,7 @@ class Config:
         is_number_for_flag = kind is bool and isinstance(value, int) and value in (0, 1)
         is_flag_for_number = kind in (int, float) and isinstance(value, bool)
         if is_flag_for_number or not (isinstance(value, accepted) or is_number_for_flag):  # type: ignore[arg-type]
-            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; expected {expected}.")
+            raise ConfigError(f"{name}={value!r} is {kind_of(value)}; expected {expected}.")
 
     def bucket_bytes_on(self, device_type: str) -> int:
         """Return the largest size of a bucket of tensors on a type of device.

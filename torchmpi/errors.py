@@ -6,6 +6,7 @@ about arguments are also ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -16,6 +17,20 @@ def set_rank(rank: int | None) -> None:
     """Set the rank that :func:`rank_prefix` names; None if this process is no rank."""
     global _rank
     _rank = rank
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a class with its article, for messages.
+
+    >>> kind_of(3), kind_of([])
+    ('an int', 'a list')
+    """
+    return with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """Return a noun after "a" or "an"."""
+    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
 def rank_prefix() -> str:
@@ -121,6 +136,11 @@ class TransportError(TorchMPIError):
 
 class RankLostError(TorchMPIError):
     """A rank was killed, or its host was lost: with ``on_lost_rank="raise"``, :func:`torchmpi.recover` continues."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.seconds = time.monotonic()
+        """When the call failed, on the clock of ``time.monotonic()``: a handle may raise it much later."""
 
 
 class InternalError(TorchMPIError):

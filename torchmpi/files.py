@@ -80,7 +80,7 @@ def replacing(
     Raises:
         OSError: The file cannot be written, or another user may have chosen its folder.
     """
-    with _place(path, make_folder=make_folder, folder_mode=0o777) as place:
+    with _place(path, make_folder=make_folder) as place:
         if place.is_special:
             with os.fdopen(_open_special(place, path), "wb") as file:
                 yield file
@@ -115,7 +115,7 @@ def create(path: StrPath, *, mode: int = 0o666) -> int:
         path: The file. One that exists is replaced; processes that have it open keep the old one.
         mode: Permissions, of which the umask takes some away.
     """
-    with _place(path, make_folder=True, folder_mode=0o777) as place:
+    with _place(path, make_folder=True) as place:
         if place.is_special:
             return _open_special(place, path)
         part = f".{place.name}.{os.urandom(6).hex()}.tmp"
@@ -137,19 +137,19 @@ def append(path: StrPath, *, mode: int = 0o666) -> int:
         OSError: As of :func:`replacing`; or the file is a link or has a second name, or belongs neither to this user
             nor to the owner of the folder.
     """
-    with _place(path, make_folder=True, folder_mode=0o777) as place:
+    with _place(path, make_folder=True) as place:
         return _open_special(place, path) if place.is_special else _open_own(place, path, mode)
 
 
-def make_folder(path: StrPath, *, mode: int = 0o777) -> None:
+def make_folder(path: StrPath) -> None:
     """Make a folder for outputs, and those above it, unless it exists; raise if another user may have chosen it."""
-    with _place(Path(path, "-"), make_folder=True, folder_mode=mode):
+    with _place(Path(path, "-"), make_folder=True):
         pass
 
 
 def check_folder(path: StrPath) -> None:
     """Raise if another user may have chosen the folder at a path, or if there is none."""
-    with _place(Path(path, "-"), make_folder=False, folder_mode=0):
+    with _place(Path(path, "-"), make_folder=False):
         pass
 
 
@@ -162,18 +162,18 @@ def remove_unfinished(folder: Path, prefix: str) -> None:
 
 
 @contextlib.contextmanager
-def _place(path: StrPath, *, make_folder: bool, folder_mode: int) -> Iterator[_Place]:
+def _place(path: StrPath, *, make_folder: bool) -> Iterator[_Place]:
     """Context manager with the folder of an output, which is not that of a stranger."""
     text = os.fspath(path)
-    place = _walk(text, folder_mode if make_folder else None)
+    place = _walk(text, make_folder=make_folder)
     try:
         yield place
     finally:
         os.close(place.folder)
 
 
-def _walk(path: str, folder_mode: int | None) -> _Place:
-    """Open the folders of a path one after the other; those that are missing are made with `folder_mode`."""
+def _walk(path: str, *, make_folder: bool) -> _Place:
+    """Open the folders of a path one after the other; `make_folder`: make those that are missing."""
     own = os.geteuid()
     parts = list(reversed(Path(path).parts))
     stranger, linking, num_links = "", set[int](), 0
@@ -185,9 +185,9 @@ def _walk(path: str, folder_mode: int | None) -> _Place:
                 folder = _exchange(folder, os.open("/", _FOLDER))
                 continue
             found = _status(part, folder)
-            if found is None and parts and folder_mode is not None:
+            if found is None and parts and make_folder:
                 with contextlib.suppress(FileExistsError):  # another rank has made it
-                    os.mkdir(part, folder_mode, dir_fd=folder)
+                    os.mkdir(part, dir_fd=folder)
                 found = _status(part, folder)
             is_link = found is not None and stat.S_ISLNK(found.st_mode)
             is_own = found is not None and found.st_uid in (0, own)

@@ -102,6 +102,7 @@ NAMES = {
     "Alltoallv": "mpi.alltoall(tensor, splits=...)",
     "Isend": "mpi.send_async",
     "Irecv": "mpi.recv_async",
+    "waitall": "handle.wait() of each handle",
     "Sendrecv": "mpi.sendreceive",
     "Sendrecv_replace": "mpi.sendreceive",
     "sendrecv": "mpi.sendreceive",

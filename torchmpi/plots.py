@@ -38,6 +38,8 @@ _DPI = 110
 _DIM = "#535d6b"
 _TITLE = {"fontsize": 12, "weight": "bold", "color": "#1c2430"}
 _INCHES_OF_CHARACTER = 0.105
+_INCHES_OF_LABEL, _INCHES_OF_SAMPLE = 0.075, 0.5
+"""Of a character of a legend, and of the line and the space beside it."""
 
 
 def color_of(contestant: str) -> str:
@@ -86,12 +88,20 @@ def state(figure: Any, finding: str, source: str = "") -> None:
         figure.text(0.01, y, source, fontsize=8.5, color=_DIM, va="center")
 
 
-def legend(figure: Any, panels: Any, columns: int = 6) -> None:
-    """Add one legend for all panels, below them."""
+def legend(figure: Any, panels: Any) -> None:
+    """Add one legend for all panels, below them, with as many columns as fit."""
+    from numpy import array_split
+
     found: dict[str, Any] = {}
     for panel in panels.flat:
         for line, name in zip(*panel.get_legend_handles_labels(), strict=True):
             found.setdefault(name, line)
+    columns = min(6, len(found))
+    while columns > 1:
+        widths = (max(map(len, part)) for part in array_split(list(found), columns))
+        if sum(_INCHES_OF_SAMPLE + _INCHES_OF_LABEL * width for width in widths) <= figure.get_figwidth():
+            break
+        columns -= 1
     figure.legend(found.values(), found, loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
 
 

@@ -14,7 +14,7 @@ from torchmpi.backends.hierarchical.hierarchical_backend import HierarchicalBack
 from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.p2p_backend import P2PBackend
 from torchmpi.backends.selection_table import Key, default_rule
-from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.group import Group, GroupContext
 from torchmpi.communicators.plan import Backends, Plan
 from torchmpi.config import Config

@@ -51,6 +51,8 @@ class SimulatedServer:
         memory = private_segment(plan.num_bytes)
         self.shards = Shards(memory, plan, own, dtypes=(self.dtype, states), all_parts=self.parts)
         self.shards.array(0).copy_(values.view(-1)[begin : begin + numel])
+        self.actor, self.holders = Actor(SERVER), list(range(comm.size))
+        self.remote_shards = [rank for rank in self.holders if rank != comm.rank]
 
     def prepared(self, rule: str | Rule) -> PreparedRule:
         """Return the rule for the dtype of the server."""
@@ -94,10 +96,8 @@ class ServerRank:
         others = tuple(rank for rank in range(comm.size) if rank != comm.rank)
         messages = comm.Dup()
         self._client = RemoteClient(world.MPI, messages, group, others, _Queue())  # type: ignore[arg-type]
-        self._thread = _Thread(
-            world.turns, world.MPI, messages, Actor(SERVER), {0: self.server},
-            name=group.name, end_job=_raise, world_ranks=group.world_ranks,
-        )  # fmt: skip
+        servers = {0: self.server}
+        self._thread = _Thread(world.turns, group, messages, self.server.actor, servers, end_job=_raise)
         self._thread.start()
         comm.Barrier()
 

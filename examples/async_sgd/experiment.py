@@ -243,7 +243,11 @@ class Experiment:
             table = next((name for name, has in places.items() if key in has), "series")
             return self.refuse(reason, table, key, number if table == "series" else 0)
 
-        algorithm = find_algorithm(name := str(named.get("algorithm", "")), self.path.parent)
+        name = str(named.get("algorithm", ""))
+        file = self.path.parent / name.rpartition(":")[0]
+        if not file.exists():
+            raise refuse(f"algorithm={name!r}: there is no file {file}.", "algorithm")
+        algorithm = find_algorithm(name, self.path.parent)
         if algorithm is None:
             known = sorted(each[:-6] for each in {*ps.__all__, *mpinn.__all__} if each.endswith("Update") and each[:-6])
             raise refuse(f"algorithm={name!r}: expected FILE.py:CLASS, AllReduce, {', '.join(known)}.", "algorithm")

@@ -67,8 +67,12 @@ def add_run(path: Path, run: Run, points: Iterable[dict[str, Any]]) -> None:
     os.replace(partial, path)
 
 
-def lines_of(experiment: Experiment, rows: Rows, y: str) -> dict[str, list[tuple[float, list[float]]]]:
-    """Return for each series its points: x, and y of all seeds."""
+Line = list[tuple[float, list[float]]]
+"""Its points: x, and y of all seeds."""
+
+
+def lines_of(experiment: Experiment, rows: Rows, y: str) -> list[tuple[str, Line]]:
+    """Return lines with their labels: one for each series, or for each setting of a series if the runs are curves."""
     x = experiment.plot["x"]
     is_curve = x in ("samples", "seconds", "megabytes")
     groups: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
@@ -76,11 +80,12 @@ def lines_of(experiment: Experiment, rows: Rows, y: str) -> dict[str, list[tuple
         groups.setdefault((run.label, str(run.varied)), []).append(
             [{**point, **run.varied} for point in (rows[run.key] if is_curve else rows[run.key][-1:])]
         )
-    lines: dict[str, list[tuple[float, list[float]]]] = {}
-    for (label, _), members in groups.items():
+    lines: dict[tuple[str, str], Line] = {}
+    for (label, varied), members in groups.items():
+        line = lines.setdefault((label, varied if is_curve else ""), [])
         for points in zip(*members, strict=True):
-            lines.setdefault(label, []).append((mean(point[x] for point in points), [point[y] for point in points]))
-    return lines
+            line.append((mean(point[x] for point in points), [point[y] for point in points]))
+    return [(label, line) for (label, _), line in lines.items()]
 
 
 def describe(experiment: Experiment, rows: Rows, columns: Sequence[str] = ()) -> str:
@@ -118,7 +123,7 @@ def draw(experiment: Experiment, rows: Rows, path: Path) -> None:
     colors = plots.colors_of(dict.fromkeys(run.label for run in experiment.runs))
     figure, panels = plots.new_figure(1.4 + 4.6 * len(names), 4.4, 1, len(names))
     for panel, y in zip(panels.flat, names, strict=True):
-        for label, points in lines_of(experiment, rows, y).items():
+        for label, points in lines_of(experiment, rows, y):
             color, points = colors[label], sorted(points)
             finite = [(at, values) for at, values in points if all(map(math.isfinite, values))]
             at, lists = [each for each, _ in finite], [values for _, values in finite]

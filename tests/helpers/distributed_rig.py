@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 BATCH = 12
 """Rows that 1 to 4 ranks can share evenly."""
 STEPS = 4
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
-LOOSE = {"rtol": 1e-8, "atol": 1e-10}
+
+
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 200 / 2**20}
 
 
@@ -28,15 +28,6 @@ def net(seed: int = 3) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 4)
     return nn.Sequential(*layers).double()
-
-
-def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
-    """FSDP2: each layer separately, then the remaining parameters."""
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, **options)
-    fully_shard(model, **options)
-    return model
 
 
 def batch(step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -70,8 +70,8 @@ def mpi_version(program: str = "mpirun") -> str:
     return " ".join((words or lines or ["unknown"])[0].split())
 
 
-def command(nodeid: str, num_ranks: int = 0) -> str:
-    """Return the command that repeats a test, of a job with `num_ranks` unless that is 0.
+def command(nodeid: str, num_ranks: int = 0, marker: str = "") -> str:
+    """Return the command that repeats a test, of a job with `num_ranks` unless that is 0, selected by a marker.
 
     >>> command("tests/unit/test_core.py::test_x[a b]")
     "python -m pytest 'tests/unit/test_core.py::test_x[a b]'"
@@ -79,19 +79,20 @@ def command(nodeid: str, num_ranks: int = 0) -> str:
     words, options = ["python", "-m", "pytest"], []
     if num_ranks:
         words[:0] = ["mpirun", *(["--oversubscribe"] if "Open MPI" in mpi_version() else []), "-n", str(num_ranks)]
-        options = ["--with-mpi", "-p", "no:cacheprovider"]
+        options = ["--with-mpi", "-p", "no:cacheprovider", *(["-m", marker] if marker else [])]
     settings = [f"{name}={shlex.quote(value)}" for name, value in SETTINGS.items()]
     return " ".join([*settings, shlex.join([*words, *options, nodeid])])
 
 
 def how_to_repeat(item: pytest.Item) -> str:
     """Return the lines about a failed test."""
-    folder, num_ranks, lines = item.path.parent.name, 0, []
+    folder, num_ranks, marker, lines = item.path.parent.name, 0, "", []
     if folder == "mpi":
         from torchmpi.launch import launcher
 
         place = launcher.detect()
         num_ranks = place.num_ranks or 1
+        marker = f"n{num_ranks}" if item.get_closest_marker(f"n{num_ranks}") else ""
         lines = [f"ranks:     {num_ranks}", f"MPI:       {mpi_version()}"]
     elif jobs:
         lines = [f"job:       {shlex.join(each)[:300]}" for each in jobs] + [f"MPI:       {mpi_version(jobs[0][0])}"]
@@ -99,7 +100,7 @@ def how_to_repeat(item: pytest.Item) -> str:
         lines = ["ranks:     1, without MPI"]
     if drawn := seeds():
         lines.append(f"seed:      {drawn}")
-    return "\n".join([*lines, f"to repeat: {command(item.nodeid, num_ranks)}"])
+    return "\n".join([*lines, f"to repeat: {command(item.nodeid, num_ranks, marker)}"])
 
 
 @pytest.hookimpl(tryfirst=True)

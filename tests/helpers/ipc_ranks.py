@@ -22,7 +22,7 @@ from torchmpi.backends.ipc.area_kernels import AreaKernels
 from torchmpi.backends.ipc.staged_group import StagedGroup
 from torchmpi.backends.ipc.staging_areas import CudaDevice
 from torchmpi.backends.ipc.stream_memory import StreamOperations
-from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.group import Group
 from torchmpi.communicators.plan import Plan, compared_shape
 from torchmpi.shared_memory.kernels.records import StreamOperation

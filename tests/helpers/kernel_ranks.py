@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from torchmpi.backends.shm import SharedMemoryBackend
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_codes import call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.group import slot_bytes
 from torchmpi.communicators.plan import compared_shape
@@ -45,8 +46,13 @@ class Rank:
             status_board=board, log_board=board, call_log=self.log, call_queue=CallQueue("threads", threaded=False),
             is_strict=False, shared=None, binding=threading.Lock(),
         )  # fmt: skip
-        self.backend = SharedMemoryBackend(Config(), SharedHeap(size), lambda message: None)
+        self.backend = SharedMemoryBackend(Config(), SharedHeap(size))
         assert self.backend.why_not("barrier", "cpu", self.group) is None
+
+    def poll_little(self) -> None:
+        """Leave time to the other ranks: with two cores for all, one that polls, or yields often, takes it."""
+        polling = self.group.call_queue.polling
+        polling.numbers[:] = polling.polite
 
     def call(
         self, collective: str, tensor: Any = None, out: Any = None, *, root: int = 0, op: str | None = None
@@ -54,8 +60,7 @@ class Rank:
         """Make a call, as `Group.perform` does with the plan of a collective."""
         dtype = None if tensor is None else tensor.dtype
         operation = self.backend.bind(self.group, collective, dtype, op)
-        # With two cores for all ranks, one that polls, or yields often, takes the time of those that it waits for.
-        self.group.shared.be_patient(polite=True)
+        self.poll_little()
         code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code) | root << 32
         shape_of = compared_shape(collective)
         self.log.enter(code, tensor.shape if shape_of is None else shape_of(tensor))

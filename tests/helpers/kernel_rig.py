@@ -1,12 +1,15 @@
-"""Functions of the kernels, compiled so that a test can call them."""
+"""Functions of the kernels, compiled so that a test can call them, and the record of a group that they take."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+import numpy as np
+
 from torchmpi.shared_memory import kernels
 from torchmpi.shared_memory.compiler import compilation, native_code
+from torchmpi.shared_memory.kernels import records
 
 _numbers = itertools.count()
 
@@ -32,3 +35,8 @@ class compiled:
         for each in self._functions:
             setattr(self, each, kernels.function_at(prefix + each, compiler.find(prefix + each)))
         return getattr(self, name)
+
+
+def group_fields(size: int) -> np.ndarray:
+    """Return the fields of the record of a group, all 0: behind those with a name are two addresses for each rank."""
+    return np.zeros(records.GroupRecord.FIELDS + 2 * size, np.int64)

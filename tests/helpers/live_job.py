@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torchmpi.communicators import flight_record, progress
-from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.flight_record import STARTS, WRITERS, FlightRecord, as_ranges
 from torchmpi.shared_memory.memory_layout import RECORD_LENGTH
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from torchmpi.backends.shm import SharedCalls, SharedGroup
 from torchmpi.communicators import call_log
-from torchmpi.communicators.call_log import ON_DEVICE, CallLog
+from torchmpi.communicators.call_codes import ON_DEVICE
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import kernels, memory_layout, typed_records
 from torchmpi.shared_memory.kernels import records

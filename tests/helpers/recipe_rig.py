@@ -140,8 +140,6 @@ class Recipe:
     scaler: bool = False
     """With a GradScaler, and an overflow on the last rank, after which all ranks skip a step."""
     compiled: bool = False
-    early: Callable[[Net, Optimizer], object] | None = None
-    """Called after the last backward pass, before gradients are synchronized."""
     late: Callable[[Net, Optimizer], object] | None = None
     width: int = 1
     """Number of ranks that share a layer, and have the same part of the batch."""
@@ -374,8 +372,6 @@ def train(recipe: Recipe, interface: type[Local], *, renew: bool = True) -> Net:
                     with recipe.precision():
                         loss = recipe.loss(run.forward(x), x, y) / recipe.passes
                     scaler.scale(loss).backward()
-                if recipe.early is not None and index == recipe.passes - 1:
-                    recipe.early(net, optimizer)
                 run.after_backward()
             if recipe.clip or recipe.scaler:
                 run.synchronize()

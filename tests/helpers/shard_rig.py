@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import traceback
 from collections.abc import Callable
@@ -18,13 +19,22 @@ from torchmpi.shared_memory.segments import Segment
 
 
 class Rig:
-    """The shards of a server, of `numels` elements; `chunk` makes their chunks smaller than usual."""
+    """The shards of a server, of `numels` elements; `chunk` makes their chunks smaller than usual.
+
+    With `num_images`, twice the number of ranks, chunks are copied before they are changed.
+    """
 
     def __init__(
-        self, numels: tuple[int, ...], dtype: torch.dtype = torch.float32, *, chunk: int = 0, shared: bool = False
+        self,
+        numels: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        *,
+        chunk: int = 0,
+        shared: bool = False,
+        num_images: int = 0,
     ) -> None:
         state_dtype = native.state_dtype(dtype)
-        plan = layout(numels, dtype.itemsize, state_dtype.itemsize)
+        plan = layout(numels, dtype.itemsize, state_dtype.itemsize, num_images)
         begins = [sum(numels[:index]) for index in range(len(numels))]
         parts = list(zip(begins, numels, strict=True))
         self.dtype, self.numel = dtype, sum(numels)
@@ -55,6 +65,12 @@ class Rig:
     def headers(self) -> torch.Tensor:
         """LOCK, VERSION, STEPS of all chunks."""
         return torch.cat([self.shards.headers(index) for index in range(len(self.shards.parts))])[:, :3]
+
+    def num_pending(self) -> int:
+        """The number of copies of chunks that are being changed."""
+        address, num_images, _ = self.shards.images
+        words = (ctypes.c_int64 * (num_images * fields.Image.FIELDS)).from_address(address)
+        return sum(chunk != 0 for chunk in words[:: fields.Image.FIELDS])
 
     def chunks(self) -> list[tuple[int, int]]:
         """First element and end of every chunk."""

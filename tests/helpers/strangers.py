@@ -16,7 +16,7 @@ import pytest
 
 STRANGER = 54321
 """The number of a user that has no files and no processes."""
-_MOST_SECONDS = 120  # of a process whose test has been killed
+_MOST_SECONDS = 500  # of a process whose test has been killed: longer than all waits of a test
 
 
 def _fork(user: int, body: Callable[[int], object]) -> tuple[int, int]:
@@ -71,7 +71,9 @@ class Stranger:
 
     def result(self) -> Any:
         """Wait for the end of the function, and return its result or raise its error."""
-        result = pickle.loads(_read_to_end(*self._process))
+        said = _read_to_end(*self._process)
+        assert said, f"the stranger was killed, by its limit of {_MOST_SECONDS} s or by the system"
+        result = pickle.loads(said)
         if isinstance(result, Exception):
             raise result
         return result

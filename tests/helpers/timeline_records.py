@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from torchmpi.timeline.clocks import ClockSample
-from torchmpi.timeline.events import CallRecord, GroupInfo, Origin, SliceRecord
+from torchmpi.timeline.events import CallRecord, GroupInfo, MessageRecord, Origin, SliceRecord
 
 MILLISECOND = 1_000_000
 MAIN = threading.main_thread().ident
@@ -44,6 +44,12 @@ def plain(record):
     origin = record.origin.queued, code, 2, record.origin.label
     times = record.begin, record.end, record.thread
     return (record.group, record.seq, PlanOf(record), 99, record.num_bytes, 5, *times, origin, record.error)
+
+
+def message(rank, name, peer, begin, end, *, sent, received, queued=0, size=2):
+    group, origin = GroupInfo(7, "world", rank, tuple(range(size)), 1), Origin(queued * MILLISECOND, "train.py:3", "")
+    queue, times = f"world {name} {peer}", (begin * MILLISECOND, end * MILLISECOND)
+    return MessageRecord(group, name, "float32", 4096, peer, sent, received, -1, queue, False, *times, MAIN, origin, "")
 
 
 def step(end):

@@ -234,15 +234,20 @@ def all_to_all_single(s: Setting) -> tuple[Any, Pairs]:
     return dist.all_to_all_single(output, s.laid(lists[s.rank]), **s.common), [(output, expected)]
 
 
-def all_to_all_single_uneven(s: Setting) -> tuple[Any, Pairs]:
+def uneven_rows(s: Setting) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
+    """Return what a rank sends, how many rows to each rank and from each rank, and what it receives."""
     rows = [[(source + 2 * target + s.seed) % 4 for target in range(s.size)] for source in range(s.size)]
     width = s.shape[-1:]
     inputs = [contract.values((sum(rows[rank]), *width), s.dtype, rank, s.seed) for rank in range(s.size)]
     received = [rows[source][s.rank] for source in range(s.size)]
     expected = torch.cat([inputs[source].split(rows[source])[s.rank] for source in range(s.size)])
+    return s.laid(inputs[s.rank]), rows[s.rank], received, expected
+
+
+def all_to_all_single_uneven(s: Setting) -> tuple[Any, Pairs]:
+    given, sent, received, expected = uneven_rows(s)
     output = s.blank(expected)
-    work = dist.all_to_all_single(output, s.laid(inputs[s.rank]), received, rows[s.rank], **s.common)
-    return work, [(output, expected)]
+    return dist.all_to_all_single(output, given, received, sent, **s.common), [(output, expected)]
 
 
 def barrier(s: Setting) -> tuple[Any, Pairs]:

@@ -112,14 +112,15 @@ def search_path(first: Path | None = None) -> dict[str, str]:
 
 
 IN_CALL = """
-def wait_until_in_call(*ranks):
+def wait_until_in_call(*ranks, last=None):
     import time
     from torchmpi.shared_memory.memory_layout import (Block)
     world = mpi.communicator(0).intra
-    while any(world.log_board.get(rank, Block.entered) <= world.call_log.seq for rank in ranks):
+    last = world.call_log.seq if last is None else last
+    while any(world.log_board.get(rank, Block.entered) <= last for rank in ranks):
         time.sleep(0.01)
 """
-"""For programs of jobs on one host: wait until ranks have entered the call that follows the last one of this rank."""
+"""For programs of jobs on one host: wait until ranks have entered the call after `last`, by default our last one."""
 
 Launch = Callable[..., Result]
 
@@ -206,16 +207,6 @@ def fake_mpirun(folder: Path, body: str) -> Path:
     script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{body}\n')
     script.chmod(0o755)
     return folder
-
-
-WITHOUT_MATPLOTLIB = """
-import os, runpy, sys
-sys.modules["matplotlib"] = None
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""A program that runs another one, with its arguments, as if matplotlib was not installed."""
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ pytest.importorskip("tomllib", reason="experiments are TOML files, which Python 
 sys.path.insert(0, str(ROOT))
 from examples.async_sgd.__main__ import main
 from examples.async_sgd.experiment import Experiment, ExperimentError
+from examples.async_sgd.results import lines_of
 
 FILES = sorted((ROOT / "examples" / "async_sgd").rglob("*.toml"))
 SERIES = '[[series]]\nlabel = "a"\n'
@@ -33,7 +34,7 @@ BAD = {
         ASGD + SERIES + 'algorithm = "ASDG"\n',
         "line 10: algorithm='ASDG': expected FILE.py:CLASS",
     ),
-    "another file's class": (ASGD.replace('"ASGD"', '"own.py:Mine"'), "line 7: algorithm='own.py:Mine': expected FILE"),
+    "another file's class": (ASGD.replace('"ASGD"', '"own.py:Mine"'), "line 7: algorithm='own.py:Mine': there is no"),
     "an option of the wrong type": (ASGD + 'update_frequency = "now"\n', "line 7: ASGD: .*update_frequency='now'"),
     "a setting of the wrong type": (ASGD + 'batch = "many"\n', "line 8: batch='many': expected images per step"),
     "a value out of range": (ASGD + "lr = -1\n", "line 8: lr=-1: expected a rate of more than 0"),
@@ -64,6 +65,18 @@ def test_an_experiment_of_the_documentation_is_valid_and_has_its_section(path):
     pages = [(ROOT / "docs" / name).read_text() for name in ("findings.md", "async-sgd.md")]
     assert any(f"python -m examples.async_sgd {path.relative_to(ROOT)}" in page for page in pages)
     assert path.parent.name != "findings" or f"## {experiment.finding}\n" in pages[0]
+
+
+def test_curves_of_different_settings_are_different_lines():
+    experiment = Experiment(ROOT / "examples" / "async_sgd" / "comparison.toml")
+    rows = {run.key: [{"megabytes": each, "error": 1.0} for each in (1, 2)] for run in experiment.runs}
+    lines = lines_of(experiment, rows, "error")
+    assert len(lines) == len(experiment.runs) / len(experiment.seeds)
+    assert all(points == [(1, [1.0] * 3), (2, [1.0] * 3)] for _, points in lines)
+    of_findings = Experiment(ROOT / "examples" / "async_sgd" / "findings" / "ssp.toml")
+    rows = {run.key: [{"loss": 1.0}] for run in of_findings.runs}
+    (line,) = lines_of(of_findings, rows, "loss")
+    assert line[0] == "SSP" and [x for x, _ in line[1]] == [0, 1, 3, 8]
 
 
 def rows_of(folder):

@@ -87,9 +87,9 @@ def test_models_divided_over_the_ranks(launch, tmp_path):
     found.pop(("decoding", "one process, 2 threads"), None)  # if the ranks have two cores
     forms = {
         "decoding": (["tensor_parallel"], ["DTensor"]),
-        "experts": (["MixtureOfExperts"], ["torch.distributed"]),
+        "experts": (["MixtureOfExperts", "its messages"], ["torch.distributed", "its messages"]),
         "training": (
-            ["no communication", "averaged gradients", "tensor_parallel"],
+            ["no communication", "averaged gradients", "DDP without communication", "tensor_parallel"],
             ["DDP", "DDP in 16 bits", "FSDP2", "1F1B", "its messages"],
         ),
         "sequence": (["ring attention", "its messages"], ["ring attention", "its messages"]),

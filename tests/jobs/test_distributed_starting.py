@@ -147,47 +147,6 @@ dist.destroy_process_group()
 
 
 @any_mpi
-def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
-    """Torch would use torchmpi for both devices without a warning."""
-    code = "import torch.distributed as dist\ndist.init_process_group('cpu:torchmpi,cuda:nccl', 'mpi://')\nprint('started')"
-    result = job(2, code)
-    assert result.returncode != 0 and "started" not in result.stdout, result.output
-    assert "mixes torchmpi with others" in result.stderr and "'torchmpi' alone" in result.stderr, result.output
-
-
-@any_mpi
-def test_one_process_without_a_launcher(alone):
-    """With an untested version of torch there is one warning, which lists the tested versions."""
-    code = """
-import os
-import torch
-import torch.distributed as dist
-for round in range(2):
-    dist.init_process_group("torchmpi")
-    tensor = torch.arange(3.0)
-    dist.all_reduce(tensor)
-    dist.barrier()
-    gathered = [torch.empty(3)]
-    dist.all_gather(gathered, tensor)
-    print(dist.get_rank(), dist.get_world_size(), gathered, flush=True)
-    dist.destroy_process_group()
-os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-dist.init_process_group("torchmpi", rank=0, world_size=0)  # the call of torch's tutorial for MPI
-print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
-dist.destroy_process_group()
-del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-torch.__version__ = "2.99.1"
-dist.init_process_group("torchmpi")
-dist.new_group()
-"""
-    result = alone("-c", code)
-    assert result.returncode == 0 and result.stdout.count("0 1 [tensor([0., 1., 2.])]") == 2, result.stderr
-    assert "rank 0 of 1" in result.stdout, result.stderr
-    assert result.stderr.count("UserWarning") == 1, result.stderr
-    assert "was tested with torch" in result.stderr and "this is 2.99.1" in result.stderr, result.stderr
-
-
-@any_mpi
 def test_forks_of_multiprocessing_end_without_destroying_the_group(tmp_path, warm_python):
     """A fork ends by os._exit(), which is taken for the failure of a rank elsewhere."""
     program = tmp_path / "program.py"
@@ -272,19 +231,17 @@ sys.stdout.write(f"done by {'torchmpi' if 'torchmpi.distributed.process_group' i
 
 
 @any_mpi
-@pytest.mark.parametrize("started_by", ("torchmpi run", "torchrun"))
-def test_the_name_gloo_on_demand(tmp_path, warm_python, started_by):
-    script, environment = tmp_path / "job.py", {}
-    script.write_text(f"LATE = {started_by == 'torchmpi run'}\nimport sys\n{FOR_GLOO}")
-    if started_by == "torchrun":
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-        environment["TORCHMPI_AS_GLOO"] = "1"
-    else:
-        command = ["-m", "torchmpi", "run", "-n", "2", "--as", "gloo", script]
-    result = subprocess.run(
-        ["timeout", "-k", "5", "90", *warm_python, *map(str, command)],
-        capture_output=True, text=True, env=job_environment(environment),
-    )  # fmt: skip
+def test_the_name_gloo_on_demand(tmp_path, warm_python):
+    """Of programs that `torchmpi run` starts; those of torchrun are below."""
+    script = tmp_path / "job.py"
+    script.write_text(f"LATE = True\nimport sys\n{FOR_GLOO}")
+    command = [*warm_python, "-m", "torchmpi", "run", "-n", "2", "--as", "gloo", str(script)]
+    said_gloo(
+        subprocess.run(["timeout", "-k", "5", "90", *command], capture_output=True, text=True, env=job_environment({}))
+    )
+
+
+def said_gloo(result: subprocess.CompletedProcess[str]) -> None:
     assert result.returncode == 0 and result.stdout.count("done by torchmpi") == 2, f"{result.stdout}\n{result.stderr}"
     assert result.stderr.count("(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host") == 4, result.stderr
 
@@ -310,21 +267,6 @@ dist.destroy_process_group()
     assert result.stderr.count("(TORCHMPI_AS_GLOO): gloo, 2 ranks, since ") == 1, result.stderr
 
 
-@any_mpi
-def test_variables_of_torchrun_on_demand(job):
-    """For programs that read them before init_process_group."""
-    code = """
-import os
-import torch
-import torch.distributed as dist
-numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-dist.init_process_group("torchmpi")
-rank = dist.get_rank()
-print("numbers", "right" if numbers == [rank, 2, rank, 2] else numbers, flush=True)
-"""
-    said(job(2, code, env={"TORCHMPI_AS_TORCHRUN": "1"}), "numbers right", 2)
-
-
 EXAMPLE = """
 import os
 import torch
@@ -343,13 +285,17 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("variable", "module"), [("GLOO", "torchmpi.distributed"), ("TORCHRUN", "torch.distributed")])
+@pytest.mark.parametrize(
+    ("variable", "module"),
+    [pytest.param("GLOO", "torchmpi.distributed", marks=any_mpi), ("TORCHRUN", "torch.distributed")],
+)
 def test_programs_that_read_all_variables_of_torchrun(job, variable, module):
     """Under an mpirun on one host; with TORCHMPI_AS_TORCHRUN alone, gloo itself finds its ranks by them."""
     result = job(2, EXAMPLE, env={f"TORCHMPI_AS_{variable}": "1"})
     assert result.returncode == 0 and result.stdout.count(f"sum 1.0 ports 1 {module}.") == 2, result.output
 
 
+@any_mpi
 def test_a_missing_variable_of_torchrun_is_explained(job):
     result = job(2, EXAMPLE, env={"TORCHMPI_AS_TORCHRUN": "0"})  # a variable that is read at import
     assert result.returncode != 0 and "KeyError: 'MASTER_ADDR'" in result.stderr, result.output
@@ -388,17 +334,7 @@ print("torch works:", torch.ones(2).sum().item())
     assert "torchmpi cannot be used as a torch.distributed backend here" in result.stderr, result.stderr
 
 
-@pytest.mark.quick
-@any_mpi
-@pytest.mark.skipif(
-    importlib.util.find_spec("torchmpi.launch.launcherless") is None,
-    reason="torchmpi.launch.launcherless is not there",
-)
-def test_torchrun_without_mpi(tmp_path, warm_python):
-    """The ranks connect through torchrun's store, for a program of torch and then for one of torchmpi."""
-    script = tmp_path / "job.py"
-    script.write_text("""
-import sys
+FOR_TORCHMPI = """
 import torch
 import torch.distributed as dist
 for _ in range(2):
@@ -420,12 +356,25 @@ for _ in range(2):
     sys.stdout.write(f"rank {mpi.rank()} of {mpi.size()} sum {mpi.allreduce(mpi.rank() + 1)}\\n")
     mpi.stop()
 sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
-""")
+"""
+
+
+@pytest.mark.quick
+@any_mpi
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchmpi.launch.launcherless") is None,
+    reason="torchmpi.launch.launcherless is not there",
+)
+def test_torchrun_without_mpi(tmp_path, warm_python):
+    """The ranks connect through torchrun's store: a program of torch, one of torchmpi, and one that names gloo."""
+    script = tmp_path / "job.py"
+    script.write_text(f"LATE = False\nimport sys\n{FOR_TORCHMPI}{FOR_GLOO}")
     command = [*warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
-        ["timeout", "-k", "5", "90", *command], capture_output=True, text=True, env=job_environment({})
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+        ["timeout", "-k", "5", "90", *command],
+        capture_output=True, text=True, env=job_environment({"TORCHMPI_AS_GLOO": "1"}),
+    )  # fmt: skip
+    said_gloo(done)
     assert done.stdout.count("sum [3.0, 3.0, 3.0] message True") == 4, done.stdout + done.stderr
     assert done.stdout.count("rank 0 of 2 sum 3") == done.stdout.count("rank 1 of 2 sum 3") == 2, done.stdout
     assert done.stdout.count("mpi4py loaded: False") == 2, done.stdout + done.stderr

@@ -135,12 +135,7 @@ mpi.allreduce(torch.ones(3))
     assert process.returncode != 0
     is_terminated = number == signal.SIGTERM or "--timeout" in options  # mpirun gets SIGTERM when its parent is killed
     assert ("received SIGTERM, which ends the job. It was at " in stderr) == is_terminated, stderr
-    for file in files:
-        for _ in range(100):
-            if not _alive(int(file.read_text())):
-                break
-            time.sleep(0.1)
-        assert not _alive(int(file.read_text())), stderr
+    assert wait_for_states([int(file.read_text()) for file in files], "", "Z"), stderr
 
 
 SESSION = """
@@ -165,16 +160,13 @@ def test_each_rank_has_a_session_and_job_control(tmp_path, mpirun):
             ranks = [int(words[3]) for words in lines]
             for number, state in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "S")):
                 process.send_signal(number)
-                limit = time.monotonic() + LIMIT_SECONDS
-                while [_state(rank) for rank in ranks] != [state] * 2 and time.monotonic() < limit:
-                    time.sleep(0.05)
-                assert [_state(rank) for rank in ranks] == [state] * 2
+                assert wait_for_states(ranks, state)
         process.terminate()
         process.communicate(timeout=LIMIT_SECONDS)
     finally:
         process.kill()
         process.wait()
-    assert not any(_alive(int(words[3])) for words in lines)
+    assert wait_for_states([int(words[3]) for words in lines], "", "Z")
 
 
 COUNTING = """
@@ -204,11 +196,7 @@ def test_a_supervised_mpirun_gets_sigint(tmp_path):
     program = ["sh", "-c", f"echo $$ > {tmp_path}/pid$RANK; echo ready; exec sleep 300"]
     _, status = signaled(["-n", "2", "--restarts", "1", "--timeout", "200", *program], signal.SIGINT, os.kill, 2)
     assert status not in (0, 124)
-    for file in (tmp_path / f"pid{rank}" for rank in range(2)):
-        limit = time.monotonic() + LIMIT_SECONDS
-        while _alive(int(file.read_text())) and time.monotonic() < limit:
-            time.sleep(0.05)
-        assert not _alive(int(file.read_text()))
+    assert wait_for_states([int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)], "", "Z")
 
 
 def signaled(
@@ -231,8 +219,12 @@ def signaled(
     return output, process.returncode
 
 
-def _alive(pid: int) -> bool:
-    return _state(pid) not in ("", "Z")
+def wait_for_states(pids: list[int], *states: str) -> bool:
+    """Wait until all processes are in one of these states ("": it is gone); return whether they have been."""
+    limit = time.monotonic() + LIMIT_SECONDS
+    while not (are_there := all(_state(pid) in states for pid in pids)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return are_there
 
 
 def _state(pid: int) -> str:
@@ -275,9 +267,7 @@ def test_an_abort_ends_although_the_launcher_is_stopped(tmp_path, mpirun):
             time.sleep(0.05)
         rank, parent = map(int, note.read_text().split())
         try:
-            while _alive(rank) and time.monotonic() < limit:
-                time.sleep(0.05)
-            assert not _alive(rank)
+            assert wait_for_states([rank], "", "Z")
         finally:
             os.kill(parent, signal.SIGCONT)
         assert job.wait(LIMIT_SECONDS) != 0

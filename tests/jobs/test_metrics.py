@@ -49,7 +49,7 @@ mpi.stop()
     assert allreduce[2:4] == ["21", "0.063"]
     assert float(allreduce[4]) <= float(allreduce[5]) <= float(allreduce[6])
     assert float(allreduce[7]) > 0.3  # two of three ranks wait for half a second at least, until the watchdog says so
-    assert allreduce[9] == "2"
+    assert int(allreduce[9]) >= 2  # a rank that starts late makes more of them
     assert list(folder.iterdir()) == []
 
 

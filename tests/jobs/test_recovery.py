@@ -115,7 +115,15 @@ print(f"first rank {FIRST} ended, lost {num_lost}", flush=True)
 
 
 @pytest.mark.parametrize(
-    ("moment", "victims"), [("between", "0,2"), ("collective", "1,0"), ("queued", "2,1"), ("recv", "0,1")]
+    ("survive", "moment", "victims"),
+    [
+        ("without MPI", "between", "0,2"),
+        ("without MPI", "queued", "2,1"),
+        ("without MPI", "recv", "0,1"),
+        ("Open MPI", "collective", "1,0"),
+        ("Open MPI", "recv", "0,1"),
+    ],
+    indirect=["survive"],
 )
 def test_the_others_continue_after_one_kill_and_after_a_second(survive, moment, victims):
     result = survive(3, CALLS, moment, victims)
@@ -184,13 +192,19 @@ def test_a_second_rank_is_lost_while_an_engine_returns_to_a_copy(survive):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """The output of a run from the checkpoint, by `asynchronous`: the moment of a kill does not change it."""
+    """The output of a run from the checkpoint, by `asynchronous`: neither the moment of a kill nor the way matters."""
     return {}
 
 
 @pytest.mark.parametrize(
-    ("moment", "asynchronous", "lost"),
-    [("forward", 0, 1), ("updated", 0, 0), ("backward", 1, 1), ("synchronized", 1, 0)],
+    ("survive", "moment", "asynchronous", "lost"),
+    [
+        ("without MPI", "forward", 0, 1),
+        ("Open MPI", "updated", 0, 0),
+        ("without MPI", "backward", 1, 1),
+        ("Open MPI", "synchronized", 1, 0),
+    ],
+    indirect=["survive"],
 )
 def test_an_engine_continues_with_the_bits_of_a_run_from_that_step(
     survive, tmp_path, undisturbed, moment, asynchronous, lost
@@ -238,6 +252,31 @@ def test_the_programs_of_the_page_survive_a_kill(survive, request, tmp_path, num
         assert max(steps) <= fewest + 2 and "continuing from the last commit" in result.stderr, result.output
 
 
+def test_the_program_of_the_page_of_servers_survives_a_kill(survive, request, tmp_path):
+    if "Open MPI" in request.node.name:
+        pytest.skip("the test of the sends runs both")
+    page = (ROOT / "docs" / "parameterserver.md").read_text().partition("## After the loss of a rank")[2]
+    (tmp_path / "program.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    code = """
+        import torchmpi.parameterserver as ps
+        send, num_sends = ps.send, 0
+
+        def counted(*arguments):
+            global num_sends
+            num_sends += 1
+            if num_sends == 150 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return send(*arguments)
+
+        ps.send = counted
+        exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), {"__name__": "__main__"})
+        print(f"sends {num_sends}", flush=True)
+    """
+    result = survive(3, code, tmp_path / "program.py", start="import os, signal, sys\n")
+    assert result.returncode == 0 and "continuing on 2 of 3 ranks" in result.stderr, result.output
+    assert min(int(text) for text in re.findall(r"sends (\d+)", result.stdout)) >= 1000, result.output
+
+
 def test_without_recover_the_error_ends_the_job(survive):
     result = survive(3, "mpi.barrier()\nif FIRST == 2: die()\nwhile True: mpi.allreduce(torch.ones(3))")
     assert result.returncode == 1, result.output
@@ -270,7 +309,10 @@ def test_what_cannot_continue_is_refused(survive):
         attempts = [
             lambda: mpi.allreduce(torch.ones(3), backend="mpi"),
             lambda: mpi.recover(),
-            lambda: ps.init(torch.ones(3)),
+            lambda: ps.init(torch.ones(3), comm=1),
+            lambda: ps.Clock(2),
+            lambda: ps.record(sys.argv[0] + ".npz").__enter__(),
+            lambda: ps.ADPSGDUpdate(network).start(),
             lambda: engine.train(network=network, criterion=nn.MSELoss(), iterator=[], lr=0.1),
             lambda: engine.train(
                 network=network, criterion=nn.MSELoss(), iterator=lambda: [], optimizer=mpinn.DistributedOptimizer(
@@ -290,13 +332,191 @@ def test_what_cannot_continue_is_refused(survive):
     result = survive(2, code)
     for text in (
         "recover() without a lost rank",
-        "shards of a lost rank",
+        "parameter servers are those of all ranks, which are known after a loss: leave out comm=. Or leave that",
+        "as all would wait for a lost rank",
+        "a run is not recorded",
+        "there is no gossip",
         "needs functions for iterator=",
         "closed communicators",
     ):
         assert text in result.stdout, result.output
     assert re.search(r"have returned wrong data|no MPI launcher", result.stdout), result.output  # the backend mpi
     assert result.returncode == 0, result.output
+
+
+SERVERS = """
+import random
+import numpy as np
+import torchmpi.parameterserver as ps
+mpi.stop()
+host = f"host{FIRST % 2}" if "hosts" in sys.argv else ""
+mpi.start(config=mpi.Config(on_lost_rank="raise", server_copies=True, verbose=False, host_name=host))
+account = np.memmap(sys.argv[1], np.int64, "r+", shape=(5, 2, 2))  # first rank, server: sends begun and acknowledged
+lost = [{int(each) for each in text.split("+")} for text in sys.argv[2].split(",")]
+
+class Account:
+    '''A server of which each send adds 1 to all elements.'''
+
+    def __init__(self, number, numel):
+        self.counts, self.ones = account[FIRST, number], torch.ones(numel)
+        self.server = ps.init(torch.zeros(numel), name=f"account {number}")
+        self.number = number
+
+    def send(self):
+        self.counts[0] += 1
+        try:
+            ps.send(self.server, self.ones).wait()
+        except mpi.RankLostError:
+            self.counts[0] -= self.server.is_local  # then nothing has been applied
+            raise
+        self.counts[1] += 1
+
+    def check(self):
+        values = ps.receive(self.server).wait()
+        begun, acknowledged = (int(account[:, self.number, which].sum()) for which in (0, 1))
+        step = self.server.shards.chunk_numel
+        for begin, numel in self.server.parts:
+            for chunk in values[begin : begin + numel].split(step):
+                assert acknowledged <= chunk[0] <= begun and (chunk == chunk[0]).all(), (acknowledged, begun, chunk)
+        return values
+
+accounts = [Account(0, 3 * 16384 + 5), Account(1, 400_000)]  # by machine code, and by the queue
+mpi.barrier()
+num_losses = 0
+
+def die_soon():
+    threading.Timer(random.uniform(0, 0.05), die).start()
+"""
+
+SENDS = """
+while num_losses < len(lost):
+    if FIRST in lost[num_losses]:
+        die_soon()
+    try:
+        while True:
+            for each in accounts:
+                each.send()
+    except mpi.RankLostError:
+        mpi.recover()
+        num_losses = 1 if mpi.size() == 4 else 2
+for _ in range(9):
+    for each in accounts:
+        each.send()
+    objects = mpi.allgather_object([each.server.num_sent for each in accounts])
+before = [each.check() for each in accounts]
+folder = os.path.dirname(sys.argv[1])
+ps.save(folder)
+mpi.barrier()
+for each in accounts:
+    ps.send(each.server, None, "zero").wait()
+mpi.barrier()
+ps.load(folder)
+mpi.barrier()
+assert all(torch.equal(ps.receive(each.server).wait(), old) for each, old in zip(accounts, before))
+own = [int(account[FIRST, number, 1]) for number in (0, 1)]
+print(f"first rank {FIRST} of {mpi.size()}: {own == objects[mpi.rank()]}", flush=True)
+mpi.stop()
+"""
+
+
+@pytest.mark.parametrize("place", ["one host", "hosts"])
+def test_acknowledged_sends_to_servers_survive_their_owners_and_senders(survive, tmp_path, place):
+    """Killed amid sends: each chunk has all acknowledged sends, and the last one of a killed rank or not."""
+    (tmp_path / "account").write_bytes(bytes(5 * 2 * 2 * 8))
+    result = survive(5, SERVERS + SENDS, tmp_path / "account", "0,2+3", place)
+    assert sorted(result.stdout.splitlines()) == [f"first rank {rank} of 2: True" for rank in (1, 4)], result.output
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.output
+
+
+def test_a_server_ends_with_the_last_rank_of_a_host(survive, request, tmp_path):
+    """Its name and its saved values go to a new one."""
+    if "Open MPI" in request.node.name:
+        pytest.skip("the code of the servers is the same as without MPI")
+    code = """
+        import torchmpi.parameterserver as ps
+        mpi.stop()
+        mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False, host_name="far" if FIRST == 1 else "near"))
+        values = torch.arange(1000.0)
+        servers = [ps.init(values, name="weights"), ps.init(values[:1], name="bias")]
+        ps.save(sys.argv[1])
+        if FIRST == 1:
+            die()
+        try:
+            while True:
+                mpi.barrier()
+        except mpi.RankLostError:
+            mpi.recover()
+        try:
+            ps.receive(servers[0])
+        except mpi.errors.CommunicatorError as error:
+            print(error, flush=True)
+        assert ps.receive(servers[1]).wait() == 0, "that rank had no element of it"
+        servers[1].is_saved = False
+        again = [ps.init(torch.zeros(1000), name="weights"), ps.init(torch.ones(1), name="new")]
+        ps.load(sys.argv[1])
+        print(f"rank {mpi.rank()}: {[torch.equal(ps.receive(each).wait(), values[:each.numel]) for each in again]}")
+        mpi.stop()
+    """
+    result = survive(3, code, tmp_path / "saved")
+    for rank in range(2):
+        ended = f"rank {rank}: parameterserver.receive: weights has ended with the last ranks that had its shards [1]"
+        assert ended in result.stdout and f"rank {rank}: [True, True]\n" in result.stdout, result.output
+    assert result.returncode == 0, result.output
+
+
+UPDATES = """
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(20_000))
+    def forward(self):
+        return self.weight.sum()  # with a gradient of ones
+
+networks = [Loss() for _ in range(2)]
+options = {"update_frequency": 2, "init_delay": 0}
+updates = [
+    ps.DownpourUpdate(networks[0], lr=1.0, name="downpour", **options),
+    ps.EASGDUpdate(networks[1], beta=0.5, name="easgd", prefetch=1, **options),
+]
+optimizer = torch.optim.SGD(networks[1].parameters(), lr=1.0)
+while updates[1].step < 300 or num_losses < len(lost):
+    if num_losses < len(lost) and FIRST in lost[num_losses] and updates[1].step == 100:
+        die_soon()
+    try:
+        for network, update in zip(networks, updates):
+            network.zero_grad()
+            network().backward()
+            update.update()
+            account[FIRST, 0] = updates[0].num_sends
+        optimizer.step()
+    except mpi.RankLostError as error:
+        first_error = error if num_losses == 0 else first_error
+        mpi.recover()
+        num_losses += 1
+try:
+    raise first_error  # as a handle does whose call failed before; regression: "recover() without a lost rank"
+except mpi.RankLostError:
+    assert mpi.recover() == tuple(range(mpi.size()))
+for update in updates:
+    update.finish()
+mpi.barrier()
+for update in updates:
+    update.pull()
+values, num_sends = [network.weight.detach() for network in networks], int(account[:, 0, 0].sum())
+# A remaining rank has counted a send that was refused, and the lost rank not its last one.
+assert all(num_sends - mpi.size() <= -value <= num_sends + 1 for value in values[0].unique()), (values, num_sends)
+assert values[1].max() < -50, values[1]
+assert mpi.size() > 2 or updates[1].alpha == 0.25, updates[1].alpha
+print(f"rank {mpi.rank()} of {mpi.size()}: {mpi.allgather_object(values[1][0].item())[0] == values[1][0]}", flush=True)
+mpi.stop()
+"""
+
+
+def test_downpour_and_elastic_averaging_continue_without_a_lost_rank(survive, tmp_path):
+    (tmp_path / "account").write_bytes(bytes(5 * 2 * 2 * 8))
+    result = survive(3, SERVERS + UPDATES, tmp_path / "account", "0")
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2: True" for rank in range(2)], result.output
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.output
 
 
 SPARE = """
@@ -353,7 +573,7 @@ def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbe
     expected = sorted(undisturbed.stdout.splitlines())
     assert undisturbed.returncode == 0 and len(expected) == 2, undisturbed.output
     assert undisturbed.stderr.count("finalized True") == 3, undisturbed.output
-    for victims, num_spares in (("1", 1), ("0", 1), ("0,2", 2)):  # 2 is the spare rank that has replaced rank 0
+    for victims, num_spares in (("1", 1), ("0,2", 2)):  # 2 is the spare rank that has replaced rank 0
         result = replace(2, num_spares, SPARE, victims, start=AT_EXIT + START)
         assert result.returncode == 0 and result.stderr.count("finalized False") == 2, result.output
         assert sorted(result.stdout.splitlines()) == expected, result.output
@@ -402,6 +622,108 @@ def test_new_ranks_take_the_places_of_lost_ones_while_the_others_go_on(survive):
     assert result.stderr.count("continuing on 3 ranks: a new rank is ready to join; a new rank is now rank 2") == 2, (
         result.output
     )
+
+
+def test_a_spare_rank_gets_the_shards_of_the_lost_one(replace, tmp_path):
+    """By `init` with the name of the server; an update with servers too, which takes no collective call."""
+    code = """
+        import torchmpi.parameterserver as ps
+        server = ps.init(torch.full((50_000,), 5.0), name="account")
+        network = nn.Linear(3, 1)
+        update = ps.DownpourUpdate(network, lr=0.5, update_frequency=1, init_delay=0, name="downpour")
+        network(torch.ones(3)).backward()
+        update.update()
+        ps.send(server, torch.ones(50_000)).wait()
+
+        @mpi.elastic(step=0)
+        def train(job):
+            if FIRST == 0:
+                die()
+            mpi.barrier()
+            assert (ps.receive(server).wait() == 5 + 3).all()  # all ranks have sent
+            update.pull()
+            assert len(set(mpi.allgather_object(network.bias.item()))) == 1
+            mpi.barrier()
+            ps.save(sys.argv[1])
+
+        train()
+        parts = [numel for _, numel in server.parts]
+        print(f"rank {mpi.rank()} of {mpi.size()}: {parts} {list(server.own_shards)} {server.num_sent}", flush=True)
+        mpi.stop()
+    """
+    result = replace(2, 1, code, tmp_path / "saved")
+    assert result.returncode == 0, result.output
+    expected = [f"rank {rank} of 2: [25000, 25000] [{rank}] 1" for rank in range(2)]
+    assert sorted(result.stdout.splitlines()) == expected, result.output
+
+
+# Rank 1 is lost, and the others know it. Indented as the programs that contain it.
+LOST = """mpi.barrier()
+        if FIRST == 1:
+            die()
+        try:
+            while True:
+                mpi.barrier()
+        except mpi.RankLostError:
+            mpi.recover()"""
+
+
+@pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
+def test_a_rank_leaves_after_a_loss_although_another_one_does_not_come_to_its_end(survive, tmp_path):
+    """Regression: it waited for ever in the agreement that comes before MPI_Finalize. The other one waits for it."""
+    code = f"""
+        from torchmpi.launch import fault_tolerance
+        fault_tolerance._LEAVE_SECONDS = 0.5
+        {LOST}
+        mpi.stop()
+        left, end = sys.argv[1], time.monotonic() + 60
+        while FIRST == 2 and not os.path.exists(left):
+            assert time.monotonic() < end, "the other rank has not left"
+            time.sleep(0.01)
+        print("end", FIRST, flush=True)
+    """
+    at_exit = "import atexit, os, sys\natexit.register(lambda: open(sys.argv[1], 'w'))\n"  # called after torchmpi's
+    result = survive(3, code, tmp_path / "left", start=at_exit + START)
+    assert result.returncode == 0 and sorted(result.stdout.split()) == ["0", "2", "end", "end"], result.output
+    assert "rank 0 ends alone: 0.5 s after it, another rank has not come to the end" in result.stderr, result.output
+
+
+@pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
+def test_an_agreement_that_fails_is_named(survive):
+    """Regression: Shrink() once returned an internal error, which was reported as a rank that hangs."""
+    code = f"""
+        from torchmpi.launch.fault_tolerance import FaultTolerantMPI
+        FaultTolerantMPI._shrunk = lambda self: self._library.COMM_NULL.Shrink()
+        {LOST}
+    """
+    result = survive(3, code)
+    assert result.returncode == 1 and "hangs" not in result.stderr, result.output
+    assert re.search(r"RankLostError: rank [02] on host .* cannot go on: MPI_ERR_COMM", result.stderr), result.output
+
+
+def test_an_error_in_a_spare_rank_ends_the_job(replace):
+    """Regression: its world is COMM_NULL, whose size was asked for, so that the others were left in their agreement."""
+    code = """
+        mpi.barrier()
+        if FIRST == 1:
+            die()
+        while True:
+            try:
+                mpi.barrier()
+            except mpi.RankLostError:
+                time.sleep(0.1)  # recover() would wait for the spare rank
+    """
+    fails = """
+        from torchmpi.launch.fault_tolerance import FaultTolerantMPI
+        def fail(*_):
+            raise MemoryError("no memory in the spare rank")
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+            FaultTolerantMPI.agree = fail
+    """
+    start = START.replace("mpi.start", f"{textwrap.dedent(fails)}mpi.start")
+    result = replace(2, 1, code, start=start)
+    assert result.returncode not in (0, 124) and "no memory in the spare rank" in result.stderr, result.output
+    assert "COMM_NULL" not in result.stderr and "invalid communicator" not in result.stderr, result.output
 
 
 HOROVOD = """
@@ -541,9 +863,8 @@ def test_a_rank_that_fails_before_start_ends_the_others(alone):
 
 @pytest.mark.parametrize("num_ranks, end, begin", (
     (3, "os.kill(os.getpid(), signal.SIGKILL)", "mpi.start(config=mpi.Config(on_lost_rank='raise'))"),
-    (2, "sys.exit(0)", "mpi.start()"),
     (2, "os.kill(os.getpid(), signal.SIGKILL)", "dist.init_process_group('torchmpi')"),
-), ids=("killed", "ended", "killed-before-torch"))  # fmt: skip
+), ids=("killed", "killed-before-torch"))  # fmt: skip
 def test_a_rank_that_ends_before_start_ends_the_others(alone, tmp_path, num_ranks, end, begin):
     """Regression: the others waited for it for five minutes, or for the timeout of torch."""
     ends_before_start(alone, tmp_path, num_ranks, end, begin)
@@ -575,7 +896,8 @@ import torchmpi as mpi
     first, *others = [*container, sys.executable, *run]
     result = alone(*others, python=first)
     assert result.returncode == 1, result.output
-    # Of rank 2, if rank 0 takes longer to import torch; then rank 0 may come before it is terminated.
+    # Of rank 2, if rank 0 takes longer to import torch. The slower one may come before it is terminated, and the other
+    # has ended by then too.
     reports = [line for line in result.stderr.splitlines() if "ended before all ranks had called start()" in line]
     assert reports and re.search(r"rank 1 ended .*, in which rank [02] waits\.", reports[0]), result.output
-    assert [line for line in reports[1:] if "rank 1, 2 ended" not in line] == [], result.output
+    assert [line for line in reports[1:] if not re.search("rank (0, 1|1, 2) ended", line)] == [], result.output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -99,51 +98,6 @@ def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
-def test_skipped_gpu_tests_report_the_reason() -> None:
-    done = run([SCRIPTS / "test_gpu.sh"])
-    assert done.returncode == 0
-    assert done.stdout.startswith("test_gpu: skipped, there is no NVIDIA GPU on this machine:"), done.stdout
-
-
-def test_gpu_tests_run_an_example_and_the_marked_tests(tmp_path: Path) -> None:
-    """The programs that the script starts are replaced by a program that records its arguments."""
-    log = tmp_path / "log"
-    for name in ("python", "mpirun", "nvidia-smi"):
-        made = tmp_path / name
-        made.write_text(f'#!/bin/sh\necho "GPU 0"\necho "[$TORCHMPI_GPU_BACKENDS] $*" >>"{log}"\n')
-        made.chmod(0o755)
-    changed = {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "PYTHON": str(tmp_path / "python"),
-        "WITHOUT_MPS": "1",
-    }
-    done = run([SCRIPTS / "test_gpu.sh"], place(**changed))
-    assert done.returncode == 0 and done.stdout.endswith("test_gpu: passed\n"), done.stdout + done.stderr
-    commands = log.read_text().splitlines()
-    for ranks in (1, 2, 3, 4):
-        own = [command for command in commands if f"-n {ranks} " in command]
-        examples = [command.split("]")[0] for command in own if "mnist_allreduce.py --gpu" in command]
-        assert examples == (["["] if ranks == 1 else ["[", "[ipc", "[none"])
-        assert sum("-m gpu" in command and "tests/mpi" in command for command in own) == 1
-    assert any("-m gpu" in command and "-q tests/jobs" in command for command in commands)
-
-
-def test_a_stopped_suite_says_how_long_it_ran(tmp_path: Path) -> None:
-    """Regression: it said what was left of the limit when the suite was listed, also if it began later."""
-    (tmp_path / "jobs.log").write_text("==== 7 passed in 250.00s ====\n")
-    parts = subprocess.check_output(
-        ["sed", "-n", "/^\\(outcome\\|judge\\)()/,/^}/p", SCRIPTS / "test_cpu.sh"], text=True
-    )
-    code = (
-        f"logs={tmp_path} time_limit=900 pytest_options=()\n{parts}record() {{ echo $*; }}; judge jobs 124 250 pytest"
-    )
-    done = run(["bash", "-c", code])
-    assert done.stdout == "jobs 124 250 7 1 0 stopped after 250 seconds, at the end of the 900 for all suites\n", (
-        done.stderr
-    )
-
-
 # ---- common.sh: Python and environments ----
 
 
@@ -154,13 +108,6 @@ def test_a_python_that_is_too_old_is_refused(tmp_path: Path) -> None:
     done = common(f"PYTHON={old} find_python", tmp_path)
     assert done.returncode == 1
     assert "no Python 3.10 or newer found" in done.stderr and str(old) in done.stderr
-
-
-def test_requirements_come_from_setup_cfg(tmp_path: Path) -> None:
-    done = common("find_python; requirements mpich examples", tmp_path)
-    names = [line.split(">=")[0] for line in done.stdout.split()]
-    assert {"torch", "numpy", "numba", "mpi4py", "mpich", "matplotlib"} <= set(names)
-    assert "openmpi" not in names and "pytest" not in names
 
 
 def test_an_environment_is_ready_until_its_python_or_extras_change(tmp_path: Path) -> None:
@@ -183,64 +130,6 @@ def test_an_environment_is_ready_until_its_python_or_extras_change(tmp_path: Pat
     assert done.stdout.splitlines() == ["ready", "not with dev", "not for another checkout"], done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
-def test_a_read_only_place_is_named_with_a_remedy(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    done = common('find_python; make_venv "$environments/openmpi"', tmp_path)
-    assert done.returncode == 1
-    assert f"cannot write to {tmp_path}" in done.stderr and "VENV_DIR=" in done.stderr
-
-
-def test_pip_progress_shows_what_takes_long(tmp_path: Path) -> None:
-    pip = """Collecting torch
-  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (191.2 MB)
-  Downloading tqdm-4.70.1-py3-none-any.whl (79 kB)
-  Downloading numba-0.68.1-cp311-none.whl (3.8 MB)
-Processing /somewhere/numpy-2.4.6-cp311-none.whl (from -r requirements.txt (line 2))
-Installing collected packages: torch, tqdm, numpy
-Successfully installed torch-2.13.0"""
-    done = common(f"show_pip_progress openmpi <<'PIP'\n{pip}\nPIP", tmp_path)
-    assert done.stdout.splitlines() == [
-        "  [openmpi] torch 2.13.0 (191.2 MB)",
-        "  [openmpi] numpy 2.4.6",
-        "  [openmpi] unpacking 3 packages",
-    ]
-
-
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-WITHOUT_DRIVER = 'has_nvidia_driver() { false; }; choose_torch_index; choose_torch_index; echo "index $torch_index"'
-
-
-def test_pip_progress_appears_at_once(tmp_path: Path) -> None:
-    """Regression: with mawk, lines appeared when 4 KB of them had been read."""
-    code = """
-        coproc show_pip_progress openmpi
-        echo 'Installing collected packages: torch, tqdm' >&"${COPROC[1]}"
-        read -r -t 20 line <&"${COPROC[0]}" && echo "$line"
-    """
-    assert common(code, tmp_path).stdout.splitlines() == ["[openmpi] unpacking 2 packages"]
-
-
-@pytest.mark.parametrize(
-    ("python", "index", "said"),
-    [("true", CPU_INDEX, "There is no NVIDIA driver here"), ("false", "", "may have CUDA: 3 GB to download")],
-    ids=["reachable", "not reachable"],
-)
-def test_pytorch_without_cuda_is_taken_where_there_is_no_driver(
-    python: str, index: str, said: str, tmp_path: Path
-) -> None:
-    """`python` stands for the request to PyTorch's index."""
-    done = common(f"python={python}; {WITHOUT_DRIVER}", tmp_path)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1].split() == ["index", *([index] if index else [])]
-    assert said in done.stdout and done.stdout.count("no NVIDIA driver") == 1, done.stdout
-
-
-@pytest.mark.parametrize("index", ["", "https://index.example/cpu"])
-def test_the_index_of_the_user_is_taken_without_a_request(index: str, tmp_path: Path) -> None:
-    done = common(f"python=false; {WITHOUT_DRIVER}", tmp_path, TORCH_INDEX=index)
-    assert done.stdout.splitlines()[-1] == f"index {index}" and "3 GB" in done.stdout
-
-
 # ---- common.sh: which MPI ----
 
 VERSIONS = {
@@ -258,12 +147,6 @@ def test_kind_of_a_launcher(version: str, kind: str, tmp_path: Path) -> None:
     assert common(f"mpi_kind {launcher}", tmp_path).stdout.strip() == kind
 
 
-def test_kind_of_the_launcher_here(mpirun: list[str], tmp_path: Path) -> None:
-    version = run([mpirun[0], "--version"]).stdout
-    kind = common(f"mpi_kind {mpirun[0]}", tmp_path).stdout.strip()
-    assert kind == ("openmpi" if "Open MPI" in version else "mpich")
-
-
 def test_the_system_launcher_is_not_that_of_a_virtual_environment(tmp_path: Path) -> None:
     ours = program(tmp_path / "environments" / "mpich" / "bin", "mpirun", "HYDRA build details:")
     strange = program(tmp_path / "strange", "mpirun", "LAM 7.1.4")
@@ -271,15 +154,6 @@ def test_the_system_launcher_is_not_that_of_a_virtual_environment(tmp_path: Path
     folders = [*(str(found.parent) for found in (ours, strange, system)), os.environ["PATH"]]
     done = common('find_system_launcher && echo "$system_launcher"', tmp_path, PATH=os.pathsep.join(folders))
     assert done.stdout.strip() == str(system)
-
-
-def test_the_library_beside_a_launcher_comes_first(tmp_path: Path) -> None:
-    launcher = program(tmp_path / "prefix" / "bin", "mpirun", "HYDRA build details:")
-    library = tmp_path / "prefix" / "lib" / "libmpich.so.12"
-    library.parent.mkdir()
-    library.touch()
-    done = common(f"system_launcher={launcher}; system_libraries", tmp_path)
-    assert done.stdout.splitlines()[0] == str(library)
 
 
 def test_a_library_of_another_name_is_linked_under_the_name_that_mpi4py_loads(tmp_path: Path) -> None:
@@ -393,13 +267,6 @@ def test_variables_for_the_launcher(path: str, mpirun: list[str], tmp_path: Path
     assert " a:2,b:1 " in done.stdout and " --map-by core -n 3 " in done.stdout
     missing = run(command, place(PATH=path, HOSTFILE="/no/hosts"))
     assert missing.returncode == 1 and "--hostfile /no/hosts: there is no such file" in missing.stderr
-
-
-def test_more_ranks_than_cores_start(path: str) -> None:
-    num_ranks = NUM_CORES + 1 if NUM_CORES <= 8 else 2
-    done = run([OMPIRUN, "-n", str(num_ranks), "echo", "here"], place(PATH=path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["here"] * num_ranks
 
 
 def test_a_time_limit_ends_the_job(path: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import job_environment
+from helpers.leftovers import left_files, shared_files
 
 START = """
 import os, resource, signal, sys, threading, time
@@ -26,10 +25,6 @@ print("right", flush=True)
 """
 NONE = "no shared memory between ranks"
 any_mpi = pytest.mark.any_mpi
-
-
-def left_over() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")}
 
 
 # --- without shared memory
@@ -168,7 +163,7 @@ mpi.stop()
 @pytest.mark.quick
 @pytest.mark.parametrize(("files", "n"), (("anonymous", 2), pytest.param("in /dev/shm", 3, marks=any_mpi)))
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(job, tmp_path, files, n):
-    before = left_over()
+    before = shared_files()
     code = "import os\n" + ("del os.memfd_create\n" if files != "anonymous" else "") + START
     code += """
 from torchmpi.session import runtime
@@ -185,10 +180,7 @@ while True:
 """
     result = job(n, code)
     assert result.returncode != 0 and (tmp_path / "job.py.running").exists(), result.output
-    deadline = time.monotonic() + 10  # jobs of other tests have such files for a moment
-    while not left_over() <= before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left_over() <= before, result.output
+    assert left_files(before) == set(), result.output
 
 
 # --- waiting

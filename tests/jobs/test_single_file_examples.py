@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 import pytest
 from conftest import ROOT
 
 FOLDER = ROOT / "examples" / "single_file"
-FILES = sorted(FOLDER.glob("*.py"))
+
+
 # All in one job: importing torch takes longer than most of them.
 DRIVER = """
 import runpy, sys
@@ -69,20 +69,3 @@ def test_lora(launch, tmp_path):
     result = run(launch, tmp_path, ["lora"])
     assert result.returncode == 0, result.output
     assert float(re.search(r"accuracy of the next token ([0-9.]+)", result.stdout)[1]) > 0.9, result.output
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_program_is_one_short_file(path):
-    text = path.read_text()
-    assert text.count("\n") <= 120
-    imported = {
-        name.partition(".")[0]
-        for node in ast.walk(ast.parse(text))
-        for name in (
-            [alias.name for alias in node.names] if isinstance(node, ast.Import)
-            else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        )
-    }  # fmt: skip
-    assert not imported & {other.stem for other in (ROOT / "examples").rglob("*.py")}
-    assert "torchmpi run -n" in (doc := ast.get_docstring(ast.parse(text)) or "") and path.name in doc
-    assert f"| `{path.name}` |" in (ROOT / "examples" / "README.md").read_text()

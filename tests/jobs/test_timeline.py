@@ -25,7 +25,7 @@ import torchmpi as mpi
 mpi.start()
 try:
     mpi.timeline.start(FOLDER + "/job.py" * (rank == 2))  # a file
-except OSError if rank == 2 else mpi.TorchMPIError as error:
+except mpi.TorchMPIError as error:
     assert not mpi.timeline.is_recording(), error
 else:
     raise AssertionError("one rank cannot write")
@@ -173,12 +173,12 @@ def test_clocks_whose_rates_change_while_a_timeline_is_recorded_stay_aligned(lau
     traces = read_folder(tmp_path)
     limit, samples = error_of_clocks(traces), traces[2].samples
     assert [trace.error_seconds for trace in traces[:2]] == [0, 0] and len(samples) > 8
-    aligned = earliest_result(AlignedCalls(traces))
-    assert aligned >= -limit
+    assert earliest_result(AlignedCalls(traces)) >= -limit
     ends_alone = RankTrace(traces[2].path)
     ends_alone.align([samples[0], samples[-1]])
-    # 0.9 ms less the duration of a call; the limit is not used, as it grows with the load of the machine.
-    assert earliest_result(AlignedCalls([*traces[:2], ends_alone])) < min(-0.0002, aligned)
+    # 0.9 ms, less the errors of the samples, which grow with the load of the machine.
+    wrong = [abs(one.begin - other.begin) for one, other in zip(traces[2].calls, ends_alone.calls, strict=True)]
+    assert max(wrong) > 0.0004
 
 
 BURST_BYTES = 100_000

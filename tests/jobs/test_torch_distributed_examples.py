@@ -6,9 +6,7 @@ import ast
 import json
 import re
 import subprocess
-import sys
 import time
-from argparse import Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -18,7 +16,8 @@ import torch
 from conftest import Result, job_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch_distributed"
-PROGRAMS = ("point_to_point", "collectives", "ring_allreduce", "distributed_sgd", "resnet")
+
+
 TINY = ("--model", "tiny", "--image-size", "32", "--classes", "4", "--cpu")
 pytestmark = pytest.mark.any_mpi
 
@@ -120,42 +119,6 @@ def test_resnet(launch, tmp_path):
     assert f"chart saved in {chart}" in lines and chart.read_bytes().startswith(b"\x89PNG")
 
 
-def test_figures_of_several_runs(tmp_path, capsys):
-    """Runs on different numbers of ranks share a file; other settings are refused."""
-    from resnet_report import SETTINGS, Report
-
-    path = tmp_path / "resnet.json"
-    options = Namespace(**dict.fromkeys(SETTINGS), json=str(path), plot=None)
-    options.batch_size = 10
-    Report(options).add(4, [0.5, 0.4, 9.0], [0.25, 0.25])
-    Report(options).add(2, [0.2], [0.3])
-    runs = json.loads(path.read_text())["runs"]
-    assert list(runs) == ["2", "4"]
-    assert runs["4"]["together"] == pytest.approx(
-        {"median_ms": 500, "low_ms": 420, "high_ms": 7300, "images_per_s": 80}
-    )
-    assert runs["4"]["efficiency"] == pytest.approx(0.5) and runs["2"]["efficiency"] == pytest.approx(1.5)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "4 ranks       500.00 ms per step (420.00 to 7300.00), 80.00 images/s"
-    assert printed[2] == "scaling efficiency against one rank: 50.0 %"
-    options.batch_size = 9
-    with pytest.raises(SystemExit, match="has figures for batch_size 10, not 9"):
-        Report(options)
-
-
-@pytest.mark.parametrize(
-    ("name", "numel"), [("resnet18", 11_689_512), ("resnet34", 21_797_672), ("resnet50", 25_557_032)]
-)
-def test_sizes_of_the_networks(name, numel):
-    """As published, with 1000 classes."""
-    from resnet_model import make_model
-
-    with torch.device("meta"):
-        model = make_model(name, 1000)
-        assert model(torch.empty(2, 3, 64, 64)).shape == (2, 1000)
-    assert sum(parameter.numel() for parameter in model.parameters()) == numel
-
-
 def test_cifar10_files(tmp_path):
     from resnet_data import read_cifar10
 
@@ -184,28 +147,6 @@ def test_parts_of_the_images(size):
     assert {len(part) for part in parts} == {101 // size}
     together = [row for part in parts for row in part]
     assert len(set(together)) == len(together) and together != sorted(together)
-
-
-def test_help():
-    """The help text contains the commands that start the program."""
-    code = f"""
-import runpy, sys
-sys.argv = ["example", "--help"]
-sys.path.insert(0, {str(EXAMPLES)!r})
-for name in {PROGRAMS!r}:
-    try:
-        runpy.run_path({str(EXAMPLES)!r} + f"/{{name}}.py", run_name="__main__")
-    except SystemExit as ended:
-        print(f"ended {{name}} {{ended.code}}")
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    rest = result.stdout
-    for name in PROGRAMS:
-        text, rest = rest.split(f"ended {name} 0\n", 1)
-        program = f"examples/torch_distributed/{name}.py"
-        assert re.search(rf"^    mpirun -n \d python {program}", text, re.M), name
-        assert re.search(rf"^    torchrun --nproc-per-node \d {program}", text, re.M), name
-        assert "  --backend BACKEND" in text, name
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

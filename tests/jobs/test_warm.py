@@ -42,10 +42,10 @@ def run(python: list[str], arguments: list[object], folder: Path, **options: obj
         )
 
 
-@pytest.mark.parametrize("how", ("script", "-c", "-m"))
+@pytest.mark.parametrize("how", ("-c", "-m"))
 def test_arguments_environment_and_files_are_equal(warm_python, tmp_path, how):
     (tmp_path / "shown.py").write_text(SHOW)
-    arguments = {"script": [tmp_path / "shown.py"], "-c": ["-c", SHOW], "-m": ["-m", "shown"]}[how] + ["a", "-b"]
+    arguments = {"-c": ["-c", SHOW], "-m": ["-m", "shown"]}[how] + ["a", "-b"]
     with open(tmp_path / "more", "w") as more:
         options = {"pass_fds": [more.fileno()], "preexec_fn": lambda: os.sched_setaffinity(0, {0})}
         cold, warm = (run(python, arguments, tmp_path, **options) for python in ([sys.executable], warm_python))
@@ -81,6 +81,7 @@ def test_random_numbers_differ_between_ranks(warm_python, tmp_path):
         "import os; os._exit(7)",
         "import ctypes, sys; ctypes.CDLL(None).printf(b'in a buffer of C'); sys.exit(5)",
         "import atexit; atexit.register(print, 'b'); raise KeyboardInterrupt",
+        "class A:\n    def __del__(self): print('deleted')\na = A()\nfile = open('written', 'w')\nfile.write('a')",
         "a syntax error",
     ),
 )

@@ -6,8 +6,6 @@ its calls first and compares afterwards; a failure on one rank is then reported 
 
 from __future__ import annotations
 
-import ast
-import functools
 import gc
 import os
 import re
@@ -30,21 +28,15 @@ from torchmpi.launch import launcher
 # A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
+# The error of a rank whose call differs contains the call of the other rank, which the watchdog of that rank tells.
+os.environ.setdefault("TORCHMPI_WATCHDOG_PERIOD_SECONDS", "0.05")
 # Huge pages, where the system has them, for tensors of gigabytes: small ones take longer to map than all calls on them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 NUMBERS_OF_RANKS = (1, 2, 3)
 """Those of tests without the marker ranks."""
+MARKS_OF_FILE = re.compile(r"^pytestmark = .*?^(?=\S)", re.MULTILINE | re.DOTALL)
 checks.count(mpi.nn, "check_with_allreduce")
 SIZE = launcher.detect().num_ranks or 1
-
-
-@functools.cache
-def marks_of_file(path: Path) -> str:
-    """The text of the statement ``pytestmark = ...`` in a file; '' without one."""
-    for statement in ast.parse(path.read_text()).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark":
-            return ast.unparse(statement.value)
-    return ""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -52,7 +44,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     selected = re.fullmatch(r"(quick and |not any_mpi and )?n(\d)", config.option.markexpr)
     if selected is None or collection_path.suffix != ".py":
         return None
-    marks, text = marks_of_file(collection_path), collection_path.read_text()
+    text = collection_path.read_text()
+    statement = MARKS_OF_FILE.search(text)
+    marks = statement[0] if statement else ""
     # Single tests may have other numbers, or more markers, than the file.
     is_wanted = any(selected[2] in ranks for ranks in re.findall(r"\.ranks\(([^)]*)\)", text))
     is_wanted |= ".ranks(" not in marks and int(selected[2]) in NUMBERS_OF_RANKS

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.functions_entered import python_calls
 
 import torchmpi as mpi
 from torchmpi.backends.mpi_messages import check_part_sizes, longest_part
+from torchmpi.collectives.exchange import PartsExchange, exchange
 from torchmpi.errors import ArgumentError, DeviceError, DtypeError, MismatchError
 from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
@@ -40,6 +43,29 @@ def test_rows_of_all_ranks(agree, dtype):
     agree(mpi.alltoall(sent, out, splits=splits) is out and mpi.alltoall_async(sent, out, splits=splits).wait() is out)
     agree.equal(out, expected(dtype), "out")
     agree.equal(sent, rows(mpi.rank(), dtype), "the input is unchanged")
+
+
+def test_repeated_exchanges_of_known_parts_have_the_bits_of_their_twin(agree):
+    group, generator = mpi.communicator(0).intra, torch.Generator().manual_seed(7)
+    repeated, entered = PartsExchange.of(group, torch.float32), []
+    for turn in range(10):
+        numels = torch.randint(0, (5, 4000)[turn % 2], (mpi.size(), mpi.size()), generator=generator)
+        sent = torch.randn(int(numels[mpi.rank()].sum()))
+        sources = list(sent.split(numels[mpi.rank()].tolist()))
+        lengths = numels[:, mpi.rank()].tolist()
+        results = [torch.full((sum(lengths),), float("nan")) for _ in range(2)]
+        exchange(group, sources, list(results[1].split(lengths)))
+        for call in (
+            lambda: repeated.run(sources, list(results[0].split(lengths)), sent),  # noqa: B023
+            lambda: mpi.alltoall(sent, results[0], splits=numels[mpi.rank()]),  # noqa: B023
+            lambda: mpi.alltoall_async(sent, results[0], splits=numels[mpi.rank()]).wait(),  # noqa: B023
+        ):
+            results[0].fill_(float("nan"))
+            codes, _ = python_calls(call)
+            entered.append({code.co_name for code in codes})
+            agree.equal(results[0], results[1], f"turn {turn}")
+    has_code = fast_path.exchange is not fast_path._not_built and group.status_board is not None
+    agree(not has_code or not any("perform" in names for names in entered[-3:]), f"no machine code: {entered[-3:]}")
 
 
 def test_no_rows_at_all(agree):
@@ -82,11 +108,17 @@ def test_refusals(agree):
 def test_calls_that_differ_between_the_ranks_raise_on_all(agree):
     splits = [1] * mpi.size()
     wide = torch.ones(mpi.size(), 3 if mpi.rank() else 2)
-    agree.raises(MismatchError, lambda: mpi.alltoall(wide, splits=splits))
     other = torch.ones(mpi.size(), 2, dtype=torch.float64 if mpi.rank() else torch.float32)
-    agree.raises(MismatchError, lambda: mpi.alltoall(other, splits=splits))
-    agree.raises(MismatchError, lambda: mpi.alltoall(torch.ones(mpi.size()), splits=None if mpi.rank() else splits))
-    agree.equal(mpi.allreduce(1), mpi.size(), "the communicator works afterwards")
+    for _ in range(2):  # through Python, then by machine code
+        for call in (
+            lambda: mpi.alltoall(wide, splits=splits),
+            lambda: mpi.alltoall_async(wide, splits=splits).wait(),
+        ):
+            agree.raises(MismatchError, call, "alltoall_splits(float32 [2])", "alltoall_splits(float32 [3])")
+        agree.raises(MismatchError, lambda: mpi.alltoall(other, splits=splits), "splits(float64 [2])")
+        agree.raises(MismatchError, lambda: mpi.alltoall(torch.ones(mpi.size()), splits=None if mpi.rank() else splits))
+        agree.equal(mpi.allreduce(1), mpi.size(), "the communicator works afterwards")
+        agree.equal(mpi.alltoall(torch.ones(mpi.size(), 2), splits=splits), torch.ones(mpi.size(), 2))
 
 
 @pytest.mark.parametrize("wrong", [None, *range(4)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from torchmpi.shared_memory import fast_path
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3), pytest.mark.usefixtures("world")]
 
-LONG = 400_000  # elements: more than a ring has room for
+LONG = 600_000  # elements: more than a ring has room for
 
 
 def values(sender: int, number: int, length: int = 8) -> torch.Tensor:
@@ -105,7 +107,7 @@ def test_a_callback_may_look_at_a_receive_that_its_thread_begins(agree, monkeypa
 
     def while_another_is_awaited(receive: DeferredReceive) -> None:
         if receive is handles[1]:
-            handles[0].attach(look)
+            handles[0].when_done(look, soon=False)
             world.send("awaited", 1)
             world.recv(source=1)  # the first message has arrived
         begin(receive)
@@ -132,11 +134,12 @@ def test_a_callback_may_look_at_a_receive_that_its_thread_begins(agree, monkeypa
                 world.send("sent", 0)
 
 
-def test_a_repeated_message_runs_in_machine_code(agree):
+@pytest.mark.parametrize("length", [8, 1 << 18])
+def test_a_repeated_message_runs_in_machine_code(agree, length):
     if fast_path.send is fast_path._not_built or not isinstance(transport_of(mpi.communicator(0).intra), RingTransport):
         pytest.skip("no fast path, or messages of MPI")
     left, right = neighbors()
-    tensor, own = torch.zeros(8), values(mpi.rank(), 0)
+    tensor, own = torch.zeros(length), values(mpi.rank(), 0, length)
     for _ in range(5):
         mpi.send_async(own, right)
         mpi.recv_async(tensor, left).wait()
@@ -151,7 +154,7 @@ def test_a_repeated_message_runs_in_machine_code(agree):
     agree(len(names[1]) <= 14 and "check" not in names[1], f"begin of a receive: {names[1]}")
     # The progress thread may have looked at the receive, in a millisecond without this one.
     agree(len(names[2]) <= 12, f"receive: {names[2]}")
-    agree.equal(tensor, values(left, 0))
+    agree.equal(tensor, values(left, 0, length))
 
 
 @pytest.mark.parametrize("length", [8, LONG])
@@ -222,3 +225,27 @@ def test_a_group_is_freed_after_its_messages(agree):
         agree.equal(tensor, values(left, 3), f"turn {turn}")
         agree.equal(handle.wait(), values(left, 3), f"turn {turn}")
         send.wait()
+
+
+def test_the_progress_thread_sleeps_while_the_program_computes(agree):
+    """Regression: it looked each millisecond, which took 4 % of the core from a pipeline."""
+    left, right = neighbors()
+
+    def exchange(number: int) -> None:
+        receive, send = mpi.recv_async(torch.zeros(8), left), mpi.send_async(values(mpi.rank(), number), right)
+        agree.equal(receive.wait(), values(left, number))
+        send.wait()
+
+    def num_looks() -> int:
+        """A look is a sleep that has ended."""
+        (thread,) = (each for each in threading.enumerate() if each.name == "torchmpi messages")
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        return int(re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)[0])
+
+    for number in range(10):
+        exchange(number)
+    before = num_looks()
+    for number in range(5):
+        exchange(number)
+        time.sleep(0.05)  # as a computation; other ranks send nothing meanwhile
+    assert num_looks() - before < 5 * 10

@@ -253,7 +253,7 @@ def test_asynchronous_calls_progress_while_the_caller_computes(agree):
 
 
 @pytest.mark.ranks(2, 4)
-def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
+def test_hundreds_of_groups_are_freed_by_all_of_their_ranks_together(agree):
     """Regression: each rank freed the oldest, in an order and at a moment of its own, although this is collective."""
     from mpi4py import MPI
 
@@ -262,8 +262,10 @@ def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
     world, context = MPI.COMM_WORLD, runtime.current().context
     ranks = range(world.size)
     subsets = [tuple(rank for rank in ranks if bits >> rank & 1) for bits in range(1, 1 << min(world.size, 3))]
-    # Under MPICH one rank has 2 * 1142 communicators, more than the 2048 that it has at a time.
-    for number in range(1600 if MPI.get_vendor()[0] == "MPICH" else 480):
+    # Under MPICH a rank has at most 2048 communicators at a time: the groups below need more, beside these, for which
+    # no rank waits.
+    others = [MPI.COMM_SELF.Dup() for _ in range(1400 if MPI.get_vendor()[0] == "MPICH" else 0)]
+    for number in range(480):
         members = subsets[number * number % 7 % len(subsets)]  # not as many for each rank
         if world.rank in members:
             comm = world.Create_group(world.group.Incl(members), 7)
@@ -276,6 +278,8 @@ def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
                 group.side_comm.Isend(bytearray(8), (group.rank + 1) % group.size, number).Wait()
                 group.messages.add(1)
             group.free()
+    for comm in others:
+        comm.Free()
     everybodys = world.allgather(freed)
     agree(len(freed) > 100 or world.rank > 2, f"{len(freed)} were freed")
     agree(all(number % 50 or len(members) == 1 for members, number in freed), "freed with a message")

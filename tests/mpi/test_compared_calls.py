@@ -11,29 +11,33 @@ from typing import Any
 import pytest
 import torch
 from helpers import contract
+from helpers.outcomes import error_of
 from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi.backends.number_exchange import most_together
 from torchmpi.backends.rank_order import accumulator_of
 from torchmpi.collective_specs import SPECS
+from torchmpi.collectives.exchange import PartsExchange
 from torchmpi.config import Config
+from torchmpi.distributed.torch_calls import TorchCall
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
-from torchmpi.shared_memory.memory_layout import Block
+from torchmpi.shared_memory.memory_layout import MAX_LOG_DIMS, Block
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [
     pytest.mark.any_mpi,
-    pytest.mark.ranks(2, 3, 4),
+    pytest.mark.ranks(2, 4),
     pytest.mark.skipif(SIZE == 1, reason="needs another rank"),
 ]
 
-# The host of each rank. Two hosts of two ranks, and a host whose ranks are not neighbors, need four ranks.
-PLACEMENTS = {"each": "abc", "uneven": "aab"} if SIZE < 4 else {"block": "aabb", "three": "abca"}
+# The host of each rank: a host each; two hosts of two ranks; three hosts, of which one has ranks that are no neighbors.
+PLACEMENTS = {"each": "abc"} if SIZE < 4 else {"block": "aabb", "three": "abca"}
 PLACEMENTS = {hosts[:SIZE]: name for name, hosts in PLACEMENTS.items() if len(set(hosts[:SIZE])) > 1}  # each once
 COLLECTIVES = ("broadcast", "allreduce", "reduce", "allgather", "gather", "reduce_scatter", "alltoall")
+MESSAGE_BYTES = 128 << 10
 OPS = {torch.float32: ("sum", "avg"), torch.float64: ("prod",), torch.bfloat16: ("sum", "max"), torch.int16: ("bxor",)}
 
 
@@ -42,7 +46,8 @@ def placement(request) -> Iterator[str]:
     """torchmpi, started on these hosts."""
     was_running = runtime.is_running()
     mpi.stop()
-    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name=request.param[RANK]))
+    config = Config.from_environment()
+    mpi.start(config=dataclasses.replace(config, host_name=request.param[RANK], message_bytes=MESSAGE_BYTES))
     yield request.param
     mpi.stop()
     if was_running:
@@ -158,7 +163,7 @@ def test_all_paths_have_the_result_of_a_loop(agree, placement, collective, dtype
         sent = accumulator_of(dtype, op) if op is not None and len(set(placement)) < SIZE else dtype
         for number, (numel, is_carried) in enumerate(lengths(collective, sent.itemsize, placement)):
             given = inputs(collective, numel, dtype)
-            for root in range(SIZE) if spec.is_rooted and number < 3 else (number % SIZE,):
+            for root in range(SIZE) if spec.is_rooted and number == 1 else (number % SIZE,):
                 result, what = expected(collective, given, op, root, placement), f"{op} {numel} root={root}"
                 tensors = [given[RANK].clone() for _ in range(4)]
                 with through_python():
@@ -213,6 +218,111 @@ def test_ranks_may_have_different_numbers_of_rows(agree, placement, collective):
                 )
                 if result is not None:
                     agree.bits(found, result, f"{rows} rows of rank {odd}")
+
+
+Lengths = Callable[[int, int], int]
+LENGTHS: dict[str, Lengths] = {
+    "short": lambda sender, receiver: (2 * sender + receiver) % 4,
+    "none": lambda sender, receiver: 0,
+    "long": lambda sender, receiver: 300 * sender + 1000 * receiver,
+    "equal and long": lambda sender, receiver: 200_000,
+    "equal at one rank": lambda sender, receiver: 3 if 0 in (sender, receiver) else sender + receiver,
+    "longer than a message": lambda sender, receiver: (
+        40_000 if (sender, receiver) == (0, SIZE - 1) else 5 + sender + receiver
+    ),
+}
+"""The elements of the part that a rank sends to another one."""
+
+
+def exchange_of(length: Lengths, more: int = 0) -> tuple[PartsExchange, list[torch.Tensor], list[torch.Tensor]]:
+    """An exchange that machine code can run, the parts to send, and those to receive; of the last rank `more` long."""
+
+    def part(sender: int, receiver: int) -> torch.Tensor:
+        return contract.values((length(sender, receiver),), torch.float32, sender, receiver)
+
+    call = PartsExchange(runtime.current().communicators.default.intra, torch.float32)
+    call.cache()
+    expected = [part(other, RANK) for other in range(SIZE)]
+    if more and RANK == SIZE - 1:
+        expected[0] = torch.empty(len(expected[0]) + more)
+    return call, [part(RANK, other) for other in range(SIZE)], expected
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_parts_of_any_length(agree, placement, lengths):
+    """By machine code, and with one rank through Python. A rank whose parts are equal and short takes no frames."""
+    can_be_fast, is_equal = has_fast_path(), lengths == "equal at one rank"
+    for odd in (-1, *range(SIZE), SIZE):
+        call, given, expected = exchange_of(LENGTHS[lengths])
+        received = [torch.full_like(part, -1.0) for part in expected]
+        if odd in (RANK, SIZE):
+            with through_python():
+                call.run(given, received)
+        else:
+            is_fast = call.run_fast(given, received) is not None
+            agree.equal(is_fast, can_be_fast and not (is_equal and RANK == 0), "by the fast path")
+            if not is_fast:
+                call.run(given, received)
+        for other in range(SIZE):
+            agree.bits(received[other], expected[other], f"from {other}, rank {odd} through Python")
+
+
+def test_equal_parts_of_long_tensors_through_python(agree, placement):
+    """Regression: rows of a tensor are a tuple, which was taken for a tensor."""
+    _, given, expected = exchange_of(LENGTHS["equal and long"])
+    call = TorchCall(runtime.current().communicators.default, "all_to_all_single", None, torch.float32, 0)
+    received = torch.empty(sum(map(len, expected)))
+    with through_python():
+        call.run(torch.cat(given), received)
+    agree.bits(received, torch.cat(expected), "received")
+
+
+@pytest.mark.parametrize("lengths", ["short", "long"])
+def test_parts_of_other_sizes_than_expected_are_an_error_on_all_ranks(agree, placement, lengths):
+    for odd in (-1, 0, SIZE - 1, SIZE):
+        call, given, expected = exchange_of(LENGTHS[lengths], more=5)
+        received = [torch.full_like(part, -1.0) for part in expected]
+        run_call = lambda: call.run(given, received)  # noqa: E731, B023
+        if odd in (RANK, SIZE):
+            with through_python():
+                agree.raises(MismatchError, run_call, f"to rank {SIZE - 1}, which has room for")
+        else:
+            agree.raises(MismatchError, run_call, f"to rank {SIZE - 1}, which has room for")
+        agree(all(bool((part == -1).all()) for part in received), "a tensor was changed")
+        agree.raises(MismatchError, mpi.barrier if RANK == SIZE - 1 else run_call, "alltoall")
+        agree.equal(mpi.allreduce(1), SIZE, "the next call")
+
+
+SHAPES = ((5,), (2 * SIZE + 1, 3), (700, 2), (600_000,), (1, 0), (2,) + (1,) * 14)
+"""Of a scatter: frames have room for the values of some; the part of a rank is longer than a message, or empty."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_scatter_of_which_the_root_alone_knows_the_shape(agree, placement, shape):
+    """With `out` and without it; through Python at all ranks, at one, and at none."""
+    can_be_fast = has_fast_path() and len(shape) <= MAX_LOG_DIMS and 0 not in shape
+    for root, odd in ((0, SIZE), (SIZE - 1, -1), (0, 0), (1, 0)):
+        whole = contract.values(shape, torch.bfloat16, root)
+        expected, given = contract.rows(whole, RANK, SIZE), whole if root == RANK else None
+        is_odd, out = odd in (RANK, SIZE), torch.full_like(expected, -1.0)
+        for _ in range(2):
+            with through_python() if is_odd else contextlib.nullcontext():
+                agree.bits(mpi.scatter(given, root), expected, f"root {root}, rank {odd} through Python")
+                agree(mpi.scatter(given, root, out.fill_(-1.0)) is out, "out")
+            agree.bits(out, expected, f"root {root}, rank {odd} through Python, out")
+        if odd == -1 and can_be_fast:
+            function = fast_path.entry("receive" if given is None else "scatter")
+            agree(function(given, out.fill_(-1.0), root, None, None) is not None, "not by the fast path")
+            agree.bits(out, expected, "by the fast path")
+        wrong = torch.empty(3, 3, dtype=whole.dtype) if RANK == SIZE - 1 else out
+        error = error_of(mpi.scatter, given, root, wrong)
+        agree.equal("out" in error, RANK == SIZE - 1, error)
+        out.fill_(-1.0)
+        other = lambda: mpi.scatter(given, root, out)  # noqa: E731, B023
+        for call in (mpi.barrier, lambda: mpi.scatter(whole, 1 - root % 2)):  # noqa: B023
+            agree.raises(MismatchError, call if odd == RANK or (RANK == 0 and odd in (-1, SIZE)) else other, "scatter")
+            agree(bool((out == -1).all()), "the result was changed")
+        agree.equal(mpi.allreduce(1), SIZE, "the next call")
 
 
 Call = tuple[str, int, str, int]

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import contract, torch_rig
+from helpers.outcomes import error_of
 from helpers.torch_rig import CALLS, LAYOUTS, MODES, NEEDS_ROWS, REDUCING, Setting, is_asynchronous, ops_of, wrong
 from mpi4py import MPI
 
-from torchmpi.errors import ArgumentError, TorchMPIError
+from torchmpi.errors import ArgumentError
 
 SIZE = MPI.COMM_WORLD.size
 pytestmark = [
@@ -35,15 +36,15 @@ def play(agree, name: str, setting: Setting) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_dtype_operation_shape_and_layout(agree, name):
-    """Every dtype with every shape and operation; layouts and modes alternate, so that all combinations occur."""
+    """Every dtype with every operation, on some of the shapes; layouts and modes alternate."""
     turns = itertools.cycle(itertools.product(LAYOUTS, MODES))
     pairs = [(dtype, op) for dtype in contract.MOVABLE for op in (ops_of(dtype) if name in REDUCING else ["sum"])]
     if name == "barrier":
         pairs = pairs[:1]
     cases = list(itertools.product(contract.SHAPES, pairs))
-    if name in REDUCING:  # each operation with every other shape
-        assert len(pairs) % 2
-        cases = cases[::2]
+    # Each pair on every other shape, or on two shapes where there are many pairs.
+    assert len(pairs) % 2
+    cases = cases[:: 4 if name in REDUCING else 2]
     for number, ((shape, (dtype, op)), (layout, mode)) in enumerate(zip(cases, turns, strict=False)):
         if (not shape and name in NEEDS_ROWS) or (dtype.is_complex and "reduce_scatter" in name):
             continue  # torch does not support complex tensors here
@@ -140,7 +141,7 @@ def test_sums_of_sparse_tensors(agree, dtype, asynchronous):
     if work is not None:
         work.wait()
         new = [memory.data_ptr() for memory in (tensor._indices(), tensor._values())]
-        agree.equal([memory.data_ptr() for memory in work._handle.result], new, "memory whose use wait() records")
+        agree.equal([memory.data_ptr() for memory in work._handle.wait()], new, "memory whose use wait() records")
     expected = sum((entries(other).to_dense() for other in range(1, size)), entries(0).to_dense())
     agree(tensor.is_sparse and tensor.dtype is dtype, f"{tensor}")
     agree.close(tensor.to_dense(), expected)
@@ -165,33 +166,11 @@ def test_versions_of_written_tensors_increase(agree):
         work = dist.all_reduce(saved, async_op=asynchronous)
         if work is not None:
             work.wait()
-        try:
-            (saved * 1).sum().backward()
-        except RuntimeError as error:
-            agree("modified by an inplace operation" in str(error), str(error))
-        else:
-            agree(False, f"a stale value went into the gradient, asynchronous={asynchronous}")
+        agree("modified by an inplace operation" in error_of((saved * 1).sum().backward), "a stale value was used")
         del loss
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------
-
-
-def test_objects(agree):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = {"rank": rank, "text": "x" * 1000 * rank}
-    everybody: list = [None] * size
-    dist.all_gather_object(everybody, own)
-    gathered: list | None = [None] * size if rank == size - 1 else None
-    dist.gather_object(own, gathered, dst=size - 1)
-    shared = [own, rank] if rank == 0 else [None, None]
-    dist.broadcast_object_list(shared, src=0)
-    part: list = [None]
-    dist.scatter_object_list(part, [("part", number) for number in range(size)] if rank == 0 else None, src=0)
-    agree.equal([entry["rank"] for entry in everybody], list(range(size)))
-    agree(gathered is None or [len(entry["text"]) for entry in gathered] == [1000 * number for number in range(size)])
-    agree.equal(shared, [{"rank": 0, "text": ""}, 0])
-    agree.equal(part, [("part", rank)])
 
 
 def test_averages_of_integers_are_rounded_towards_zero(agree):
@@ -321,12 +300,8 @@ REFUSED = {
 @pytest.mark.parametrize(("call", "remedy"), REFUSED.values(), ids=REFUSED)
 def test_refused_before_anything_is_sent(agree, call, remedy):
     before = dist.group.WORLD._get_sequence_number_for_group()
-    try:
-        call()
-    except (TorchMPIError, ValueError, TypeError) as error:
-        agree(remedy in str(error), f"no remedy: {error}")
-    else:
-        agree(False, "accepted")
+    problem = error_of(call)
+    agree(remedy in problem, problem)
     agree.equal(dist.group.WORLD._get_sequence_number_for_group(), before, "it communicated")
     tensor = torch.ones(2)
     dist.all_reduce(tensor)

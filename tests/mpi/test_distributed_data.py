@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import traceback
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from helpers.distributed_rig import net, same_everywhere, sgd, values
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("default_group")]
 
@@ -27,15 +26,6 @@ class Rows(Dataset[tuple[int, Tensor]]):
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
         assert get_worker_info() is not None, "not in a worker"
         return index, torch.full((6,), index / ITEMS).sin().double()
-
-
-class Numbers(IterableDataset[int]):
-    """Each worker of each rank reads different items."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        num_readers = dist.get_world_size() * info.num_workers
-        return iter(range(dist.get_rank() * info.num_workers + info.id, ITEMS, num_readers))
 
 
 def loader(**options: object) -> tuple[DataLoader[tuple[int, Tensor]], DistributedSampler[tuple[int, Tensor]]]:
@@ -69,29 +59,3 @@ def test_training_with_workers(agree, persistent):
     for everywhere in orders:
         agree.equal(sorted(itertools.chain(*everywhere)), list(range(ITEMS)), "items")
     agree(orders[0] != orders[1], "the epochs have the same order")
-
-
-def test_iterable_data(agree):
-    found = [int(number) for number in DataLoader(Numbers(), batch_size=None, num_workers=2)]
-    everywhere: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    agree.equal(sorted(itertools.chain(*everywhere)), list(range(ITEMS)))
-
-
-class Broken(Rows):
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        raise OSError("no such image")
-
-
-def test_a_worker_that_fails_raises_here_and_not_in_the_job(agree):
-    message = ""
-    try:
-        list(DataLoader(Broken(), num_workers=1))
-    except OSError as error:
-        message = str(error)
-        # Otherwise the error keeps the worker until garbage collection, and ending the worker takes 5 seconds.
-        traceback.clear_frames(error.__traceback__)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    agree("no such image" in message, message or "nothing was raised")
-    agree.equal(total.item(), float(dist.get_world_size()))

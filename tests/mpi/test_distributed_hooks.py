@@ -11,13 +11,8 @@ from helpers.distributed_rig import (
     loss_of,
     net,
     same_everywhere,
-    sgd,
     share,
-    train,
-    trained_alone,
-    values,
 )
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2), pytest.mark.usefixtures("default_group")]
@@ -74,16 +69,6 @@ def test_builtin_fp16_hook_in_a_thread_of_autograd(agree):
     model.zero_grad()
     check_rounded(agree, model)
     agree.equal(through_threads, gradients(model))
-
-
-def test_powersgd_of_full_rank_is_exact(agree):
-    """The hook makes a blocking all_reduce in the callback of another."""
-    model = parallel()
-    # All tensors are compressed, even if the result is longer.
-    options = {"matrix_approximation_rank": 16, "start_powerSGD_iter": 2, "min_compression_rate": 1e-9}
-    model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook)
-    train(model, sgd(model.parameters()), share(), steps=6)
-    agree.close(values(model), values(trained_alone(steps=6)), rtol=1e-6, atol=1e-8)
 
 
 def test_hook_of_a_user_raises_where_it_is_called(agree):

@@ -8,6 +8,7 @@ import time
 import weakref
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from helpers import torch_rig
 from helpers.functions_entered import python_calls
 from helpers.joint import try_together
+from helpers.outcomes import error_of
 from helpers.torch_rig import CALLS, Setting, wrong
 from hypothesis import strategies
+from torch.overrides import TorchFunctionMode
 
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
@@ -27,19 +30,6 @@ pytestmark = [
     pytest.mark.usefixtures("default_group"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
 ]
-
-
-def test_properties_of_a_work(agree):
-    size = dist.get_world_size()
-    tensor = torch.ones(4)
-    work = dist.all_reduce(tensor, async_op=True)
-    agree(work.wait() is True)
-    agree(work.wait(timedelta(seconds=5)) is True, "a second wait")
-    agree(work.is_completed() and work.is_success() and work.exception() is None)
-    agree(work.result()[0] is tensor)
-    agree.equal(tensor, torch.full((4,), float(size)))
-    barrier = dist.barrier(async_op=True)
-    agree(barrier.wait() and barrier.is_completed())
 
 
 def test_methods_of_a_group_accept_single_tensors_without_options(agree):
@@ -73,18 +63,6 @@ def test_methods_of_a_group_accept_single_tensors_without_options(agree):
     agree(group.barrier(timeout=limit).wait())
 
 
-def test_a_work_completes_without_being_waited_for(agree):
-    tensor = torch.ones(4)
-    work = dist.all_reduce(tensor, async_op=True)
-    limit = threading.Event()
-    for _ in range(2000):
-        if work.is_completed():
-            break
-        limit.wait(0.005)
-    agree(work.is_completed(), "is_completed() never became true")
-    agree.equal(tensor, torch.full((4,), float(dist.get_world_size())))
-
-
 IN_MACHINE_CODE = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
     "reduce_scatter_tensor", "all_to_all_even", "all_to_all_single", "all_to_all_single_uneven", "barrier",
@@ -103,8 +81,8 @@ def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):
     for _ in range(2):
         dist.all_reduce(tensor, async_op=True).wait()
     made, work = python_calls(lambda: dist.all_reduce(tensor, async_op=True))
-    agree(0 < len(made) <= 12, [code.co_name for code in made])
-    agree(len({code.co_filename for code in made}) <= 9)
+    agree(0 < len(made) <= 8, [code.co_name for code in made])
+    agree(len({code.co_filename for code in made}) <= 8, sorted({code.co_filename for code in made}))
     begun, _ = python_calls(work.get_future)
     ended, _ = python_calls(work.wait)
     through_python = "perform" in {code.co_name for code in (*begun, *ended)}
@@ -155,28 +133,12 @@ def test_an_error_in_a_callback_belongs_to_its_future(agree):
     tensor = torch.ones(3)
     work = dist.all_reduce(tensor, async_op=True)
     future = work.get_future().then(lambda future: 1 / 0)
-    raised = ""
-    try:
-        future.wait()
-    except Exception as error:
-        raised = str(error)
+    raised = error_of(future.wait)
     work.wait()
     again = torch.ones(3)
     dist.all_reduce(again)
     agree("division by zero" in raised, f"the callback's error: {raised!r}")
     agree.equal(tensor, again)
-
-
-def test_many_works_waited_for_in_any_order(agree):
-    size = dist.get_world_size()
-    tensors = [torch.full((number % 50,), float(number)) for number in range(200)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    order = list(range(200))
-    random.Random(dist.get_rank()).shuffle(order)
-    for index in order:
-        works[index].wait()
-    for number, tensor in enumerate(tensors):
-        agree.equal(tensor, torch.full_like(tensor, float(number * size)), f"call {number}")
 
 
 def test_a_tensor_stays_alive_until_its_call_has_ended(agree):
@@ -348,3 +310,29 @@ def test_coalesced_calls_with_lists_of_different_lengths_start_nothing(agree):
         except ValueError as error:
             errors.append(error)
     agree.equal((group._group.call_log.seq - before, len(errors)), (0, 2))
+
+
+class Watching(TorchFunctionMode):
+    """A mode of the program, as PyTorch's tests have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_program_does_not_see_the_tensors_of_a_call(agree):
+    """Torch 2.14 compiles such a mode and returns one attribute of a tensor for another: broadcast found it nested."""
+    size, mode = dist.get_world_size(), Watching()
+    one, whole = torch.ones(4), torch.empty(4 * size)
+    with mode:
+        mode.seen.clear()
+        dist.group.WORLD.broadcast(one, 0).wait()
+        dist.group.WORLD.allreduce([one]).wait()
+        dist.group.WORLD._allgather_base(whole, one).wait()
+        seen = list(mode.seen)
+    agree(seen == [], str(seen))
+    agree.equal(whole, torch.full_like(whole, size))

@@ -92,7 +92,6 @@ def adam(parameters):
 @pytest.mark.parametrize(
     ("make_optimizer", "options"),
     [
-        (adam, {}),
         (adam, {"asynchronous": True}),
         (momentum, {"sharded": True}),
     ],

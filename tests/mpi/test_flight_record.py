@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi.communicators.call_log import call_code, describe
+from torchmpi.communicators.call_codes import call_code, describe
 from torchmpi.communicators.flight_record import parse
 from torchmpi.errors import MismatchError
 from torchmpi.session import runtime

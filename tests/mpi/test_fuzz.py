@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fuzz_collectives import Fuzzer
+from helpers.shm_rig import any_slots
 
 import torchmpi as mpi
 
@@ -16,6 +17,14 @@ def test_random_calls_equal_their_references(seed):
     problems = fuzzer.run(1000 * mpi.size() + seed, 0, 30)
     assert not problems, "\n".join(problems)
     assert fuzzer.num_refused < 60
+
+
+@any_slots
+@pytest.mark.any_mpi
+@pytest.mark.ranks(3)
+def test_random_calls_through_small_slots_equal_their_references(slots):
+    problems = Fuzzer().run(1, 0, 30)
+    assert not problems, "\n".join(problems)
 
 
 def test_a_wrong_result_is_found(monkeypatch):

@@ -497,7 +497,7 @@ def test_the_state_of_an_optimizer_is_that_of_the_root(agree):
     agree.raises(ValueError, lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0))
 
 
-def test_elastic_programs_run_once_if_no_rank_is_lost(agree):
+def test_elastic_programs_run_once_if_no_rank_is_lost(agree, capsys):
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, hvd.rank() + 1.0)
     sampler = hvd.elastic.ElasticSampler(torch.arange(4 * hvd.size()), shuffle=True, seed=3)
@@ -515,6 +515,8 @@ def test_elastic_programs_run_once_if_no_rank_is_lost(agree):
         return result, model.weight.item(), state.epoch, len(sampler), sampler.processed_num
 
     agree.equal(train(state, "ended"), ("ended", 1.0, 0, 2, 2 * hvd.size()))
+    num_warnings = capsys.readouterr().err.count("hvd.elastic.run does not continue after the loss of a rank: ")
+    agree.equal(num_warnings, int(hvd.rank() == 0 and hvd.size() > 1))
     parts = hvd.allgather_object(list(sampler))
     agree.equal(sorted(index for part in parts for index in part), sorted(sampler.remaining_indices))
     state.sync()

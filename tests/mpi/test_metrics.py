@@ -74,15 +74,15 @@ def test_all_collectives_count_the_tensor_that_the_rank_passes(agree):
         mpi.reduce_scatter(rows, out=part)
         mpi.alltoall(rows, out=torch.empty(size, 2))
         mpi.scatter(rows if RANK == 0 else None, out=part)
+        mpi.alltoall(rows, splits=[1] * size)
     mpi.scatter(rows if RANK == 0 else None)
-    mpi.alltoall(rows, splits=[1] * size)
     found, own = since(before), 8 * size if RANK == 0 else 8
     agree.equal(found["allgather"], (3, 3 * 8))
     agree.equal(found["gather"], (3, 3 * 8))
     agree.equal(found["reduce_scatter"], (3, 3 * 8 * size))
-    agree.equal(found["alltoall"], (4, 4 * 8 * size))
+    agree.equal(found["alltoall"], (6, 6 * 8 * size))
     agree.equal(found["scatter"], (4, 4 * own))
-    agree.equal(found["alltoall_splits"], (1, 8 * size))
+    agree.equal(found["alltoall_splits"], (3, 3 * 8 * size))
 
 
 @pytest.mark.usefixtures("world")
@@ -396,20 +396,6 @@ def test_tensorboard_gets_the_calls_of_each_update_on_rank_0_only(agree):
         agree(all(value >= 16 for _, value in writer.values["bytes/calls"]), f"{writer.values}")
         agree(all(value > 0 for _, value in writer.values["seconds/calls"]), f"{writer.values}")
         agree(SIZE == 1 or all(value > 0 for _, value in writer.values["seconds/waited"]), f"{writer.values}")
-
-
-@pytest.mark.usefixtures("world")
-def test_tensorboard_reads_the_calls_of_each_update(agree, tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sums = train_with(tmp_path)
-    files = list(tmp_path.iterdir())
-    agree.equal(len(files), int(RANK == 0))
-    if RANK == 0:
-        found = reader.EventAccumulator(str(tmp_path)).Reload()
-        agree.equal(set(found.Tags()["scalars"]), {"loss", "lr", "seconds/update", *OF_CALLS})
-        for name in ("bytes/calls", "stalls"):
-            added = [int(after[name] - before[name]) for before, after in pairwise(sums)]
-            agree.equal([(each.step, each.value) for each in found.Scalars(name)], list(enumerate(added, 1)))
 
 
 @pytest.mark.usefixtures("world")

@@ -167,17 +167,6 @@ class Branches(nn.Module):
         return sum(getattr(self, name)(value) for name in names)
 
 
-def test_unused_on_some_ranks_counts_as_zero(agree):
-    net = Branches()
-    with registered(net, bucket_bytes=4):
-        for used_by in (range(mpi.size()), range(1)):  # first by all ranks, so that all have gradients to clear
-            net.zero_grad()
-            net(x(1.0), "left", *["right"] * (mpi.rank() in used_by)).backward()
-            mpinn.synchronize_gradients_async(net)
-            agree.equal(net.left.weight.grad, x(1.0))
-            agree.close(net.right.weight.grad, x(len(used_by) / mpi.size()))
-
-
 def test_unused_everywhere_in_some_steps_stays_none(agree):
     net = Branches()
     with registered(net):
@@ -257,16 +246,6 @@ def test_only_every_kth_backward_communicates(agree):
                 agree.equal(net.weight.grad, 3 * mean())
                 net.zero_grad()
     agree.equal(done, [False, False, True] * 2)
-
-
-def test_synchronizing_only_after_the_kth_backward(agree):
-    net = linear()
-    with registered(net, sync_gradient_frequency=2):
-        for _ in range(2):
-            net.zero_grad()
-            net(rank_plus_one()).backward()
-            agree(step(net))
-            agree.equal(net.weight.grad, 2 * mean())
 
 
 def test_a_rank_that_leaves_a_pass_out_reduces_with_the_others(agree):
@@ -362,20 +341,6 @@ def test_no_sync_of_another_net_has_no_effect(agree):
 
 
 # --- misuse and failures ---------------------------------------------------------------------------------
-
-
-def test_second_backward_without_synchronization_is_an_error(agree):
-    net = linear()
-    with registered(net):
-        result = net(rank_plus_one())
-        result.backward(retain_graph=True)
-        with pytest.raises(GradientError, match="backward number 2 adds to the gradient of 'weight'"):
-            result.backward()
-        with pytest.raises(GradientError, match="backward number 2 adds to"):
-            mpinn.synchronize_gradients_async(net)
-        net.zero_grad()
-        step(net)
-    agree.equal(net.weight.grad, mean(), "afterwards all is well again")
 
 
 class Fails(torch.autograd.Function):
@@ -491,16 +456,6 @@ def test_parameters_frozen_later_are_left_out(agree):
         step(net, "left", "right")
     agree.equal(net.left.weight.grad, mean())
     agree(net.right.weight.grad is None)
-
-
-def test_conversion_while_registered_is_refused(agree):
-    net = linear()
-    with registered(net):
-        step(net)
-        net.double()
-        with pytest.raises(GradientError, match="moved to another dtype or device"):
-            net(rank_plus_one().double()).backward()
-        net.float()
 
 
 def test_undeclared_sparse_gradients_are_refused(agree):

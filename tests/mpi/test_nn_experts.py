@@ -124,25 +124,6 @@ def test_over_hosts(agree):
     mpi.start()
 
 
-def test_training_has_the_losses_of_one_process(agree):
-    parallel, whole = layer(capacity_factor=1.0), Whole(capacity_factor=1.0)
-    mpinn.synchronize_parameters(parallel)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9) for net in (parallel, whole)]
-    losses: tuple[list[float], list[float]] = ([], [])
-    for step in range(4):
-        for index, net in enumerate((parallel, whole)):
-            tokens = batch(step) if index else own(batch(step))
-            loss = (tokens + net(tokens) - 1).square().mean()
-            optimizers[index].zero_grad()
-            loss.backward()
-            if net is parallel:
-                mpinn.synchronize_gradients(parallel)
-            optimizers[index].step()
-            losses[index].append(loss.item() if index else mpi.allreduce(loss.item(), op="avg"))
-    agree.close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-9, atol=0)
-    agree(losses[0][-1] < losses[0][0])
-
-
 def test_ranks_may_have_other_numbers_of_tokens(agree):
     """Rank 0 has none: it takes part with its experts."""
     parallel, whole = layer(), Whole()

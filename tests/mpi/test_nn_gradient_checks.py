@@ -79,13 +79,6 @@ def test_a_change_of_a_sparse_gradient_is_refused(agree):
     mpinn.unregister_async_backward(net)
 
 
-def test_a_change_before_an_early_synchronization_is_refused(agree):
-    with registered(sync_gradient_frequency=3) as (net, _, _):
-        first(net).grad.mul_(2)
-        with pytest.raises(GradientError, match=r"'0.weight'"):
-            mpinn.synchronize_gradients_async(net, flush=True)
-
-
 def test_reads_and_changes_afterwards_are_allowed(agree):
     with registered() as (net, inputs, targets):
         for _ in range(2):  # without zero_grad: autograd adds to the averages
@@ -111,18 +104,6 @@ def test_the_distributed_optimizer_refuses_changed_gradients(agree, passes, asyn
 
 
 # --- steps before the synchronization ------------------------------------------------------------------
-
-
-def test_a_step_before_the_synchronization_is_refused(agree):
-    with registered() as (net, _, _):
-        optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, make("mlp")[0]))
-        before = values(net)
-        other.step()  # of other parameters
-        with pytest.raises(GradientError, match=r"step\(\) of SGD uses the gradient of '0.weight' and 3 others"):
-            optimizer.step()
-        agree.equal(values(net), before)
-        mpinn.synchronize_gradients_async(net)
-        optimizer.step()
 
 
 def test_a_step_after_too_few_passes_is_refused(agree):

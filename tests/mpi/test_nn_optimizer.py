@@ -41,40 +41,6 @@ def train(net, optimizer, x, y, num_steps: int = 3) -> torch.Tensor:
 
 
 @MODES
-def test_lbfgs_calls_its_closure_many_times(agree, asynchronous):
-    def closure_step(net, optimizer, x, y):
-        def closure():
-            optimizer.zero_grad()
-            result = loss(net, x, y)
-            result.backward()
-            return result
-
-        returned = [optimizer.step(closure) for _ in range(2)]
-        return values(net), torch.stack([torch.as_tensor(value) for value in returned]).detach()
-
-    options = {"max_iter": 4, "line_search_fn": "strong_wolfe"}
-    actual = closure_step(*wrapped(asynchronous, torch.optim.LBFGS, **options))
-    expected = closure_step(*reference(torch.optim.LBFGS, **options))
-    agree.close(actual[0], expected[0], "parameters", rtol=1e-6, atol=1e-8)
-    agree.close(actual[1], expected[1], "losses", rtol=1e-6, atol=1e-8)
-
-
-@MODES
-def test_clipping_between_synchronize_and_step(agree, asynchronous):
-    net, optimizer, x, y = wrapped(asynchronous)
-    loss(net, x, y).backward()
-    optimizer.synchronize()
-    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    net2, optimizer2, x2, y2 = reference()
-    loss(net2, x2, y2).backward()
-    agree.close(norm, torch.nn.utils.clip_grad_norm_(net2.parameters(), 0.01), **TIGHT)
-    optimizer2.step()
-    agree.close(values(net), values(net2), **TIGHT)
-
-
-@MODES
 @pytest.mark.parametrize("average", [True, False])
 def test_a_step_after_synchronize_does_not_synchronize(agree, asynchronous, average):
     net, x, y = make("mlp")

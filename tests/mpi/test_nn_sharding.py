@@ -16,7 +16,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 3, 4), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 4), pytest.mark.usefixtures("world")]
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 STEPS, BATCH = 20, 12
 

@@ -17,7 +17,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine
 from torchmpi.errors import ArgumentError, ReplicaError
 
-pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("world")]
 TIGHT = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -60,7 +60,6 @@ def test_generated_tokens_are_those_of_one_process(agree, name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.any_mpi
 def test_each_pair_of_layers_costs_one_allreduce(agree):
     """Also in backward, although three layers take the input of the attention: they share one node of the graph."""
     blocks = 2
@@ -88,7 +87,6 @@ def test_each_pair_of_layers_costs_one_allreduce(agree):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.any_mpi
 def test_groups_with_data_of_their_own_train_like_one_process(agree):
     """Groups of two ranks divide a model, and the groups average their gradients."""
     level = mpi.push_communicator(mpi.rank() // 2)
@@ -112,7 +110,6 @@ def test_groups_with_data_of_their_own_train_like_one_process(agree):
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.any_mpi
 def test_complete_weights_are_saved_and_loaded(agree, tmp_path):
     whole = make_shape("gpt2")
     divided = mpinn.tensor_parallel(copy.deepcopy(whole))
@@ -140,7 +137,6 @@ def test_complete_weights_are_saved_and_loaded(agree, tmp_path):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.any_mpi
 def test_of_a_file_each_rank_reads_its_part(agree, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     whole = make_shape("llama")
@@ -165,7 +161,6 @@ def test_of_a_file_each_rank_reads_its_part(agree, tmp_path):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.any_mpi
 def test_what_cannot_be_divided_is_refused_on_all_ranks_before_the_first_step(agree):
     one_head = {
         "self_attn.[qkv]_proj": mpinn.TensorSplit("columns", 1),
@@ -196,7 +191,6 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks_before_the_first_step(ag
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.any_mpi
 def test_a_rank_with_another_model_or_batch_is_named(agree):
     last = mpi.size() - 1
     model = make_shape("llama")
@@ -216,7 +210,6 @@ def test_a_rank_with_another_model_or_batch_is_named(agree):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.any_mpi
 def test_a_checkpoint_of_an_engine_has_the_complete_weights_and_momentum(agree, tmp_path):
     """Also of the bias of BERT's head, which has two names: a complete model continues where a divided one stopped."""
     path = Path(mpi.broadcast_object(str(tmp_path)), "checkpoint")

@@ -17,7 +17,7 @@ from torchmpi.backends.pieces import PieceQueue
 from torchmpi.session import runtime
 from torchmpi.tensors import schedule
 
-pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("world")]
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.usefixtures("world")]
 
 # Below and above the limit where all ranks gather everything, uneven, and more chunks than are in progress together.
 NUMELS = (0, 1, 5, 1000, 4099, 20_011)
@@ -38,7 +38,8 @@ def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
 def test_reductions_are_those_in_rank_order(agree, dtype):
     rank, size = mpi.rank(), mpi.size()
     cases = [(numel, [contract.values((numel,), dtype, r) for r in range(size)]) for numel in NUMELS]
-    for number, ((numel, inputs), op) in enumerate(itertools.product(cases, contract.OPS_OF[dtype])):
+    assert len(contract.OPS_OF[dtype]) % 2  # each operation with every other length
+    for number, ((numel, inputs), op) in enumerate([*itertools.product(cases, contract.OPS_OF[dtype])][::2]):
         expected, root = contract.reduced(inputs, op), (0, size - 1)[number % 2]
         result = bound("allreduce", dtype, op)(inputs[rank].clone(), None, 0)
         agree.bits(result, expected, f"allreduce {op} {numel}")
@@ -144,8 +145,12 @@ def test_memory_of_inference_mode_and_of_parameters(agree):
 
 
 @pytest.mark.min_ranks(2)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.int8, torch.complex128), ids=str)
-@pytest.mark.parametrize("compiled_at", ("none", "even", "all"))
+@pytest.mark.parametrize(
+    ("compiled_at", "dtype"),
+    [("none", torch.float32), *(("even", dtype) for dtype in (torch.float32, torch.int8, torch.complex128)),
+     ("all", torch.complex128)],
+    ids=str,
+)  # fmt: skip
 def test_compiled_pieces_meet_those_of_python(agree, monkeypatch, compiled_at, dtype):
     """Pieces of 3000 bytes and of 32 KB, and more of them than there is room for at first."""
     rank, size = mpi.rank(), mpi.size()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.outcomes import error_of
 
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
-from torchmpi import errors
 from torchmpi.parameterserver import shard_checkpoint
 
 SHAPES = ((50_001,), (7, 3), (5,), (0,))
@@ -142,20 +142,20 @@ def test_groups_of_a_job_do_not_replace_the_checkpoints_of_each_other(folder, ag
     own = make(level)
     step(own, 0, level)
     saved = values(own, level)
-    messages = mpi.allgather_object(refused(ps.save, folder, level))  # at the same time
+    messages = mpi.allgather_object(error_of(ps.save, folder, level))  # at the same time
     step(own, 1, level)
     mpi.barrier(0)
-    is_saved = messages[mpi.communicator(0).rank] == "accepted"
+    is_saved = not messages[mpi.communicator(0).rank]
     if is_saved:
         ps.load(folder, level)
     found = values(own, level)
     for one, other in zip(found, saved, strict=True):
         agree(not is_saved or torch.equal(one, other), "the own values")
-    again = mpi.allgather_object(refused(ps.save, folder, level))
+    again = mpi.allgather_object(error_of(ps.save, folder, level))
     agree.equal(again, messages)
     num_groups = min(2, mpi.communicator(0).size)
-    agree.equal(len({message == "accepted" for message in messages}), num_groups, str(messages))
-    agree(all(message == "accepted" or "Use one folder per group" in message for message in messages), str(messages))
+    agree.equal(len({not message for message in messages}), num_groups, str(messages))
+    agree(all(not message or "Use one folder per group" in message for message in messages), str(messages))
 
 
 def test_a_group_whose_files_were_removed_by_another_says_so(folder, monkeypatch, agree):
@@ -178,8 +178,8 @@ def test_a_group_whose_files_were_removed_by_another_says_so(folder, monkeypatch
         return write(path, content)
 
     monkeypatch.setattr(shard_checkpoint.archive, "write", write_between)
-    message = refused(ps.save, folder, level)
-    agree(message == "accepted" if rank == 0 else "Use one folder per group" in message, message)
+    message = error_of(ps.save, folder, level)
+    agree(not message if rank == 0 else "Use one folder per group" in message, message)
     mpi.barrier(0)
     agree.equal(len(list(folder.glob("shards-*.pt"))), 1)
 
@@ -200,29 +200,21 @@ def wait_until(is_so) -> None:
         time.sleep(0.001)
 
 
-def refused(action, *arguments: object) -> str:
-    try:
-        action(*arguments)
-    except errors.CheckpointError as error:
-        return str(error)
-    return "accepted"
-
-
 def test_invalid_checkpoints_are_rejected_on_all_ranks(folder, agree):
-    agree("has no servers" in refused(ps.save, folder, mpi.push_communicator("all")), "no servers")
+    agree("has no servers" in error_of(ps.save, folder, mpi.push_communicator("all")), "no servers")
     mpi.set_communicator(0)
     servers = make()
-    agree("no save to this folder was completed" in refused(ps.load, folder), "nothing there")
+    agree("no save to this folder was completed" in error_of(ps.load, folder), "nothing there")
     ps.save(folder)
     extra = ps.init(torch.zeros(3))
-    agree("holds 4 servers" in refused(ps.load, folder), "other servers")
+    agree("holds 4 servers" in error_of(ps.load, folder), "other servers")
     ps.free(extra)
     if mpi.communicator(0).rank == 0:
         path = next(folder.glob("shards-*-0.pt"))
         path.write_bytes(path.read_bytes()[:-100])
     mpi.barrier(0)
     before = values(servers)
-    agree("truncated" in refused(ps.load, folder), "damaged")
+    agree("truncated" in error_of(ps.load, folder), "damaged")
     compare(agree, values(servers), before)
 
 
@@ -238,7 +230,7 @@ def test_a_failed_save_keeps_the_previous_one(folder, agree):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if mpi.communicator(0).rank == last:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    message = refused(ps.save, folder)
+    message = error_of(ps.save, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     agree(f"rank {last}" in message and "File too large" in message, message)
     ps.load(folder)
@@ -256,5 +248,5 @@ def test_other_numbers_of_chunks_are_refused_on_all_ranks(folder, agree):
             content["0"][name] = content["0"][name][:-1].clone()
         torch.save(content, path)
     mpi.barrier(0)
-    message = refused(ps.load, folder)
+    message = error_of(ps.load, folder)
     agree("is damaged" in message and "chunks" in message, message)

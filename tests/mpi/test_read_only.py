@@ -14,7 +14,7 @@ import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError
 from torchmpi.session import runtime
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("world")]
 
 
 LENGTHS = {"short": 10, "medium": 3000, "long": 300_007}

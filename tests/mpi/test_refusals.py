@@ -8,7 +8,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.neighbors import neighbors
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchmpi as mpi
 import torchmpi.horovod as hvd
@@ -17,11 +20,16 @@ import torchmpi.parameterserver as ps
 from torchmpi import errors
 from torchmpi.engine import AllReduceSGDEngine, ClassErrorMeter, EarlyStop
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("world")]
 
 ONES = torch.ones(3)
 NET = torch.nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(NET.parameters(), lr=0.1)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def _fake():
@@ -86,11 +94,6 @@ CASES = {
     "integer too long": (lambda: mpi.allreduce(1 << 64), errors.DtypeError, "64 bits"),
     "vmap": (lambda: torch.vmap(mpi.allreduce)(torch.ones(2, 3)), errors.ArgumentError, "vmap, grad, jvp"),
     "grad": (lambda: torch.func.grad(lambda x: mpi.allreduce(x).sum())(ONES), errors.ArgumentError, "vmap, grad, jvp"),
-    "jit.trace": (
-        lambda: torch.jit.trace(lambda x: mpi.allreduce(x, comm=0), torch.ones(7)),
-        errors.ArgumentError,
-        "torch.jit.trace cannot record",
-    ),
     "fake": (lambda: mpi.allreduce(_fake()), errors.DtypeError, "FakeTensor"),
     "dtype as string": (lambda: mpi.empty_shared(3, dtype="float32"), errors.DtypeError, "torch.float32"),
     "shape as string": (lambda: mpi.empty_shared("three"), errors.ArgumentError, "whole numbers"),
@@ -121,6 +124,50 @@ def test_refused_with_rank_and_remedy(agree, name):
     before = mpi.communicator(0).intra.call_log.seq
     agree.raises(kind, call, remedy, f"rank {mpi.rank()}")
     agree.equal(mpi.communicator(0).intra.call_log.seq, before, "it communicated")
+    agree.equal(mpi.allreduce(1), mpi.size(), "the next call")
+
+
+WATCHED = {
+    "allreduce": lambda: mpi.allreduce(ONES),
+    "number": lambda: mpi.allreduce(1.0),
+    "in the background": lambda: mpi.allreduce_async(ONES).wait(),
+    "list": lambda: mpi.allreduce_many([ONES, ONES.clone()]),
+    "alltoall": lambda: mpi.alltoall(torch.ones(mpi.size(), 3)),
+    "object": lambda: mpi.broadcast_object("value"),
+    "barrier": lambda: mpi.barrier(),
+    "exchange": lambda: mpi.sendreceive(ONES, *neighbors()),
+    "gradients": lambda: mpinn.synchronize_gradients(NET),
+}
+"""Calls, which the fast path makes when they are repeated."""
+
+
+@pytest.mark.parametrize("call", WATCHED)
+def test_a_call_that_torch_would_lose_is_refused(agree, call):
+    """Regression: graphs of make_fx had no trace of a call on tensors with values."""
+    for parameter in NET.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(3):
+        WATCHED[call]()
+    with Watching():
+        WATCHED[call]()  # a mode that records nothing
+    before = mpi.communicator(0).intra.call_log.seq
+
+    def traced(**options: bool) -> object:
+        return make_fx(lambda x: (WATCHED[call](), x)[1], **options)(ONES)
+
+    def simulated() -> object:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return WATCHED[call]()
+
+    def jit_traced() -> object:
+        return torch.jit.trace(lambda x: (WATCHED[call](), x + 1)[1], ONES)
+
+    agree.raises(errors.ArgumentError, jit_traced, "torch.jit.trace cannot record")
+    agree.raises(errors.ArgumentError, traced, "make_fx cannot record", f"rank {mpi.rank()}")
+    agree.raises(errors.ArgumentError, lambda: traced(pre_dispatch=True), "make_fx cannot record")
+    agree.raises(errors.ArgumentError, simulated, "FakeTensorMode simulates")
+    agree.equal(mpi.communicator(0).intra.call_log.seq, before, "it communicated")
+    WATCHED[call]()
     agree.equal(mpi.allreduce(1), mpi.size(), "the next call")
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.outcomes import refusal
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi import errors
 from torchmpi.backends.base import Operation
 from torchmpi.backends.selection_table import keys
 from torchmpi.collectives.tuning import measuring
@@ -78,34 +78,6 @@ def few_rounds(monkeypatch):
 def on_one_host():
     if mpi.num_nodes_in_communicator() > 1:
         pytest.skip("the test is about ranks of one host")
-
-
-def refusal(call):
-    try:
-        call()
-    except errors.TorchMPIError as error:
-        return error
-    return None
-
-
-def test_the_table_can_be_read_set_and_reset(agree, on_one_host, ran):
-    before = dict(mpi.collective_selector)
-    agree.equal(len(mpi.collective_selector), len(before))
-    mpi.collective_selector.set("allreduce", "small", up_to_bytes=4096)
-    mpi.collective_selector.set("allreduce", "large", mode="async")
-    agree.equal(mpi.collective_selector[ALLREDUCE], ((4096, "small"), *before[ALLREDUCE]))
-    agree.equal(mpi.collective_selector["allreduce", "cpu", "host", "async"], ((None, "large"),))
-    mpi.collective_selector[ALLREDUCE] = [(8, "large"), (None, "small")]
-    agree.equal(mpi.collective_selector[ALLREDUCE], ((8, "large"), (None, "small")))
-    text = mpi.collective_selector_to_string()
-    agree.equal(text, str(mpi.collective_selector))
-    agree("up to 8 B large, above small" in text, text)
-    agree.equal(
-        mpi.collective_selector_to_string("allreduce", "cpu", mode="async", backend="large").split(),
-        ["allreduce", "host", "large"],
-    )
-    mpi.collective_selector.reset()
-    agree.equal(dict(mpi.collective_selector), before)
 
 
 def test_the_size_selects_the_backend(agree, on_one_host, ran):
@@ -173,22 +145,6 @@ def test_modes_are_separate_and_the_backend_of_a_call_takes_precedence(agree, on
     mpi.allreduce(tensor, backend="large")
     mpi.allreduce(tensor, backend="mpi")
     agree.equal([name for name, _ in ran], ["small", "large", "large", "large"])
-
-
-def test_a_group_that_cannot_use_a_backend_gets_another(agree, on_one_host, ran):
-    mpi.collective_selector.set("broadcast", "small")
-    mpi.collective_selector.set("allreduce", "lonely") if mpi.size() > 1 else None
-    alone = mpi.push_communicator(mpi.rank())
-    mpi.set_communicator(0)
-    total = mpi.allreduce(torch.ones(2), comm=alone)
-    agree.equal(total, torch.ones(2))
-    agree(("lonely", "allreduce") not in ran, str(ran))
-    error = refusal(lambda: mpi.allreduce(torch.ones(2), comm=alone, backend="lonely"))
-    agree(isinstance(error, errors.BackendUnavailableError), repr(error))
-    agree("it needs company" in str(error) and "one of: shm, mpi" in str(error), str(error))
-    if mpi.size() > 1:
-        mpi.allreduce(torch.ones(2))
-        agree.equal(ran[-1:], [("lonely", "allreduce")])
 
 
 def test_each_step_of_a_span_selects_a_backend(agree, on_one_host, ran):
@@ -287,10 +243,10 @@ def test_wrong_arguments_of_autotune_are_refused_on_all_ranks(agree):
         "seconds": {"seconds": 0},
     }.items():
         error = refusal(partial(mpi.autotune, **arguments))
-        agree(isinstance(error, errors.ArgumentError) and reason in str(error), f"{reason}: {error!r}")
+        agree(error.startswith("ArgumentError: ") and reason in error, f"{reason}: {error}")
     mpi.set_collective_span(0, level)
     error = refusal(mpi.autotune)
-    agree("set_collective_span" in str(error), repr(error))
+    agree("set_collective_span" in error, error)
     mpi.set_collective_span(0, 0)
 
 
@@ -346,7 +302,7 @@ def test_measured_rules_are_loaded_at_the_next_start(agree, on_one_host, restart
     restart(verbose=False, backend="mpi")
     agree.equal(dict(runtime.current().selector.tuned), {}, "a setting overrides measured rules")
     error = refusal(mpi.autotune)
-    agree("backend='mpi'" in str(error), repr(error))
+    agree("backend='mpi'" in error, error)
 
 
 def test_a_file_that_cannot_be_used_is_ignored_with_one_line(agree, on_one_host, restart, capsys):
@@ -407,7 +363,7 @@ def test_over_several_hosts_each_group_has_rules_of_its_own(agree, restart, plac
             lambda: mpi.allreduce(1, backend="shm"),
             lambda: mpi.collective_selector.set("allreduce", "shm", span=span),
         ):
-            agree("its ranks are on several hosts" in str(refusal(call)), repr(refusal(call)))
+            agree("its ranks are on several hosts" in refusal(call), refusal(call))
     default = dict(mpi.collective_selector)
     ran: list[tuple[str, str]] = []
     for name in [name for name in selector.backends if name != "mpi"]:

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import gc
-import logging
 import os
 import stat
 import threading
@@ -23,6 +22,7 @@ from torchmpi.config import Config
 from torchmpi.datasets import shared_dataset as module
 from torchmpi.errors import ArgumentError, DatasetError, MismatchError
 from torchmpi.shared_memory import read_only
+from torchmpi.status_line import StatusLine
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3)]
@@ -246,13 +246,11 @@ def test_progress_while_the_function_runs(world, agree, monkeypatch):
     monkeypatch.setattr(module, "_ROUND_SECONDS", 0.02)
     lines, shown = [], threading.Event()
 
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-            shown.set()
+    def show(_: StatusLine, text: str) -> None:
+        lines.append(text)
+        shown.set()
 
-    handler = Handler()
-    module.logger.addHandler(handler)
+    monkeypatch.setattr(StatusLine, "show", show)
 
     def slow() -> torch.Tensor:
         seen = shown.wait(60) if RANK == 0 else time.sleep(0.2)  # the line that is shown
@@ -262,10 +260,8 @@ def test_progress_while_the_function_runs(world, agree, monkeypatch):
     before = mpi.metrics()["calls"]["world"]["allgather"]["calls"]
     value = mpi.shared_dataset(slow)
     after = mpi.metrics()["calls"]["world"]["allgather"]["calls"]
-    module.logger.removeHandler(handler)
     agree.equal(value.tolist(), [True])
     agree(after - before >= 5, f"{after - before} calls")
     if RANK == 0:
         text = "\n".join(lines)
         agree("rank 0 on" in text and "is in make(), at" in text and "the line that is shown" in text, text)
-        agree("shared_dataset: ready after" in text, text)

@@ -1,27 +1,21 @@
-"""Calls through shared memory in any order, from several threads, and mismatched calls."""
+"""Calls through shared memory: in their order, beside other transports, and mismatched ones."""
 
 from __future__ import annotations
 
-import random
-import threading
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from helpers import contract
-from helpers.joint import try_together
-from helpers.shm_rig import BY_PYTHON, PAGE_SLOTS, any_slots, shared, start
-from hypothesis import strategies
+from helpers.outcomes import error_of
+from helpers.shm_rig import BY_PYTHON, PAGE_SLOTS, any_slots, start
 
 import torchmpi as mpi
 from torchmpi.backends import shm
 from torchmpi.errors import MismatchError
-from torchmpi.session import runtime
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.ranks(3)]
-
-# --- calls in any order
 
 COLLECTIVES = (
     "allreduce",
@@ -40,26 +34,21 @@ KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), 
 class Call:
     """One call of a collective, with its expected result. Numbers out of range are taken modulo."""
 
-    def __init__(self, collective: str, numel: int, kind: int, root: int, comm: object = None) -> None:
-        self.collective, self.comm = collective, comm
-        group = mpi.communicator(comm).intra if comm is not None else mpi.communicator().intra
-        self.rank, self.size = group.rank, group.size
+    def __init__(self, collective: str, numel: int, kind: int, root: int) -> None:
+        self.collective, self.rank, self.size = collective, mpi.rank(), mpi.size()
         self.root, (self.dtype, self.op) = root % self.size, KINDS[kind % len(KINDS)]
         self.inputs = [contract.values((numel,), self.dtype, rank, seed=numel % 97) for rank in range(self.size)]
 
-    def make(self, *, backend: str | None = None, asynchronous: bool = False, is_shared: bool = False):
-        """Its result, or the handle."""
+    def make(self, *, backend: str | None = None):
         if self.collective == "barrier":
-            return mpi.barrier(comm=self.comm)
-        mine = self.inputs[self.rank]
-        tensor = shared(mine, 1) if is_shared else mine.clone()
+            return mpi.barrier()
+        tensor = self.inputs[self.rank].clone()
         if self.collective == "scatter" and self.rank != self.root:
             tensor = None
         options = {"op": self.op} if self.collective in ("allreduce", "reduce", "reduce_scatter") else {}
         if self.collective in ("reduce", "broadcast", "gather", "scatter"):
             options["root"] = self.root
-        name = f"{self.collective}_async" if asynchronous else self.collective
-        return getattr(mpi, name)(tensor, comm=self.comm, backend=backend, **options)
+        return getattr(mpi, self.collective)(tensor, backend=backend, **options)
 
     def expected(self) -> torch.Tensor | None:
         rank, root, inputs = self.rank, self.root, self.inputs
@@ -81,74 +70,6 @@ class Call:
             return result is None
         expected = self.expected()
         return result is None if expected is None else contract.same_bits(result, expected)
-
-
-WAYS = strategies.fixed_dictionaries(
-    {
-        "backend": strategies.sampled_from((None, "shm", "shm", "mpi")),
-        "asynchronous": strategies.booleans(),
-        "is_shared": strategies.booleans(),
-    }
-)
-LENGTHS = strategies.sampled_from((0, 1, 3, 27, 28, 29, 112, 113, 1000, 1025, 4097, 20_001))
-CALLS = strategies.tuples(
-    strategies.sampled_from(COLLECTIVES), LENGTHS, strategies.integers(0, 3), strategies.integers(0, 11), WAYS
-)
-
-
-def test_any_sequence_of_calls(slots):
-    def play(calls):
-        made = []
-        for collective, numel, kind, root, way in calls:
-            call = Call(collective, numel, kind, root)
-            result = call.make(**way)
-            made.append((call, way, result))
-            if random.Random(numel + root).random() < 0.3:
-                result.wait() if way["asynchronous"] and collective != "barrier" else None
-        problems = []
-        for call, way, result in made:
-            if way["asynchronous"] and call.collective != "barrier":
-                result = result.wait()
-            if not call.fits(result):
-                problems.append(f"{call.collective} of {call.inputs[0].numel()} {call.dtype} root {call.root} {way}")
-        assert not problems, problems
-
-    try_together(play, strategies.lists(CALLS, min_size=8, max_size=30))
-
-
-@any_slots
-def test_four_communicators_from_four_threads(slots, agree):
-    if not runtime.current().threads_allowed:
-        pytest.skip("this MPI library takes one thread at a time")
-    levels = []
-    for index in range(4):
-        levels.append(mpi.push_communicator(0, name=f"thread {index}"))
-        mpi.set_communicator(0)
-    problems: list[str] = []
-
-    def work(level: int) -> None:
-        choice = random.Random(level)
-        try:
-            for number in range(60):
-                call = Call(
-                    choice.choice(COLLECTIVES), choice.choice((0, 5, 29, 500, 5000)), number, number, comm=level
-                )
-                way = {
-                    "asynchronous": choice.random() < 0.3 and call.collective != "barrier",
-                    "is_shared": number % 5 == 0,
-                }
-                result = call.make(backend=choice.choice(("shm", None)), **way)
-                if not call.fits(result.wait() if way["asynchronous"] else result):
-                    problems.append(f"level {level}, call {number}: {call.collective} {way}")
-        except Exception as error:
-            problems.append(f"level {level}: {error!r}")
-
-    threads = [threading.Thread(target=work, args=(level,)) for level in levels]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    agree(not problems, "; ".join(problems))
 
 
 @any_slots
@@ -212,11 +133,7 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots,
         return
     one, others, names = DISAGREEMENTS[what]
     others()  # prepared calls take a shorter path
-    message = ""
-    try:
-        one() if mpi.rank() == mpi.size() - 1 else others()
-    except MismatchError as error:
-        message = str(error)
+    message = error_of(lambda: one() if mpi.rank() == mpi.size() - 1 else others())
     agree(all(name in message for name in names), f"instead of {names}: {message!r}")
     for collective in COLLECTIVES:
         call = Call(collective, 3 * slots, 0, 1)
@@ -316,12 +233,8 @@ def test_kernels_among_other_transports_with_any_checking(stopped, agree, check)
         for _ in range(number_of_others):
             mpi.broadcast(torch.ones(3), 0, backend="mpi")
     if check == "strict" and size > 1:
-        try:
-            mpi.allreduce(torch.ones(3 + mpi.rank()), backend=BY_PYTHON)
-        except MismatchError as error:
-            agree("float32 [3]" in str(error) and "float32 [4]" in str(error), str(error))
-        else:
-            agree(False, "accepted")
+        problem = error_of(mpi.allreduce, torch.ones(3 + mpi.rank()), backend=BY_PYTHON)
+        agree("float32 [3]" in problem and "float32 [4]" in problem, problem)
         agree.equal(mpi.allreduce(1), size)
 
 
@@ -329,10 +242,6 @@ def test_an_abort_on_one_rank_reaches_the_others_without_checking(stopped, agree
     """Regression: the abort was published only if calls are compared; otherwise the other ranks waited forever."""
     start(slot_bytes=PAGE_SLOTS, check="off")
     if mpi.size() > 1:
-        try:
-            mpi.scatter(torch.ones((1,) * 13) if mpi.rank() == 0 else None, 0, backend=BY_PYTHON)
-        except mpi.TorchMPIError:
-            pass
-        else:
-            agree(False, "accepted")
+        rows = torch.ones((1,) * 13) if mpi.rank() == 0 else None
+        agree(error_of(mpi.scatter, rows, 0, backend=BY_PYTHON), "accepted")
     agree.equal(mpi.allreduce(1), mpi.size())

@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from helpers.interrupts import interrupted
@@ -19,6 +21,8 @@ from torchmpi import errors
 from torchmpi.backends.message_transport import PACKED_BYTES, MpiTransport
 from torchmpi.backends.ring_transport import RingTransport
 from torchmpi.collectives.message_handle import MessageHandle, transport_of
+from torchmpi.collectives.point_to_point import _part_key
+from torchmpi.collectives.short_messages import exchange_later
 from torchmpi.config import Config
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
@@ -102,6 +106,44 @@ def test_both_paths_meet_in_one_order(agree):
     for each in received:
         agree.equal(each, torch.full((each.numel(),), float(left + each.numel())))
     agree.equal(odd, torch.full((4,), float(left)))
+
+
+@pytest.mark.parametrize("length", [3, LONG])
+def test_asynchronous_exchanges_repeat_in_one_order(agree, length):
+    left, right = neighbors()
+    size, rank, before = mpi.size(), mpi.rank(), mpi.metrics()["messages"]
+    tensors = [torch.full((length,), float(rank + 10 * number)) for number in range(5)]
+    mpi.sendreceive_async(tensors[0], left, right).wait()
+    handles = [mpi.sendreceive_async(each, left, right) for each in tensors[1:4]]  # several under way
+    mpi.sendreceive(tensors[4], left, right)  # after them
+    handles[1].wait()
+    for handle, tensor in zip(handles, tensors[1:4], strict=True):
+        agree(handle.wait() is tensor)
+    for number, tensor in enumerate(tensors):
+        agree.equal(tensor, torch.full((length,), float(left + 10 * number)))
+    for count in range(2, size + 1):  # in place, without a wait between
+        agree.equal(
+            mpi.sendreceive_async(tensors[0], left, right).wait(), torch.full((length,), float((rank - count) % size))
+        )
+    if in_rings():
+        mpi.barrier()
+        receive, _ = exchange_later(tensors[0], (_part_key(left), _part_key(right)), None)  # not in Python
+        agree.equal(receive.wait(), torch.full((length,), float((rank - size - 1) % size)))
+    counted = mpi.metrics()["messages"]["world"]["sendreceive"]["calls"]
+    counted -= before.get("world", {}).get("sendreceive", {"calls": 0})["calls"]
+    agree.equal(torch.tensor(counted), torch.tensor(5 + size - 1 + in_rings()))
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_an_exchange_into_read_only_memory_sends_nothing(agree, tmp_path):
+    """Regression: machine code had sent the copy when the receive was refused."""
+    left, right = neighbors()
+    (tmp_path / "zeros").write_bytes(bytes(12))
+    fixed = torch.from_numpy(np.memmap(tmp_path / "zeros", np.float32, "r"))
+    for number in range(3):
+        received = mpi.sendreceive_async(torch.full((3,), float(number)), left, right).wait()
+        agree.equal(received, torch.full((3,), float(number)))
+        agree.raises(errors.ArgumentError, lambda: mpi.sendreceive_async(fixed, left, right), "cannot be written")
 
 
 @pytest.mark.min_ranks(2)
@@ -267,7 +309,16 @@ def test_an_interrupt_at_any_moment_loses_no_message(agree, has_begun):
                 MPI.Request.Waitall([*requests, *stage.begins])
             mpi.send(second, last)
         elif rank == last:
-            names = interrupted(lambda: mpi.recv(torch.zeros(length), 0), place)
+            memory = np.zeros(length, np.float32)
+            is_kept = weakref.ref(memory)
+            names = interrupted(lambda there=memory: mpi.recv(torch.from_numpy(there), 0), place)
+            del memory
+            if isinstance(transport, MpiTransport) and any(transport._open.values()):
+                agree(is_kept() is not None, f"{place}: MPI receives into memory that has been freed")
+            if isinstance(transport, MpiTransport):
+                agree(
+                    not transport._lock._is_owned(), f"{place}: the progress thread waits for the lock, in {names[-1]}"
+                )
             is_over = names.count("proceed") > 5  # waiting in Python
             world.send(is_over, 0)
             got = mpi.recv(torch.zeros(length), 0)

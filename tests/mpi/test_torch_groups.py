@@ -14,7 +14,7 @@ from torchmpi.backends.gloo import GlooGroup
 from torchmpi.backends.gloo_backend import GlooBackend
 from torchmpi.backends.shm import SharedMemoryBackend
 from torchmpi.backends.torch_groups import GroupStore
-from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.group import Group
 from torchmpi.communicators.plan import Plan
 from torchmpi.errors import MismatchError, TransportError
@@ -157,7 +157,7 @@ def test_without_kernels_calls_are_compared_by_a_message(agree):
         pytest.skip("needs another rank, on one host: over several hosts the caller of the backend compares")
     group = mpi.communicator(0).intra.duplicate("without kernels")
     config = mpi.Config(slot_bytes=0)
-    backend = GlooBackend(config, "", SharedMemoryBackend(config, runtime.current().heap, print))
+    backend = GlooBackend(config, "", SharedMemoryBackend(config, runtime.current().heap))
     code = call_code("broadcast", None, info(torch.float32).code)
     plan = Plan("broadcast", code, backend.bind(group, "broadcast", torch.float32, None).run, shape_of=None)
     for numel in (3, 30_000):

@@ -18,7 +18,6 @@ from helpers.recipe_rig import (
     Recipe,
     Sparse,
     Tied,
-    clip,
     freeze,
     frozen,
     grow,
@@ -50,32 +49,23 @@ RECIPES = {
     "scaler": Recipe(scaler=True),
     "scaler, accumulate, clip": Recipe(scaler=True, passes=2, clip="mpinn"),
     "scheduler": Recipe(scheduler=True),
-    "accumulate, clip": Recipe(passes=2, clip="torch"),
-    "accumulate, zeroed": Recipe(passes=2, set_to_none=False),
     "accumulate, clip, scheduler, AdamW": Recipe(passes=2, clip="torch", scheduler=True, optimizer=torch.optim.AdamW),
-    "accumulate, clip, scheduler, autocast": Recipe(passes=2, clip="torch", scheduler=True, autocast=True),
     "tied": Recipe(Tied),
-    "tied, accumulate, clip": Recipe(Tied, passes=2, clip="torch"),
     "frozen": Recipe(frozen),
-    "frozen, accumulate, clip": Recipe(frozen, passes=2, clip="torch"),
     "branches": Recipe(Branches),
     "branches, accumulate, clip": Recipe(Branches, passes=2, clip="mpinn"),
-    "branches, zeroed, AdamW": Recipe(Branches, set_to_none=False, optimizer=torch.optim.AdamW),
     "sparse": Recipe(Sparse),
-    "sparse, accumulate": Recipe(Sparse, passes=2),
     "lazy": Recipe(lazy),
     "thawed": Recipe(frozen, late=thaw),
-    "thawed, accumulate": Recipe(frozen, late=thaw, passes=2),
     "frozen later": Recipe(late=freeze),
     "grown": Recipe(late=grow),
-    "grown, clip": Recipe(late=grow, clip="torch"),
+    "grown, accumulate, clip": Recipe(late=grow, passes=2, clip="torch"),
     "checkpointed": Recipe(Checkpointed),
     "checkpointed, accumulate, clip, autocast": Recipe(Checkpointed, passes=2, clip="torch", autocast=True),
     "penalty": Recipe(penalty=True),
     "penalty, accumulate, clip": Recipe(penalty=True, passes=2, clip="torch"),
     "compiled": Recipe(compiled=True),
     "compiled, accumulate, clip": Recipe(compiled=True, passes=2, clip="torch"),
-    "compiled, tied, scheduler": Recipe(Tied, compiled=True, scheduler=True),
     "checkpointed, reentrant": Recipe(partial(Checkpointed, True)),
     "checkpointed, scaler, AdamW": Recipe(Checkpointed, scaler=True, optimizer=torch.optim.AdamW),
     "tied, autocast, accumulate": Recipe(Tied, autocast=True, passes=2),
@@ -85,11 +75,8 @@ RECIPES = {
     "branches, autocast": Recipe(Branches, autocast=True),
     "sparse, accumulate, scheduler": Recipe(Sparse, passes=3, scheduler=True),
     "lazy, accumulate, clip, AdamW": Recipe(lazy, passes=2, clip="torch", optimizer=torch.optim.AdamW),
-    "thawed, clip, scheduler, AdamW": Recipe(
-        frozen, late=thaw, clip="mpinn", scheduler=True, optimizer=torch.optim.AdamW
-    ),
+    "thawed, accumulate, clip, AdamW": Recipe(frozen, late=thaw, passes=2, clip="mpinn", optimizer=torch.optim.AdamW),
     "frozen later, accumulate, zeroed": Recipe(late=freeze, passes=2, set_to_none=False),
-    "grown, accumulate": Recipe(late=grow, passes=2),
     "fused AdamW": Recipe(optimizer=partial(torch.optim.AdamW, fused=True)),
     "fused AdamW, scaler, accumulate": Recipe(optimizer=partial(torch.optim.AdamW, fused=True), scaler=True, passes=2),
     "Adam one by one, clip": Recipe(optimizer=partial(torch.optim.Adam, foreach=False), clip="torch"),
@@ -173,8 +160,7 @@ NORMALIZED = {
 }
 
 
-@pytest.mark.parametrize("interface", [*INTERFACES, "engine"])
-@pytest.mark.parametrize("name", NORMALIZED)
+@pytest.mark.parametrize(("name", "interface"), cases([*NORMALIZED], [*INTERFACES, "engine"]))
 def test_recipe_with_sync_batchnorm(agree, name, interface):
     """Batches of the ranks are normalized together; the running statistics are compared too."""
     whole_recipe, recipe = (
@@ -200,39 +186,6 @@ def test_late_parameters_need_no_registration(agree, name, interface):
 def test_late_parameters_without_a_hook_are_refused(agree, name, interface):
     refused = partial(train, RECIPES[name], INTERFACES[interface], renew=False)
     agree.raises(GradientError, refused, "became trainable, or part of the net, after register_async_backward(net)")
-
-
-# --- gradients that are used before they are synchronized ------------------------------------------------
-
-
-def unscale(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(1))
-    scaler.unscale_(optimizer)
-
-
-EARLY = {
-    "clip": (clip, "changed"),
-    "clip by value": (lambda net, optimizer: nn.utils.clip_grad_value_(net.parameters(), 1e-3), "changed"),
-    "step": (lambda net, optimizer: optimizer.step(), "uses the gradient"),
-    "unscale": (unscale, "a GradScaler uses the gradient"),
-    "zero_grad": (lambda net, optimizer: optimizer.zero_grad(), "changed"),
-}
-
-
-WATCHED = [
-    (early, interface)
-    for early in EARLY
-    for interface in ("hooks", "optimizer hooks", "optimizer")
-    if (early, interface) != ("zero_grad", "optimizer")  # equal to a rank without gradients
-]
-
-
-@pytest.mark.parametrize(("early", "interface"), WATCHED)
-@pytest.mark.parametrize("passes", [1, 2])
-def test_early_uses_are_refused(agree, early, passes, interface):
-    action, word = EARLY[early]
-    agree.raises(GradientError, partial(train, Recipe(passes=passes, early=action), INTERFACES[interface]), word)
 
 
 # --- refused by the engine -------------------------------------------------------------------------------
@@ -277,8 +230,9 @@ PARALLEL_RECIPES = {
 }
 
 
-@pytest.mark.parametrize("interface", ["sync", "hooks", "optimizer", "optimizer hooks", "engine"])
-@pytest.mark.parametrize("name", PARALLEL_RECIPES)
+@pytest.mark.parametrize(
+    ("name", "interface"), cases([*PARALLEL_RECIPES], ["sync", "hooks", "optimizer", "optimizer hooks", "engine"])
+)
 def test_model_parallel_recipe(agree, shards, name, interface):
     recipe = PARALLEL_RECIPES[name]
     width, level = shards

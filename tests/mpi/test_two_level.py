@@ -87,7 +87,8 @@ CASES = [(name, dtype) for name in PLACEMENTS for dtype in (DTYPES if name == "b
 @pytest.mark.parametrize(("hosts", "dtype"), CASES, ids=str, indirect=["hosts"], scope="module")
 def test_reductions_add_host_by_host(agree, hosts, dtype):
     cases = [(numel, [contract.values((numel,), dtype, r) for r in range(SIZE)]) for numel in NUMELS]
-    for number, ((numel, inputs), op) in enumerate(itertools.product(cases, contract.OPS_OF[dtype])):
+    assert len(contract.OPS_OF[dtype]) % 2  # each operation with every other length
+    for number, ((numel, inputs), op) in enumerate([*itertools.product(cases, contract.OPS_OF[dtype])][::2]):
         expected, root = contract.reduced_by_host(inputs, op, hosts), (0, SIZE - 1)[number % 2]
         result = mpi.allreduce(inputs[RANK].clone(), op=op, backend="hierarchical")
         agree.bits(result, expected, f"allreduce {op} {numel}")

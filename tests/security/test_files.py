@@ -322,9 +322,9 @@ def test_a_lock_that_another_user_holds_ends_the_wait(tmp_path, monkeypatch, cap
         fcntl.flock(held[0], fcntl.LOCK_EX)
 
     monkeypatch.setattr(kernels, "_LOCK_SECONDS", 0.2)
-    with running(STRANGER, hold), contextlib.ExitStack() as stack:
-        assert not kernels._lock(path, stack, waits=False)
-        assert kernels._lock(path, stack, waits=True)
+    with running(STRANGER, hold), files.open_lock(path) as lock:
+        assert not kernels._may_compile(lock, path, waits=False)
+        assert kernels._may_compile(lock, path, waits=True)
     assert f"another process has locked {path} for 0.2 s" in capsys.readouterr().err
     assert "Permission denied" in error_of(STRANGER, path.open)  # from now on
 

@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import re
+import select
 import signal
 import socket
 import struct
@@ -29,6 +30,7 @@ from helpers.strangers import STRANGER, Stranger, needs_root
 
 from torchmpi.errors import LaunchError
 from torchmpi.launch.launcherless.step_file import MeetingPoint, StepFile
+from torchmpi.shared_memory.compiler import native_code
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 120
@@ -74,7 +76,9 @@ class Victims:
         program.write_text(PROGRAM)
         tail = [str(program), str(folder), str(late)]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "SLURM_"))}
-        env |= {"PYTHONPATH": str(ROOT), "TORCHMPI_THREADS": "1", "HOME": str(folder)}
+        # The home has the file of a step; kernels are in that of the user.
+        kernels = str(native_code.cache_folders()[-1])
+        env |= {"PYTHONPATH": str(ROOT), "TORCHMPI_THREADS": "1", "HOME": str(folder), "NUMBA_CACHE_DIR": kernels}
         if launch == "run":
             commands = [[*python, "-m", "torchmpi", "run", "--without-mpi", "-n", "2", *python, *tail]]
             self.prefixes = ["/worker/attempt_0/", ""]
@@ -110,14 +114,21 @@ class Victims:
         wait_for(path)
         return int(path.read_text())
 
+    def output(self) -> str:
+        """Return what all ranks have printed up to now."""
+        return "\n".join(Path(output.name).read_text() for output in self.outputs)
+
     def go(self) -> None:
         (self.folder / "go").touch()
 
     def end(self) -> tuple[list[int], str]:
         """Return the statuses and the output of all ranks."""
         limit = time.monotonic() + LIMIT_SECONDS
-        statuses = [process.wait(max(0.1, limit - time.monotonic())) for process in self.processes]
-        return statuses, "\n".join(Path(output.name).read_text() for output in self.outputs)
+        try:
+            statuses = [process.wait(max(0.1, limit - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not ended in {LIMIT_SECONDS} s:\n{self.output()}") from None
+        return statuses, self.output()
 
     def close(self) -> None:
         for process in self.processes:
@@ -180,16 +191,15 @@ def forged(entry: str, unix_name: str) -> str:
     return json.dumps([text, hmac.digest(b"", f"place 0 2 {text}".encode(), "sha256").hex()])
 
 
-def listen_as_rank_0(port: int, prefixes: list[str]) -> bytes:
-    """Name an own socket as that of rank 0; return what rank 1 says there."""
+def listen_as_rank_0(port: int, prefixes: list[str], over: int) -> bytes:
+    """Name an own socket as that of rank 0; return what rank 1 says there, until something can be read from `over`."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0torchmpi-stranger" + os.urandom(8).hex())
         listener.listen(4)
         store, key = open_store(port, prefixes, 1)
         entry = store.get(f"{key} 1").decode()
         store.set(key, json.dumps([json.loads(forged(entry, listener.getsockname()[1:].decode())), json.loads(entry)]))
-        listener.settimeout(15)
-        with contextlib.suppress(OSError):
+        if listener in select.select([listener, over], [], [], LIMIT_SECONDS)[0]:
             sock, _ = listener.accept()
             sock.settimeout(5)
             with contextlib.suppress(OSError):
@@ -200,7 +210,7 @@ def listen_as_rank_0(port: int, prefixes: list[str]) -> bytes:
 def serve_as_rank_0(port: int) -> str:
     """Serve a store in place of rank 0; return who has written to it."""
     store = dist.TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=30), wait_for_workers=False)
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 5
     while time.monotonic() < limit:
         if store.check([f"77.0.0/torchmpi start/{TABLE} 1"]):
             return "rank 1"
@@ -243,7 +253,15 @@ def connect_as_rank_1(port: int, prefixes: list[str], ready: int) -> bytes:
 def test_a_stranger_that_names_itself_rank_0_in_the_store_is_told_nothing(victims, launch, reason):
     """Regression: rank 1 connected to the stranger, and unpickled what it said."""
     job = victims(0, launch)
-    assert Stranger(listen_as_rank_0, job.port_of_store(), job.prefixes).result() == b""
+    reader, over = os.pipe()
+    stranger = Stranger(listen_as_rank_0, job.port_of_store(), job.prefixes, reader)
+    limit = time.monotonic() + LIMIT_SECONDS
+    while not re.search(reason, job.output()) and time.monotonic() < limit:
+        time.sleep(0.01)
+    os.write(over, b"\1")
+    assert stranger.result() == b""
+    os.close(reader)
+    os.close(over)
     job.go()
     statuses, output = job.end()
     assert statuses[0] != 0, output

@@ -1,4 +1,4 @@
-"""Settings of Hypothesis, the threads of torch and the garbage collector; what `pytest` without arguments runs."""
+"""Settings of Hypothesis, torch, MPI and the garbage collector; what `pytest` without arguments runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 
 import hypothesis
+import mpi4py
 import pytest
 import torch
 from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
@@ -17,6 +18,8 @@ hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # A second thread does not help these small tensors, and waits for a core that another suite may have.
 torch.set_num_threads(1)
+# A module that imports MPI does not start it, and with it handlers of signals and sockets, in the process of all tests.
+mpi4py.rc.initialize = False
 
 _MOST_WORKERS = 4  # each one imports torch and collects the tests, which takes seconds
 # In the environment of the workers themselves, which also run this file, and of ranks.

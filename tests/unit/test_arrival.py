@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from helpers.kernel_rig import compiled
+from helpers.kernel_rig import compiled, group_fields
 
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.compiler import compilation
@@ -23,7 +23,7 @@ def fields() -> tuple[np.ndarray, np.ndarray]:
     """The fields of rank 0 of 3, whose timeout has passed, and the blocks of all; no rank has arrived."""
     rows = np.zeros((3, memory_layout.BLOCK_FIELDS), np.int64)
     rows[:, memory_layout.Block.core] = ELSEWHERE
-    own = np.zeros(records.group_fields(3), np.int64)
+    own = group_fields(3)
     own[records.GroupRecord.size], own[records.GroupRecord.blocks] = 3, rows.ctypes.data
     own[records.GroupRecord.current_seq] = own[records.GroupRecord.expired] = CALL
     own[records.GroupRecord.crowded] = 1
@@ -76,7 +76,7 @@ class Crowd:
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.own = np.zeros(records.group_fields(2), np.int64)
+        self.own = group_fields(2)
         self.own[records.GroupRecord.size], self.own[records.GroupRecord.blocks] = 2, self.rows.ctypes.data
         self.own[records.GroupRecord.current_seq] = self.own[records.GroupRecord.expired] = CALL
         self.own[records.GroupRecord.free_until] = CALL + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from types import SimpleNamespace
 
@@ -55,39 +54,11 @@ def test_errors_about_arguments_name_the_allowed_values(given, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["collectives", "calls", "train", "parallel", "compare"])
-def test_each_command_has_help_with_an_example(kind, capsys):
-    with pytest.raises(SystemExit) as ended:
-        torchmpi.cli.main(["bench", kind, "--help"])
-    assert ended.value.code == 0
-    assert (
-        f"torchmpi bench{'' if kind == 'collectives' else f' {kind}'}" in capsys.readouterr().out.split("examples:")[1]
-    )
-
-
-def test_help_of_bench_names_its_commands(capsys):
-    with pytest.raises(SystemExit):
-        torchmpi.cli.main(["bench", "--help"])
-    text = capsys.readouterr().out
-    assert all(word in text for word in ("collectives", "calls", "train", "parallel", "compare", "examples:"))
-
-
-def test_default_command():
-    assert options.with_default_command(["bench", "-n", "2"]) == ["bench", "collectives", "-n", "2"]
-    assert options.with_default_command(["bench", "--help"]) == ["bench", "--help"]
-    assert options.with_default_command([]) == []
-
-
 def test_sizes():
     assert options.sizes("4:256M") == tuple(4**exponent for exponent in range(1, 15))
     assert options.sizes("1K") == (1024,) and options.sizes("64k, 4 ,64K") == (4, 65536)
     for number in (4, 1024, 65536, 1 << 20, 1 << 30):
         assert options.size(options.short_size(number)) == number
-
-
-def test_names_keep_order_and_drop_repetitions():
-    assert options.names(("a", "b"), "letter")("b,a,b") == ("b", "a")
-    assert options.names(("a", "none"), "letter")("none") == ()
 
 
 def test_tensors_on_a_device_have_no_shared_memory_and_a_figure_for_the_launch():
@@ -184,13 +155,6 @@ def test_a_barrier_is_one_case_without_tensors():
     assert Ours("mpi", "plain", asynchronous=False).why_not("sendreceive", "int8")
 
 
-def test_copy_copies_the_payload():
-    work = workloads("allgather", num_bytes=64)[0]
-    work.target.fill_(7)
-    copied = Copy().bind(work, 0)()
-    assert isinstance(copied, torch.Tensor) and copied.tolist() == [7.0] * 16
-
-
 def test_peers_without_an_argument_for_the_result_copy_first(alone_on_gloo):
     gloo = TorchDistributed("gloo", None, asynchronous=False)
     known = [collective for collective in IN_PLACE if gloo.why_not(collective, "float32") is None]
@@ -200,14 +164,6 @@ def test_peers_without_an_argument_for_the_result_copy_first(alone_on_gloo):
         work.fill()
         gloo.bind(work, 0)()
         assert work.is_right(0) and work.target is not work.source
-
-
-def test_names_of_contestants():
-    names = [
-        Ours(backend, memory, asynchronous=False).name for backend in (None, "shm", "gloo") for memory in ("plain",)
-    ]
-    assert names == ["auto", "shm", "torchmpi gloo"]
-    assert Ours(None, "shared", asynchronous=False).name == "auto shared"
 
 
 # --- numbers
@@ -257,13 +213,6 @@ def test_shares_of_time():
 
 
 # --- training
-
-
-def test_models_have_the_documented_shapes():
-    shapes = [tuple(parameter.shape) for parameter in models.resnet50().parameters()]
-    assert len(shapes) == 161
-    assert shapes[0] == (64, 3, 7, 7) and shapes[-2:] == [(1000, 2048), (1000,)]
-    assert shapes.count((512, 512, 3, 3)) == 3 and (2048, 1024, 1, 1) in shapes
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer", "offloaded"])
@@ -319,15 +268,3 @@ def test_detection_of_ranks(monkeypatch):
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     monkeypatch.setenv("PMIX_RANK", "0")
     assert launcher.is_rank()
-
-
-def test_namespace_as_json():
-    parser = argparse.ArgumentParser()
-    options.add_to(parser.add_subparsers(dest="command"))
-    found = vars(parser.parse_args(["bench", "collectives", "--collectives", "broadcast", "--sizes", "4", "-n", "2"]))
-    assert (
-        found["verbs"] == ("broadcast",)
-        and found["sizes"] == (4,)
-        and found["ranks"] == (2,)
-        and found["peers"] == options.CPU_PEERS
-    )

@@ -10,7 +10,6 @@ from helpers.bench_rows import FACTS, cells_of, figures, row
 import torchmpi.cli
 from torchmpi.cli.bench import bench_report as report
 from torchmpi.cli.bench import collective_bench, options, parallel, training
-from torchmpi.cli.bench.bench_report import draw
 from torchmpi.errors import ArgumentError, JobError
 
 
@@ -30,38 +29,11 @@ def test_overview_has_ratios_and_shares():
     assert "10%" in text
 
 
-def test_details_have_a_line_for_each_contestant():
-    text = collective_bench.as_text(collectives(*CELL, row("horovod", None)), details=True)
-    lines = cells_of(text)
-    assert sum(cells[:1] == ["4K"] for cells in lines) == 6
-    assert any(cells[:2] == ["4K", "gloo"] and "300" in cells and "0.05" in cells for cells in lines), text
-
-
-def test_tables_without_peers_or_without_torchmpi():
-    alone = collective_bench.as_text(collectives(row("auto", 10.0)), details=False)
-    assert any(cells[:1] == ["4K"] and cells[-2:] == ["-", "-"] for cells in cells_of(alone)), alone
-    others = collective_bench.as_text(collectives(row("mpi4py", 10.0), row("copy", 1.0)), details=False)
-    assert any(cells[:1] == ["4K"] for cells in cells_of(others))
-
-
 def test_a_cell_without_a_figure_is_a_dash():
     more = [row(found["contestant"], None, num_bytes=16) for found in CELL]
     text = collective_bench.as_text(collectives(*CELL, *more), details=False)
     line = next(cells for cells in cells_of(text) if cells[:1] == ["16"])
     assert set(line[3:]) == {"-"} and "gloo: not installed" in text
-
-
-def test_a_barrier_has_times_but_no_speed():
-    cell = [row(name, time, verb="barrier", dtype="", num_bytes=0) for name, time in (("auto", 2.0), ("gloo", 300.0))]
-    text = collective_bench.as_text(collectives(*cell, row("auto", 1.0, mode="async out of place")), details=False)
-    line = next(cells for cells in cells_of(text) if cells[:1] == ["0"])
-    assert line[-4:] == ["-", "-", "150.00", "-"] and "barrier, 2 ranks: us" in text, text
-    assert "allreduce float32, 2 ranks, asynchronous, out of place: us" in text
-
-
-def test_best_peer_is_never_the_copy():
-    assert collective_bench.best_peer(CELL)["contestant"] == "mpi4py"
-    assert collective_bench.best_peer([row("auto", 1.0), row("copy", 1.0)]) is None
 
 
 # --- files and comparison
@@ -125,33 +97,6 @@ def test_plot_without_matplotlib_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("torchmpi.cli.bench.bench_report.find_spec", lambda name: None)
     assert torchmpi.cli.main(["bench", "--plot"]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_plot_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
-    rows = [
-        row(name, time, num_bytes=size) for size, time in ((4, 1.0), (64, 2.0)) for name in ("auto", "gloo", "copy")
-    ]
-    rows += [row("auto", 3.0, ranks=4), row("auto", 3.0, verb="broadcast"), row("horovod", None)]
-    rows += [row("auto", 3.0, verb="barrier", dtype="", num_bytes=0)]
-    draw(collectives(*rows), str(tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    draw(collectives(*rows), str(tmp_path / "plot.svg"))
-    assert b"<svg" in (tmp_path / "plot.svg").read_bytes()
-    with pytest.raises(ArgumentError, match="nothing that was measured has a size"):
-        draw(collectives(row("auto", 3.0, verb="barrier", dtype="", num_bytes=0)), str(tmp_path / "none.png"))
-
-
-def test_a_contestant_has_one_color_in_all_panels(tmp_path, monkeypatch):
-    """Regression: the color was that of the position in a panel, so that a missing line changed those after it."""
-    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
-    figures = []
-    monkeypatch.setattr("torchmpi.plots.save", lambda figure, path: figures.append(figure))
-    rows = [row(name, 1.0) for name in ("auto", "mpi4py", "gloo")] + [row(name, 1.0, ranks=4) for name in ("gloo", "x")]
-    draw(collectives(*rows), str(tmp_path / "plot.png"))
-    lines = [(line.get_label(), line.get_color()) for axis in figures[0].axes for line in axis.get_lines()]
-    assert len(lines) == len(rows)
-    assert len(dict(lines)) == len(set(lines)) == len(set(dict(lines).values())) == 4, lines
 
 
 # --- the other commands

@@ -21,9 +21,7 @@ import torch
 from helpers.bench_rows import FACTS, cells_of, figures, row
 
 from torchmpi.cli.bench import bench_report as report
-from torchmpi.cli.bench import options, timing
-from torchmpi.cli.bench.bench_report import draw
-from torchmpi.cli.bench.command import run_script
+from torchmpi.cli.bench import timing
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -34,7 +32,7 @@ import server  # noqa: E402
 import server_parts  # noqa: E402
 import starts  # noqa: E402
 import usage  # noqa: E402
-from server_parts import ALL, ONE  # noqa: E402
+from server_parts import ALL  # noqa: E402
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -47,13 +45,6 @@ def test_examples_in_docstrings(name):
 
 
 # --- the command line and the plan
-
-
-def test_defaults():
-    found = parsed()
-    assert found.parts == server.PARTS and found.sizes == (4096, 65536, 1 << 20, 16 << 20, 100 << 20)
-    assert (found.seconds, found.idle, found.storm_ranks, found.gbit) == (60, 10, 4, None)
-    assert json.loads(json.dumps(vars(found)))["peers"] == ["rpc"]
 
 
 @pytest.mark.parametrize(
@@ -71,26 +62,6 @@ def test_errors_about_arguments_name_the_allowed_values(given, words, capsys):
     with pytest.raises(SystemExit) as ended:
         parsed(*given)
     assert ended.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_there_is_nothing_to_draw_without_speed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["server.py", "--parts", "idle", "--plot"])
-    assert run_script(server.make_parser(), server.run) == 1
-    assert "--parts speed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("script", [server, starts, leaks, memory], ids=lambda script: script.__name__)
-def test_help_has_examples(script, capsys):
-    with pytest.raises(SystemExit) as ended:
-        script.make_parser().parse_args(["--help"])
-    text = capsys.readouterr().out.partition("example")[2]
-    assert ended.value.code == 0 and f"python benchmarks/{script.__name__}.py" in text
-
-
-def test_starts_are_counted(capsys):
-    with pytest.raises(SystemExit):
-        starts.make_parser().parse_args(["--count", "0"])
-    assert "no number of at least 1" in capsys.readouterr().err
 
 
 def test_jobs_for_each_part():
@@ -129,13 +100,6 @@ def test_speed_is_compared_with_each_form_of_rpc_and_with_the_copy():
     assert ALL in text and "Some MPI 1.0" in text and "no figures" not in text
 
 
-def test_peers_that_are_missing_have_a_reason():
-    text = server.as_text(made(CELL[0], speed("rpc", None), speed("rpc one call", None), CELL[-1]))
-    line = next(cells for cells in cells_of(text) if cells[:1] == ["4K"])
-    assert line[-2:] == ["0.82", "50%"] and "rpc: not installed" in text and "rpc one call: not installed" in text
-    assert [cells[-3:] for cells in cells_of(server.as_text(made(CELL[1]))) if cells[:1] == ["4K"]] == [["-"] * 3]
-
-
 def test_idle_and_storm():
     idle = [{"part": "idle", "ranks": 2, "rank": rank, "seconds": 10.0, "what": "server, no thread",
              "share": 0.001 * (rank + 1)} for rank in range(2)]  # fmt: skip
@@ -157,15 +121,6 @@ def test_link_with_and_without_hosts():
     assert server.as_text(made(head | {"why_not": "alone"})).endswith("link: alone")
 
 
-def test_reports_are_compared_and_drawn(tmp_path):
-    path = tmp_path / "a.json"
-    report.save(made(*CELL, *(row | {"verb": ONE} for row in CELL), {"part": "link", "why_not": "alone"}), str(path))
-    assert "10 lines in both: 0 faster, 0 slower" in report.compare_files(str(path), str(path))
-    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
-    draw(report.load(str(path)), str(tmp_path / "a.png"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_expected_values_after_the_storm():
     ranks = [server_parts.Storm(SimpleNamespace(rank=rank, size=3), 256) for rank in range(3)]
     total = torch.zeros(32, dtype=torch.int64)
@@ -176,12 +131,6 @@ def test_expected_values_after_the_storm():
     assert total.unique().numel() > 1
     assert all(torch.equal(storm._total([4, 0, 5]), total) for storm in ranks)
     assert not torch.equal(ranks[0]._total([4, 1, 5]), total)
-
-
-def test_memory_is_that_of_the_rank_that_grew_most():
-    sizes = [(100, 90), (50, 60), (70, 71)]
-    pairs = [({"resident_bytes": before}, {"resident_bytes": after}) for before, after in sizes]
-    assert server_parts._growth(pairs) == {"resident_bytes_before": 50, "resident_bytes_after": 60}
 
 
 class Alone:
@@ -205,10 +154,6 @@ def test_times_of_another_process(monkeypatch):
     call = timing.TimedCall("far away", (lambda: pytest.fail("called here"),), lambda: None, timed)
     (sample,) = timing.measure_calls([call], Alone(), seconds=0.01, one_clock=True)
     assert sample.median_us == pytest.approx(1000) and sample.calls_per_batch == asked[-1] == 3
-
-
-def test_links_are_in_gigabits():
-    assert options.gigabits("0.1") == 0.1
 
 
 # --- starts, leaks, memory

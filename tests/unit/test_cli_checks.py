@@ -43,7 +43,7 @@ from torchmpi.cli.doctor.software_checks import (
     check_settings,
     check_versions,
 )
-from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, Finding, RankFacts, RecoveryTrial, SelfTest
+from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, RankFacts, RecoveryTrial, SelfTest
 from torchmpi.cli.info import _gpu_section
 from torchmpi.cli.launching import Program
 from torchmpi.distributed import torch_names
@@ -267,6 +267,7 @@ CASES = [
     (check_self_test, replace(launched(alone(), status=None, output="where it hung"), self_test=None), "problem",
      "where it hung Run it yourself: /env/bin/mpirun -n 2 python -m torchmpi doctor"),
     (check_self_test, launched(alone(), status=139), "warning", "139"),
+    (check_self_test, launched(alone(), status=None), "warning", "A busy machine needs a longer --timeout."),
     (check_self_test, replace(NO_RANKS, self_test=None), None, ""),
 ]  # fmt: skip
 
@@ -396,12 +397,6 @@ def test_report_is_aligned_and_ends_with_one_sentence():
     assert starts == {9}
     remedy, root = (next(line for line in lines if word in line) for word in ("-> ", "running as root"))
     assert remedy.index("->") == root.index("running")
-
-
-def test_summary():
-    problem, warning = Finding("root", "problem", "x", "y"), Finding("cores", "warning", "x", "y")
-    assert summary([problem, replace(problem, name="launcher")]) == "2 problems (root, launcher) among 2 checks."
-    assert summary([warning, problem]) == "1 problem (root) and 1 warning (cores) among 2 checks."
 
 
 def test_json_has_findings_and_facts():

@@ -18,7 +18,6 @@ import pytest
 
 import torchmpi.cli
 import torchmpi.cli.facts
-from torchmpi._version import __version__
 from torchmpi.cli import formatting, hosts, launching
 from torchmpi.cli.doctor.diagnosis import messages
 from torchmpi.cli.facts import ProcessFacts
@@ -47,24 +46,6 @@ def test_wrong_command_lines_end_with_status_2(arguments, capsys):
         torchmpi.cli.main(arguments)
     assert ended.value.code == 2
     assert "usage: torchmpi" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--version"], [f"torchmpi {__version__}"]),
-        (["--help"], ["run", "info", "doctor"]),
-        (["run", "--help"], ["--hostfile", "--oversubscribe", "-m package.train", "LOCAL_RANK"]),
-        (["doctor", "--help"], ["--json", "--timeout", "mpirun"]),
-        (["info", "--help"], ["--json"]),
-    ],
-)
-def test_help_and_version(arguments, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        torchmpi.cli.main(arguments)
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert all(word in out for word in words), out
 
 
 @pytest.mark.parametrize("arguments", (["dump", str(os.getpid()), "--out"], ["analyze", "--torch"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.kernel_rig import compiled
+from helpers.kernel_rig import compiled, group_fields
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, num_slots: int = 2) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.fields = np.zeros(records.group_fields(2), np.int64)
+        self.fields = group_fields(2)
         self.fields[records.GroupRecord.size], self.fields[records.GroupRecord.blocks] = 2, self.rows.ctypes.data
         self.fields[records.GroupRecord.chunks], self.fields[records.GroupRecord.num_slots] = MANY, num_slots
         self.address = self.fields.ctypes.data
@@ -207,7 +207,7 @@ def test_calls_that_always_bypass_the_caches():
 
 @given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26), st.sampled_from((128 << 10, 384 << 10)))
 def test_a_stream_is_divided_into_chunks_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
-    fields = np.zeros(records.group_fields(size), np.int64)
+    fields = group_fields(size)
     fields[records.GroupRecord.size], fields[records.GroupRecord.slot_bytes] = size, slot_bytes // 64 * 64
     num_rounds = kernel.divide_stream(fields.ctypes.data, num_bytes, most_bytes)
     piece = fields[records.GroupRecord.chunk_bytes]
@@ -220,7 +220,7 @@ def test_a_stream_is_divided_into_chunks_that_fit_into_a_slot(size, slot_bytes, 
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 64))
 def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
     """For any collectives; chunk c - 2 and earlier ones have been read when chunk c is written."""
-    fields = np.zeros(records.group_fields(size), np.int64)
+    fields = group_fields(size)
     fields[records.GroupRecord.size], fields[records.GroupRecord.slot_bytes] = size, 1
     fields[records.GroupRecord.num_slots] = num_slots = memory_layout.num_slots(size)
     ways = kernel.slot_of, kernel.transfer_slot_of

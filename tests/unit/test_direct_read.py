@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from helpers.kernel_rig import compiled
+from helpers.kernel_rig import compiled, group_fields
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.fields = np.zeros(records.group_fields(2), np.int64)
+        self.fields = group_fields(2)
         self.processes = np.full(2, os.getpid(), np.int64)
         self.fields[records.GroupRecord.size], self.fields[records.GroupRecord.blocks] = 2, self.rows.ctypes.data
         self.fields[records.GroupRecord.processes] = self.processes.ctypes.data

@@ -9,11 +9,13 @@ import socket
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.outcomes import error_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +32,7 @@ ReduceOp = dist.ReduceOp
 
 def pending(limit_seconds: float = 0.0):
     handle, outputs = Handle("a call"), [torch.ones(2)]
-    return handle, outputs, work.PendingWork(handle, outputs, limit_seconds)
+    return handle, outputs, work.PendingWork(handle, outputs, work.GroupWorks(), limit_seconds)
 
 
 def test_a_work_before_and_after_its_call_has_ended():
@@ -74,7 +76,7 @@ def test_the_future_of_a_work_is_one_and_has_its_tensors():
     assert not early.done()
     handle.end(None)
     assert seen[0] is outputs[0] and early.wait()[0] is outputs[0]
-    late = work.PendingWork(handle, outputs, 0.0).get_future()
+    late = work.PendingWork(handle, outputs, work.GroupWorks()).get_future()
     assert late.done() and late.value()[0] is outputs[0]
 
 
@@ -319,3 +321,19 @@ def test_a_timeout_of_zero_is_no_limit_when_ranks_connect(monkeypatch):
     for options.timeout in (timedelta(0), timedelta(seconds=5)):
         membership.Membership.__new__(membership.Membership)._connect(options)
     assert seconds == [1800, 5]
+
+
+def test_threads_of_one_process_are_not_ranks():
+    """They connected to each other, and waited for ever. Here the first one waits for the second until its limit."""
+    store = torch_names.HashStore()
+
+    def join(rank: int) -> str:
+        options = torch_names.BackendOptions()
+        options.store, options.group_rank, options.group_size = store, rank, 2
+        options.timeout, options.global_ranks_in_group = timedelta(seconds=0.5), []
+        return error_of(membership.current, options)
+
+    with ThreadPoolExecutor(2) as threads:
+        late, refused = sorted(threads.map(join, range(2)), reverse=True)
+    assert late.startswith("LaunchError") and refused.startswith("ArgumentError"), (late, refused)
+    assert "start a process for each rank" in refused

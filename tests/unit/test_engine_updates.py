@@ -216,31 +216,6 @@ def test_float16_with_a_scaler():
     assert same(mine, theirs)
 
 
-def test_accumulation_with_everything_equals_concatenated_batches():
-    nets = []
-    for data, accumulate in ((batches(4), 2), (concatenated_pairs(), 1)):
-        net = network()
-        net[2].p = 0.0
-        train(
-            net,
-            data=data,
-            accumulate=accumulate,
-            clip_grad_norm=0.1,
-            scaler=torch.amp.GradScaler("cpu"),
-            scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-            scheduler_step="step",
-            max_epochs=2,
-        )
-        nets.append(net)
-    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def concatenated_pairs():
-    data = batches(4)
-    return [(torch.cat((a[0], b[0])), torch.cat((a[1], b[1]))) for a, b in (data[:2], data[2:])]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

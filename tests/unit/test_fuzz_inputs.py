@@ -19,7 +19,8 @@ from fuzz_inputs import Fuzzer, Target, is_equal  # noqa: E402
 def test_damaged_inputs_are_read_as_written_or_refused():
     """Fifty of each reader; before a release, and by ``tests/fuzz_inputs.py``, more."""
     cases = 2000 if os.environ.get("TORCHMPI_TEST_COMPLETE") else 50 * len(fuzz_inputs.TARGETS)
-    done = subprocess.run([sys.executable, PROGRAM, "--cases", str(cases)], capture_output=True, text=True)
+    command = [sys.executable, PROGRAM, "--here", "--cases", str(cases)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -63,49 +64,6 @@ def test_problems_of_readers_are_found(tmp_path, reader, is_right, problem):
     assert any(problem in text for text in found) if problem else not found
 
 
-PARTS = """
-import os, sys
-sys.path.insert(0, {folder!r})
-import fuzz_inputs
-
-def hang(folder):
-    (folder / "file").open("rb").read(1)
-
-def memory(folder):
-    return b"x" * (128 << 20) if not (folder / "file").is_file() else b""
-
-def none(folder):
-    pass
-
-fuzz_inputs.MOST_MORE_BYTES = 64 << 20
-for read, seconds in ((hang, 0.5), (memory, 60), (none, 60)):
-    if (process := os.fork()) == 0:
-        fuzz_inputs.CASE_SECONDS = seconds
-        target = fuzz_inputs.Target("target", lambda folder: (folder / "file").write_bytes(b"a" * 99), read, (OSError,))
-        fuzz_inputs.TARGETS = (target,)
-        fuzz_inputs.Fuzzer.__init__.__defaults__ = (fuzz_inputs.TARGETS,)
-        os._exit(1 if fuzz_inputs.run_cases(1, 0, 40) else 0)
-    print("status of", read.__name__, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_hangs_and_memory_are_found(tmp_path):
-    """In a process that pytest does not watch: the watch of a hang is the one that is tested."""
-    code = PARTS.format(folder=str(PROGRAM.parent))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        # A process that hangs leaves its folder there. The heap of another thread takes 128 MB of addresses at first.
-        env=os.environ | {"TMPDIR": str(tmp_path), "MALLOC_ARENA_MAX": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    found = r"Timeout.*in hang.*status of hang 1.*it took \d+ MB.*status of memory 1\nstatus of none 0\n$"
-    assert re.search(found, done.stdout, re.DOTALL), done.stdout
-
-
 def test_every_reader_of_the_package_is_a_target():
     """Readers of files are those that use `files.open_input` or `files.read`."""
     package = PROGRAM.parents[1] / "torchmpi"
@@ -115,7 +73,7 @@ def test_every_reader_of_the_package_is_a_target():
         if re.search(r"files\.(open_input|read)\(", path.read_text())
     }
     assert readers == {
-        "backends/saved_tables.py", "cli/bench/bench_report.py", "cli/flight_commands.py",
+        "backends/saved_tables.py", "cli/bench/bench_report.py", "cli/open_records.py",
         "communicators/flight_record.py", "datasets/data_format.py", "engine/checkpoint.py",
         "parameterserver/runs/run_record.py", "parameterserver/shard_checkpoint.py",
         "launch/launcherless/step_file.py", "shared_memory/compiler/native_code.py", "timeline/trace_reader.py",

@@ -257,7 +257,10 @@ def test_a_rank_behind_one_that_does_not_reply_is_reported_as_such():
     """Rank 3 is asked through rank 2, the first one of its host."""
     ranks, replies = Ranks([0, 0, 1, 1]), threading.Event()
     ranks.heartbeats[2]._own_status = lambda: replies.wait(WAIT_SECONDS) and status_of(2)
-    found = ask(ranks.heartbeats[0], {1, 2, 3}, patience_seconds=0.5)
+    for patience in (0.5, WAIT_SECONDS / 2):  # on a busy machine the first rank may take long
+        found = ask(ranks.heartbeats[0], {1, 2, 3}, patience_seconds=patience)
+        if 1 in found:
+            break
     replies.set()
     assert found == {1: status_of(1), 3: RankStatus(problem="cannot be asked, since rank 2 does not reply")}
     ranks.close()

@@ -48,10 +48,16 @@ METHODS = [getattr(mpi.Handle, name) for name in ("completed", "done", "wait", "
 
 
 def _described_by(documented) -> str:
-    """The text that describes the parameters: for another form of a function, that of the function."""
+    """The text that describes the parameters: for another form of a function, that of the function.
+
+    A form for several tensors calls them `tensors`.
+    """
     text = inspect.getdoc(documented) or ""
     same = re.match(r"Run :func:`(~torchmpi\.)?(\w+)` [^.]*, with the same parameters( but `\w+`)?\.", text)
-    return (inspect.getdoc(getattr(mpi if same[1] else horovod, same[2])) or "") if same else text
+    if same is None:
+        return text
+    described = _described_by(getattr(mpi if same[1] else horovod, same[2]))
+    return re.sub(r"(?m)^( +tensor): ", r"\1s: ", described) if "several tensors" in same[0] else described
 
 
 def _undescribed(documented, function) -> list[str]:

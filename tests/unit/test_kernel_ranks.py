@@ -164,7 +164,7 @@ def exchanged(member: Rank, sizes: Sequence[Sequence[int]], apart: bool) -> list
     if not apart:
         sources, parts = list(torch.cat(sources).split(sent)), list(torch.cat(parts).split(expected))
     operation = member.backend.bind(member.group, "exchange_parts", torch.float32, None)
-    member.group.shared.be_patient(polite=True)
+    member.poll_little()
     member.log.enter(code, ())
     try:
         operation.run(sources, parts, 0)

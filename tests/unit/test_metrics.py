@@ -16,11 +16,11 @@ import pytest
 
 from torchmpi.collective_specs import CODES
 from torchmpi.communicators import call_counts
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.call_counts import OTHERS, CallCounts
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.flight_record import FlightRecord
 from torchmpi.config import Config
-from torchmpi.log import logger
 from torchmpi.shared_memory.memory_layout import MAX_COLLECTIVES
 from torchmpi.supervision import job_metrics, prometheus
 from torchmpi.timeline.observer import ObservedJob
@@ -205,13 +205,7 @@ def get(port, path="/metrics"):
         return answer.headers["Content-Type"], answer.read().decode()
 
 
-@pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
-def test_the_server_answers_at_the_port_of_the_local_rank_until_the_end(warnings):
+def test_the_server_answers_at_the_port_of_the_local_rank_until_the_end(logged):
     port = free_port()
     with exporting(port - 1, local_rank=1):
         assert get(port) == (prometheus.CONTENT_TYPE, prometheus.text_of(metrics_of_rank()))
@@ -226,7 +220,7 @@ def test_the_server_answers_at_the_port_of_the_local_rank_until_the_end(warnings
     for address in ("127.0.0.1", *["[::]"] * socket.has_dualstack_ipv6()):
         with exporting(f"{address}:{port}"):  # can be bound again at once
             assert get(port)[0] == prometheus.CONTENT_TYPE
-    assert warnings() == []
+    assert logged == []
 
 
 def test_clients_that_send_nothing_or_slowly_delay_nobody_and_not_the_end():
@@ -275,14 +269,14 @@ def test_a_forked_process_does_not_keep_the_port():
     os.waitpid(child, 0)
 
 
-def test_a_port_in_use_and_a_file_as_folder_are_reported(warnings, tmp_path):
+def test_a_port_in_use_and_a_file_as_folder_are_reported(logged, tmp_path):
     (tmp_path / "file").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for target in (listener.getsockname()[1], 65536, tmp_path / "file"):
             with exporting(target):
                 assert not threads()
-            assert f"rank 3: no metrics are exported to {target}: " in warnings()[-1]
-    assert len(warnings()) == 3
+            assert f"rank 3: no metrics are exported to {target}: " in logged[-1]
+    assert len(logged) == 3
 
 
 def wait_until(condition):
@@ -313,7 +307,7 @@ def test_the_file_stays_in_its_folder_when_the_program_changes_its_own(tmp_path,
     assert list((tmp_path / "new").iterdir()) == list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_failures_are_reported_once_and_the_export_goes_on(warnings, tmp_path):
+def test_failures_are_reported_once_and_the_export_goes_on(logged, tmp_path):
     path, results = tmp_path / "torchmpi_rank3.prom", iter([ValueError("not now")] * 3)
 
     def read():
@@ -323,7 +317,7 @@ def test_failures_are_reported_once_and_the_export_goes_on(warnings, tmp_path):
 
     with exporting(tmp_path, read):
         wait_until(path.exists)
-    assert warnings() == ["rank 3: metrics could not be exported (later failures are not reported): not now"]
+    assert logged == ["rank 3: metrics could not be exported (later failures are not reported): not now"]
 
 
 # --- table

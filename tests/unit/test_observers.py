@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import logging
 import os
 import signal
 import threading
@@ -17,7 +16,6 @@ from helpers.timeline_records import EXACT, MAIN, call, job, plain
 from torchmpi import timeline
 from torchmpi.config import Config
 from torchmpi.errors import ArgumentError, NotStartedError, TorchMPIError
-from torchmpi.log import logger
 from torchmpi.supervision import job_observers
 from torchmpi.timeline import events, observer
 from torchmpi.timeline.events import MessageNumber, MessageRecord, Origin, SliceRecord
@@ -50,13 +48,6 @@ class Failing(Kept):
     def write(self, records):
         if records:
             raise self.error
-
-
-@pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level(logging.WARNING)
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def wait_at(end, begin=0):
@@ -93,14 +84,14 @@ def test_a_record_that_comes_a_moment_late_is_in_its_place():
     assert [each.end - end for each in kept.records] == [0, 1, 2]
 
 
-def test_an_observer_that_fails_is_reported_once_and_hurts_nobody(warnings):
+def test_an_observer_that_fails_is_reported_once_and_hurts_nobody(logged):
     with Failing(ValueError("no such column")).attach() as failing, Kept().attach() as kept:
         for _ in range(3):
             report(wait_at(10))
             failing.flush()
             kept.flush()
         assert failing.has_failed and failing.num_ends == 1 and events.recorder.readers == (kept.read,)
-    (text,) = warnings()
+    (text,) = logged
     assert text.startswith("the output of Failing is not complete: Traceback") and "no such column" in text
     assert len(kept.records) == 3 and events.recorder is None
 
@@ -121,13 +112,13 @@ def test_a_request_that_comes_as_the_thread_ends_is_not_waited_for():
         observer._running.pop(kept, None)
 
 
-def test_an_observer_that_exits_or_cannot_write_fails_like_others(warnings):
+def test_an_observer_that_exits_or_cannot_write_fails_like_others(logged):
     for error in (SystemExit(1), OSError(28, "No space left")):
         with Failing(error).attach() as failing:
             report(wait_at(10))
             failing.flush()
         assert failing.has_failed and failing.num_ends == 1
-    assert warnings()[1] == "the output of Failing is not complete: [Errno 28] No space left"
+    assert logged[1] == "the output of Failing is not complete: [Errno 28] No space left"
 
 
 def test_an_observer_is_attached_once_and_closed_once(monkeypatch):

@@ -91,6 +91,8 @@ def test_times_and_updates():
     assert record.compute_times(0) == pytest.approx([3.7]), "with the step, but for its calls"
     assert record.staleness().tolist() == [1], "sends of a clock are no updates"
     assert record.times(5).total == 0.0
+    steps = [(STEP, 0, "", "", begin, begin + 10**9, 0.0, NAN, 0, NAN, -1, 0) for begin in (0, 3 * 10**9, 9 * 10**9)]
+    assert RunRecord.of(steps, num_ranks=1).times(0).computing == pytest.approx(2 + 5), "between three steps"
 
 
 def test_file_and_table(tmp_path, capsys):
@@ -142,6 +144,7 @@ OF_OTHERS = [
     (damaged(about=np.frombuffer(b'{"format": "another"}', np.uint8)), "'about': its format"),
     (damaged(norm=None), "column 'norm' is missing"),
     (damaged(rank=COLUMNS["rank"][:3]), "column 'rank' has another type or length"),
+    (damaged(kind=COLUMNS["kind"][:0]), "column 'rank' has another type or length"),
     (damaged(rank=COLUMNS["rank"] + np.int32(4)), "column 'rank', row 0: 4 is not from 0 to 0"),
     (damaged(server=COLUMNS["server"] + np.int16(9)), "column 'server', row 0: 8"),
     (damaged(end=COLUMNS["end"] * NAN), "column 'end', row 0"),

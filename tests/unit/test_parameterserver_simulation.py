@@ -190,6 +190,15 @@ def test_failed_workers_are_not_waited_for():
     assert run.record.rows(STEP, 1)["begin"].tolist() == pytest.approx([1, 2, 3], abs=0.01)
 
 
+def test_a_collective_after_a_failure_names_the_failed_workers():
+    def train() -> None:
+        training(lr=0.01, steps=6)()
+        mpi.barrier()
+
+    with pytest.raises(TorchMPIError, match=r"wait for each other: 2 for barrier .* make no call: 1\. With failures="):
+        ps.simulate(train, 3, compute=1.0, failures={1: 3.5})
+
+
 def test_workers_that_join_begin_with_the_values_of_that_time():
     def train() -> tuple[float, float]:
         net = nn.Linear(1, 1, bias=False)
@@ -258,7 +267,7 @@ def test_errors():
             raise ZeroDivisionError("in worker 1")
         mpi.barrier()
 
-    with pytest.raises(TorchMPIError, match="functions wait for each other: workers of world"):
+    with pytest.raises(TorchMPIError, match="2 functions wait for each other: 2 for barrier of communicator world"):
         ps.simulate(forgets_a_barrier, 3)
     with pytest.raises(ZeroDivisionError, match="in worker 1"):
         ps.simulate(fails, 3)

@@ -188,7 +188,7 @@ def test_a_subclass_must_implement_integrate():
 def test_before_the_start_alpha_is_beta_and_nobody_has_waited():
     update = ps.EASGDUpdate(nn.Linear(2, 2), beta=0.6)
     assert update.alpha == 0.6
-    update.num_clients = 3
+    update._num_clients = 3
     assert update.alpha == pytest.approx(0.2)
     metrics = update.metrics()
     assert (metrics["num_waits"], metrics["waited_seconds"]) == (0, 0.0)

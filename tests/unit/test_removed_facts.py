@@ -111,6 +111,7 @@ def test_each_removed_fact_is_noticed(tmp_path, begin):
             **os.environ,
             "PYTHONPATH": str(tmp_path),
             "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         },
         capture_output=True,

@@ -5,6 +5,7 @@ The transport and its kernels are those of a job; the messages are plain objects
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ from torchmpi.communicators.call_queue import RunLock
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.errors import CommunicatorError
 from torchmpi.shared_memory import memory_layout
-from torchmpi.shared_memory.memory_layout import LockFields
+from torchmpi.shared_memory.memory_layout import FOR_ARRIVALS, FOR_ROOM, LockFields
 from torchmpi.shared_memory.segments import Segment
 
 LIMIT_SECONDS = 30.0
@@ -128,7 +129,7 @@ def numbers(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, length).astype(np.uint8)
 
 
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 5_000, 70_000, 1_300_000])
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 5_000, 70_000, 2_300_000])
 def test_around_a_ring_of_ranks(ranks, length):
     """Longer than the rings, and around their ends."""
     size = len(ranks.members)
@@ -200,16 +201,16 @@ def test_a_message_that_ends_while_another_tag_is_found_is_not_forgotten():
     ranks = Ranks(3)
     first, second, third = ranks.members
     waiting, other = second.receive(np.zeros(4, np.uint8), 0), second.receive(np.zeros(4, np.uint8), 2)
-    sent = [third.send(numbers(2_000_000, 1), 1, 3), third.send(numbers(4, 2), 1)]  # the first part of the long one
+    sent = [third.send(numbers(3_000_000, 1), 1, 3), third.send(numbers(4, 2), 1)]  # the first part of the long one
     first.wait(first.send(numbers(4, 3), 1))
     second.wait(waiting)
-    late = second.receive(np.zeros(2_000_000, np.uint8), 2, 3)
+    late = second.receive(np.zeros(3_000_000, np.uint8), 2, 3)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(third.wait, *sent)
         second.wait(late, other)
         sending.result()
     np.testing.assert_array_equal(waiting.values, numbers(4, 3))
-    np.testing.assert_array_equal(late.values, numbers(2_000_000, 1))
+    np.testing.assert_array_equal(late.values, numbers(3_000_000, 1))
     np.testing.assert_array_equal(other.values, numbers(4, 2))
     ranks.close()
 
@@ -276,6 +277,32 @@ def test_a_group_that_is_closed_fails_what_waits(pair):
     assert isinstance(waiting.error, CommunicatorError)
     with pytest.raises(CommunicatorError, match="has been destroyed"):
         second.receive(np.zeros(4, np.uint8), 0)
+
+
+@pytest.mark.parametrize("reason", [FOR_ARRIVALS, FOR_ROOM])
+def test_a_rank_that_sleeps_is_woken_by_what_it_waits_for(pair, reason):
+    """Sleeps that end by themselves would together last longer than a wait may."""
+    first, second = pair.members
+    sleeper, other = (second, first) if reason == FOR_ARRIVALS else (first, second)
+    transport = sleeper.transport
+    asleep = ctypes.c_int64.from_address(transport.ring(sleeper.rank, sleeper.rank).asleep)
+    values = numbers(100 if reason == FOR_ARRIVALS else transport.capacity + 1, 1)
+    seconds = 0.9
+    limit = time.monotonic() + LIMIT_SECONDS
+    with ThreadPoolExecutor(1) as pool:
+        for turn in range(int(LIMIT_SECONDS / seconds) + 1):
+            room, ended = np.zeros(len(values), np.uint8), []
+            awaited = second.receive(room, 0) if reason == FOR_ARRIVALS else first.send(values, 1)
+            sleeping = pool.submit(transport.lock.run, transport._continue, ended, 1, 1, int(seconds * 1e9))
+            while asleep.value != reason:
+                assert time.monotonic() < limit, f"it does not sleep in turn {turn}"
+            moved = first.send(values, 1) if reason == FOR_ARRIVALS else second.receive(room, 0)
+            sleeping.result()
+            transport._end(ended)
+            sleeper.wait(awaited)
+            other.wait(moved)
+            assert time.monotonic() < limit, f"nobody wakes it in turn {turn}"
+            np.testing.assert_array_equal(room, values)
 
 
 def test_the_rings_of_many_ranks_are_bounded():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -191,24 +188,3 @@ def test_the_simulation_detects_wrong_plans() -> None:
     ):
         with pytest.raises(AssertionError):
             carry_out(broken, {rank: {(rank, rank)} for rank in range(3)}, moved_as=lambda _, block: block)
-
-
-@pytest.mark.slow
-def test_the_table_of_the_design_is_that_of_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python benchmarks/plan_costs.py --write docs/design/hierarchy.md` makes it anew."""
-    root = Path(__file__).resolve().parents[2]
-    import plan_costs
-
-    # Of small jobs on two hosts, as the number is not compared.
-    monkeypatch.setattr(plan_costs, "kept_bytes", functools.partial(plan_costs.kept_bytes, (9, 12)))
-
-    def without_bytes_of_start(text: str) -> str:
-        """The objects that `start()` gathers have the names and numbers of this machine and of its processes."""
-        text = re.sub(
-            r"^\| `start\(\)` \|.*", lambda row: str(re.findall(r"\| ([\d,]+), ([\d,]+), ", row[0])), text, flags=re.M
-        )
-        return re.sub(r"^After a simulated `start\(\)`.*", "", text, flags=re.M)
-
-    page = (root / "docs" / "design" / "hierarchy.md").read_text()
-    made = f"{plan_costs.BEGIN}\n{plan_costs.tables()}\n{plan_costs.END}\n"
-    assert without_bytes_of_start(made) in without_bytes_of_start(page)

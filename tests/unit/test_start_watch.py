@@ -11,7 +11,9 @@ import pytest
 from torchmpi.launch import start_watch
 
 
-def test_ranks_that_end_after_the_first_one_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_end_after_the_first_one_are_not_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Regression: rank 2 ends a second after it has seen the end of rank 1, perhaps before rank 0 reports it."""
     process = start_watch._Process(1, "S", 0)
     seen = [([0, 2], {1: process}), ([0, 2], {}), ([0], {})]  # in start(), and not there yet
@@ -23,6 +25,7 @@ def test_ranks_that_end_after_the_first_one_are_not_named(monkeypatch: pytest.Mo
     watch = start_watch.StartWatch()
     monkeypatch.setattr(start_watch, "_PERIOD_SECONDS", 0.001)
     monkeypatch.setattr(start_watch, "_ranks_of_host", ranks_of_host)
+    monkeypatch.setattr(start_watch, "quiet_seconds", lambda: 0.0)
     place = SimpleNamespace(rank=0, num_ranks=3, local_size=3, has_mpi_interface=False)
     monkeypatch.setattr(watch, "_launcher", place)
     monkeypatch.setattr(watch, "_num_ranks", 3)
@@ -32,3 +35,5 @@ def test_ranks_that_end_after_the_first_one_are_not_named(monkeypatch: pytest.Mo
     thread.start()
     thread.join(10)
     assert messages == ["rank 1 ended before all ranks had called start(), in which rank 0 waits. That ends the job."]
+    shown = capsys.readouterr().err.splitlines()  # one line in ten seconds
+    assert shown == ["torchmpi: start(): 2/3 ranks of this host are there, 0 s"]

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from torchmpi.communicators.call_log import CallLog, call_code
+from torchmpi.communicators.call_codes import call_code
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.rank_status import NO_ANSWER, LastCall, RankStatus
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.shared_memory import memory_layout
@@ -144,7 +145,10 @@ def test_of_everyone_also_those_without_an_answer_are_known(ranks):
     thread = threading.Thread(target=answer)
     thread.start()
     third.context.groups[0].call_log.close()  # as in stop()
-    states = first.ask_everyone(0.3)
+    for patience in (0.3, WAIT_SECONDS):  # on a busy machine the second one may take long
+        states = first.ask_everyone(patience)
+        if states[1] != NO_ANSWER:
+            break
     answering.set()
     thread.join()
     assert {rank: status.doing or status.problem for rank, status in states.items()} == {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,11 +60,35 @@ def test_short_work_shows_nothing(stream, monkeypatch):
     assert stream.getvalue().count("work") == (4 if stream.isatty() else 1)
 
 
+def test_ranks_know_the_terminal_of_their_launcher(monkeypatch):
+    """Their standard error is a pipe to the launcher; a file of the user stays a file."""
+    reading, writing = os.pipe()
+    monkeypatch.setattr(status_line, "_columns_of_launcher", "99")
+    with open(reading, "rb"), open(writing, "w") as pipe, tempfile.TemporaryFile("w") as file:
+        assert (status_line.columns(pipe), status_line.columns(file), status_line.columns(Stream(False))) == (99, 0, 0)
+        monkeypatch.setattr(status_line, "_columns_of_launcher", "")
+        assert status_line.columns(pipe) == 0
+
+
+def test_a_line_that_cannot_be_made_ends_no_work(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(status_line, "_TELL_SECONDS", 0.001)
+    asked = threading.Event()
+
+    def text(seconds: float) -> str:
+        asked.set()
+        raise ValueError("no number")
+
+    with status_line.telling(text):
+        assert asked.wait(60)
+    assert stream.getvalue() == ""
+
+
 def test_a_checkpoint_that_takes_long_is_reported_and_its_error_raised(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(status_line, "PLAIN_PERIOD_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint, "PLAIN_PERIOD_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint, "_TELL_SECONDS", 0.001)
+    monkeypatch.setattr(status_line, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(status_line, "_TELL_SECONDS", 0.001)
     told = threading.Event()
 
     def save() -> None:

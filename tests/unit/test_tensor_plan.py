@@ -78,6 +78,12 @@ def test_too_many_ranks_are_told_how_many_work(name, num_ranks):
     assert division_of_model(make_shape(name), "auto", HEADS)
 
 
+def test_one_unit_is_for_one_rank():
+    assert division_of_model(Mlp(), plan_of(1), 1)
+    with pytest.raises(ArgumentError, match="2 ranks cannot divide"):
+        division_of_model(Mlp(), plan_of(1), 2)
+
+
 REFUSED = {
     "unknown name": (Mlp, "gpt3", "unknown plan 'gpt3'. Pass 'auto', 'gpt2', 'llama', 'bert', or a plan of your own."),
     "no known layer": (Mlp, "auto", "no layer of Mlp has a name of a known plan. .* its layers are up, down."),

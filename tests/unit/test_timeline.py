@@ -15,19 +15,19 @@ import tracemalloc
 import psutil
 import pytest
 from helpers import bench_rows
-from helpers.timeline_records import EXACT, MAIN, MILLISECOND, call, job, plain, step
+from helpers.timeline_records import EXACT, MAIN, MILLISECOND, call, job, message, plain, step
 
 from torchmpi.cli import main
 from torchmpi.cli.bench import bench_report
-from torchmpi.communicators.call_queue import CallQueue
-from torchmpi.communicators.observed_calls import ShownTask
+from torchmpi.communicators.call_queue import CallQueue, ShownTask
 from torchmpi.errors import ArgumentError
 from torchmpi.timeline import events, observer, trace_writer
 from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result
 from torchmpi.timeline.bench_times import BenchTimes
 from torchmpi.timeline.clocks import ClockSample
-from torchmpi.timeline.events import CallRecord, GroupInfo, SliceRecord
+from torchmpi.timeline.events import CallRecord, GroupInfo, MessageNumber, SliceRecord
 from torchmpi.timeline.merging import merge, merged_events
+from torchmpi.timeline.message_waits import MessageWaits
 from torchmpi.timeline.step_report import StepReport
 from torchmpi.timeline.step_times import CallSite, call_sites, late_ranks, step_spans, times_of_steps
 from torchmpi.timeline.trace_reader import read_folder
@@ -216,7 +216,7 @@ def test_parts_of_a_step(tmp_path):
         ranks.append([step(0), hidden, call(rank, 2, begin, 90), step(100), step(200)])
     traces = write(tmp_path, ranks)
     assert [time for span in step_spans(traces[0]) for time in span] == pytest.approx([0.0, 0.1, 0.1, 0.2])
-    first, second = times_of_steps(traces[0], AlignedCalls(traces))
+    first, second = times_of_steps(traces[0], AlignedCalls(traces), MessageWaits(traces))
     assert first[2:] == pytest.approx((0.070, 0.020, 0.010, 0.020))
     assert second[2:] == pytest.approx((0.1, 0, 0, 0))
 
@@ -228,7 +228,7 @@ def test_the_wait_of_torchs_reducer_for_its_last_bucket_is_exposed(tmp_path):
         call(0, 2, 40, 60, size=1, queued=30, label=f"bucket 0 {events.OF_DDP}", thread=1),
     ]
     (trace,) = write(tmp_path, [[step(0), *buckets, step(100)]])
-    (times,) = times_of_steps(trace, AlignedCalls([trace]))
+    (times,) = times_of_steps(trace, AlignedCalls([trace]), MessageWaits([trace]))
     assert times[2:] == pytest.approx((0.070, 0.030, 0, 0.010))
 
 
@@ -299,6 +299,56 @@ def test_no_rank_is_named_if_both_are_late_by_turns(tmp_path):
         records.append([step(0), *calls, step(1100), step(1101)])
     advice = StepReport.of(write(tmp_path, records)).advice()
     assert "by turns" in advice and "is slow" not in advice
+
+
+def message_part(rank, name, peer, number, begin, end, *, queued=0):
+    """A message of rank `rank`, the `number`-th to or from `peer`."""
+    sent = MessageNumber(peer, number) if name != "recv" else None
+    received = MessageNumber(peer, number) if name != "send" else None
+    return message(rank, name, peer, begin, end, sent=sent, received=received, queued=queued)
+
+
+def test_the_report_names_the_sender_for_which_a_receive_waited(tmp_path):
+    """Regression: it said that no rank was waited for. Rank 1 is late by 6 ms; rank 2 waits for rank 0, which waits."""
+    records = [[], [], []]
+    for k in range(10):
+        at = 10 * k
+        records[0] += [message_part(0, "recv", 1, k + 1, at, at + 7), message_part(0, "send", 2, k + 1, at + 7, at + 8)]
+        records[1] += [message_part(1, "send", 0, k + 1, at + 6, at + 7)]
+        records[2] += [message_part(2, "recv", 0, k + 1, at + 1, at + 9)]
+    report = StepReport.of(write(tmp_path / "known", records, EXACT * 2))
+    ((rank, count, seconds), (other, _, of_other)) = report.late
+    assert (rank, count, other) == (1, 10, 0)
+    assert (seconds, of_other) == (pytest.approx(0.060), pytest.approx(0.010))
+    assert [(each.collective, each.num_calls) for each in report.sites] == [("recv", 7), ("send", 7)]
+    assert report.sites[0].waiting == pytest.approx((0.060 + 0.060) / 3)
+    text = report.text()
+    assert "3 ranks, 1 steps, 0 calls, 40 sends and receives" in text
+    assert "Rank 1 on host host1 is slow: it arrives last at 10 calls, 86% of all waiting" in text
+    assert "register_async_backward" not in text and "No rank was waited for" not in text
+
+    unmatched = [records[0], [], records[2]]  # the sends are in no trace: their receives waited for that rank
+    report = StepReport.of(write(tmp_path / "unknown", unmatched, EXACT * 2))
+    assert report.late[0] == (1, 10, pytest.approx(0.070))
+    path_for(tmp_path / "unknown", 1).unlink()  # nor has the rank a trace
+    assert "Rank 1 is slow" in StepReport.of(read_folder(tmp_path / "unknown")).advice()
+
+
+def test_a_receive_in_the_background_waits_only_while_the_program_does(tmp_path):
+    wait = SliceRecord("wait", "wait", "", 15 * MILLISECOND, 20 * MILLISECOND, MAIN, {})
+    own = [message_part(0, "recv", 1, 1, 1, 20, queued=1), wait]
+    report = StepReport.of(write(tmp_path, [own, [message_part(1, "send", 0, 1, 18, 20)]]))
+    assert report.late == [(1, 1, pytest.approx(0.003))]
+    (times,) = report.steps[0]
+    assert times[2:] == pytest.approx((0.014, 0.002, 0.003, 0.014))
+
+
+def test_a_report_on_nothing_and_on_sends_alone_claims_no_more_than_it_knows(tmp_path):
+    assert "There is nothing to judge" in StepReport.of(write(tmp_path / "nothing", [[]])).advice()
+    text = StepReport.of(write(tmp_path / "sends", [[message_part(0, "send", 1, 1, 1, 9)], []])).text()
+    assert "Sends that wait for their receivers are not judged." in text and "No rank was" not in text
+    assert "begin calls and messages" in text and "Sends that wait for a late receiver are part of it." in text
+    assert "register_async_backward" not in text
 
 
 def test_the_steps_are_drawn(tmp_path):

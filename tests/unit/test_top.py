@@ -25,17 +25,17 @@ import torch
 from helpers.live_job import SECOND, running_job
 from torch import nn
 
-from torchmpi.cli.top import late_cause, top_screen, top_server, top_text
+from torchmpi.cli.top import late_cause, rank_processes, top_screen, top_server, top_text
 from torchmpi.cli.top.call_waits import bytes_of, split_calls
 from torchmpi.cli.top.far_ranks import FarRank
 from torchmpi.cli.top.job_history import JobHistory, Shares
 from torchmpi.cli.top.job_view import page_of, view_of
-from torchmpi.cli.top.rank_processes import ProcessWatch, RankProcess
+from torchmpi.cli.top.rank_processes import ProcessWatch, RankProcess, least_delay
 from torchmpi.cli.top.run_report import RunReport
 from torchmpi.cli.top.top_command import watch
 from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
 from torchmpi.communicators import flight_record, progress
-from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.call_codes import call_code
 from torchmpi.communicators.flight_record import FlightRecord, LiveGroup, look, read_live
 from torchmpi.engine import SGDEngine
 from torchmpi.errors import ArgumentError, NotStartedError, TorchMPIError
@@ -55,10 +55,10 @@ def group(*calls: tuple[int, int, float, float], ranks=(0, 1, 2)) -> LiveGroup:
     return LiveGroup(9, "world", ranks, seq.astype(np.int64), code.astype(np.int64), shape, begin * 1.0, end * 1.0)
 
 
-def watched() -> WatchedJob:
+def watched(**keeping: bool) -> WatchedJob:
     """Return the job of `running_job` in this process, in which other tests may have left records."""
     (found,) = ((name, ranks) for name, ranks in find_jobs(os.getpid()).items() if name[0] == "7")
-    return WatchedJob(*found)
+    return WatchedJob(*found, **keeping)
 
 
 # --- waits
@@ -140,6 +140,19 @@ def test_a_late_rank_whose_process_has_ended_is_still_named():
     assert view["late"]["rank"] == 2
 
 
+def test_a_report_keeps_the_ranks_that_end_before_others():
+    """Regression: the report of 64 ranks that ended within seconds had 20 of them, and no late one."""
+    with running_job(3, late=lambda rank, step: 0.03 * (rank == 2)) as records:
+        job = watched(keeps_ended=True)
+        assert job.read()
+        records[2]._fields[flight_record._ENDED] = 1
+        assert job.read()
+        view = view_of(job)
+        job.close()
+    assert view["late"]["rank"] == 2 and all(each["memory_bytes"] for each in view["ranks"])
+    assert [each["rank"] for each in view["ranks"]] == [0, 1, 2]
+
+
 def test_even_ranks_are_not_late():
     noise = np.random.default_rng(0).random((6, 600)) * 0.02
     with running_job(6, late=lambda rank, step: noise[rank, step]):
@@ -149,6 +162,18 @@ def test_even_ranks_are_not_late():
         job.close()
     assert view["late"] is None
     assert "no rank is late" in top_text.page(view, 80)
+
+
+def test_the_page_says_that_messages_count_as_computing():
+    with running_job(2) as records:
+        texts = []
+        for _ in range(2):
+            job = watched()
+            job.read()
+            texts.append(top_text.page(view_of(job), 80))
+            job.close()
+            records[1].ring(5, "world", range(2), flight_record.OF_MESSAGES)
+    assert ["Messages count as computing" in text for text in texts] == [False, True]
 
 
 def test_a_rank_that_never_comes_is_late():
@@ -211,14 +236,24 @@ def test_calls_that_have_been_overwritten_are_not_taken_for_computing():
 )
 def test_causes(facts, works, expected):
     others = {rank: RankProcess("R", main_delayed=0.02, main_busy=1.0, busy=1.0) for rank in (0, 2)}
-    assert expected in late_cause.cause_of(1, {1: facts, **others}, works, ["train.py:3 in load"] * len(works))
+    assert expected in late_cause.cause_of(1, {1: facts, **others}, [("train.py:3 in load", work) for work in works])
+
+
+def test_the_cause_is_where_the_late_rank_differs_from_the_others():
+    """Regression: the line in which all ranks are most of the time was named."""
+    asleep = {rank: RankProcess("S", main_delayed=0.0, main_busy=0.1, busy=0.1) for rank in range(3)}
+    common, loading = ("train.py:9 in <module>", ""), ("train.py:3 in load", "data loading")
+    looks, others = [common] * 6 + [loading] * 4, [common] * 19 + [loading]
+    assert late_cause.cause_of(1, asleep, looks, others) == "data loading, train.py:3 in load"
+    own = [common] * 6 + [("train.py:5 in augment", "")] * 4
+    assert late_cause.cause_of(1, asleep, own, others).endswith("process, train.py:5 in augment")
 
 
 def test_ranks_that_all_wait_for_a_core_are_not_late_for_that():
     facts = {rank: RankProcess("R", main_delayed=0.4, main_busy=0.6, busy=0.6, neighbors=3) for rank in range(3)}
-    assert "computes longer" in late_cause.cause_of(1, facts, (), ())
+    assert "computes longer" in late_cause.cause_of(1, facts, ())
     crowded = {rank: RankProcess("R", main_delayed=0.6, main_busy=0.3, busy=0.3) for rank in range(3)}
-    assert "computes longer" in late_cause.cause_of(1, crowded, (), ())  # it does not sleep
+    assert "computes longer" in late_cause.cause_of(1, crowded, ())  # it does not sleep
 
 
 def test_half_of_the_ranks_are_not_one_late_rank():
@@ -247,6 +282,21 @@ def test_processes_are_seen_in_proc():
     assert own.memory_bytes is not None and own.memory_bytes > 1 << 20
     assert own.cores == frozenset(os.sched_getaffinity(0))
     assert own.busy is not None and own.busy > 0
+    assert own.neighbors is None or (own.main_delayed or 0.0) >= least_delay([])  # all processes are not read otherwise
+
+
+def test_busy_processes_are_looked_for_when_a_rank_waits_for_its_core(monkeypatch):
+    watch_of = ProcessWatch()
+    monkeypatch.setattr(rank_processes, "_schedule_of", lambda pid: (0.0, time.monotonic()))  # always waiting
+    monkeypatch.setattr(rank_processes, "_OTHERS_SECONDS", 0.3)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        os.sched_setaffinity(other.pid, os.sched_getaffinity(0))
+        found: list[int | None] = []
+        while len(found) < 100 and not (found and found[-1]):
+            found.append(watch_of.look([os.getpid()])[os.getpid()].neighbors)
+            time.sleep(0.1)
+        other.kill()
+    assert found[:2] == [None, None] and found[-1], found
 
 
 # --- text
@@ -507,7 +557,7 @@ def test_the_page_is_one_file_and_its_data_cannot_end_the_script(pages):
 
 
 def test_the_server_answers_only_who_knows_the_address(pages):
-    server = top_server.PageServer(0, lambda: pages)
+    server = top_server.PageServer(0, lambda: json.dumps(pages).encode())
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_address[1]
 
@@ -561,10 +611,10 @@ def test_the_page_is_drawn_in_a_browser_without_the_network(pages, tmp_path):
     assert body.partition('id="ranks"')[2].partition("</table>")[0].count("<tr") == 65
 
 
-def test_a_report_needs_its_folder_before_the_run(tmp_path, caplog):
+def test_a_report_needs_its_folder_before_the_run(tmp_path, logged):
     with pytest.raises(ArgumentError, match="the folder does not exist"):
         RunReport(tmp_path / "none" / "report.html")
     with RunReport(Path(tmp_path / "report.html")):
         pass
-    assert "no rank on this host was seen" in caplog.text
+    assert "no rank on this host was seen" in "".join(logged)
     assert not (tmp_path / "report.html").exists()

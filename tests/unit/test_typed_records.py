@@ -12,6 +12,7 @@ from torchmpi.shared_memory.compiler.compilation import inner
 from torchmpi.shared_memory.kernels.intrinsics import load_acquire, store_release
 from torchmpi.shared_memory.kernels.records import FastPath, GroupRecord
 from torchmpi.shared_memory.typed_records import Array, Atomic, Embedded, Pointer, Record, Word
+from torchmpi.tensors import modes
 
 words = st.integers(-(1 << 63), (1 << 63) - 1)
 
@@ -158,4 +159,4 @@ def test_the_wrong_record_does_not_compile(function, message):
 def test_the_records_of_the_fast_path_hold_nothing_but_words():
     """Machine code reads them at 8 bytes times the number of the field."""
     assert 8 * GroupRecord.operands == GroupRecord.BYTES
-    assert [FastPath.first_call, FastPath.same_shapes] == [0, FastPath.FIELDS - 1]
+    assert [FastPath.first_call, FastPath.watching_keys] == [0, FastPath.FIELDS - len(modes.WATCHING_KEYS)]

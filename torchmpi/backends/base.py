@@ -137,7 +137,7 @@ def on_rows(exchange: Run, size: int) -> Run:
     """Return an exchange of lists of parts, or of equal parts of two contiguous tensors, given one of lists."""
 
     def run(source: Any, destination: Any, root: int) -> Any:
-        if isinstance(source, list):
+        if not isinstance(source, torch.Tensor):
             exchange(source, destination, root)
         else:
             shape = size, source.numel() // size

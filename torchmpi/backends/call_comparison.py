@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..communicators import splits
-from ..communicators.call_log import CallNumber
+from ..communicators.call_codes import CallNumber
 from ..communicators.group import Group, GroupResource
 from ..communicators.plan import Backends
 from ..errors import MismatchError, StallError
@@ -27,8 +27,9 @@ from .number_exchange import NumberExchange, most_carried, most_together
 Settle = Callable[[Any, Any], Any]
 """``settle(source, destination)`` ends a step that machine code has begun."""
 
-# Longer than a message takes: on a core that another program wants, a rank that yields waits for the next turn.
-_EAGER_NANOSECONDS = 1_000_000
+# Longer than a message takes: on a core that another program wants, a rank that yields waits for the next turn. But not
+# much longer: ranks of other hosts may share its cores, as virtual hosts do, and would wait as long.
+_EAGER_NANOSECONDS = 100_000
 _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
@@ -185,11 +186,13 @@ class _Wait(GroupResource):
     Attributes:
         record: Where the machine code says that it waits.
         unfinished: The number of the call that has been ended, if any.
+        eager: How many nanoseconds machine code waits before other ranks may have the core.
     """
 
     def __init__(self, group: Group, intra: Group | None) -> None:
         self._group, self._intra = group, intra
         self.record, self.unfinished = records.HostsWait.new(), 0
+        self.eager = 0 if group.context.is_crowded else _EAGER_NANOSECONDS
 
     @property
     def can_expire(self) -> bool:  # type: ignore[override]
@@ -269,7 +272,7 @@ class CompiledSteps:
             self._rounds = np.array(rounds or exchange.rounds, np.int64)
             self.record.write(
                 wait=comparison.wait.record,
-                eager=0 if comparison.group.context.is_crowded else _EAGER_NANOSECONDS,
+                eager=comparison.wait.eager,
                 **kernel_fields(comparison.group.context.MPI, exchange.comm, self._status, NONBLOCKING),
                 most_gathered=exchange.most_gathered,
                 relayed_blocks=exchange.blocks_address,
@@ -299,4 +302,4 @@ class CompiledSteps:
         """Abort the step that runs."""
         for step in self.steps:
             if step.call_log.log_fields[LogFields.active]:
-                step.abort()
+                step.abort(None)

@@ -10,6 +10,8 @@ which does the same, and :meth:`ComparedCall.run` the rest of calls that fail th
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,17 +21,25 @@ import torch
 
 from ..collective_specs import SPECS
 from ..communicators import splits
-from ..communicators.call_log import call_code
+from ..communicators.call_codes import call_code
 from ..communicators.group import Group
 from ..communicators.plan import Run
-from ..shared_memory import fast_path, kernels
+from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import records, reduction
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, LogFields
+from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, CounterFields, LogFields
 from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation, on_rows
 from .call_comparison import CallComparison, CompiledSteps, Settle
-from .mpi_messages import destination_for, rows_of
+from .mpi_messages import (
+    NONBLOCKING,
+    PARTS_TAG,
+    STATUS_BYTES,
+    destination_for,
+    kernel_fields,
+    longest_part,
+    rows_of,
+)
 from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
 from .rank_order import PartialResults, combiner
@@ -40,26 +50,36 @@ _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
 _LONG = 1 << CALL_NUMBER_BITS - 1
 """Added to the number of rows of a long call, which no short one has as its length."""
+_OF_FRAMES = 1 << CALL_NUMBER_BITS - 2
+"""Added to the number of a call that sends frames."""
+_MOST_DIMS = records.DESCRIPTION_BYTES // memory_layout.FIELD_BYTES - records.TensorMessage.shape
+_MOST_VALUES = 1 << 10
+"""The bytes of values that a frame has room for: a call sends as many, however short or long its parts are."""
 
 
 def with_comparison(
-    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, longer: Run, *, by_host: bool = False
+    group: Group,
+    collective: str,
+    dtype: torch.dtype | None,
+    op: str | None,
+    longer: Run,
+    *,
+    by_host: bool = False,
+    message_bytes: int = 0,
 ) -> Operation:
     """Return a collective that sends short values with the comparison, if the group compares so; others are `longer`.
 
-    `by_host`: a reduction adds within the hosts first, where several ranks share one.
+    `by_host`: a reduction adds within the hosts first, where several ranks share one. `message_bytes`: the longest
+    message of a part of an exchange.
     """
     comparison, spec = group.comparison, SPECS[collective]
-    # A rank without a tensor knows no length of what it receives.
     if spec.kind not in _KINDS or not isinstance(comparison, CallComparison):
-        return Operation(longer)
-    if spec.only_root_passes and dtype is None:  # a rank that knows nothing of the call
         return Operation(longer)
     if spec.kind == "exchange":
         longer = on_rows(longer, group.size)
     if spec.reduces and comparison.in_steps != by_host:
         return Operation(longer)
-    call = ComparedCall(group, comparison, collective, dtype, op, longer)
+    call = ComparedCall(group, comparison, collective, dtype, op, longer, message_bytes=message_bytes)
     return Operation(call.run, compares=True, cached_call=call.cached_call)
 
 
@@ -87,16 +107,24 @@ class ComparedCall:
         dtype: torch.dtype | None,
         op: str | None,
         longer: Run,
+        *,
+        message_bytes: int = 0,
+        code: int | None = None,
+        mark: int = 0,
     ) -> None:
-        self.group, self.comparison, self.longer, self.op = group, comparison, longer, op
+        """Prepare the calls of a group.
+
+        `message_bytes`: the longest message of a part; `code`, `mark`: of the calls whose frames are sent.
+        """
+        self.group, self.comparison, self.longer, self.op, self.mark = group, comparison, longer, op, mark
         self.takes_part = SPECS[collective].only_root_passes
         """Whether all ranks get the whole tensor, of which each takes its part: a scatter."""
         self.spec = SPECS["broadcast" if self.takes_part else collective]
         self.runner = comparison.runner(op)
         self.dtype = self.sent_dtype = torch.uint8 if dtype is None else dtype
-        self.code = call_code(
-            SPECS[collective].form_of or collective, op, 0 if dtype is None else dtypes.info(dtype).code
-        )
+        name, has_dtype = SPECS[collective].form_of or collective, not (dtype is None or self.takes_part)
+        dtype_code = dtypes.info(self.dtype).code if has_dtype else 0
+        self.code = call_code(name, op, dtype_code) if code is None else code
         self.has_parts = self.spec.kind == "exchange"
         """Whether a rank may pass lists of parts, which may differ in length: short calls have equal parts."""
         self.kind = _OF_ROWS if self.spec.compared == "rows" or self.has_parts else 0
@@ -122,6 +150,13 @@ class ComparedCall:
         rows, parts = int(self.spec.gathers), int(self.spec.divides)
         self.block_units = self.most_ranks ** (rows + parts)
         self.passed_units = group.size**rows * len(member.intra) ** parts
+        self._made = cache(lambda root: self.kernel_call(root, None))
+        self.frames: _Frames | None = None
+        """How calls are made whose ranks do not know all lengths."""
+        if self.takes_part:
+            self.frames = _Described(self, message_bytes)
+        elif self.has_parts:
+            self.frames = _Parts.of(self, message_bytes)
 
     def blocks_of(self, source: torch.Tensor | None) -> Blocks:
         """Return the lengths of a call with this tensor."""
@@ -138,16 +173,21 @@ class ComparedCall:
 
     def run(self, source: Any, destination: Any, root: int) -> Any:
         """Run a call on a tensor, or on parts; in place if the collective is."""
-        if self.takes_part and not self._is_announced(destination):
-            self.group.announce()
-            return self.longer(source, destination, root)
+        if self.frames is not None and self._sends_frames(source, destination):
+            return self.frames.run(source, destination, root)
         call = self.call(source, destination, root)
         if self.spec.tensors and not 0 < call.blocks.together <= self.most_bytes:
             self._compare_long(source)
             return self.longer(source, destination, root)
+        return self._result(call, self.perform(call), source, destination)
+
+    def perform(self, call: _Call) -> bool:
+        """Run a call, in machine code if possible; return whether all ranks make it."""
+        made = self._made(call.root) if fast_path.takes_calls() and not self.takes_part else None
+        if made is not None:
+            return made.run(call)
         self.group.call_log.log_fields[LogFields.algorithm] = WITH_COMPARISON
-        is_equal = self.comparison.run(call.number, call.before, call.between, call.after)
-        return self._result(call, is_equal, source, destination)
+        return self.comparison.run(call.number, call.before, call.between, call.after)
 
     def call(self, source: Any, destination: Any, root: int) -> _Call:
         """Return a call on a tensor, or on a copy of parts; without a tensor if these differ in length."""
@@ -156,10 +196,8 @@ class ComparedCall:
             source = torch.cat([part.detach().reshape(-1) for part in source]) if are_equal else None
             destination = None
         elif self.takes_part:
-            num_bytes = destination.nbytes * self.group.size
-            if num_bytes > self.most_bytes:
-                source = None
-            elif self.group.rank != root:
+            if self.group.rank != root:
+                num_bytes = destination.nbytes * self.group.size
                 with torch.inference_mode(False):
                     source = torch.from_numpy(self.comparison.rows_memory[0])[:num_bytes].view(self.dtype)
             destination = None
@@ -167,10 +205,27 @@ class ComparedCall:
             source, destination = source.view(-1), destination.view(-1)
         return _Call(self, self.blocks_of(source), source, destination, root)
 
-    def _is_announced(self, destination: Any) -> bool:
-        """Return whether the ranks compare what each of them receives in a scatter, so that all know its length."""
+    def is_even_and_short(self, source: Any, destination: Any) -> bool:
+        """Return whether an exchange is an alltoall whose values are sent with the comparison."""
+        sources, destinations = self.parts_of(source, destination)
+        lengths = {part.numel() for part in (*sources, *destinations)}
+        together = lengths.pop() * self.dtype.itemsize * self.block_units * len(self.hosts)
+        return not lengths and 0 < together <= self.most_bytes
+
+    def parts_of(self, source: Any, destination: Any) -> tuple[Any, Any]:
+        """Return the parts of an exchange of lists, or of two tensors."""
+        if isinstance(source, (list, tuple)):
+            return source, destination
+        shape = self.group.size, source.numel() // self.group.size
+        return source.view(shape).unbind(), destination.view(shape).unbind()
+
+    def _sends_frames(self, source: Any, destination: Any) -> bool:
+        """Return whether lengths are not known, or too long; those of a scatter are if the ranks compare the dtype."""
+        if not self.takes_part:
+            return not self.is_even_and_short(source, destination)
         entered = self.group.call_log.entered
-        return destination is not None and entered is not None and entered[1] & _WITHOUT_ROOT == self.code
+        is_compared = entered is not None and entered[1] & _WITHOUT_ROOT != self.code
+        return not (is_compared and 0 < destination.nbytes * self.group.size <= self.most_bytes)
 
     def _compare_long(self, source: Any) -> None:
         """Compare a call that is too long for these messages, and find out whether all ranks have as many rows."""
@@ -178,14 +233,17 @@ class ComparedCall:
         num_rows = rows_of(source)[0] if self.kind and not self.has_parts else 0
         if not self.kind:
             group.announce()
-        elif self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
-            group.even_seq = group.call_log.seq
-        else:
+        elif not self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
             group.refuse_call(self.kind)
+        elif not self.has_parts:
+            group.even_seq = group.call_log.seq
         group.call_log.count_wait()
 
-    def finish(self, compiled: CompiledSteps, status: int, source: Any, destination: Any, root: int) -> Any:
+    def finish(self, made: _KernelCall, status: int, source: Any, destination: Any, root: int) -> Any:
         """Run the rest of a call of the fast path, from the step that has failed."""
+        compiled = made.compiled
+        if made.frames is not None and self.frames is not None and self._sends_frames(source, destination):
+            return self.frames.finish(made.frames.compiled, status, source, destination, root)
         call = self.call(source, destination, root)
         is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
         return self._result(call, is_equal, source, destination)
@@ -212,6 +270,11 @@ class ComparedCall:
 
     def cached_call(self, root: int, most_bytes: int | None) -> fast_path.CachedCall | None:
         """Return the call for the fast path; None if the fast path cannot run it."""
+        made = self.kernel_call(root, most_bytes)
+        return None if made is None else made.cached_call()
+
+    def kernel_call(self, root: int, most_bytes: int | None) -> _KernelCall | None:
+        """Return the call in machine code; None if that is not possible."""
         if not self.comparison.has_kernels:
             return None
         intra, planned = self.comparison.intra, self.steps(root)
@@ -220,7 +283,7 @@ class ComparedCall:
         if len(steps) < len(planned):  # the ranks of the host share no memory
             return None
         limit = self.most_bytes if most_bytes is None else min(most_bytes, self.most_bytes)
-        return _KernelCall(self, root, limit, steps).cached_call()
+        return _KernelCall(self, root, limit, steps)
 
     def _cached_step(self, intra: Group, step: splits.Step) -> fast_path.CachedCall | None:
         """Return a step within the host for the fast path."""
@@ -243,7 +306,7 @@ class _Call:
         self.plan, self.blocks, self.source, self.destination, self.root = plan, blocks, source, destination, root
         self.spec, self.group, self.exchange = plan.spec, plan.group, plan.comparison.exchange
         self.num_bytes = 0 if source is None else source.numel() * plan.sent_dtype.itemsize
-        self.number = plan.group.call_number ^ self.num_bytes
+        self.number = plan.group.call_number ^ self.num_bytes ^ plan.mark
         """What is compared: that of the call, and its length."""
         self.is_root, self.is_home = self.group.rank == root, plan.own_host == plan.host_of[root]
         self.steps = plan.steps(root)
@@ -402,6 +465,161 @@ class _Call:
             buffers.overwrite(self.flat, self._own(self.num_bytes))
 
 
+class _Frames(ABC):
+    """Calls whose ranks do not know all lengths.
+
+    Frames are sent with the comparison: they have what the ranks must know, and the values if these are few. Other
+    values follow in messages of their own.
+    """
+
+    def __init__(self, plan: ComparedCall, collective: str, frame_bytes: int, message_bytes: int) -> None:
+        """Prepare the calls of a plan, whose frames are gathered or broadcast; `message_bytes`: as for `plan`."""
+        self._plan, self._group, self._comparison = plan, plan.group, plan.comparison
+        self._frame_bytes, self._message_bytes = frame_bytes, message_bytes
+        self._frames = ComparedCall(
+            plan.group, plan.comparison, collective, None, None, plan.longer, code=plan.code, mark=_OF_FRAMES
+        )
+        with torch.inference_mode(False):
+            self._given, self._received = map(torch.from_numpy, plan.comparison.rows_memory)
+
+    def run(self, source: Any, destination: Any, root: int) -> Any:
+        """Run a call, and return its result."""
+        return self._end(self._frames.perform(self._call(source, destination, root)), source, destination, root)
+
+    def finish(self, compiled: CompiledSteps, status: int, source: Any, destination: Any, root: int) -> Any:
+        """Run the rest of a call of the fast path, from the step that has failed."""
+        is_equal = True
+        if compiled.record.failed_step != records.STEP_PARTS:
+            call = self._call(source, destination, root)
+            is_equal = self._comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
+        elif status == records.TIMEOUT:
+            self._comparison.wait.give_up(compiled, source, destination)
+        elif status != records.UNEVEN:
+            raise self._group.context.MPI.Exception(status)
+        return self._end(is_equal, source, destination, root)
+
+    def _end(self, is_equal: bool, source: Any, destination: Any, root: int) -> Any:
+        """Take the values from the frames, or exchange them; raise on all ranks if the calls differ."""
+        if not is_equal:
+            self._group.refuse_call(self._plan.kind)
+            return self._plan.longer(source, destination, root)
+        if self._comparison.exchange is None:
+            self._group.call_log.count_wait()
+        return self._read(source, destination, root)
+
+    @abstractmethod
+    def _call(self, source: Any, destination: Any, root: int) -> _Call:
+        """Write the frame of this rank, and return the call on frames."""
+
+    @abstractmethod
+    def _read(self, source: Any, destination: Any, root: int) -> Any:
+        """Return the result of a call whose frames have arrived."""
+
+    def kernel_call(self, call: records.KernelCall, root: int) -> _KernelCall | None:
+        """Complete the record of a call in machine code; return that of the frames, None if there is none."""
+        made = self._frames.kernel_call(root, None)
+        if made is not None:
+            made.complete(call, self._frame_bytes, self._message_bytes)
+        return made
+
+
+class _Described(_Frames):
+    """Scatters of which the root alone knows the tensor, or whose values have no room in the comparison."""
+
+    def __init__(self, plan: ComparedCall, message_bytes: int) -> None:
+        super().__init__(plan, "broadcast", records.DESCRIPTION_BYTES + _MOST_VALUES, message_bytes)
+
+    def _frame(self, root: int) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
+        """Return memory for the frame, and in it the description and the values."""
+        frame = (self._given if self._group.rank == root else self._received)[: self._frame_bytes]
+        description, values = frame.split_with_sizes([records.DESCRIPTION_BYTES, _MOST_VALUES])
+        return frame, description.numpy().view(np.int64), values
+
+    def _call(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> _Call:
+        frame, description, values = self._frame(root)
+        if self._group.rank == root:
+            assert source is not None
+            shape, first = tuple(source.shape) or (1,), records.TensorMessage.shape
+            description[:first] = 0
+            if len(shape) <= _MOST_DIMS:
+                description[: first + len(shape)] = dtypes.info(source.dtype).code, len(shape), *shape
+                if source.nbytes <= _MOST_VALUES:
+                    values[: source.nbytes] = buffers.byte_view(source)
+        return _Call(self._frames, self._frames.blocks_of(frame), frame, None, root)
+
+    def _read(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> Any:
+        group, (_, description, values) = self._group, self._frame(root)
+        code, num_dims, *dims = description.tolist()
+        if num_dims == 0:
+            return self._plan.longer(source, destination, root)
+        dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims])
+        assert dtype is not None
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > _MOST_VALUES:
+            group.scattered = group.call_log.seq, (shape, dtype)
+            return self._plan.longer(source, destination, root)
+        whole = values[:num_bytes].view(dtype).view(shape)
+        first, num_rows = partition.part_of(shape[0], group.size, group.rank)
+        destination = destination_for(whole, num_rows, destination)
+        buffers.overwrite(destination, whole[first : first + num_rows])
+        return destination
+
+
+class _Parts(_Frames):
+    """Exchanges of parts of any length.
+
+    The frame of a rank has the sizes of the parts that it sends and expects. So all ranks know all sizes, and whether
+    any two differ.
+    """
+
+    def __init__(self, plan: ComparedCall, values_bytes: int, message_bytes: int) -> None:
+        self._sizes_bytes = 2 * plan.group.size * memory_layout.FIELD_BYTES
+        super().__init__(plan, "allgather", self._sizes_bytes + values_bytes, message_bytes)
+
+    @classmethod
+    def of(cls, plan: ComparedCall, message_bytes: int) -> _Parts | None:
+        """Return the exchanges of a group; None if it has too many ranks for frames."""
+        num_blocks = len(plan.hosts) * plan.most_ranks
+        room = most_together(len(plan.hosts)) // num_blocks - 2 * plan.group.size * memory_layout.FIELD_BYTES
+        return cls(plan, min(room, _MOST_VALUES), message_bytes) if room >= 0 else None
+
+    def _sizes(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Return the frame of this rank, those of all ranks, and the sizes in these."""
+        size = self._group.size
+        frames = self._received[: size * self._frame_bytes].view(size, self._frame_bytes)
+        sizes = frames[:, : self._sizes_bytes].numpy().view(np.int64).reshape(size, 2, size)
+        return self._given[: self._frame_bytes], frames, sizes
+
+    def _call(self, source: Any, destination: Any, root: int) -> _Call:
+        sources, destinations = self._plan.parts_of(source, destination)
+        frame, frames, _ = self._sizes()
+        sizes, values = frame.split_with_sizes([self._sizes_bytes, self._frame_bytes - self._sizes_bytes])
+        sizes.numpy().view(np.int64)[:] = [part.nbytes for part in (*sources, *destinations)]
+        others = [part for rank, part in enumerate(sources) if rank != self._group.rank]
+        if sum(part.nbytes for part in others) <= len(values):
+            for part in others:
+                values[: part.nbytes] = buffers.byte_view(part)
+                values = values[part.nbytes :]
+        return _Call(self._frames, self._frames.blocks_of(frame), frame, frames.view(-1), 0)
+
+    def _read(self, source: Any, destination: Any, root: int) -> Any:
+        group, (sources, destinations) = self._group, self._plan.parts_of(source, destination)
+        _, frames, sizes = self._sizes()
+        longest_part(sizes, group.where)
+        sent = sizes[:, 0].copy()
+        np.fill_diagonal(sent, 0)
+        if sent.sum(1).max() > self._frame_bytes - self._sizes_bytes:
+            group.even_seq = group.call_log.seq
+            self._plan.longer(sources, destinations, root)
+            return destination
+        for rank, part in enumerate(destinations):
+            begin = self._sizes_bytes + int(sent[rank, : group.rank].sum())
+            own = buffers.byte_view(sources[rank])
+            values = own if rank == group.rank else frames[rank, begin : begin + part.nbytes]
+            buffers.overwrite(buffers.byte_view(part), values)
+        return destination
+
+
 class _KernelCall:
     """The record of the kernel `over_hosts`, and the memory to which it points."""
 
@@ -415,18 +633,19 @@ class _KernelCall:
             steps: The steps within the host; none on ranks without them.
         """
         group, spec, hosts, own_host = plan.group, plan.spec, plan.hosts, plan.own_host
-        self._plan, self._group, self._root, self._read_ticks = plan, group, root, kernels.load()["read_ticks"]
+        self._plan, self._group, self._root = plan, group, root
+        self._read_ticks, self._run = (kernels.load()[name] for name in ("read_ticks", "call_over_hosts"))
         names = [step.collective for step in plan.steps(root)]
-        self._compiled = CompiledSteps(plan.comparison, steps, names, rounds=plan.rounds(root))
+        self.compiled = CompiledSteps(plan.comparison, steps, names, rounds=plan.rounds(root))
         is_root, is_first = group.rank == root, plan.comparison.exchange is not None
         self._code = plan.code | root << 32 if spec.is_rooted else plan.code
         self._ranks = np.full((len(hosts), plan.most_ranks), -1, np.int64)
         for host, ranks in enumerate(hosts):
             self._ranks[host, : len(ranks)] = ranks
-        self._compiled.record.write(
+        self.compiled.record.write(
             value_bytes=most_bytes,
             call_log=group.call_log.address,
-            code=self._code,
+            mark=plan.mark,
             sent_item_bytes=plan.sent_dtype.itemsize,
             widen=reduction.converter(plan.dtype, plan.sent_dtype),
             finish=reduction.converter(plan.sent_dtype, plan.dtype, divides=plan.divides),
@@ -454,8 +673,48 @@ class _KernelCall:
             item_bytes=plan.dtype.itemsize,
             reducer=0 if plan.op is None else reduction.address(plan.sent_dtype, plan.op),
             root=root if spec.is_rooted else -1,
-            hosts=self._compiled.record,
+            message=plan.comparison.rows_memory[0].ctypes.data,
+            dtype=dtypes.info(plan.dtype).code,
+            hosts=self.compiled.record,
         )
+        self.frames = None if plan.frames is None else plan.frames.kernel_call(self._call, root)
+
+    def complete(self, call: records.KernelCall, frame_bytes: int, message_bytes: int) -> None:
+        """Write to the record of a call how parts of any length are sent, of which this one sends the frames."""
+        group, comparison = self._group, self._plan.comparison
+        MPI, size = group.context.MPI, group.size
+        self._transfers = np.zeros((size, records.Transfer.FIELDS), np.int64)
+        self._requests, self._status = np.zeros(2 * size, np.int64), np.zeros(STATUS_BYTES, np.uint8)
+        self._messages = records.Hosts.new().write(
+            wait=comparison.wait.record,
+            eager=comparison.wait.eager,
+            **kernel_fields(MPI, group.comm, self._status, NONBLOCKING),
+            tag=PARTS_TAG,
+            received_bytes=message_bytes,
+            requests=self._requests.ctypes.data,
+        )
+        call.write(transfers=self._transfers.ctypes.data)
+        call.hosts.write(frames=self._call, frame_bytes=frame_bytes, parts=self._messages)
+
+    def run(self, call: _Call) -> bool:
+        """Run a call that Python has entered; return whether all ranks make it."""
+        comparison, source, target, call_log = self._plan.comparison, call.source, call.target, self._group.call_log
+        comparison.wait.check()
+        num_bytes, row_bytes = 0, 0
+        if source is not None:
+            num_bytes, row_bytes = source.nbytes, rows_of(source)[1] * source.itemsize
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (source, target)]
+        arguments = call_log.seq, call.number, addresses[0], num_bytes, row_bytes, addresses[1]
+        try:
+            status = self._run(int(self._call), *arguments)
+            if status == 0:
+                call_log.time_field = CounterFields.known_ns
+                return True
+            call_log.log_fields[LogFields.waited] = 0
+            return comparison.finish(call.number, self.compiled, status, call.before, call.between, call.after)
+        except BaseException:
+            self.compiled.abort()
+            raise
 
     def cached_call(self) -> fast_path.CachedCall:
         """Return the call for the fast path."""
@@ -463,10 +722,12 @@ class _KernelCall:
         return fast_path.CachedCall(int(self._call), call_log, run_lock, self._code, 0, self._settle, self._abort)
 
     def _settle(self, status: int, source: Any, destination: Any) -> Any:
-        finish = partial(self._plan.finish, self._compiled, status, source, destination, self._root)
+        finish = partial(self._plan.finish, self, status, source, destination, self._root)
         return self._group.settle(self._read_ticks(), finish)
 
-    def _abort(self) -> None:
-        self._compiled.abort()
+    def _abort(self, _: object) -> None:
+        self.compiled.abort()
+        if self.frames is not None:
+            self.frames.compiled.abort()
         self._group.call_log.take_over(self._read_ticks())
         self._group.call_log.abandon()

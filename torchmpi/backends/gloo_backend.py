@@ -31,7 +31,7 @@ class GlooBackend(Backend):
     device_types = ("cpu", "cuda")
     collectives = (
         "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-        "exchange_parts", "exchange_matching_parts",
+        "exchange_parts",
     )  # fmt: skip
     announces = True
     enqueues = False

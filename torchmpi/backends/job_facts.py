@@ -38,8 +38,6 @@ class JobFacts:
     devices: Devices
     processes: Sequence[Probe]
     """The ranks of this host."""
-    log: Callable[[str], object]
-    """Tells the user of this rank what may take long."""
     bind_step: Callable[..., Any]
     """Prepares a step of a collective in several steps, by the backend that is selected for it."""
     is_cuda_aware: bool

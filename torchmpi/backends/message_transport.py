@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..communicators.call_queue import CallQueue, RunLock
+from ..communicators.call_queue import NOW, CallQueue, RunLock
 from ..communicators.group import Group
 from ..shared_memory.memory_layout import LockFields
 from ..tensors import buffers, dtypes, partition
@@ -241,15 +241,18 @@ class MpiTransport(Transport):
 
     def start(self, message: PostedMessage, make: Callable[[PostedMessage], Stage]) -> None:
         """Begin a stage of a message in the order of its direction."""
-        stage = make(message)
-        with message.call_queue.run_lock, self._lock:  # the fast path may exchange messages with this rank
+        # With the run lock, since the fast path may exchange messages with this rank.
+        message.call_queue.run_lock.run(self._begin, message, make(message))
+        self.test(message)
+
+    def _begin(self, message: PostedMessage, stage: Stage) -> None:
+        with self._lock:
             self.adopt(message, stage)
             try:
                 stage.requests.extend(stage.begins)
             except self.MPI.Exception:
-                self._remove(next(each for each in self._open[message.call_queue] if each.message is message))
+                self._remove(next(each for each in self._open[message.call_queue] if each.message is message), [])
                 raise
-        self.test(message)
 
     def adopt(self, message: PostedMessage, stage: Stage) -> None:
         """Continue a message that the fast path has begun; the caller has the run lock of its direction.
@@ -273,32 +276,43 @@ class MpiTransport(Transport):
         return turn + 1
 
     def test(self, message: PostedMessage) -> None:
-        ended = []
+        removed: list[_Open] = []
         try:
-            if not self._lock.acquire(False):  # another thread does
-                return
-            for each in list(self._open.get(message.call_queue, ())):
-                if self._has_ended(each):
-                    ended.append(each)
-                if each.message is message:
-                    break
+            self._remove_ended(message, removed)
         finally:  # also after an interrupt, so that the end of no message is lost
-            for each in ended:
-                self._remove(each)
-                self.group.messages.add(-each.stage.num_received)
-            if self._lock._is_owned():
-                self._lock.release()
-            for each in ended:
+            for each in removed:
                 if each.error is not None:
                     each.message.fail(each.error)
                 else:
                     each.message.end_record()
                     each.message.finish(each.result)
 
-    def _remove(self, opened: _Open) -> None:
+    def _remove_ended(self, message: PostedMessage, removed: list[_Open]) -> None:
+        """Remove what has ended of the messages up to this one, and add it to a list.
+
+        An interrupt comes when a function begins, or has returned, so that it leaves no lock taken.
+        """
+        (taken,) = map(self._lock.acquire, NOW)
+        if not taken:  # another thread does
+            return
+        try:
+            for each in list(self._open.get(message.call_queue, ())):
+                if self._has_ended(each):
+                    self._remove(each, removed)
+                    self.group.messages.add(-each.stage.num_received)
+                if each.message is message:
+                    break
+        finally:
+            self._lock.release()
+
+    def _remove(self, opened: _Open, removed: list[_Open]) -> None:
+        """Move a message to a list, all of it or, after an interrupt, nothing: from `del` on without a call."""
         queue = opened.message.call_queue
-        self._open[queue].remove(opened)
-        queue.run_lock.fields[LockFields.pending] -= 1
+        fields, others = queue.run_lock.fields, self._open[queue]
+        index = others.index(opened)
+        del others[index]
+        fields[LockFields.pending] -= 1
+        removed += [opened]
 
     def sleep(self, message: PostedMessage, seconds: float) -> None:
         """Sleep until something may have arrived; without an MPI library this also reads."""
@@ -317,7 +331,7 @@ class MpiTransport(Transport):
                 request.Cancel()
                 request.Wait(found.status)
                 if found.status.Is_cancelled():
-                    self._remove(found)
+                    self._remove(found, [])
                     return True
         self.test(message)  # it arrived before it could be cancelled
         return False

@@ -21,7 +21,7 @@ from ..communicators.group import Group
 from ..config import Config
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, dtypes, partition, streams
-from ..tensors.operation_specs import OperationSpec, form
+from ..tensors.operation_specs import OperationSpec
 from ..tensors.writable import is_writable
 from . import range_reduction
 from .base import Backend, Operation, collectives_of
@@ -29,6 +29,7 @@ from .compared_calls import with_comparison
 from .comparing import compared
 from .job_facts import JobFacts
 from .mpi_messages import (
+    PARTS_TAG,
     Range,
     broadcast_header,
     check_part_sizes,
@@ -42,7 +43,6 @@ from .range_reduction import RangeReduction
 from .rank_order import combiner, divide
 from .shm import SharedMemoryBackend
 
-_TAG = 1
 # Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
 
@@ -97,7 +97,10 @@ class MPIBackend(Backend):
         if not SPECS[collective].reduces:
             longer = getattr(MPIMovement(group, self.config.message_bytes), collective)
             # The tensors of a CUDA-aware library may be on a device.
-            return Operation(longer) if self.is_cuda_aware else with_comparison(group, collective, dtype, op, longer)
+            if self.is_cuda_aware:
+                return Operation(longer)
+            message_bytes = self.config.message_bytes
+            return with_comparison(group, collective, dtype, op, longer, message_bytes=message_bytes)
         assert dtype is not None and op is not None
         reduction: RangeReduction
         if dtypes.may_use_mpi(dtype, op, group.size):
@@ -112,7 +115,7 @@ class NativeReduction:
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         MPI = group.context.MPI
-        name, spec = dtypes.info(dtype).mpi_name, form(op, dtype)
+        name, spec = dtypes.info(dtype).mpi_name, dtypes.form(op, dtype)
         assert name is not None
         self.MPI, self.comm, self.rank, self.size = MPI, group.comm, group.rank, group.size
         self.type, self.op = getattr(MPI, name), getattr(MPI, spec.mpi_name)
@@ -338,7 +341,8 @@ class MPIMovement:
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, rows[self.rank], destination)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        if shape[0] * row_bytes <= self.message_bytes:
+        has_frame = self.group.scattered[0] == self.group.call_log.seq  # machine code then sends a message to each rank
+        if shape[0] * row_bytes <= self.message_bytes and not has_frame:
             message = None
             if source is not None:
                 counts, offsets = counts_and_offsets([count * row_bytes for count in rows])
@@ -380,11 +384,6 @@ class MPIMovement:
         check_part_sizes(self.group, sources, destinations)
         self._exchange(sources, destinations)
 
-    def exchange_matching_parts(
-        self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int
-    ) -> None:
-        self._exchange(sources, destinations)
-
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         self.group.call_log.log_fields[LogFields.algorithm] = algorithms.DIRECT
         own = incoming[self.rank]  # of as many elements as the other one, but perhaps of another shape
@@ -393,9 +392,9 @@ class MPIMovement:
         for shift in range(1, self.size):
             target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size
             for message in self._messages(incoming[origin]):
-                requests.append(self.comm.Irecv((message, self.MPI.BYTE), origin, _TAG))
+                requests.append(self.comm.Irecv((message, self.MPI.BYTE), origin, PARTS_TAG))
             for message in self._messages(outgoing[target]):
-                requests.append(self.comm.Isend((message, self.MPI.BYTE), target, _TAG))
+                requests.append(self.comm.Isend((message, self.MPI.BYTE), target, PARTS_TAG))
         self.MPI.Request.Waitall(requests)
 
     def _rows(self, source: torch.Tensor) -> tuple[list[int], int]:
@@ -410,8 +409,8 @@ class MPIMovement:
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         for message in self._messages(tensor):
-            self.comm.Send((message, self.MPI.BYTE), target, _TAG)
+            self.comm.Send((message, self.MPI.BYTE), target, PARTS_TAG)
 
     def _receive(self, tensor: torch.Tensor, origin: int) -> None:
         for message in self._messages(tensor):
-            self.comm.Recv((message, self.MPI.BYTE), origin, _TAG)
+            self.comm.Recv((message, self.MPI.BYTE), origin, PARTS_TAG)

@@ -18,7 +18,7 @@ import torch
 from ..communicators import call_parts
 from ..shared_memory.kernels import reduction
 from ..tensors import buffers, dtypes
-from ..tensors.operation_specs import OPERATIONS, OperationSpec, form
+from ..tensors.operation_specs import OPERATIONS, OperationSpec
 
 Combiner = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 """``combine(parts, out)``: combines flat tensors in host memory in their order; `out` may be one of them."""
@@ -57,7 +57,7 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     >>> result
     tensor([2., 4.])
     """
-    spec, accumulator = form(op, out.dtype), accumulator_of(out.dtype, op)
+    spec, accumulator = dtypes.form(op, out.dtype), accumulator_of(out.dtype, op)
     if not (out.is_floating_point() or out.is_complex()):
         _combine_integers(parts, spec, out)
         return

@@ -28,7 +28,8 @@ MOST_DIMS = 64
 """The limit of torch."""
 _POLLS, _CROWDED_POLLS = 3000, 50
 _YIELD_NANOSECONDS, _SLEEP_NANOSECONDS = 300_000, 1_000_000
-_LEAST_SLEEP, _MOST_SLEEP, _GROWTH = 20, 1000, 1.25  # microseconds
+_OTHERS_SECONDS = 20e-6
+"""How long to leave the messages to another thread that continues them."""
 _ANY_SHAPE = 1  # so many fields are compared: the number of bytes
 _SHAPE = 3  # and with those of the dtype and the shape
 
@@ -56,10 +57,6 @@ class Frames:
     def tag(self) -> int:
         """The tag of what is sent or expected."""
         return self.fields[0]
-
-    def expected_shape(self) -> tuple[int, ...]:
-        """Return the shape of the tensor that is sent or expected."""
-        return tuple(self.fields[_SHAPE_AT : _SHAPE_AT + self.fields[records.Frame.num_dims]])
 
     def received(self, source: int, memory: Any = None) -> Received:
         """Return what has been received, whose values are in `memory` if not where they belong."""
@@ -121,6 +118,7 @@ class RingTransport(Transport, GroupResource):
         for peer in range(self.size):
             sends, receives = self._directions[peer], self._directions[self.size + peer]
             sends.ring, receives.ring = self.ring(group.rank, peer), self.ring(peer, group.rank)
+            sends.other = receives.other = self.ring(peer, peer)
             receives.is_receive = 1
 
     def ring(self, sender: int, receiver: int) -> MessageRing:
@@ -133,27 +131,11 @@ class RingTransport(Transport, GroupResource):
     def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
         if not was_deferred:
             self.begin_deferred()
-        with self.lock:
-            if self.is_closed:
-                raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
-            message.begin_record()
-            early = self._early_for(message)
-            ended = []
-            if early is not None and early.state == records.ENDED:
-                if early in self._open:
-                    self._remove(early)
-                self._count(early, -1)
-                early.message = message
-                message.end_record()
-                ended.append(early)
-            elif early is not None:  # it arrives now
-                self._count(early, -1)
-                early.message = message
-                self._count(early, 1)
-            else:
-                self._enter(self._request_of(message))
-                ended = self._continue()
-        self._end(ended)
+        ended: list[_MessageRequest] = []
+        try:
+            self.lock.run(self._post, message, ended)
+        finally:
+            self._end(ended)
 
     def adopt(self, message: PostedMessage, frames: Frames, record: records.MessageRequest) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record.
@@ -166,56 +148,73 @@ class RingTransport(Transport, GroupResource):
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
         """Continue the messages of the group for a while, in the thread that waits for one; return the next turn."""
-        if not self.lock.acquire(False):  # another thread does
-            message.pause(_LEAST_SLEEP / 1e6)
-            return turn + 1
-        ended = []
+        pause = (1, 1, _SLEEP_NANOSECONDS) if turn else (self.polls, 0, _YIELD_NANOSECONDS)
+        ended: list[_MessageRequest] = []
         try:
-            if turn == 0:
-                ended = self._continue(self.polls, 0, _YIELD_NANOSECONDS)
-            else:
-                sleep = min(_LEAST_SLEEP * _GROWTH**turn, _MOST_SLEEP) if turn < 50 else _MOST_SLEEP
-                ended = self._continue(1, int(sleep), _SLEEP_NANOSECONDS)
+            if self.lock.run(self._continue, ended, *pause, blocking=False) is None:
+                message.pause(_OTHERS_SECONDS)
         finally:
-            self.lock.release()
             self._end(ended)
         return 0 if ended else turn + 1
 
     def test(self, message: PostedMessage) -> None:
         """Continue the messages of the group if that is possible at once."""
-        if self.lock.acquire(False):
-            ended = []
-            try:
-                ended = self._continue()
-            finally:
-                self.lock.release()
-                self._end(ended)
+        ended: list[_MessageRequest] = []
+        try:
+            self.lock.run(self._continue, ended, blocking=False)
+        finally:
+            self._end(ended)
 
     def cancel(self, message: PostedMessage) -> bool:
-        with self.lock:
-            for direction in self._directions_of(message):
-                for request in self._posted[direction]:
-                    if request.message is message and request.state == records.WAITING:
-                        self._remove(request)
-                        return True
-        return False
+        return bool(self.lock.run(self._withdraw, message))
 
     def close(self) -> None:
         """End the use of the rings; messages that have not ended fail."""
         self.begin_deferred()
-        with self.lock:
-            self.is_closed = True
-            self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
-            for request in self._open:
-                self._count(request, -1)
-            messages = [request.message for request in self._open if request.message is not None]
-            self._open.clear()
-            for posted in self._posted:
-                posted.clear()
-        for message in messages:
+        for message in self.lock.run(self._take_all) or ():
             message.fail(CommunicatorError(f"{message.what}: {self.group.name} has been destroyed."))
 
     # --- With the lock ----------------------------------------------------------------------------------------------
+
+    def _post(self, message: PostedMessage, ended: list[_MessageRequest]) -> None:
+        if self.is_closed:
+            raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
+        message.begin_record()
+        early = self._early_for(message)
+        if early is not None and early.state == records.ENDED:
+            if early in self._open:
+                self._remove(early)
+            self._count(early, -1)
+            early.message = message
+            message.end_record()
+            ended.append(early)
+        elif early is not None:  # it arrives now
+            self._count(early, -1)
+            early.message = message
+            self._count(early, 1)
+        else:
+            self._enter(self._request_of(message))
+            self._continue(ended)
+
+    def _withdraw(self, message: PostedMessage) -> bool:
+        for direction in self._directions_of(message):
+            for request in self._posted[direction]:
+                if request.message is message and request.state == records.WAITING:
+                    self._remove(request)
+                    return True
+        return False
+
+    def _take_all(self) -> list[PostedMessage]:
+        """Let no message begin, and return those that have not ended."""
+        self.is_closed = True
+        self.lock.fields[LockFields.pending] += 1  # never idle again: the fast path does not use the rings
+        for request in self._open:
+            self._count(request, -1)
+        messages = [request.message for request in self._open if request.message is not None]
+        self._open.clear()
+        for posted in self._posted:
+            posted.clear()
+        return messages
 
     def _directions_of(self, message: PostedMessage) -> list[int]:
         if not message.is_receive:
@@ -277,14 +276,15 @@ class RingTransport(Transport, GroupResource):
                 address = request.address
         self._cells[direction * records.Direction.FIELDS + records.Direction.request] = address
 
-    def _continue(self, polls: int = 1, microseconds: int = 0, nanoseconds: int = 0) -> list[_MessageRequest]:
-        """Continue all messages until one has ended; return those that have."""
-        directions, count = int(self._directions), 2 * self.size
-        while (status := self._advance(directions, count, self.capacity, polls, microseconds, nanoseconds)) >= (
-            records.UNEXPECTED
-        ):
+    def _continue(self, ended: list[_MessageRequest], polls: int = 1, sleeps: int = 0, nanoseconds: int = 0) -> bool:
+        """Continue all messages until one has ended; add those that have, and return whether one has."""
+        rank = self.group.rank
+        what = int(self._directions), 2 * self.size, int(self.ring(rank, rank)), self.capacity
+        while (status := self._advance(*what, polls, sleeps, nanoseconds)) >= records.UNEXPECTED:
             self._make_way(status - records.UNEXPECTED)
-        return self._take_ended() if status == records.SOME_ENDED else []
+        if status == records.SOME_ENDED:
+            self._take_ended(ended)
+        return bool(ended)
 
     def _make_way(self, direction: int) -> None:
         """Let the kernel receive the message that arrives in a direction and is not the expected one."""
@@ -306,17 +306,16 @@ class RingTransport(Transport, GroupResource):
         self._posted[direction].append(early)
         self._directions[direction].request = record
 
-    def _take_ended(self) -> list[_MessageRequest]:
-        ended = [request for request in self._open if request.cells[_STATE] == records.ENDED]
-        for request in ended:
+    def _take_ended(self, ended: list[_MessageRequest]) -> None:
+        for request in [request for request in self._open if request.cells[_STATE] == records.ENDED]:
             self._remove(request)
             if request.message is not None:
                 request.message.end_record()
+                ended.append(request)
         for request in self._open:
             if request.is_from_any and request.state == records.BEGUN:
                 for direction in request.directions:  # all others but one
                     self._choose(direction)
-        return [request for request in ended if request.message is not None]
 
     def _early_for(self, message: PostedMessage) -> _MessageRequest | None:
         """Take the first message that has arrived before this receive of it."""

@@ -8,6 +8,7 @@ of the ranks when they synchronize, so no other comparison is necessary.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,7 +19,9 @@ import torch
 
 from ..collective_specs import SPECS
 from ..communicators import call_log
-from ..communicators.call_log import Call, call_code
+from ..communicators.call_codes import as_many, call_code
+from ..communicators.call_log import Call
+from ..communicators.call_queue import Polling
 from ..communicators.group import Group, GroupResource
 from ..communicators.plan import Run
 from ..config import Config
@@ -43,7 +46,6 @@ from .mpi_messages import destination_for, longest_part, rows_of
 WHOLE_BYTES = 16 << 10
 """Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
 
-_SPINS, _YIELDS = records.GroupRecord.spins, records.GroupRecord.yields
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others.
 # Beside messages between hosts it gains nothing, and other hosts may share the cores, as containers do.
@@ -70,7 +72,6 @@ class SharedMemoryBackend(Backend):
         self,
         config: Config,
         heap: SharedHeap,
-        announce: Callable[[str], object],
         processes: Sequence[process_vm.Probe] = (),
     ) -> None:
         """Create the backend; `processes`: the ranks whose memory may be read directly."""
@@ -81,7 +82,7 @@ class SharedMemoryBackend(Backend):
             self.problem = "it is switched off (slot_bytes=0)"
             return
         try:
-            self.kernels = kernels.load(announce)
+            self.kernels = kernels.load()
         except Exception as error:  # of numba or LLVM: the job runs without shared memory
             self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
             return
@@ -90,7 +91,7 @@ class SharedMemoryBackend(Backend):
     @classmethod
     def make(cls, job: JobFacts) -> SharedMemoryBackend:
         """Make the backend of a job."""
-        return cls(job.config, job.heap, job.log, job.processes)
+        return cls(job.config, job.heap, job.processes)
 
     def offer(self) -> tuple[str, bool]:
         """Return the problem of this rank, and whether it can read the memory of all others of its host."""
@@ -142,7 +143,7 @@ class SharedMemoryBackend(Backend):
         if on_lists is None:
             return operation
         run_list = _or_abort(on_lists, calls.shared)
-        cached_list = CallsOfFastPath(calls, collective, call_log.as_many(code), run_list).cached_call
+        cached_list = CallsOfFastPath(calls, collective, as_many(code), run_list).cached_call
         return replace(operation, run_list=run_list, cached_list=cached_list)
 
     def compared(self, run: Run, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
@@ -201,11 +202,11 @@ class SharedGroup(GroupResource):
             call_log=group.call_log.address,
             processes=self._processes.ctypes.data if all(processes) else 0,
         )
-        self._cells = self.record.cells
         polls_less = is_crowded or len(set(group.context.hosts)) > 1
-        self._eager = (_CROWDED_SPINS if polls_less else _EAGER_SPINS), _EAGER_YIELDS
-        self.be_patient(polite=False)
-        group.call_queue.be_patient = self.be_patient
+        eager = array("q", (_CROWDED_SPINS if polls_less else _EAGER_SPINS, _EAGER_YIELDS))
+        numbers = memoryview(self.record.cells)[records.GroupRecord.spins : records.GroupRecord.yields + 1]
+        group.call_queue.polling = Polling(numbers, eager, array("q", (_POLITE_SPINS, _POLITE_YIELDS)))
+        numbers[:] = eager
         self._rank, self._call_log = group.rank, group.call_log
 
     def abort(self) -> None:
@@ -232,11 +233,6 @@ class SharedGroup(GroupResource):
     def expire(self, seq: int) -> None:
         """Make the kernel that waits in this call return with TIMEOUT."""
         self.record.write(expired=seq)
-
-    def be_patient(self, *, polite: bool) -> None:
-        """Set how kernels wait: `polite` with little polling beside a computation, otherwise for the lowest latency."""
-        cells = self._cells  # twice in each call beside a computation, so without properties
-        cells[_SPINS], cells[_YIELDS] = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
 
     def payload(self, rank: int, seq: int) -> int:
         """Return the index of the payload of a call in the fields of the status board."""
@@ -593,8 +589,6 @@ class SharedMovement(SharedCalls):
                 all_sizes[rank] = fields[at] // size * self._item_bytes
         return all_sizes
 
-    exchange_matching_parts = exchange_parts  # also needs the length of the longest part
-
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         self.transfers[:, records.Transfer.send_address], self.transfers[:, records.Transfer.send_bytes] = (
             addresses,
@@ -632,7 +626,7 @@ class CallsOfFastPath:
             only_compares=calls.only_compares,
         )
 
-    def _abort(self) -> None:
+    def _abort(self, _: object) -> None:
         """Abort a call of the fast path that `_settle` could not begin to handle."""
         calls = self._calls
         calls.call_log.take_over(calls.kernels["read_ticks"]())

@@ -203,12 +203,6 @@ class RowMovement:
     def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
         """Send part j of `sources` to rank j, and receive part j of `destinations` from rank j."""
         check_part_sizes(self.group, sources, destinations)
-        self.exchange_matching_parts(sources, destinations, root)
-
-    def exchange_matching_parts(
-        self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int
-    ) -> None:
-        """Do the same if both sides of each message are known to have the same size."""
         self.torch_group.exchange(dict(enumerate(sources)), dict(enumerate(destinations)))
 
 

@@ -127,8 +127,8 @@ def _add_top(commands: Any) -> None:
     how.add_argument("--json", action="store_true", help="print the state once, as JSON")
     how.add_argument("--web", action="store_true", help="show it as a page at an address of this host")
     option("--port", type=bench_options.count, metavar="PORT", help="port of the page (default: any that is free)")
-    option("--seconds", type=bench_options.seconds, default=1.0, metavar="S",
-           help="time between two looks (default: %(default)g)")  # fmt: skip
+    option("--seconds", type=bench_options.seconds, metavar="S",
+           help="time between two looks (default: 1, and up to 5 if looks take more than 1 %% of a core)")  # fmt: skip
 
 
 def _add_analyze(commands: Any) -> None:

@@ -7,6 +7,7 @@ All dataclasses here convert to JSON and back without loss, since facts are sent
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import multiprocessing
@@ -282,8 +283,9 @@ def versions() -> dict[str, str | None]:
     return own | {name: version_of(name) for name in OLDEST_AND_TESTED if name not in own}
 
 
+@functools.cache
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
+    """Return the version of an installed package, or None. ``bench`` asks again for each row."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
-from ..communicators.call_log import CallNumber, describe
-from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
+from ..communicators.call_codes import CallNumber, describe
+from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls, is_step
 from ..communicators.message_record import ANY_RANK, MANY_TAGS, NO_TAG, LoggedMessages
 from ..communicators.rank_status import LastCall, RankStatus
 from ..supervision.deadlock import ORDER, described, find_circle, waits_of
@@ -54,11 +54,6 @@ def analyze(records: Sequence[RankCalls]) -> list[Divergence]:
     findings += _awaited_messages(records, latest)
     order = ("different", "deadlock", "missing", "message", "inside", "failed", "idle")
     return sorted(findings, key=lambda found: (order.index(found.kind), is_step(found.group), -len(found.ranks)))
-
-
-def is_step(name: str) -> bool:
-    """Return whether the calls on a group are steps of hierarchical calls, by its name."""
-    return name.endswith((" on one host", " across hosts"))
 
 
 def _latest(record: RankCalls) -> float:

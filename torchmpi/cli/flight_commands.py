@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import psutil
-
-from .. import files
 from ..communicators.flight_record import (
-    FILE_NAME,
-    MOST_BYTES,
     SUFFIX,
     RankCalls,
     ask_for_records,
@@ -30,6 +24,7 @@ from ..errors import TorchMPIError
 from ..supervision.report import named
 from . import torch_traces
 from .flight_analysis import as_json, report
+from .open_records import opened, records_of
 
 _GATHER_SECONDS = 30.0  # for as long NFS may say that a file does not exist
 _POLL_SECONDS = 0.05
@@ -124,22 +119,6 @@ def gather_other_hosts(process: int, folder: Path, about: dict[str, Any]) -> str
     )
 
 
-def opened(path: Path, *, is_changed: bool = False) -> BinaryIO:
-    """Open a file that a process has open; raise OSError if the process could lead this one to a file of others.
-
-    Its user may be another one who wants to stop this command, or to have it read or write what he may not.
-    """
-    file = files.open_input(path, MOST_BYTES, is_changed=is_changed)
-    try:
-        users = psutil.Process(int(path.parts[2])).uids()
-    except psutil.Error:
-        users = ()
-    if not {os.fstat(file.fileno()).st_uid, os.geteuid()} & set(users):
-        file.close()
-        raise PermissionError(errno.EPERM, "not a file of the user of the process", str(path))
-    return file
-
-
 def _are_in(folder: Path, records: Iterable[Path]) -> bool:
     """Return whether a folder is that of TORCHMPI_FLIGHT_RECORD: its files are the records, and not to be replaced."""
     for record in records:
@@ -155,28 +134,3 @@ def _file_number(folder: Path, rank: int) -> int:
         return (folder / f"rank{rank}{SUFFIX}").stat().st_ino
     except OSError:
         return 0
-
-
-def records_of(process: int | None = None) -> Iterator[Path]:
-    """Return the flight records that a process and its children have open, without their help: they may be stopped.
-
-    Without a process, those of all processes of this host.
-
-    Raises:
-        TorchMPIError: The process does not exist.
-    """
-    try:
-        root = None if process is None else psutil.Process(process)
-        children = [] if root is None else [root.pid, *(child.pid for child in root.children(recursive=True))]
-    except psutil.NoSuchProcess:
-        raise TorchMPIError(f"There is no process {process} on this host.") from None
-    for folder in (Path(f"/proc/{pid}/fd") for pid in (psutil.pids() if process is None else children)):
-        try:
-            names = sorted(os.listdir(folder), key=int)
-        except OSError:  # the process of another user, or gone
-            continue
-        for name in names:
-            with contextlib.suppress(OSError):
-                target = os.readlink(folder / name)
-                if target.startswith(f"/memfd:{FILE_NAME}") or target.endswith(SUFFIX):
-                    yield folder / name

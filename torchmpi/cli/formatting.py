@@ -19,13 +19,24 @@ def core_list(cores: Iterable[int]) -> str:
     return as_ranges(sorted(cores))
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
     """Format a number with its noun.
 
     >>> counted(1, "rank"), counted(2, "rank")
     ('1 rank', '2 ranks')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit in which it is best read.
+
+    >>> duration(0.0123), duration(3.21), duration(75)
+    ('12.3 ms', '3.2 s', '75 s')
+    """
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def shortened(texts: Iterable[str], *, most: int = 8, separator: str = ", ") -> str:

@@ -39,6 +39,8 @@ class Job:
         self._is_open_mpi = self._program.library.startswith("Open MPI")
         self.continues: bool = options.on_lost_rank == "continue"
         """Whether the other ranks of Open MPI continue when one is lost."""
+        self.respawns: int = options.respawns
+        """How many ranks may be started in place of lost ones."""
         if self.continues and (problem := fault_tolerance.why_not_built(mpi_library.load())):
             raise LaunchError(f"--on-lost-rank continue: {problem}. {fault_tolerance.HOW_ELSEWHERE}.")
 
@@ -73,10 +75,8 @@ class Job:
             return {}
         of_mpi = fault_tolerance.variables(os.environ) if self.continues else {}
         spares = {fault_tolerance.SPARES_VARIABLE: str(options.spares)} if options.spares else {}
-        if options.respawns:
-            spares |= {
-                respawning.LIMIT_VARIABLE: str(options.respawns), respawning.COMMAND_VARIABLE: shlex.join(start)
-            }  # fmt: skip
+        if self.respawns:
+            spares |= {respawning.LIMIT_VARIABLE: str(self.respawns), respawning.COMMAND_VARIABLE: shlex.join(start)}
         return of_mpi | spares | on_lost_rank(options)
 
     def _open_mpi(self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]) -> list[str]:
@@ -86,7 +86,7 @@ class Job:
         if not placed:
             path, *more = launch_command(self._program, num_ranks)[:-2]
             # A new rank gets a slot of its own, as that of a lost one does not become free.
-            room = ["--oversubscribe"] if self._options.respawns and "--oversubscribe" not in more else []
+            room = ["--oversubscribe"] if self.respawns and "--oversubscribe" not in more else []
             return [path, *always, *more, *room]
         # Not --oversubscribe, with which Open MPI starts all ranks on the first host.
         command = [self._program.path, *always, "--host", ",".join(f"{name}:{count}" for name, count in placed)]

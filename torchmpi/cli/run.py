@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 
+from .. import status_line
 from ..errors import LaunchError
 from ..launch import launcher
 from . import separate_ranks
@@ -30,6 +31,8 @@ def run(options: argparse.Namespace) -> int:
     if options.respawns and options.on_lost_rank != "continue":
         options.refuse("--respawns is for jobs that continue: add --on-lost-rank continue (Open MPI, or --without-mpi)")
     launcher.open_standard_streams()  # MPICH's mpirun does not start without
+    if options.log_dir is None:
+        status_line.offer_terminal()
     if options.report is not None and not options.dry_run:
         from .top.run_report import RunReport  # with an HTTP server
 

@@ -126,7 +126,8 @@ class Supervisor:
             if silent:
                 cause += f"; no answer from {', '.join(silent)}"
             if attempt == self._limits.restarts:
-                logger.error("torchmpi run: the job %s. No restart is left of %d.", cause, self._limits.restarts)
+                left = f" No restart is left of {attempt}." if attempt else ""
+                logger.error("torchmpi run: the job %s.%s", cause, left)
                 return status or 1
             lost = self._wait_for_hosts(gone)
             if self._received is not None:
@@ -161,7 +162,7 @@ class Supervisor:
         if status == 0 and state == fault_tolerance.RUNNING:
             logger.error("torchmpi run: all ranks have been killed.")
             return _ALL_KILLED_STATUS
-        if status > 128 and state == fault_tolerance.ENDED:  # a new rank was killed, and the others have gone on
+        if status > 128 and self._job.respawns and state == fault_tolerance.ENDED:  # that of a new rank; others go on
             return 0
         return status if status >= 0 else 128 - status
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import files
-from ..communicators.call_log import call_names
-from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
-from .flight_analysis import is_step
+from ..communicators.call_codes import call_names
+from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls, is_step
 
 _VERSION = "2.9"
 _BACKEND = "gloo"

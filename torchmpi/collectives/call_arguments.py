@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,30 +15,19 @@ from ..communicators.plan import PLAIN, PLAIN_ON, Place
 from ..errors import ArgumentError, DtypeError
 from ..tensors import buffers, numbers, reused_memory, writable
 from ..tensors.dtypes import OPS
+from ..tensors.modes import are_watching, get_tracing_state
 
 _Tensor = torch.Tensor
-_get_tracing_state = torch._C._get_tracing_state  # bound once: every call that the fast path does not run uses it
 
 
-class CheckedArguments(NamedTuple):
-    """The checked arguments of a collective."""
+def check(group: Group, spec: CollectiveSpec, tensor: Any, out: Any, root: Any) -> tuple[int, str]:
+    """Check what this rank passes to a collective, and raise if it cannot be used.
 
-    tensor: _Tensor | None
-    """A number has become a tensor."""
-    root: int
-    place: str
-    """A Place, or the type of a device without backends."""
-    finish: Callable[[Any], Any] | None
-    """Converts the result, if the argument was a number."""
-
-
-def check(group: Group, spec: CollectiveSpec, tensor: Any, out: Any, root: Any, op: str | None) -> CheckedArguments:
-    """Check what this rank passes to a collective; raise if it cannot be used."""
+    Returns:
+        The root, and the place of the tensors: a Place, or the type of a device without backends.
+    """
     if out is not None and not isinstance(out, _Tensor):
-        raise DtypeError(f"{group.where}: {spec.name}: {_not_out(out)}")
-    finish: Callable[[Any], Any] | None = None
-    if type(tensor) is not _Tensor and tensor is not None:
-        tensor, finish = from_number(group, spec, tensor, out, op)
+        raise _not_a_result(group, spec, out)
     if type(root) is not int or not 0 <= root < group.size:
         root = check_root(group, root, spec.name)
     is_root = root == group.rank
@@ -46,7 +35,7 @@ def check(group: Group, spec: CollectiveSpec, tensor: Any, out: Any, root: Any, 
     written = tensor if out is None and spec.changed_by[is_root] else out if spec.receives(is_root) else None
     if written is not None and not writable.is_writable(written):  # else no name of the rank is needed
         writable.refuse_read_only(group.where, spec.name if out is None else f"{spec.name}: out", written)
-    return CheckedArguments(tensor, root, place, finish)
+    return root, place
 
 
 def from_number(
@@ -55,6 +44,8 @@ def from_number(
     """Return a number as a tensor, and what converts the result, once; other values as they are."""
     if not numbers.is_number(value):
         return value, None
+    if out is not None and not isinstance(out, _Tensor):
+        raise _not_a_result(group, spec, out)
     try:
         if spec.divides:
             raise DtypeError("a number cannot be split over ranks. Pass a tensor with one row per rank.")
@@ -79,7 +70,8 @@ def place_of(group: Group, spec: CollectiveSpec, tensor: Any, out: _Tensor | Non
 
     `tensor` is None where a rank passes none. `out` is not used on a rank that does not receive.
     """
-    place = _plain_place(spec, tensor, out) if _get_tracing_state() is None else None
+    is_usual = get_tracing_state() is None and not are_watching()
+    place = _plain_place(spec, tensor, out) if is_usual else None
     is_missing = tensor is None and spec.passes(is_root)
     if place is not None and not is_missing:
         return place
@@ -111,10 +103,11 @@ def _plain_place(spec: CollectiveSpec, tensor: Any, out: Any) -> Place | None:
     return PLAIN_ON["cuda"] if out is None and buffers.is_plain_on_gpu(tensor) else None
 
 
-def _not_out(value: Any) -> str:
-    op = other_names.known_operation(value, OPS)
+def _not_a_result(group: Group, spec: CollectiveSpec, out: Any) -> DtypeError:
+    op = other_names.known_operation(out, OPS)
     remedy = "Pass a tensor" if op is None else f"Pass the operation by keyword: op={op!r}"
-    return f"out={value!r} is of type {type(value).__name__}, but the result is written to a tensor. {remedy}."
+    kind = f"out={out!r} is of type {type(out).__name__}, but the result is written to a tensor"
+    return DtypeError(f"{group.where}: {spec.name}: {kind}. {remedy}.")
 
 
 def check_root(group: Group, root: Any, collective: str) -> int:
@@ -139,7 +132,9 @@ def check_splits(
     what = f"{group.where}: alltoall"
     if backend is not None:
         raise ArgumentError(f"{what}: the backend of a call with splits cannot be chosen. Omit backend={backend!r}.")
-    check(group, SPECS["alltoall"], tensor, out, 0, None)
+    spec = SPECS["alltoall"]
+    from_number(group, spec, tensor, out, None)  # which it refuses
+    check(group, spec, tensor, out, 0)
     num_rows = tensor.shape[0] if tensor.dim() else 0
     try:
         lengths = [operator.index(each) for each in splits]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,46 +18,22 @@ from ..communicators.plan import PLAIN, Plan, PlanKey
 from ..errors import DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..shared_memory.kernels.kernel_sets import COLLECTIVES as KERNELS
-from ..shared_memory.memory_layout import MOST_COPIED_BYTES
-from ..tensors import bucket_plan, buffers, partition
-from ..timeline import events
+from ..shared_memory.memory_layout import MOST_COPIED_BYTES, LockFields
+from ..tensors import buffers
 from . import call_arguments
+from .bound_calls import FAST_PATHS, BoundCall, memory_for_result
 from .call_arguments import check_root
 from .prepared import plan_for
 
-__all__ = [
-    "BARRIER", "cache_barrier", "call", "check_root", "plan_for", "plan_of", "run_packed", "submit", "submit_packed",
-]  # fmt: skip
+__all__ = ["BARRIER", "cache_barrier", "call", "check_root", "plan_for", "plan_of", "submit"]
 
 _Tensor = torch.Tensor
-FAST_PATHS = KERNELS.fast_paths
 BARRIER = PlanKey("barrier", None, None, PLAIN)
 
 
-OfList = Callable[[Group, Plan, fast_path.CachedCall], fast_path.CachedCall]
-"""Returns the cached call of a list, given that of a `TensorTable`."""
+Bind = Callable[[Plan], BoundCall]
 _LASTING = (Communicator, Group)
 """Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
-
-
-class CheckedCall(NamedTuple):
-    """A collective call with checked arguments."""
-
-    group: Group
-    plan: Plan
-    tensor: _Tensor | None
-    root: int
-    finish: Callable[[Any], Any] | None
-    """Converts the result, if the argument was a number."""
-
-    def subject(self, out: _Tensor | None) -> _Tensor | None:
-        """Return a tensor on the device of a call on device tensors, else None."""
-        if not self.plan.is_on_device:
-            return None
-        if self.tensor is None and out is None:  # a rank that scatters nothing has the device of the process
-            return torch.empty(0, device=runtime.current().device)
-        return out if self.tensor is None else self.tensor
 
 
 def call(
@@ -72,22 +48,30 @@ def call(
     """Run a collective, and let the fast path run the next equal call."""
     if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
         op = other_names.operation(op)
-    spec, finish = SPECS[collective], None
+    running = runtime.running
+    if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
+        communicator = running.communicators.default
+    else:
+        communicator = runtime.communicator(comm)
+    group, spec, finish = communicator.intra, SPECS[collective], None
+    if type(tensor) is not _Tensor and tensor is not None:
+        tensor, finish = call_arguments.from_number(group, spec, tensor, out, op)
     if out is None and spec.is_everywhere:
-        if type(tensor) is not _Tensor:
-            tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
-        if finish is not None or not spec.in_place:
-            has_run, result = _run_fast(spec, tensor, root, op, comm, backend)
+        calls = group.call_queue
+        fields = calls.run_lock.fields
+        is_behind_others = fields[LockFields.pending] != fields[LockFields.ended] and calls.finish_earlier()
+        if is_behind_others or finish is not None or not spec.in_place:
+            has_run, result = _run_fast(group, spec, tensor, root, op, comm, backend)
             if has_run:
                 return result if finish is None else finish(result)
-    group, plan, given, root, _ = checked = check_call(collective, tensor, out, root, op, comm, backend)
+    plan, root = _check_call(communicator, spec, tensor, out, root, op, backend)
     # The plan of a call with None has no dtype, that of a tensor with gaps no call for the fast path, which packs it.
-    may_be_cached = plan.cached_call is not None or given is None or _is_packed(spec, given, out)
+    may_be_cached = plan.cached_call is not None or tensor is None or _is_packed(spec, tensor, out)
     if may_be_cached and (comm is None or type(comm) in _LASTING):
-        cache_call(group, spec, (given, out, root), op, comm, backend)
-    subject = checked.subject(out) if plan.is_on_device else None
+        cache_call(group, spec, (tensor, out, root), op, comm, backend)
+    subject = _on_device(tensor, out) if plan.is_on_device else None
     describe = group.described_call
-    result = group.call_queue.run(group.perform, plan, given, out, root, subject=subject, describe=describe)
+    result = group.call_queue.run(group.perform, plan, tensor, out, root, subject=subject, describe=describe)
     return result if finish is None else finish(result)
 
 
@@ -106,21 +90,22 @@ def submit(
     if begun is not None:
         return begun
     op, spec, finish = other_names.operation(op), SPECS[collective], None
-    if out is None and spec.is_everywhere and type(tensor) is not _Tensor:
-        tensor, finish = call_arguments.from_number(runtime.communicator(comm).intra, spec, tensor, out, op)
+    communicator = runtime.communicator(comm)
+    group = communicator.intra
+    if type(tensor) is not _Tensor and tensor is not None:
+        tensor, finish = call_arguments.from_number(group, spec, tensor, out, op)
         begun = None if finish is None else begin(collective, tensor, out, root, op, comm, backend, finish)
         if begun is not None:
             return begun
-    checked = check_call(collective, tensor, out, root, op, comm, backend, "async")
-    group, plan, given, root, of_number = checked
+    plan, root = _check_call(communicator, spec, tensor, out, root, op, backend, "async")
     if comm is None or type(comm) in _LASTING:
-        cache_call(group, spec, (given, out, root), op, comm, backend)
-    found = _fast_call(spec, root == group.rank, given, out, root, op, comm, backend)
+        cache_call(group, spec, (tensor, out, root), op, comm, backend)
+    found = _fast_call(spec, root == group.rank, tensor, out, root, op, comm, backend)
     which, dtype = (None, None) if found is None else (found[0], found[1].dtype)
     if which == "receive" and buffers.is_plain(out):
         plan = _plain_plan(group, PlanKey(collective, op, dtype, PLAIN, backend, "async")) or plan
-    bound = _bind(group, plan, which, root, dtype)
-    return bound.begin(given, out, finish or of_number, checked.subject(out))
+    subject = _on_device(tensor, out) if plan.is_on_device else None
+    return _bind(group, plan, which, root, dtype).begin(tensor, out, finish, subject)
 
 
 def begin(
@@ -141,129 +126,48 @@ def begin(
         return None
     key = root if op is None else fast_path.joint_key(op, root) if SPECS[collective].is_rooted else op
     for find in fast_path.finders.get((collective, tensor is not None, out is not None), ()):
-        bound: BoundPlan | None = find(tensor, out, key, comm, backend)
+        bound: BoundCall | None = find(tensor, out, key, comm, backend)
         if bound is not None:
             return bound.begin(tensor, out, finish)
     return None
 
 
-class BoundPlan:
-    """A plan with a root, which begins asynchronous calls; cached calls of the fast path refer to it."""
-
-    def __init__(self, group: Group, plan: Plan, root: int, code: BoundCode | None) -> None:
-        self.group, self.plan, self.root, self.code = group, plan, root, code
-        self._description = f"{group.where}: {plan.collective}"
-
-    def begin(
-        self, given: Any, out: _Tensor | None, finish: Callable[[Any], Any] | None = None, subject: Any = None
-    ) -> Handle[Any]:
-        """Begin a call with checked tensors; `finish` converts its result, `subject` is as for the call queue."""
-        call = _BegunCall(self, given, out, finish)
-        return self.group.call_queue.submit(call, self._description, subject, in_any_thread=not self.plan.is_on_device)
-
-    def perform(self, given: Any, out: _Tensor | None) -> Any:
-        """Run a call in Python; the caller holds the run lock."""
-        return self.group.perform(self.plan, given, out, self.root)
-
-
-class _BegunCall(events.DescribedTask):
-    """An asynchronous collective, as the task of a call queue."""
-
-    __slots__ = ("_bound", "_finish", "_given", "_out")
-
-    def __init__(self, bound: BoundPlan, given: Any, out: _Tensor | None, finish: Callable[[Any], Any] | None) -> None:
-        self._bound, self._given, self._out, self._finish = bound, given, out, finish
-
-    def __call__(self) -> Any:
-        bound, result = self._bound, None
-        code = bound.code
-        if code is not None:
-            result = code.run(self._given, self._out)
-            if result is None:
-                runtime.current()  # raises in a forked child
-                code.cache()
-            elif not code.has_result:
-                return None
-        if result is None:
-            result = bound.perform(self._given, self._out)
-        return result if self._finish is None else self._finish(result)
-
-    def described_call(self) -> events.ShownCall:
-        """Return what the profiler shows."""
-        return self._bound.group.described_call(self._bound.plan, self._given, self._out, self._bound.root)
-
-
-def check_call(
-    collective: str,
+def _check_call(
+    communicator: Communicator,
+    spec: CollectiveSpec,
     tensor: Any,
     out: _Tensor | None,
     root: Any,
     op: str | None,
-    comm: Comm,
     backend: str | None,
     mode: str = "sync",
-) -> CheckedCall:
-    """Check the arguments of a collective and find its plan."""
-    running = runtime.running
-    if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
-        communicator = running.communicators.default
-    else:
-        communicator = runtime.communicator(comm)
+) -> tuple[Plan, int]:
+    """Check the arguments of a collective, of which a number has become a tensor; return plan and root."""
     group = communicator.intra
-    tensor, root, place, finish = call_arguments.check(group, SPECS[collective], tensor, out, root, op)
-    key = collective, op, None if tensor is None else tensor.dtype, place, backend, mode
+    root, place = call_arguments.check(group, spec, tensor, out, root)
+    key = spec.name, op, None if tensor is None else tensor.dtype, place, backend, mode
     plan: Plan | None = group.plans.get(key)
-    return CheckedCall(group, plan_for(communicator, PlanKey(*key)) if plan is None else plan, tensor, root, finish)
+    return plan_for(communicator, PlanKey(*key)) if plan is None else plan, root
 
 
-def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle[Any]:
-    """Run the allreduce of several tensors of one dtype and device, packed into one, in the background."""
-    group = communicator.intra
-    flat, plan = _packed(communicator, parts, op, backend, "async")
-
-    def task() -> None:
-        group.perform(plan, flat, None, 0)
-        bucket_plan.unpack(flat, parts)
-
-    shown = group.shown(task, group.described_call, plan, flat, None, 0)
-    return group.call_queue.submit(shown, f"{group.where}: {plan.collective}", flat)
-
-
-def run_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> None:
-    """Run the call of `submit_packed` on the current stream, for a backend that enqueues its work on a device."""
-    group = communicator.intra
-    flat, plan = _packed(communicator, parts, op, backend, "sync")
-    group.call_queue.run(group.perform, plan, flat, None, 0, subject=flat)
-    bucket_plan.unpack(flat, parts)
-
-
-def _packed(
-    communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None, mode: str
-) -> tuple[_Tensor, Plan]:
-    flat, shapes = bucket_plan.pack(parts), tuple([part.shape for part in parts])
-    plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, mode=mode)
-    return flat, plan.for_many(shapes)
+def _on_device(tensor: _Tensor | None, out: _Tensor | None) -> _Tensor:
+    """Return a tensor on the device of a call; a rank that scatters nothing has the device of the process."""
+    given = out if tensor is None else tensor
+    return torch.empty(0, device=runtime.current().device) if given is None else given
 
 
 def plan_of(
     communicator: Communicator,
     collective: str,
-    tensor: _Tensor | None,
-    out: _Tensor | None = None,
+    tensor: _Tensor,
     *,
     op: str | None = None,
     backend: str | None = None,
     mode: str = "sync",
 ) -> Plan:
-    """Return the plan of a call with these tensors, or raise if they cannot be sent.
-
-    `tensor` is None on the ranks other than the root of a scatter.
-    """
-    group = communicator.intra
-    place = call_arguments.place_of(group, SPECS[collective], tensor, out, is_root=tensor is not None)
-    key = collective, op, None if tensor is None else tensor.dtype, place, backend, mode
-    plan: Plan | None = group.plans.get(key)
-    return plan_for(communicator, PlanKey(*key)) if plan is None else plan
+    """Return the plan of a call with a tensor, or raise if it cannot be sent."""
+    place = call_arguments.place_of(communicator.intra, SPECS[collective], tensor, is_root=True)
+    return plan_for(communicator, PlanKey(collective, op, tensor.dtype, place, backend, mode))
 
 
 # --- the fast path ----------------------------------------------------------------
@@ -298,14 +202,13 @@ def _fast_call(
 
 
 def _run_fast(
-    spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm, backend: str | None
+    group: Group, spec: CollectiveSpec, tensor: Any, root: Any, op: str | None, comm: Comm, backend: str | None
 ) -> tuple[bool, Any]:
     """Run a call by the fast path, with memory made for a result of another shape; return whether that was possible."""
-    if spec.in_place:  # of a number, in memory that is made for it
+    if spec.in_place:  # of a number, in memory that is made for it, or behind other calls
         key = root if op is None else fast_path.joint_key(op, root) if spec.is_rooted else op
-        result = fast_path.entry(spec.name)(tensor, None, key, comm, None) if type(root) is int else None
+        result = fast_path.entry(spec.name)(tensor, None, key, comm, backend) if type(root) is int else None
         return result is not None, result
-    group = runtime.communicator(comm).intra
     if type(tensor) is not _Tensor:
         return False, None
     found = _fast_call(spec, root == group.rank, tensor, None, root, op, comm, backend)
@@ -313,17 +216,9 @@ def _run_fast(
     if found is None or run is None or not tensor.is_cpu or tensor.is_nested:  # which has no shape
         return False, None
     which, name = found
-    made = _memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None
+    made = memory_for_result(spec, group, tensor) if which.endswith(fast_path.MADE) else None
     result = run(tensor, made, name.key, comm, backend)
     return result is not None, None if made is None else result
-
-
-def _memory_for_result(spec: CollectiveSpec, group: Group, tensor: _Tensor) -> _Tensor:
-    """Return memory for the rows of this rank, if all ranks pass as many."""
-    num_rows, *row = tensor.shape or (1,)  # a 0-dim tensor is one row
-    if spec.divides:
-        num_rows = partition.part_of(num_rows, group.size, group.rank)[1]
-    return tensor.new_empty((num_rows * group.size if spec.gathers else num_rows, *row))
 
 
 def cache_call(
@@ -344,7 +239,7 @@ def cache_call(
     is_made = key in group.plans or not (which == "receive" or _is_packed(spec, tensor, out))
     if not is_made and _plain_plan(group, key) is None:
         return
-    _cache(which, group, root, comm, key, name.key)
+    _cache(which, group, comm, key, name.key, lambda plan: _bind(group, plan, which, root, key.dtype))
 
 
 def _is_packed(spec: CollectiveSpec, tensor: _Tensor | None, out: _Tensor | None) -> bool:
@@ -361,97 +256,40 @@ def _plain_plan(group: Group, key: PlanKey) -> Plan | None:
         return None
 
 
-class BoundCode:
-    """The machine code that runs the calls of a plan, made by any thread whose turn it is in the call queue.
-
-    Attributes:
-        has_result: Whether what :meth:`run` returns is the result of the call.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        which: str,
-        dtype: torch.dtype | None,
-        find: Callable[[], fast_path.CachedCall | None],
-    ) -> None:
-        self._group, self._which, self._dtype, self._find = group, which, dtype, find
-        self._entry, collective = fast_path.entry(which), which.removesuffix(fast_path.MADE)
-        self.has_result = FAST_PATHS[collective].writes
-        self._makes = SPECS[collective] if collective != which else None
-
-    def run(self, given: Any, out: Any) -> Any:
-        """Run a call; return None if Python must run it."""
-        if self._makes is not None:
-            out = _memory_for_result(self._makes, self._group, given)
-        return self._entry(given, out, self, self._group, None)
-
-    def cache(self) -> None:
-        """Let machine code run the next call, if it can; Python is about to run this one."""
-        fast_path.cache_call(self._which, fast_path.Name(self, self._dtype, self._group), self._cached_call)
-
-    def _cached_call(self) -> fast_path.CachedCall | None:
-        return None if self._group.call_queue.closed else self._find()
-
-
-def _bind(group: Group, plan: Plan, which: str | None, root: int, dtype: torch.dtype | None) -> BoundPlan:
+def _bind(group: Group, plan: Plan, which: str | None, root: int, dtype: torch.dtype | None) -> BoundCall:
     """Return a plan bound to a root, and to the fast path of this name if machine code can run its calls."""
     known, key = plan.bound, (which, root, dtype)
     if key not in known:
-        code, find = None, None if plan.cached_call is None else partial(plan.cached_call, root, None)
-        if SPECS[plan.collective].only_root_passes and group.status_board is None:
-            find = None  # over hosts, machine code needs the length on all ranks
         has_code = which is not None and which.removesuffix(fast_path.MADE) in FAST_PATHS
-        if which is not None and has_code and find is not None and find() is not None:
-            code = BoundCode(group, which, dtype, find)
-        known[key] = BoundPlan(group, plan, root, code)
-    bound: BoundPlan = known[key]
+        has_code = has_code and plan.cached_call is not None and plan.cached_call(root, None) is not None
+        known[key] = BoundCall(group, plan, which if which is not None and has_code else "", dtype, root)
+    bound: BoundCall = known[key]
     return bound
 
 
 def cache_barrier(group: Group, comm: Comm) -> None:
     """Cache the barrier of a group for the fast path."""
-    if comm is None or type(comm) in _LASTING:
-        _cache("barrier", group, 0, comm, BARRIER, None)
+    _cache("barrier", group, comm, BARRIER, None, lambda plan: _bind(group, plan, "barrier", 0, None))
 
 
-def cache_list(group: Group, key: PlanKey, comm: Comm, of_list: OfList) -> None:
-    """Cache the allreduce of a list for the fast path."""
-    if comm is None or type(comm) in _LASTING:
-        _cache("allreduce_many", group, 0, comm, key, key.op, of_list)
+def cache_list(group: Group, key: PlanKey, comm: Comm, bind: Bind) -> None:
+    """Cache the allreduce of a list for the fast path; `bind` returns the calls of the plan with lists."""
+    _cache("allreduce_many", group, comm, key, key.op, bind)
 
 
-def _cache(
-    which: str, group: Group, root: int, comm: Comm, key: PlanKey, call_key: Hashable, of_list: OfList | None = None
-) -> None:
+def _cache(which: str, group: Group, comm: Comm, key: PlanKey, call_key: Hashable, bind: Bind) -> None:
     plan: Plan | None = group.plans.get(key)
-    if plan is not None and plan.cached_call is not None:
+    if plan is not None and plan.cached_call is not None and (comm is None or type(comm) in _LASTING):
         name = fast_path.Name(call_key, key.dtype, comm, key.backend)
-        fast_path.cache_call(which, name, partial(_cached_call, group, plan, which, root, comm, key, of_list))
+        fast_path.cache_call(which, name, partial(_cached_call, group, plan, comm, key, bind))
 
 
-def _cached_call(
-    group: Group,
-    plan: Plan,
-    which: str,
-    root: int,
-    comm: Comm,
-    key: PlanKey,
-    of_list: OfList | None,
-) -> fast_path.CachedCall | None:
+def _cached_call(group: Group, plan: Plan, comm: Comm, key: PlanKey, bind: Bind) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
-    is_meant = is_meant and not (SPECS[key.collective].only_root_passes and group.status_board is None)  # as in _bind
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
-    chosen = plan if of_list is None else plan.many
-    if not is_meant or group.call_queue.closed or chosen is None or chosen.cached_call is None:
-        return None
-    cached: fast_path.CachedCall | None = chosen.cached_call(root, None)
-    if cached is None:
-        return None
-    if of_list is not None:
-        cached = of_list(group, plan, cached)
-    elif SPECS[key.collective].has_async:
-        cached = cached._replace(bound=_bind(group, plan, which, root, key.dtype))
-    has_async = cached.bound is not None
-    is_same = has_async and plan_for(runtime.communicator(group), key._replace(mode="async")) is plan
-    return cached if is_same else cached._replace(bound=None)
+    bound = bind(plan) if is_meant and not group.call_queue.closed else None
+    cached = None if bound is None else bound.cached_call()
+    if cached is None or not SPECS[key.collective].has_async:
+        return cached
+    is_same = plan_for(runtime.communicator(group), key._replace(mode="async")) is plan
+    return cached._replace(bound=bound) if is_same else cached

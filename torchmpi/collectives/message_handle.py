@@ -19,6 +19,7 @@ import torch
 
 from ..backends.message_transport import PACKED_BYTES, MpiTransport, Received, Transport
 from ..backends.ring_transport import RingTransport
+from ..communicators.conditions import Alarm
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.message_record import ANY_RANK, NO_TAG
@@ -27,9 +28,7 @@ from ..session import runtime
 from ..tensors import buffers, dtypes, streams
 from ..timeline import events
 
-_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 50e-6, 1e-3
-_MOST_LOOKS = 100
-"""After as many looks without a message, the progress thread sleeps until it is woken."""
+_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS, _AWAITED_PAUSE_SECONDS = 50e-6, 1e-3, 10e-3
 _SURE = 3
 """After as many messages that have ended without it, it is not woken for the next one."""
 
@@ -161,7 +160,7 @@ class MessageHandle(Handle[Any]):
             if not self.withdraw() and self._number:
                 self._channel.withdraw()
             raise self._failure(error) from error
-        if not self._is_done:
+        if not self.has_ended:
             self.note_begin()
         return self
 
@@ -216,7 +215,7 @@ class MessageHandle(Handle[Any]):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the message has ended; return the tensor, or raise its error, or StallError after `timeout`."""
-        if not self._is_done:
+        if not self.has_ended:
             recorder, since = events.recorder, events.now()
             try:
                 self._continue(timeout)
@@ -239,13 +238,13 @@ class MessageHandle(Handle[Any]):
         limit, turn, context = None if timeout is None else time.monotonic() + timeout, 0, self.group.context
         self.is_waited_for = True
         try:
-            while not self._is_done:
+            while not self.has_ended:
                 turn = self.transport.proceed(self, turn)
                 if turn > self.transport.brief_turns:
                     self.call_queue.doing = self.doing  # for the watchdog
                     if context.loss and context.raises_lost_ranks and self.withdraw():
                         self.fail(RankLostError(f"{context.loss}. Continue with recover()."))
-                if limit is not None and time.monotonic() > limit and not self._is_done:
+                if limit is not None and time.monotonic() > limit and not self.has_ended:
                     raise StallError(
                         f"{self._description} has not ended after {timeout:g} s. It continues; wait() again."
                     )
@@ -254,9 +253,9 @@ class MessageHandle(Handle[Any]):
 
     def test(self) -> bool:
         """Continue the message if that is possible at once; return whether it has ended."""
-        if not self._is_done:
+        if not self.has_ended:
             self.transport.test(self)
-        return self._is_done
+        return self.has_ended
 
     def done(self) -> bool:
         """Return whether the message has ended."""
@@ -264,7 +263,7 @@ class MessageHandle(Handle[Any]):
 
     def withdraw(self) -> bool:
         """Do not wait for the message any more, unless it has begun to arrive or to leave; return whether it was so."""
-        if self._is_done or not self.transport.cancel(self):
+        if self.has_ended or not self.transport.cancel(self):
             return False
         self._channel.withdraw()
         if self.is_receive:
@@ -274,7 +273,7 @@ class MessageHandle(Handle[Any]):
 
     def run_in_background(self) -> None:
         """Have the message continued, although no thread waits for it."""
-        if not self._is_done:
+        if not self.has_ended:
             continue_in_background(self)
 
     def abort(self, error: TorchMPIError) -> None:
@@ -403,12 +402,16 @@ class Continued(Protocol):
 
 
 class _DeferredReceives:
-    """The receives of a transport that have not begun: the progress thread begins those that it finds."""
+    """The receives of a transport that have not begun: the progress thread begins those that it finds twice.
+
+    Most looks come while the program has released the GIL to send, and is about to wait for its receive.
+    """
 
     is_waited_for = False
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self._found = 0
 
     @property
     def has_ended(self) -> bool:
@@ -419,8 +422,12 @@ class _DeferredReceives:
         return not transport.is_watched
 
     def test(self) -> bool:
-        """Begin them."""
-        self.transport.begin_deferred()
+        """Begin them, if the first one is that of the last look."""
+        with self.transport.deferring:
+            first = id(self.transport.deferred[0]) if self.transport.deferred else 0
+            if first == self._found:
+                self.transport.begin_deferred()
+        self._found = first
         return self.has_ended
 
 
@@ -428,37 +435,33 @@ class _ProgressThread(threading.Thread):
     """Continues the messages that no thread waits for.
 
     It is woken for each message as long as it has ended one of the last ones, because the program computes meanwhile.
-    If the program waits for its messages, the thread only looks every millisecond, and sleeps when there have been none
-    for a while: a thread that is woken takes the GIL and the messages from the one that waits.
+    If the program waits for its messages, the thread looks a millisecond later: a thread that is woken takes the GIL
+    and the messages from the one that waits. Each look also takes the core from what the program computes, so the
+    thread sleeps while there are no messages, and longer while threads wait for all of them.
     """
 
     def __init__(self) -> None:
         super().__init__(name="torchmpi messages", daemon=True)
         self._messages: set[Continued] = set()
-        self._is_needed = threading.Event()
-        self._is_asleep = self._is_ending = False
+        self._alarm, self._is_ending = Alarm(_MOST_PAUSE_SECONDS), False
         self._num_unaided = 0
         """Messages that have ended without this thread, since it has ended one."""
 
     def add(self, message: Continued) -> None:
         self._messages.add(message)
-        if self._is_asleep or self._num_unaided < _SURE:
-            self._is_needed.set()
+        if self._num_unaided < _SURE:
+            self._alarm.set(0)
+        else:
+            self._alarm.set_once()
 
     def run(self) -> None:
         """Test the messages, at increasing intervals while none of them ends."""
-        pause, looks = _LEAST_PAUSE_SECONDS, 0
+        pause, num_left = _LEAST_PAUSE_SECONDS, 0
         while not self._is_ending:
-            looks = 0 if self._messages else looks + 1
-            self._is_asleep = looks > _MOST_LOOKS
-            if self._is_asleep and not self._messages:
-                self._is_needed.wait()
-            elif self._is_needed.wait(pause):
-                pause = _LEAST_PAUSE_SECONDS
-            else:
-                pause = min(pause * 1.25, _MOST_PAUSE_SECONDS)
-            self._is_needed.clear()
-            for message in list(self._messages):
+            self._alarm.wait()
+            messages = list(self._messages)
+            pause = min(pause * 1.25, _MOST_PAUSE_SECONDS) if len(messages) <= num_left else _LEAST_PAUSE_SECONDS
+            for message in messages:
                 if message.has_ended:
                     self._num_unaided += 1
                     self._messages.discard(message)
@@ -466,13 +469,17 @@ class _ProgressThread(threading.Thread):
                     self._num_unaided = 0
                     self._messages.discard(message)
                     pause = _LEAST_PAUSE_SECONDS
+            if num_left := len(self._messages):
+                are_awaited = all(message.is_waited_for for message in list(self._messages))
+                self._alarm.set(_AWAITED_PAUSE_SECONDS if are_awaited else pause)
 
     def close(self) -> None:
         """End the thread."""
         self._is_ending = True
-        self._is_needed.set()
+        self._alarm.set(0)
         if self is not threading.current_thread() and self.is_alive():  # a forked child has no threads
             self.join()
+            self._alarm.close()
 
 
 _progress: tuple[runtime.Runtime, _ProgressThread] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,7 @@ from ..tensors import buffers
 from . import signatures
 from .call_arguments import check_splits
 from .dispatch import BARRIER, cache_barrier, call, plan_for, submit
-from .exchange import rows_task
+from .exchange import alltoall_rows, submit_alltoall_rows
 from .signatures import Values
 
 __all__ = [
@@ -337,17 +336,8 @@ def alltoall(
         rows: _Tensor = call("alltoall", tensor, out, 0, None, comm, backend) if result is None else result
         return rows
     group = runtime.communicator(comm).intra
-    task = rows_task(group, tensor, check_splits(group, tensor, splits, out, backend), partial(_rows_in, out))
-    rows = group.call_queue.run(task, subject=tensor)
+    rows, _ = alltoall_rows(group, tensor, check_splits(group, tensor, splits, out, backend), out)
     return rows
-
-
-def _rows_in(out: _Tensor | None, rows: _Tensor, _: list[int]) -> _Tensor:
-    """Return the received rows, or `out` with these rows."""
-    if out is None:
-        return rows
-    buffers.copy_result(rows, out, "alltoall")
-    return out
 
 
 @refuses_keywords
@@ -376,8 +366,8 @@ def alltoall_async(
     if splits is None:
         return submit("alltoall", tensor, out, comm=comm, backend=backend)
     group = runtime.communicator(comm).intra
-    task = rows_task(group, tensor, check_splits(group, tensor, splits, out, backend), partial(_rows_in, out))
-    return group.call_queue.submit(task, f"{group.where}: alltoall", tensor, in_any_thread=True)
+    numbers = check_splits(group, tensor, splits, out, backend)
+    return submit_alltoall_rows(group, tensor, numbers, lambda rows, _: rows, out)
 
 
 @refuses_keywords
@@ -398,6 +388,7 @@ def barrier(comm: Comm = None, **_unknown: NoReturn) -> None:
     if fast_path.barrier(None, None, None, comm, None) is not None:
         return
     communicator = runtime.communicator(comm)
+    buffers.refuse_tracing(f"{communicator.intra.where}: barrier")
     plan = plan_for(communicator, BARRIER)
     cache_barrier(communicator.intra, comm)
     communicator.intra.call(plan)

@@ -28,7 +28,10 @@ from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
 from .message_handle import MessageHandle
 from .prepared import checked_dtype
-from .short_messages import cache_message, receive_later
+from .short_messages import cache_message, exchange_later, receive_later
+
+_PART = NO_TAG - 1
+"""In place of a tag, which the directions of an exchange do not have either."""
 
 __all__ = ["recv", "recv_async", "send", "send_async", "sendreceive", "sendreceive_async"]
 
@@ -207,15 +210,28 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
     Example:
         mpi.sendreceive_async(tensor, src=left, dst=right).wait()
     """
+    if type(src) is int and type(dst) is int and not _unknown:
+        begun = exchange_later(tensor, (_part_key(src), _part_key(dst)), comm)
+        if begun is not None:
+            receive, send = begun
+            return receive if send is None else _Exchange((receive, send), None, "sendreceive")
     if _unknown:
         raise unknown_keyword(sendreceive_async, _unknown)
     call = _Call("sendreceive", tensor, comm)
-    return call.exchange(call.peer("src", src), call.peer("dst", dst), is_background=True)
+    source, target = call.peer("src", src), call.peer("dst", dst)
+    call.cache(_part_key(target), dst=dst, is_background=True)
+    call.cache(_part_key(source), src=src, is_background=True)
+    return call.exchange(source, target, is_background=True)
 
 
 def _background_key(peer: int) -> tuple[str | int, int]:
     """Return the identity of an asynchronous message for the fast path."""
     return fast_path.joint_key(peer, NO_TAG)
+
+
+def _part_key(peer: int) -> tuple[str | int, int]:
+    """Return the identity of one direction of an asynchronous exchange."""
+    return fast_path.joint_key(peer, _PART)
 
 
 class _Exchange(JoinedHandle[Any]):
@@ -237,7 +253,7 @@ class _Call:
         self.name, self.comm, self.is_number = name, comm, is_number(tensor)
         self.group: Group = runtime.communicator(comm).intra
         self.what = f"{self.group.where}: {name}"
-        given = as_tensor(tensor) if self.is_number else tensor
+        given = as_tensor(tensor, self.what) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=name != "send", or_number=True)
         if name != "send":
             writable.refuse_read_only(self.group.where, name, self.tensor)

@@ -15,10 +15,10 @@ import torch
 
 from ..backend_specs import BACKENDS, HIERARCHICAL
 from ..backends.base import Backend, Operation, announced, bind, by_size
-from ..backends.hierarchical.spans import is_composed, span_collective
+from ..backends.hierarchical.spans import span_collective
 from ..backends.hierarchical.steps import StepRunner
 from ..collective_specs import SPECS, CollectiveSpec
-from ..communicators.call_log import ON_DEVICE, as_many, call_code
+from ..communicators.call_codes import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.plan import PLAIN, PLAIN_ON, Backends, Plan, PlanKey, compared_shape
@@ -51,17 +51,19 @@ def _prepare(running: Runtime, communicator: Communicator, key: PlanKey) -> Plan
     if dtype is None and key.device_type == "cpu" != chosen_by:
         key = key._replace(place=chosen_by)
     choices = selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=str(mode))
-    is_in_steps = wanted != HIERARCHICAL and is_composed(running.communicators, communicator, collective)
+    runner = StepRunner(op, partial(_step, running, wanted, str(mode)), variant=(wanted, mode))
+    in_steps = None
+    if wanted != HIERARCHICAL:
+        stack, cartesian = running.communicators, running.cartesian
+        in_steps = span_collective(stack, communicator, collective, dtype, op, runner, cartesian=cartesian)
     blocking = selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted)
     is_on_host = key.device_type == "cpu"  # memory for staging has a stream
-    if mode == "async" and is_on_host and not is_in_steps and choices == blocking:
+    if mode == "async" and is_on_host and in_steps is None and choices == blocking:
         return plan_for(communicator, key._replace(mode="sync"))
     bound: list[tuple[int | None, Operation, Backend]]
-    if is_in_steps:
-        runner = StepRunner(op, partial(_step, running, wanted, str(mode)), variant=(wanted, mode))
-        composed = span_collective(running.communicators, collective, dtype, op, runner, cartesian=running.cartesian)
+    if in_steps is not None:
         # Each step selects its backend; the last one determines which tensors are staged.
-        bound = [(None, announced(group, Operation(composed.run)), choices[-1].backend)]
+        bound = [(None, announced(group, Operation(in_steps.run)), choices[-1].backend)]
         names: Backends = ((None, HIERARCHICAL),)
     else:
         bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]

@@ -8,7 +8,6 @@ others. If the other rank is late, the message becomes one of Python, with the r
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -29,7 +28,8 @@ from ..backends.message_transport import (
 )
 from ..backends.mpi_messages import OF_MESSAGES, STATUS_BYTES, can_call_from_kernels, kernel_fields
 from ..backends.ring_transport import Frames, RingTransport
-from ..communicators.call_log import CallLog, call_code, describe
+from ..communicators.call_codes import call_code, describe
+from ..communicators.call_log import CallLog
 from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group
 from ..communicators.handle import Handle
@@ -66,7 +66,7 @@ def cache_message(
     """Let the fast path make calls like this one, if it can.
 
     Args:
-        name: ``send``, ``recv`` or ``sendreceive``.
+        name: ``send``, ``recv`` or ``sendreceive``; of the last one in the background, each direction is one call.
         group: The group.
         tensor: The tensor, in host memory.
         key: The ranks, and the tag if there is one.
@@ -85,13 +85,35 @@ def cache_message(
         return
     made = partial(make, name, group, src, dst, tensor.dtype, tag, is_background=is_background)
     call = fast_path.Name(key, tensor.dtype, comm)
-    fast_path.cache_call(name, call, partial(_cached, made, group, src, dst, (tensor.dtype, tag, is_background)))
+    which = "send" if src < 0 else "recv" if dst < 0 else "sendreceive"
+    fast_path.cache_call(which, call, partial(_cached, made, group, src, dst, (name, tensor.dtype, tag, is_background)))
 
 
 def receive_later(tensor: Any, key: Hashable, comm: Any) -> DeferredReceive | None:
     """Return the handle of a receive like an earlier one; None if there was none, or if Python must check it."""
-    plan: _RingMessage | None = fast_path.find_receive(tensor, None, key, comm, None)
+    plan: _FastMessage | None = fast_path.find_receive(tensor, None, key, comm, None)
     return None if plan is None else plan.receive_later(tensor)
+
+
+def exchange_later(
+    tensor: Any, keys: tuple[Hashable, Hashable], comm: Any
+) -> tuple[DeferredReceive, MessageHandle | None] | None:
+    """Send a copy of a tensor, and return the handle of a receive into it, as in an earlier call.
+
+    Args:
+        tensor: The tensor.
+        keys: The keys of the receive and of the send.
+        comm: The communicator that the program passes.
+
+    Returns:
+        The receive, and the send if it has not ended; None if there was no such call, or if Python must check it.
+    """
+    plan: _FastMessage | None = fast_path.find_receive(tensor, None, keys[0], comm, None)
+    if plan is None or not writable.is_writable(tensor):  # Python refuses it, before anything is sent
+        return None
+    copy = tensor.detach().clone()
+    sent = fast_path.send(copy, None, keys[1], comm, None)
+    return None if sent is None else (plan.receive_later(tensor), None if sent is copy else sent)
 
 
 def _cached(make: Any, group: Group, src: int, dst: int, kind: Hashable) -> fast_path.CachedCall | None:
@@ -129,7 +151,10 @@ class _FastMessage:
         self.name, self.group, self.src, self.dst, self.dtype, self.tag = name, group, src, dst, dtype, tag
         self.is_background, self.transport = is_background, transport_of(group)
         self.call_log, self._counts = CallLog(group.name, group.rank, group.size), group.context.call_counts
-        self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
+        self._is_part = name == "sendreceive" and src < 0
+        """Whether it is the send of an exchange in the background, of which the receive is counted."""
+        if not self._is_part:
+            self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
         self._known: tuple[object, str] = None, ""
         self._handed: tuple[int, list[MessageHandle]] = 0, []
         """The messages of the call with this number, while they are given to Python."""
@@ -161,7 +186,8 @@ class _FastMessage:
 
     def close(self) -> None:
         """Keep the counts of the messages, but not their call log."""
-        self._counts.free_exchanges(self.call_log)
+        if not self._is_part:
+            self._counts.free_exchanges(self.call_log)
 
     def receive_later(self, tensor: torch.Tensor) -> DeferredReceive:
         """Return the handle of a receive into a tensor like that of the call: deferred, if nothing is under way."""
@@ -188,7 +214,7 @@ class _FastMessage:
         if not self._is_unfinished:
             self._leave()
             raise self._error(status, tensor)
-        messages = self._hand_over(lambda: tensor, is_background=self.is_background)
+        messages = self._hand_over(tensor, is_background=self.is_background)
         if self.is_background and self.src >= 0:  # a deferred one, which begins the others when it knows its message
             return messages[0]
         self.transport.begin_deferred()  # the others could wait for this rank to receive them
@@ -198,12 +224,12 @@ class _FastMessage:
             message.wait()
         return tensor
 
-    def abort(self) -> None:
+    def abort(self, tensor: torch.Tensor) -> None:
         """Leave the message after an interrupt: what has begun to leave, or to arrive, does so."""
         if not self._is_unfinished:
             self._leave()
             return
-        for message in self._hand_over(self._own_memory):
+        for message in self._hand_over(tensor):
             if not message.withdraw():
                 message.run_in_background()
 
@@ -212,7 +238,7 @@ class _FastMessage:
         self.call_log.take_over(kernels.load()["read_ticks"]())
         self.call_log.abandon()
 
-    def _hand_over(self, memory: Callable[[], torch.Tensor], *, is_background: bool = False) -> list[MessageHandle]:
+    def _hand_over(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
         """Have Python continue what the kernel has begun; release its locks; return the messages, the receive first.
 
         Until the call has left the log, an interrupt makes machine code call `abort`, which completes this: what has
@@ -220,7 +246,7 @@ class _FastMessage:
         """
         seq = self.call_log.log_fields[LogFields.active]
         if self._handed[0] != seq:
-            self._handed = seq, self._make(memory(), is_background)
+            self._handed = seq, self._make(tensor, is_background)
         _, messages = self._handed
         for message in messages:
             if not message.has_ended:
@@ -238,7 +264,7 @@ class _FastMessage:
         )
         messages, send = [], None
         if self.dst >= 0:
-            send = make(self._sent_of(tensor), self.dst, is_receive=False, is_part=self.src >= 0)
+            send = make(self._sent_of(tensor), self.dst, is_receive=False, is_part=self._is_part or self.src >= 0)
             messages.append(send)
         if self.src >= 0:
             messages.insert(0, make(tensor, self.src, is_receive=True, exchange=send))
@@ -255,10 +281,6 @@ class _FastMessage:
 
     def _continue(self, message: MessageHandle) -> None:
         """Give a message to its transport, or end it; a second time, if an interrupt has come in the first."""
-        raise NotImplementedError
-
-    def _own_memory(self) -> torch.Tensor:
-        """Return memory for the rest of a message that an interrupt has ended."""
         raise NotImplementedError
 
     def _error(self, status: int, tensor: torch.Tensor) -> Exception:
@@ -284,6 +306,8 @@ class _RingMessage(_FastMessage):
         self._record = records.MessageCall.new().write(
             out=transport.ring(group.rank, dst) if dst >= 0 else 0,
             into=transport.ring(src, group.rank) if src >= 0 else 0,
+            receiver=transport.ring(dst, dst) if dst >= 0 else 0,
+            sender=transport.ring(src, src) if src >= 0 else 0,
             capacity=transport.capacity,
             polls=transport.polls if waits else 0,
             patience=_YIELD_NANOSECONDS if waits else 0,
@@ -308,13 +332,6 @@ class _RingMessage(_FastMessage):
         """Return the error of a message that did not fit."""
         received = self._frames.received(self.src)
         return mismatch(self.group, self.name, tensor, received, compares_shape=self.tag == NO_TAG)
-
-    def _own_memory(self) -> torch.Tensor:
-        """Return a copy, from which what has not been moved yet is sent, or in which it is received."""
-        tensor = torch.empty(self._frames.expected_shape(), dtype=self.dtype, device="cpu")
-        ctypes.memmove(tensor.data_ptr(), self._record.receiving.address, tensor.nbytes)
-        self._record.sending.address = self._record.receiving.address = tensor.data_ptr()
-        return tensor
 
     def _sent_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in an exchange: received values must not overwrite those that have not been sent."""
@@ -344,7 +361,8 @@ class DeferredReceive(Handle[Any]):
 
     Then the fast path makes it, if it is the first one of its group and nothing else has been posted meanwhile.
     Otherwise it is a :class:`MessageHandle`: as soon as another message is posted that could overtake it, or one of the
-    group does not end at once; the program looks at it; or the progress thread does, within a millisecond.
+    group does not end at once; the program looks at it; or the progress thread does for the second time, within two
+    milliseconds.
 
     Args:
         plan: The message that is repeated.
@@ -367,7 +385,7 @@ class DeferredReceive(Handle[Any]):
         """Begin the receive; its handle has the error if that fails."""
         plan = self._plan
         try:
-            message = MessageHandle(plan.group, "recv", self.tensor, plan.src, plan.tag, is_receive=True)
+            message = MessageHandle(plan.group, plan.name, self.tensor, plan.src, plan.tag, is_receive=True)
             self._begun = message  # before it is posted, which may end others, whose callbacks may look at this one
             message.start(was_deferred=True)
         except Exception as error:
@@ -424,16 +442,12 @@ class DeferredReceive(Handle[Any]):
         """Wait until the message has ended, without raising its error."""
         self.handle().run_here()
 
-    def call_helper(self) -> None:
-        """Begin."""
-        self.handle()
-
-    def attach(self, callback: Callable[[], object]) -> None:
+    def when_done(self, callback: Callable[[], object], *, soon: bool = True) -> None:
         """Call `callback` at the end of the message, which begins now, if it has not."""
-        self.handle().attach(callback)
+        self.handle().when_done(callback, soon=soon)
 
     @property
-    def has_ended(self) -> bool:
+    def has_ended(self) -> bool:  # type: ignore[override]
         """Whether the message has ended."""
         return self.handle().has_ended
 
@@ -451,11 +465,6 @@ class DeferredReceive(Handle[Any]):
     def failed(self) -> bool:
         """Whether the message has ended with an error."""
         return self.handle().failed
-
-    @property
-    def result(self) -> torch.Tensor:
-        """The tensor."""
-        return self.tensor
 
     @property
     def source(self) -> int:
@@ -525,14 +534,6 @@ class _MpiMessage(_FastMessage):
     def _whole(self) -> Received:
         """What has been received with a tag."""
         return Received(self.src, self._record.found_bytes, 0, (), None)
-
-    def _own_memory(self) -> torch.Tensor:
-        """Return the memory of the tensor: MPI may be using it."""
-        num_bytes, tensor = self._record.num_bytes, torch.empty(0, dtype=self.dtype, device="cpu")
-        if num_bytes:
-            memory = (ctypes.c_byte * num_bytes).from_address(self._record.address)
-            tensor = torch.frombuffer(memory, dtype=self.dtype)
-        return tensor.view(tensor.shape if self.tag != NO_TAG else described(self._sent, self.group.rank).shape)
 
     def _continue(self, message: MessageHandle) -> None:
         """Continue the requests of a message from the part that the kernel awaits, or end it."""

@@ -27,12 +27,15 @@ from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CHECKSUM_MODULUS
 from ..tensors import bucket_plan, buffers, writable
+from ..timeline import events
 from . import dispatch, reductions
+from .bound_calls import BoundCall
 
 __all__ = ["allreduce_many", "allreduce_many_async"]
 
 _Tensor = torch.Tensor
 
+_LIST = "allreduce_many"
 _LINE_BYTES = 64
 _OFFSET, _ADDRESS, _LENGTH = range(3)
 
@@ -52,19 +55,6 @@ class TensorList:
         num_bytes: The length of the stream.
         signature: The numbers that the ranks compare: elements in all, number of tensors, checksum of the shapes.
     """
-
-    __slots__ = (
-        "_is_direct",
-        "_known_addresses",
-        "_rows",
-        "_shapes",
-        "num_bytes",
-        "plan",
-        "signature",
-        "table",
-        "tensors",
-        "work",
-    )
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -198,34 +188,36 @@ def _cache(lists: Sequence[TensorList], group: Group, op: str, comm: Comm, backe
     if len(lists) == 1 and lists[0].is_plain:
         dtype = lists[0].tensors[0].dtype
         key = PlanKey("allreduce", op, dtype, PLAIN, backend)
-        dispatch.cache_list(group, key, comm, partial(_of_list, dtype))
+        dispatch.cache_list(group, key, comm, partial(_bind, group, dtype))
 
 
-def _of_list(dtype: torch.dtype, group: Group, plan: Plan, of_table: fast_path.CachedCall) -> fast_path.CachedCall:
-    """Return the cached call of a list, given that of a table of its tensors."""
-
-    def settle(status: int, tensors: Any, out: None) -> Any:
-        table: Any = _table_of(plan, tensors)
-        of_table.settle(status, table, None)
-        return tensors
-
-    cached = of_table._replace(settle=settle)
-    if "list" not in plan.bound:
-        code = dispatch.BoundCode(group, "allreduce_many", dtype, lambda: cached)
-        plan.bound["list"] = _BoundLists(group, plan, 0, code)
-    return cached._replace(bound=plan.bound["list"])
+def _bind(group: Group, dtype: torch.dtype, plan: Plan) -> _BoundLists:
+    """Return the calls of a plan with lists."""
+    bound: _BoundLists = plan.bound.setdefault("list", _BoundLists(group, plan, _LIST, dtype, name=_LIST))
+    return bound
 
 
 def _table_of(plan: Plan, tensors: list[_Tensor]) -> TensorList:
     members = TensorList(plan)
     for tensor in tensors:
-        members.add(tensor, is_direct=True)
+        members.add(tensor, is_direct=buffers.is_direct(tensor))
     members.begin()
     return members
 
 
-class _BoundLists(dispatch.BoundPlan):
-    """What begins asynchronous calls with lists of plain tensors of one dtype."""
+class _BoundLists(BoundCall):
+    """Calls with lists of host tensors of one dtype."""
+
+    def cached_call(self) -> fast_path.CachedCall | None:
+        """Return the call for machine code, given that with a table of the tensors."""
+        find = None if self.plan.many is None else self.plan.many.cached_call
+        of_table: fast_path.CachedCall | None = None if find is None else find(0, None)
+        return None if of_table is None else of_table._replace(settle=partial(self._settle, of_table.settle))
+
+    def _settle(self, settle: Callable[..., Any], status: int, tensors: list[_Tensor], _: None) -> list[_Tensor]:
+        table: Any = _table_of(self.plan, tensors)
+        settle(status, table, None)
+        return tensors
 
     def perform(self, given: list[_Tensor], out: _Tensor | None) -> list[_Tensor]:
         """Run a call in Python; the caller holds the run lock."""
@@ -234,6 +226,11 @@ class _BoundLists(dispatch.BoundPlan):
         self.group.perform(self.plan.many, members, None, 0)
         members.write_back()
         return given
+
+    def described_call(self, given: list[_Tensor], out: None) -> events.ShownCall:
+        """Return what the profiler shows of a call."""
+        assert self.plan.many is not None
+        return self.group.described_call(self.plan.many, given, out, self.root)
 
 
 @refuses_keywords
@@ -345,26 +342,10 @@ def _start(
         if len(members.tensors) == 1 or members.plan.many is None:
             started += _start_packed(members, communicator, op, backend, asynchronous=asynchronous)
         elif asynchronous:
-            started.append(_submit_unpacked(members, group))
+            started.append(_bind(group, members.tensors[0].dtype, members.plan).begin(members.tensors, None))
         else:
             _run_unpacked(members, group)
     return started
-
-
-def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
-    assert members.plan.many is not None
-    members.begin()
-    plan = members.plan.many
-    # The tensors may be freed or resized before the call has ended; the memory must stay.
-    held = [tensor.detach() for tensor in members.work]
-
-    def task() -> list[_Tensor]:
-        group.perform(plan, members, None, 0)
-        members.write_back()
-        return held
-
-    shown = group.shown(task, group.described_call, plan, members, None, 0)
-    return group.call_queue.submit(shown, f"{group.where}: allreduce_many", in_any_thread=True)
 
 
 def _start_packed(
@@ -380,8 +361,26 @@ def _start_packed(
             started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
         elif len(parts) == 1:
             reductions.allreduce(parts[0], op=op, comm=comm, backend=backend)
-        elif is_queued:
-            started.append(dispatch.submit_packed(comm, parts, op, backend))
         else:
-            dispatch.run_packed(comm, parts, op, backend)
+            flat, task = _packed(comm, parts, op, backend, "async" if is_queued else "sync")
+            call_queue = comm.intra.call_queue
+            if is_queued:
+                started.append(call_queue.submit(task, f"{comm.intra.where}: {_LIST}", flat))
+            else:
+                call_queue.run(task, subject=flat)
     return started
+
+
+def _packed(
+    comm: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None, mode: str
+) -> tuple[_Tensor, Callable[[], None]]:
+    """Pack tensors into one; return it, and a task that reduces it and unpacks it into the tensors."""
+    group, flat = comm.intra, bucket_plan.pack(parts)
+    plan = dispatch.plan_of(comm, "allreduce", flat, op=op, backend=backend, mode=mode)
+    plan = plan.for_many(tuple([part.shape for part in parts]))
+
+    def task() -> None:
+        group.perform(plan, flat, None, 0)
+        bucket_plan.unpack(flat, parts)
+
+    return flat, group.shown(task, group.described_call, plan, flat, None, 0)

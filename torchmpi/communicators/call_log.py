@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from time import monotonic_ns
 from typing import ClassVar, NamedTuple, NoReturn
 
-from ..collective_specs import CODES, SPECS
+from ..collective_specs import CODES
 from ..errors import MismatchError, StallError
 from ..shared_memory.memory_layout import (
     ARRIVED,
@@ -39,15 +39,13 @@ from ..shared_memory.memory_layout import (
     LogFields,
     entry,
 )
-from ..tensors.dtypes import OPS, from_code, short_name
 from ..timeline import events
+from .call_codes import ON_DEVICE, CallNumber, call_code, call_names, describe
 from .conditions import sleep_until
 from .flight_record import STARTS, WRITERS, Ring
 from .mismatches import mismatch_error, mismatch_message
 from .rank_status import RankStatus, await_answers
 from .status_board import BoardQuestion, StatusBoard
-
-_NO_OP = len(OPS)
 
 _LAST = RECORD_LENGTH - 1
 _POLL_SECONDS = 0.0001
@@ -58,41 +56,8 @@ NATIVE = 1 << 61
 """Set in the signature of calls that kernels run, so that a different choice of backend is found."""
 COMPARED = 1 << 59
 """Set in the signature of calls that a kernel only compares, and another backend runs."""
-ON_DEVICE = 1 << 31
-"""Set in the code of calls on device tensors, which use other chunks and possibly another backend."""
 ABORTED = 1 << 60
 """Flipped in the signature of an aborted call, so that ranks that arrive later reject the entry."""
-
-
-def call_code(collective: str, op: str | None = None, dtype_code: int = 0) -> int:
-    """Return the part of a signature that does not change between calls; the root is added above bit 32.
-
-    >>> call_code("barrier") != call_code("allreduce", "sum", 1)
-    True
-    """
-    return CODES.index(collective) | (OPS.index(op) if op else _NO_OP) << 8 | dtype_code << 16
-
-
-def as_many(code: int) -> int:
-    """Return the code of the allreduce of a list, given that of the allreduce of a tensor.
-
-    >>> describe(as_many(call_code("allreduce", "sum", 1)), (5, 2, 77))
-    'allreduce_many(2 tensors of 5 float32 in all, shapes #77, sum)'
-    """
-    return code & ~0xFF | CODES.index("allreduce_many")
-
-
-@lru_cache(maxsize=1024)
-def call_names(code: int) -> tuple[str, str, str, int]:
-    """Return collective, operation, dtype and root of a signature; '' or -1 for none.
-
-    >>> call_names(call_code("broadcast", None, 1) | 2 << 32)
-    ('broadcast', '', 'float32', 2)
-    """
-    op, dtype = (code >> 8) & 0xFF, from_code((code >> 16) & 0x7FFF)
-    collective = CODES[code & 0xFF]
-    root = code >> 32 if SPECS[collective].is_rooted else -1
-    return collective, "" if op == _NO_OP else OPS[op], "" if dtype is None else short_name(dtype), root
 
 
 class Call(NamedTuple):
@@ -106,37 +71,9 @@ class Call(NamedTuple):
         return f"{describe(self.code, self.shape)}, call #{self.seq}"
 
 
-def describe(code: int, shape: Sequence[int] | None = None) -> str:
-    """Describe a signature.
-
-    >>> describe(call_code("broadcast", None, 1) | 2 << 32, (3, 4))
-    'broadcast(float32 [3, 4], root=2)'
-    """
-    collective = CODES[code & 0xFF]
-    op, dtype, root = (code >> 8) & 0xFF, from_code((code >> 16) & 0x7FFF), code >> 32
-    parts = []
-    if collective == "allreduce_many" and shape is not None and dtype is not None:
-        numel, num_tensors, checksum = shape
-        parts.append(f"{num_tensors} tensors of {numel} {short_name(dtype)} in all, shapes #{checksum}")
-    elif dtype is not None:
-        is_shape = shape is not None and not isinstance(shape, CallNumber)
-        parts.append(short_name(dtype) + (f" {list(shape or ())}" if is_shape else ""))
-    if op != _NO_OP:
-        parts.append(OPS[op])
-    if code & ON_DEVICE:
-        parts.append("on cuda")
-    if SPECS[collective].is_rooted:
-        parts.append(f"root={root}")
-    return f"{collective}({', '.join(parts)})"
-
-
 @lru_cache(maxsize=256)
 def _slots_of(rank: int, neighbors: tuple[int, ...]) -> Sequence[tuple[int, Sequence[int]]]:
     return tuple((entry(rank, i), tuple(entry(other, i) for other in neighbors)) for i in range(RING_LENGTH))
-
-
-class CallNumber(tuple[int, ...]):
-    """Takes the place of a shape in a step of a larger call: a number that stands for that call."""
 
 
 class CallLog:
@@ -152,30 +89,6 @@ class CallLog:
 
     publish: ClassVar[Callable[..., int] | None] = None
     """The kernel `announce`, when kernels have been loaded; only with it there is an order on weak memory."""
-
-    __slots__ = (
-        "_blocks",
-        "_chunks_since",
-        "_fields",
-        "_missing",
-        "_neighbors",
-        "_slots",
-        "_spoiled",
-        "address",
-        "begin",
-        "ended_seq",
-        "entered",
-        "free",
-        "last_aborted",
-        "log_board",
-        "log_fields",
-        "name",
-        "rank",
-        "report_when_late",
-        "ring",
-        "size",
-        "time_field",
-    )  # fmt: skip
 
     def __init__(
         self, name: str, rank: int, size: int, log_board: StatusBoard | None = None, ring: Ring | None = None

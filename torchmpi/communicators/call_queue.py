@@ -30,7 +30,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -42,12 +42,15 @@ from .conditions import sleep_until
 from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
+T = TypeVar("T")
 
 
 class LeftToHelper(Exception):
     """Raised by a queued task that has not begun and must not run in a thread that waits: the helper runs it."""
 
 
+NOW = (False,)
+"""The argument `blocking` of an acquisition that does not wait."""
 _LOOK_SECONDS = 0.001
 _MOST_LOOKS = 100
 """After as many looks without a call, the helper sleeps until it is woken."""
@@ -55,12 +58,14 @@ _SURE = 3
 """After as many calls that threads have run for which they waited, the helper is not woken for the next one."""
 
 
-def _described(task: Task, call: Callable[[], events.ShownCall] | None) -> Callable[[], events.ShownCall] | None:
-    return task.described_call if call is None and isinstance(task, events.DescribedTask) else call
+class Polling(NamedTuple):
+    """How often the kernels of a group poll while they wait: the numbers that they read, and what is written there."""
 
-
-def _nothing_polls(*, polite: bool) -> None:
-    """Stand for the calls of a group without shared memory."""
+    numbers: memoryview = memoryview(array("q"))
+    eager: array[int] = array("q")
+    """For the lowest latency."""
+    polite: array[int] = array("q")
+    """Beside a computation."""
 
 
 class RunLock:
@@ -69,6 +74,10 @@ class RunLock:
     The fast path (:mod:`torchmpi.shared_memory.fast_path`) reads and writes the fields while it holds the GIL: it
     enters a call only if the lock is free and nothing is pending. It never waits for the lock, so a Python thread that
     acquires the lock waits until the fast path has left its call.
+
+    A signal handler may raise an exception when a function begins, and when one of C has returned. So the lock is taken
+    by an instruction that is no call and notes whether it has been taken, and given back without a function of Python.
+    Only `release` is one: it is for threads without signal handlers, and where none is expected.
 
     >>> lock = RunLock()
     >>> lock.acquire(), lock.acquire(False), lock.release(), lock.locked()
@@ -90,20 +99,40 @@ class RunLock:
 
     def acquire(self, blocking: bool = True) -> bool:
         """Acquire the lock; return whether it was acquired."""
-        if not self.mutex.acquire(blocking):
+        (taken,) = map(self.mutex.acquire, (blocking,))
+        if not taken:
             return False
         fields = self.fields
-        fields[LockFields.held] = 1
-        if fields[LockFields.entered]:
-            if not blocking:
-                self.release()
-                return False
-            try:
+        try:
+            fields[LockFields.held] = 1
+            if not fields[LockFields.entered]:
+                return True
+            if blocking:
                 sleep_until(lambda: not fields[LockFields.entered])
-            except BaseException:  # KeyboardInterrupt
-                self.release()
-                raise
-        return True
+                return True
+        except BaseException:  # KeyboardInterrupt
+            fields[LockFields.held] = 0
+            self.mutex.release()
+            raise
+        self.release()
+        return False
+
+    def run(self, task: Callable[..., T], *arguments: Any, blocking: bool = True) -> T | None:
+        """Return ``task(*arguments)``, run with the lock; None if the lock is taken, unless `blocking`."""
+        (taken,) = map(self.mutex.acquire, (blocking,))
+        if not taken:
+            return None
+        fields = self.fields
+        try:
+            fields[LockFields.held] = 1
+            if fields[LockFields.entered]:
+                if not blocking:
+                    return None
+                sleep_until(lambda: not fields[LockFields.entered])
+            return task(*arguments)
+        finally:
+            fields[LockFields.held] = 0
+            self.mutex.release()
 
     def release(self, *_: object) -> None:
         """Release the lock."""
@@ -125,6 +154,29 @@ class FastCall(Protocol):
 
     def close(self) -> None:
         """Release the resources of the call."""
+
+
+class ShownTask:
+    """A task that is one event of torch.profiler, whatever calls it makes."""
+
+    def __init__(self, call_queue: CallQueue, task: Task, call: events.ShownCall) -> None:
+        self._call_queue, self._task, self._call = call_queue, task, call
+
+    def described_call(self) -> events.ShownCall:
+        """Return what the profiler shows."""
+        return self._call
+
+    def __call__(self) -> Any:
+        """Run the task, inside the event."""
+        event = events.begin_event(self._call, is_task=self._call_queue.origin is not None)
+        try:
+            return self._task()
+        finally:
+            events.end_event(event)
+
+
+def _described(task: Task, call: Callable[[], events.ShownCall] | None) -> Callable[[], events.ShownCall] | None:
+    return task.described_call if call is None and isinstance(task, ShownTask) else call
 
 
 class CallQueue:
@@ -150,12 +202,12 @@ class CallQueue:
         self._counting = threading.Lock()
         self.origin: events.PlainOrigin | None = None
         """Where the queued call that is running was made, if calls are recorded."""
-        self.be_patient: Callable[..., object] = _nothing_polls
-        """``be_patient(polite=True)`` lets the calls of the helper poll little, as the program computes beside them."""
+        self.polling = Polling()
+        """The calls of the helper poll little, as the program computes beside them."""
         self._entries: deque[Handle[Any]] = deque()
         """The calls that have not begun."""
         self._running: Handle[Any] | None = None
-        self._waiting: list[None] = []
+        self._waiting: list[object] = []
         """An item for each thread that waits and may run calls."""
         self._helper: threading.Thread | None = None
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -194,28 +246,27 @@ class CallQueue:
         The task runs in the calling thread if nothing is queued before it. `subject` is as in `submit`, and
         ``describe(*arguments)`` describes the call for torch.profiler.
         """
-        # RunLock.acquire(False) inlined: two method calls less on the path of every synchronous call.
+        # RunLock.run() inlined: two method calls less on the path of every synchronous call.
         lock = self.run_lock
         fields = lock.fields
-        if fields[LockFields.pending] == fields[LockFields.ended] and lock.mutex.acquire(False):
-            try:
-                fields[LockFields.held] = 1
-                if not fields[LockFields.entered]:
-                    return task(*arguments)
-            finally:
-                fields[LockFields.held] = 0
-                lock.mutex.release()
+        if fields[LockFields.pending] == fields[LockFields.ended]:
+            (taken,) = map(lock.mutex.acquire, NOW)
+            if taken:
+                try:
+                    fields[LockFields.held] = 1
+                    if not fields[LockFields.entered]:
+                        return task(*arguments)
+                finally:
+                    fields[LockFields.held] = 0
+                    lock.mutex.release()
         has_streams = streams.has_streams(subject)
         if not has_streams and (not self._threaded or self.runs_here()):
             if self.closed:
                 raise self._closed_error(self.name)
             return task(*arguments)
         call = None if describe is None else partial(describe, *arguments)
-        if isinstance(task, events.DescribedTask):
-            call = task.described_call
-        return self.submit(
-            partial(task, *arguments), self.name, subject, call=call, in_any_thread=not has_streams
-        ).wait()
+        queued = partial(task, *arguments) if arguments else task
+        return self.submit(queued, self.name, subject, call=call, in_any_thread=not has_streams).wait()
 
     def submit(
         self,
@@ -276,6 +327,22 @@ class CallQueue:
                 self._bell.put(None)
         return handle
 
+    def finish_earlier(self) -> bool:
+        """Run the calls that have been submitted in this thread, or await them; return whether there were some."""
+        last = self._running
+        with contextlib.suppress(IndexError):
+            last = self._entries[-1]
+        if last is None or self.runs_here():
+            return False
+        recorder = events.recorder
+        begin = 0 if recorder is None else events.now()
+        last.run_here()
+        if not last.has_ended:
+            last.await_end()
+        if recorder is not None:
+            recorder.slice(events.WAIT, events.WAIT, begin, call=self.name)
+        return True
+
     def ring(self) -> None:
         """Call the helper, which takes the calls that no thread waits for."""
         self._is_called = True
@@ -290,7 +357,7 @@ class CallQueue:
         """
         if not (self.runs_here() or modes.are_active()):
             waiting = self._waiting
-            waiting.append(None)
+            waiting += NOW  # no call, after which an interrupt may come
             try:
                 self._run_while_waiting(handle)
             finally:
@@ -301,14 +368,12 @@ class CallQueue:
     def _run_while_waiting(self, handle: Handle[Any]) -> None:
         mutex, fields = self.run_lock.mutex, self.run_lock.fields
         while not handle.has_ended:
-            if mutex.acquire(False):  # RunLock.acquire(False) inlined, as in run()
+            (taken,) = map(mutex.acquire, NOW)  # RunLock.run() inlined, as in run()
+            if taken:
                 try:
                     fields[LockFields.held] = 1
-                    if fields[LockFields.entered] or not self._is_head_for_any_thread():
+                    if fields[LockFields.entered] or not self._run_head(by_waiter=True):
                         return
-                    self._num_run_by_waiters += 1
-                    self.is_run_by_waiter = True
-                    self._run(self._entries.popleft())
                 finally:
                     fields[LockFields.held] = 0
                     mutex.release()
@@ -361,7 +426,8 @@ class CallQueue:
             self._is_rung = False
             if self._is_called or (seen is not None and self._entries and self._entries[0] is seen):
                 self._is_called = False
-                self._run_all()
+                while self._entries and not (self._waiting and self._is_head_for_any_thread()):
+                    self.run_lock.run(self._run_head)
             num_looks += 1
             with self._counting:
                 seen = self._entries[0] if self._entries else None
@@ -370,24 +436,23 @@ class CallQueue:
                 is_sure = self._num_run_by_waiters >= _SURE
                 self._looks = seen is not None or (is_sure and num_looks < _MOST_LOOKS)
 
-    def _run_all(self) -> None:
-        """Run the calls that no thread waits for, until nothing is queued."""
-        entries = self._entries
-        while entries and not (self._waiting and self._is_head_for_any_thread()):
-            with self.run_lock:
-                if entries and not (self._waiting and self._is_head_for_any_thread()):
-                    self._num_run_by_waiters = 0
-                    self.be_patient(polite=True)
-                    try:
-                        self._run(entries.popleft())
-                    finally:
-                        self.be_patient(polite=False)
+    def _run_head(self, *, by_waiter: bool = False) -> bool:
+        """Run the call at the head; return False if it is not for this thread. The caller holds the run lock.
 
-    def _run(self, handle: Handle[Any]) -> None:
-        """Run a call that has been taken; the caller holds the run lock."""
-        fields = self.run_lock.fields
-        self._running, fields[LockFields.runner] = handle, threading.get_ident()
+        A call for any thread is for those that wait, if there are any; all others are for the helper. A call that has
+        not begun stays at the head.
+        """
+        entries, fields, polling = self._entries, self.run_lock.fields, self.polling
+        handle = entries[0] if entries else None
+        if handle is None or (handle.in_any_thread and bool(self._waiting)) != by_waiter:
+            return False
+        self._num_run_by_waiters = self._num_run_by_waiters + 1 if by_waiter else 0
+        self.is_run_by_waiter = by_waiter
+        if not by_waiter:
+            polling.numbers[:] = polling.polite
         try:
+            self._running, fields[LockFields.runner] = handle, threading.get_ident()
+            del entries[0]
             self._finish(handle)
         except BaseException as error:  # of a callback, such as SystemExit; unless the hook ends the job, go on
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not self._helper:
@@ -396,7 +461,13 @@ class CallQueue:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._helper)))
         finally:
             self._running, fields[LockFields.runner] = None, 0
-            fields[LockFields.ended] += handle.task is None
+            if handle.task is None:
+                fields[LockFields.ended] += 1
+            elif not (entries and entries[0] is handle):
+                entries.appendleft(handle)
+            if not by_waiter:
+                polling.numbers[:] = polling.eager
+        return True
 
     def _finish(self, handle: Handle[Any]) -> None:
         task, handle.task = handle.task, None
@@ -411,7 +482,6 @@ class CallQueue:
                 self.is_run_by_waiter = False  # callbacks of the handle make calls of their own
         except LeftToHelper:
             self.origin, handle.task, handle.in_any_thread = before, task, False
-            self._entries.appendleft(handle)
         except BaseException as error:  # every error is raised by wait()
             self.origin = before  # callbacks of the handle make calls of their own
             self.failed = [*self.failed, handle]

@@ -10,6 +10,7 @@ from . import splits
 from .conditions import sum_of_all
 from .group import Group
 
+_FAILURE = 1 << 32  # more than messages on their way
 NO_LEVEL = -1
 """The level of communicators that are not on the stack of levels."""
 
@@ -172,7 +173,8 @@ class Communicator:
         for call_queue in list(group.peer_queues.values()):  # a message that waits in a queue is not in the balance
             call_queue.drain()
         group.finish_messages()
-        balance = group.call_action("free", lambda: sum_of_all(group.comm, group.messages.value))
+        failures = _FAILURE if group.call_log.last_aborted else 0  # after which MPI may have messages of the group
+        balance = group.call_action("free", lambda: sum_of_all(group.comm, group.messages.value + failures))
         group.free(together=balance == 0)
 
     def __enter__(self) -> Communicator:

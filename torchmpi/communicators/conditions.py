@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
+
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
 _SHORT_BYTES, _LENGTH_BYTES = 256, 4
+_MOST = (1 << 63) - 1
+_MOST_SET_SECONDS = 0.02
+"""So long an alarm counts as set: the wait may end before the thread that sets it has noted that."""
+_library = ctypes.PyDLL(None, use_errno=True)  # whose functions keep the GIL, as they do not wait
 
 
 def on_all(comm: Any, condition: object) -> bool:
     """Return whether a condition is true on all ranks. Collective."""
-    return each_on_all(comm, condition)[0]
-
-
-def each_on_all(comm: Any, *conditions: object) -> list[bool]:
-    """Return of each condition whether it is true on all ranks. Collective.
-
-    Gathering the answers as Python objects would cost time and memory on each rank for every rank of the job.
-    """
-    if not hasattr(comm, "Allreduce"):  # ranks without an MPI library
-        return [all(answers) for answers in zip(*comm.allgather([*map(bool, conditions)]), strict=True)]
+    if not hasattr(comm, "Allreduce"):
+        return all(comm.allgather(bool(condition)))
     from mpi4py import MPI
 
-    answers = np.array([*map(bool, conditions)], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, answers, MPI.MIN)
-    return [bool(answer) for answer in answers]
+    least = np.array([bool(condition)], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+    return bool(least[0])
+
+
+def common(comm: Any, *numbers: int | None) -> list[int | None]:
+    """Return each number if all ranks that do not pass None pass the same one, else None. Collective.
+
+    Gathering the numbers as Python objects would cost time and memory on each rank for every rank of the job.
+    """
+    if not hasattr(comm, "Allreduce"):
+        passed = [{*each} - {None} for each in zip(*comm.allgather(numbers), strict=True)]
+        return [each.pop() if len(each) == 1 else None for each in passed]
+    from mpi4py import MPI
+
+    least = np.array([(_MOST, _MOST) if each is None else (each, -each) for each in numbers], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+    return [low if low == -high else None for low, high in least.tolist()]
 
 
 def sum_of_all(comm: Any, number: int) -> int:
@@ -46,14 +61,13 @@ def sum_of_all(comm: Any, number: int) -> int:
 
 def gather_unless_equal(comm: Any, value: Any) -> list[Any]:
     """Return the values of all ranks, whose texts are gathered only if they are not all the same. Collective."""
-    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
-    if not hasattr(comm, "Allreduce"):
-        return [value] * comm.size if len(set(comm.allgather(digest))) == 1 else list(comm.allgather(value))
-    from mpi4py import MPI
+    (is_equal,) = common(comm, digest(value))
+    return list(comm.allgather(value)) if is_equal is None else [value] * comm.size
 
-    ends = np.array([digest, -digest], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, ends, MPI.MIN)
-    return [value] * comm.size if ends[0] == -ends[1] else list(comm.allgather(value))
+
+def digest(value: Any) -> int:
+    """Return a number that stands for the text of a value."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
 
 
 def broadcast_short(comm: Any, value: Any) -> Any:
@@ -68,9 +82,73 @@ def broadcast_short(comm: Any, value: Any) -> Any:
     return pickle.loads(message[_LENGTH_BYTES:][:num_bytes]) if num_bytes else comm.bcast(value)
 
 
+def from_rank_0(rank: int, broadcast: Callable[[Any], Any], action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result, or raise its error, on all ranks. Collective.
+
+    >>> from_rank_0(0, lambda outcome: outcome, lambda: 1)
+    1
+    """
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if rank == 0:
+        try:
+            outcome = (action(), None)
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            outcome = (None, error)
+    result: T
+    result, failure = broadcast(outcome)
+    if failure is not None:
+        raise failure
+    return result
+
+
 def sleep_until(condition: Callable[[], bool]) -> None:
     """Wait until a condition is true; sleep between checks, first for 20 us and at most for 1 ms."""
     seconds = _MIN_SLEEP_SECONDS
     while not condition():
         time.sleep(seconds)
         seconds = min(1.25 * seconds, _MAX_SLEEP_SECONDS)
+
+
+class Alarm:
+    """A timer of the system for which a thread waits; others set it without waking that thread.
+
+    Args:
+        seconds: After how long it rings by itself if it is set once.
+
+    >>> alarm = Alarm(0.001)
+    >>> alarm.set_once()
+    >>> alarm.wait()
+    >>> alarm.set(0)
+    >>> alarm.wait()
+    >>> alarm.close()
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._file = _library.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._file < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{os.strerror(number)}: the system gives no timer")
+        self._later = (ctypes.c_long * 4)(0, 0, 0, int(seconds * 1e9))  # without an interval
+        self._set_at = 0.0
+        """When `set_by` has set it, if nobody has waited for it since."""
+
+    def set(self, seconds: float) -> None:
+        """Let it ring after so long, less than a second, instead of when it would have."""
+        times = (ctypes.c_long * 4)(0, 0, 0, max(1, int(seconds * 1e9)))
+        _library.timerfd_settime(self._file, 0, times, None)
+
+    def set_once(self) -> None:
+        """Let it ring later, unless this has been called since the last wait: most calls only read a clock."""
+        now = time.monotonic()
+        if now - self._set_at > _MOST_SET_SECONDS:
+            _library.timerfd_settime(self._file, 0, self._later, None)
+            self._set_at = now  # behind the call: an interrupt in between leaves a timer that is set again
+
+    def wait(self) -> None:
+        """Wait until it rings; what has been done before a `set_once` is seen afterwards."""
+        os.read(self._file, 8)
+        self._set_at = 0.0
+
+    def close(self) -> None:
+        """Free the timer; no thread waits for it."""
+        os.close(self._file)

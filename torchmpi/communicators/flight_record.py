@@ -520,6 +520,8 @@ class LiveRank(NamedTuple):
     """When the record begins, on the monotonic clock."""
     told_of_all: Mapping[str, Any] = MappingProxyType({})
     """Of rank 0 of a job on several hosts: what all ranks have told it while somebody looks, by rank."""
+    has_messages: bool = False
+    """Whether it has sent or received messages, which are in no group."""
 
 
 def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
@@ -539,12 +541,14 @@ def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
     head, about = _begin_of(data, "The file")
     groups: list[LiveGroup] = []
     known: dict[str, tuple[int, ...]] = {}
+    has_messages = False
     for index in range(min(max(head[_NUM_RINGS], 0), MOST_BYTES // _RING_BYTES)):
         start = _HEAD_BYTES + index * _RING_BYTES
         about_ring = os.pread(file, _PAGE_BYTES, start)
         if len(groups) == most_groups or len(about_ring) < _PAGE_BYTES:
             break
         state, key, kind = np.frombuffer(about_ring, "<i8", 3).tolist()
+        has_messages |= kind == OF_MESSAGES and state == _IN_USE
         is_read = kind == OF_CALLS and (state == _IN_USE or (state == _FREED and head[_ENDED]))
         text = _shown(_read_text(about_ring, 0)) if is_read else {}
         entries = os.pread(file, _RING_BYTES - _PAGE_BYTES, start + _PAGE_BYTES) if "name" in text else b""
@@ -553,7 +557,7 @@ def read_live(record: BinaryIO, *, most_groups: int = 64) -> LiveRank:
             groups.append(_live_group(key, str(text["name"]), ranks, entries, head))
     steps, told = progress.steps_in(data[_PROGRESS_START:]), _shown(_read_text(data, _ANSWER_START))
     told_of_all = _read_text(data, _ALL_START, _HEAD_BYTES)
-    return LiveRank(about, bool(head[_ENDED]), groups, steps, told, head[FIRST_NS], told_of_all)
+    return LiveRank(about, bool(head[_ENDED]), groups, steps, told, head[FIRST_NS], told_of_all, has_messages)
 
 
 def _live_group(key: int, name: str, ranks: tuple[int, ...], entries: bytes, head: Sequence[int]) -> LiveGroup:
@@ -672,10 +676,15 @@ def _write_text(memory: memoryview, values: dict[str, Any]) -> None:
 
 def _read_text(data: bytes, start: int, end: int = 0) -> dict[str, Any]:
     try:
-        values = files.parse_json(data[start + _TEXT_BYTES : end or start + _PAGE_BYTES].rstrip(b"\0"))
+        values = files.parse_json(data[start + _TEXT_BYTES : end or start + _PAGE_BYTES].partition(b"\0")[0])
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def is_step(name: str) -> bool:
+    """Return whether the calls on a group are steps of hierarchical calls, by its name."""
+    return name.endswith((" on one host", " across hosts"))
 
 
 def as_ranges(ranks: Sequence[int]) -> str:

@@ -21,27 +21,29 @@ from ..errors import MismatchError, RankLostError, StallError, TorchMPIError, Tr
 from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import CALL_NUMBER_BITS, LogFields, num_slots, segment_bytes
-from ..shared_memory.segments import Segment, Ticket
+from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
+from .call_codes import call_code, call_names
 from .call_counts import CallCounts
-from .call_log import Call, CallLog, call_code, call_names, how_it_left
-from .call_queue import CallQueue
+from .call_log import Call, CallLog, how_it_left
+from .call_queue import CallQueue, ShownTask
 from .conditions import broadcast_short, on_all
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
 from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
-from .observed_calls import ObservedCall, ShownTask, describe
+from .observed_calls import ObservedCall, describe
 from .plan import Plan
-from .release import Key, MessageCounter, register, retire
-from .status_board import StatusBoard, UnusedMemory
+from .release import FreedGroup, FreedGroups, MessageCounter, register, retire
+from .status_board import StatusBoard
 
 T = TypeVar("T")
 _HEADER_DIMS = 12
 _NOTICE_SECONDS, _POLL_SECONDS = 2.0, 0.01
 _END_PERIOD_SECONDS = 0.005
 _SLOTS_BYTES = 16 << 20  # of all ranks of a group together
+_MOST_KEPT_RANKS = 8  # of a freed group whose memory is kept: each ring that is cleared takes a page
 
 
 class Comparison(Protocol):
@@ -63,6 +65,9 @@ class GroupResource:
     def abort_device_work(self) -> None:
         """End the work on a device that waits for other ranks."""
 
+    def refuse_work(self) -> None:
+        """Begin no further work, as a rank is lost. Another thread calls it, again and again."""
+
     def close(self) -> None:
         """End its use, in the order opposite to that in which the attachments were made."""
 
@@ -80,7 +85,9 @@ class Group:
             ranks are on several hosts, or have no shared memory.
         log_board: The status board, if calls are compared on it (``checking == "board"``); None if they are compared
             with messages, not at all, or if there is no status board.
-        even_seq: The last call whose ranks have been found to have equal numbers of rows.
+        even_seq: The last call whose ranks have been found to have equal numbers of rows, or whose parts have the sizes
+            that their receivers expect.
+        scattered: The last scatter whose tensor all ranks know, and its shape and dtype.
         checking: How calls are compared: ``board``, ``strict`` (with a message before each call) or ``off``.
         shared: State of the shared-memory backend, made by that backend.
         binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
@@ -108,7 +115,9 @@ class Group:
         *,
         check: str | None = None,
         is_step: bool = False,
+        freed: FreedGroup | None = None,
     ) -> None:
+        """Make the group; `freed`: one whose memory and communicators all ranks take. Collective."""
         self.comm = comm
         self.name = name
         self.world_ranks = world_ranks
@@ -116,8 +125,12 @@ class Group:
         self.size: int = comm.size
         self.context = context
         self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
-        self._retirement_key, self.status_board = _register_with_board(self)
-        self.side_comm = comm.Dup()
+        if freed is None:
+            self._retirement_key, self.side_comm = register(comm, world_ranks), comm.Dup()
+            self.status_board = _board(self)
+        else:
+            self._retirement_key, self.side_comm = freed.key, freed.side_comm
+            self.status_board = StatusBoard(freed.segment, self.size)
         self.messages = MessageCounter()
         self.plans: dict[Hashable, Any] = {}
         self.checking = _how_to_check(self, context.check if check is None else check)
@@ -142,6 +155,7 @@ class Group:
         self.attachments: list[GroupResource] = []
         self.communicator: Any = None
         self._compared, self.even_seq = 0, -1
+        self.scattered: tuple[int, tuple[tuple[int, ...], Any] | None] = -1, None
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.intra_host, self.inter_host = _split_by_host(self)
         context.groups.append(self)
@@ -386,8 +400,8 @@ class Group:
     def free(self, *, together: bool = False) -> None:
         """Free the group. Collective.
 
-        `together`: no rank still uses the group, and all messages have been received, so the communicators of MPI are
-        freed at once.
+        `together`: no rank still uses the group, no call has failed, and all messages have been received, so the next
+        group of the same ranks may have the communicators of MPI, or they are freed at once.
         """
         self.finish_messages()
         for call_queue in (self.call_queue, *self.peer_queues.values()):
@@ -410,9 +424,11 @@ class Group:
             self.context.flight_record.free(self.call_log.ring, self.call_log.seq)
             for ring in self.channels.close():
                 self.context.flight_record.free(ring)
-        if self.status_board is not None and together:
-            self.context.unused_memory.keep(self.world_ranks, self.status_board)
-        elif self.status_board is not None:
+        if self.status_board is not None and together and self.size <= _MOST_KEPT_RANKS:
+            segment = self.status_board.release()
+            self.context.freed.keep(FreedGroup(self._retirement_key, segment, self.comm, self.side_comm))
+            return
+        if self.status_board is not None:
             self.status_board.close()
         if together:
             self.side_comm.Free()
@@ -465,8 +481,7 @@ class GroupContext:
         """Whether the loss of a rank raises an error instead of ending the job."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
-        self.unused_memory = UnusedMemory()
-        """Of freed ones."""
+        self.freed = FreedGroups()
         self.num_made: Counter[tuple[tuple[int, ...], str]] = Counter()
         """The number of groups made, freed ones too, by ranks and name: the same on all ranks of these groups."""
         self.failed: list[Handle[Any]] = []
@@ -499,6 +514,8 @@ def end_calls(groups: Sequence[Group], is_over: Callable[[], bool]) -> None:
         for group in list(groups):
             group.end_call()
             group.abort_device_work()
+            for item in list(group.attachments):
+                item.refuse_work()
         time.sleep(_END_PERIOD_SECONDS)
 
 
@@ -531,69 +548,30 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     return intra, inter
 
 
-def _register_with_board(group: Group) -> tuple[Key, StatusBoard | None]:
-    """Register a group, and allocate its shared memory if its ranks are on one host. Collective."""
-    context, comm, ranks = group.context, group.comm, group.world_ranks
+def _board(group: Group) -> StatusBoard | None:
+    """Allocate the shared memory of a group if its ranks are on one host. Collective."""
+    context, size = group.context, group.size
     if len(group.hosts) > 1 or not context.slot_bytes:
-        return register(comm, ranks)[0], None
-    num_bytes = segment_bytes(group.size, slot_bytes(group.size, context.slot_bytes))
-    take = partial(context.unused_memory.take, ranks, num_bytes)
-    own, segment, was_used = _offered(comm, "group", num_bytes, take() if comm.rank == 0 else None, take)
-    key, is_shared = register(comm, ranks, segment is not None)
-    segment = _settled(own, segment, is_shared)
-    if was_used and segment is None:  # a rank frees the last group at this moment, in another thread
-        segment = share(comm, "group", num_bytes)
+        return None
+    segment = share(group.comm, "group", segment_bytes(size, slot_bytes(size, context.slot_bytes)))
     if segment is not None:
-        board = StatusBoard(segment, group.size)
-        if was_used:
-            board.clear(group.rank)
-            on_all(comm, True)  # no rank begins before all have cleared their parts
-        return key, board
+        return StatusBoard(segment, size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
     context.problems.add(f"the system provides none ({reason})")
-    return key, None
+    return None
 
 
 def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
     """Return zeroed memory that all ranks of a communicator have mapped; None if one of them cannot. Collective."""
-    own, segment, _ = _offered(comm, name, num_bytes)
-    return _settled(own, segment, on_all(comm, segment is not None))
-
-
-def _offered(
-    comm: Any,
-    name: str,
-    num_bytes: int,
-    kept: Segment | None = None,
-    take: Callable[[Ticket], Segment | None] = lambda ticket: None,
-) -> tuple[Segment | None, Segment | None, bool]:
-    """Make a segment on rank 0 and open it on all ranks. Collective.
-
-    Args:
-        comm: The ranks.
-        name: The name of the segment.
-        num_bytes: Its length.
-        kept: On rank 0 a segment of a former group, instead of a new one.
-        take: Returns the same segment on another rank, if that has kept it.
-
-    Returns:
-        The segment on rank 0; the segment if it is open here; whether it is one of a former group.
-    """
-    own = kept
-    if own is None and comm.rank == 0:
-        own = _try(partial(Segment.create, name, num_bytes))
-    ticket, was_used = broadcast_short(comm, (None if own is None else own.ticket, kept is not None))
-    if comm.rank == 0 or ticket is None:
-        return own, own, was_used
-    return None, take(ticket) if was_used else _try(partial(Segment.open, ticket)), was_used
-
-
-def _settled(own: Segment | None, segment: Segment | None, is_shared: bool) -> Segment | None:
-    """Return a segment that all ranks have opened, so that its name can be removed; close one that some have not."""
-    if own is not None:
-        own.withdraw()
-    if segment is not None and not is_shared:
-        segment.close()
+    segment = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
+    ticket = broadcast_short(comm, None if segment is None else segment.ticket)
+    if comm.rank != 0 and ticket is not None:
+        segment = _try(partial(Segment.open, ticket))
+    is_shared = on_all(comm, segment is not None)
+    if segment is not None:
+        segment.withdraw()  # all have opened it, so that its name can be removed
+        if not is_shared:
+            segment.close()
     return segment if is_shared else None
 
 

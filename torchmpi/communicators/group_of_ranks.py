@@ -9,8 +9,9 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import ArgumentError, MismatchError
 from .communicator import Communicator, NullCommunicator
-from .conditions import gather_unless_equal
+from .conditions import common, digest
 from .group import Group
+from .status_board import StatusBoard
 
 
 class _Request(NamedTuple):
@@ -43,21 +44,30 @@ def _request(ranks: Iterable[int], name: str | None) -> _Request:
 
 
 def _make(parent: Group, request: _Request) -> tuple[list[_Request], Communicator | NullCommunicator | None]:
+    context, ranks, name = parent.context, request.ranks, request.name
+    is_valid = ranks is not None and not _problem(ranks, parent.size)
+    members = tuple(parent.world_ranks[rank] for rank in ranks) if ranks is not None and is_valid else ()
+    freed = context.freed.take(members)
+    if freed is not None:  # before all ranks have compared what they have, so that none begins earlier
+        StatusBoard(freed.segment, len(members)).clear(members.index(parent.world_ranks[parent.rank]))
+    number = None if ranks is None or parent.rank not in ranks else 0 if freed is None else freed.number
     # Only requests that differ are gathered: a long list for each rank would take much memory in a large job.
-    requests = gather_unless_equal(parent.comm, request)
-    if requests.count(request) == len(requests):
-        requests = []
-    ranks, name = request.ranks, request.name
-    if ranks is None or requests or _problem(ranks, parent.size):
-        return requests, None
-    is_member = parent.rank in ranks
-    color, position = (0, ranks.index(parent.rank)) if is_member else (parent.context.MPI.UNDEFINED, 0)
-    comm = parent.comm.Split(color, position)
-    members = tuple(parent.world_ranks[rank] for rank in ranks)
+    known, taken = common(parent.comm, digest(request), number)
+    if freed is not None and (known is None or not taken):
+        freed.close()
+        freed = None
+    if known is None:
+        return list(parent.comm.allgather(request)), None
+    if ranks is None or not is_valid:
+        return [], None
+    is_member, comm = number is not None, None if freed is None else freed.comm
+    if not taken:  # the same on all ranks, also those that are not in the group
+        color, position = (0, ranks.index(parent.rank)) if is_member else (context.MPI.UNDEFINED, 0)
+        comm = parent.comm.Split(color, position)
     name = name or f"group {list(members)}"
     if not is_member:
-        return requests, NullCommunicator(name, members, parent.where)
-    return requests, Communicator.of(Group(comm, name, members, parent.context), can_be_freed=True)
+        return [], NullCommunicator(name, members, parent.where)
+    return [], Communicator.of(Group(comm, name, members, context, freed=freed), can_be_freed=True)
 
 
 def _problem(ranks: Sequence[int] | None, size: int) -> str:

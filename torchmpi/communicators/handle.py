@@ -43,10 +43,10 @@ class Handle(Generic[T_co]):
         "_description",
         "_error",
         "_finished",
-        "_is_done",
         "_result",
         "_seen",
         "awaited",
+        "has_ended",
         "in_any_thread",
         "origin",
         "queue",
@@ -70,7 +70,8 @@ class Handle(Generic[T_co]):
         """Whether a thread that waits may run the call."""
         self._result = cast(T_co, None)
         self._error: BaseException | None = None
-        self._is_done = False
+        self.has_ended = False
+        """Whether the call has ended; unlike :meth:`done`, this does not wake the helper."""
         self._seen = False
         self._callbacks: list[Callable[[], object]] = []
 
@@ -103,14 +104,14 @@ class Handle(Generic[T_co]):
         Raises:
             StallError: The call has not ended after `timeout` seconds.
         """
-        if not self._is_done:
+        if not self.has_ended:
             recorder = events.recorder
             begin = 0 if recorder is None else events.now()
             if timeout is None:
                 self.run_here()
-            else:  # a thread that runs the call itself cannot return before its end
-                self.call_helper()
-            if not self._is_done:
+            elif (order := self.queue) is not None:  # a thread that runs the call itself cannot return before its end
+                order.ring()
+            if not self.has_ended:
                 self.await_end(timeout)
             if recorder is not None:
                 recorder.slice(events.WAIT, events.WAIT, begin, call=self._description)
@@ -135,25 +136,16 @@ class Handle(Generic[T_co]):
         Returns:
             True if ``wait()`` would not wait.
         """
-        self.call_helper()
-        return self._is_done
-
-    def call_helper(self) -> None:
-        """Have the helper run the call, and those before it, unless a thread that waits does."""
         if (order := self.queue) is not None:
             order.ring()
+        return self.has_ended
 
     def run_here(self) -> None:
         """Run the call, and those before it, in this thread if it may; else wake the helper."""
         if (order := self.queue) is not None:
             order.run_until(self)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the call has ended; unlike :meth:`done`, this does not wake the helper."""
-        return self._is_done
-
-    def when_done(self, callback: Callable[[], object]) -> None:
+    def when_done(self, callback: Callable[[], object], *, soon: bool = True) -> None:
         """Call `callback` when the call has ended, in the thread that ends it; immediately if the call has ended.
 
         Attach a callback that makes collective calls before the next call on that communicator. Otherwise ranks on
@@ -164,25 +156,24 @@ class Handle(Generic[T_co]):
 
         Args:
             callback: A function without parameters; its result is ignored.
+            soon: Have a helper thread run the call now, also if no thread waits for it; False to leave the call to
+                those who wait, or to the helper in its time.
 
         >>> Handle.completed(3).when_done(lambda: print("over"))
         over
         """
-        self.attach(callback)
-        self.call_helper()
-
-    def attach(self, callback: Callable[[], object]) -> None:
-        """Do as :meth:`when_done`, but leave the call to those who wait, or to the helper in its time."""
         self._callbacks.append(callback)
-        if self._is_done:
+        if self.has_ended:
             self._call_back()
+        elif soon and (order := self.queue) is not None:
+            order.ring()
 
     # For the code that runs the call.
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
         """End the call with a result, or with an error, which ``wait()`` raises."""
         self._result, self._error = result, error
-        self._is_done, self.queue = True, None
+        self.has_ended, self.queue = True, None
         self._finished.release()
         if self._callbacks:
             self._call_back()
@@ -203,11 +194,6 @@ class Handle(Generic[T_co]):
     def failed(self) -> bool:
         """Whether the call has ended with an error, which does not count as seen."""
         return self._error is not None
-
-    @property
-    def result(self) -> T_co:
-        """The result of a call that has ended without an error."""
-        return self._result
 
     def _call_back(self) -> None:
         """Call each callback once; the thread that ends the call and one that attaches a callback may both be here."""
@@ -231,7 +217,7 @@ class EndedHandle(Handle[T_co]):
     """
 
     __slots__ = ()
-    _description, _is_done, _error, queue, task, origin, awaited = "call", True, None, None, None, None, None
+    _description, has_ended, _error, queue, task, origin, awaited = "call", True, None, None, None, None, None
     in_any_thread, _seen = False, True
 
     def __init__(self, result: T_co) -> None:
@@ -240,7 +226,7 @@ class EndedHandle(Handle[T_co]):
     def wait(self, timeout: float | None = None) -> T_co:
         return self._result
 
-    def attach(self, callback: Callable[[], object]) -> None:
+    def when_done(self, callback: Callable[[], object], *, soon: bool = True) -> None:
         self._callbacks = [callback]
         self._call_back()
 
@@ -270,21 +256,19 @@ class DeviceHandle(Handle[T_co]):
         """Return whether the call has ended, on the device too."""
         if not self._queued.done():
             return False
-        return self._queued.failed or bool(self._queued.result.has_ended())
+        return self._queued.failed or bool(self._queued._result.has_ended())
 
-    def when_done(self, callback: Callable[[], object]) -> None:
+    def when_done(self, callback: Callable[[], object], *, soon: bool = True) -> None:
         """Call `callback` when the work is queued, as in :class:`Handle`."""
 
         def call() -> None:
             if self._queued.failed:
                 callback()
                 return
-            with self._queued.result.behind():
+            with self._queued._result.behind():
                 callback()
 
-        self._queued.when_done(call)
-
-    attach = when_done
+        self._queued.when_done(call, soon=soon)
 
     @property
     def unseen_error(self) -> BaseException | None:
@@ -310,10 +294,10 @@ class JoinedHandle(Handle[T_co]):
 
     def __init__(self, handles: Sequence[Handle[Any]], result: T_co, description: str) -> None:
         super().__init__(description)
-        self._handles, self._result = handles, result
+        self._handles, self._result, self.queue = handles, result, self
         self._num_ended = itertools.count(1)  # next() is atomic: handles may end in several threads
         for handle in handles:
-            handle.attach(self._one_has_ended)
+            handle.when_done(self._one_has_ended, soon=False)
         if not handles:
             self.end(result)
 
@@ -326,7 +310,7 @@ class JoinedHandle(Handle[T_co]):
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Wait until all calls have ended and return the result; raise the first error."""
-        if not self._is_done:
+        if not self.has_ended:
             super().wait(timeout)
         if (error := self.error) is not None:
             raise error
@@ -334,13 +318,15 @@ class JoinedHandle(Handle[T_co]):
             handle.wait()  # the current stream of this thread follows
         return self._result
 
-    def run_here(self) -> None:
-        for handle in self._handles:
-            handle.run_here()
+    # It is the order of its calls, which may be in several others.
 
-    def call_helper(self) -> None:
-        for handle in self._handles:
-            handle.call_helper()
+    def run_until(self, handle: Handle[Any]) -> None:
+        for part in self._handles:
+            part.run_here()
+
+    def ring(self) -> None:
+        for part in self._handles:
+            part.done()
 
     def done(self) -> bool:
         """Return whether all calls have ended, on the device too."""

@@ -215,7 +215,7 @@ class CommunicatorStack:
         """Free all groups in reverse order of their creation."""
         while self.context.groups:
             self.context.groups[-1].free()  # with its parts
-        self.context.unused_memory.close()
+        self.context.freed.close()
         streams.release()
 
 

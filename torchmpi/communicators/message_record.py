@@ -17,7 +17,7 @@ from time import monotonic_ns
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ..shared_memory.memory_layout import FIELD_BYTES, RECORD_LENGTH, ChannelFields, RecordFields
-from ..tensors.dtypes import from_code, short_name
+from ..tensors.dtype_codes import name_of
 
 ANY_RANK = -1
 """The other rank of receives from any rank."""
@@ -171,13 +171,8 @@ def messages_in(key: int, group: str, fields: Sequence[int]) -> list[LoggedMessa
     return [
         LoggedMessages(
             key, group, entry[at.peer], bool(entry[at.is_receive]), entry[at.tag], entry[at.begun], entry[at.ended],
-            entry[at.num_bytes], _dtype(entry[at.dtype]), float(entry[at.begin]), float(entry[at.end]),
+            entry[at.num_bytes], name_of(entry[at.dtype]), float(entry[at.begin]), float(entry[at.end]),
         )
         for entry in entries
         if entry[at.begun] > 0
     ]  # fmt: skip
-
-
-def _dtype(code: int) -> str:
-    dtype = from_code(code)
-    return "" if dtype is None else short_name(dtype)

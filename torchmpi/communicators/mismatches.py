@@ -45,7 +45,8 @@ def _spare_hint(calls: Mapping[int, str]) -> str:
         return ""
     return (
         " A loop begins again after a loss, and the other rank was spare: it has left start() only now, and its "
-        "program must make no call before the loop. Move the call into the function of elastic()."
+        "program must make no call before the loop. Move the call into the function of mpi.elastic() or "
+        "hvd.elastic.run."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..collective_specs import spec_of
@@ -11,7 +11,8 @@ from ..shared_memory.memory_layout import LogFields
 from ..tensors import partition
 from ..tensors.dtypes import short_name
 from ..timeline import events
-from .call_log import CallLog, call_names
+from .call_codes import call_names
+from .call_log import CallLog
 from .call_queue import CallQueue
 from .plan import Plan
 
@@ -57,24 +58,6 @@ def describe(info: events.GroupInfo, names: events.Names, given: Any = None, out
     if not dtype and tensor is not None and not isinstance(tensor, Sequence):  # not compared in a scatter
         dtype = short_name(tensor.dtype)
     return events.ShownCall(info, (collective, op, dtype, root), *sizes)
-
-
-class ShownTask(events.DescribedTask):
-    """A task that is one event of torch.profiler, whatever calls it makes."""
-
-    def __init__(self, call_queue: CallQueue, task: Callable[[], Any], call: events.ShownCall) -> None:
-        self._call_queue, self._task, self._call = call_queue, task, call
-
-    def described_call(self) -> events.ShownCall:
-        return self._call
-
-    def __call__(self) -> Any:
-        """Run the task, inside the event."""
-        event = events.begin_event(self._call, is_task=self._call_queue.origin is not None)
-        try:
-            return self._task()
-        finally:
-            events.end_event(event)
 
 
 class ObservedCall:

@@ -13,7 +13,7 @@ from ..shared_memory.memory_layout import CHECKSUM_MODULUS
 from ..tensors import dtypes
 from ..timeline import events
 from .algorithms import algorithm_name
-from .call_log import as_many, call_code, call_names
+from .call_codes import as_many, call_code, call_names
 
 Shape = tuple[int, ...]
 Backends = events.Backends
@@ -72,7 +72,7 @@ class Plan:
     Attributes:
         collective: Name of the collective, one of :data:`~torchmpi.collective_specs.SPECS`.
         code: The signature that the ranks compare, without root and shape
-            (see :func:`~torchmpi.communicators.call_log.call_code`).
+            (see :func:`~torchmpi.communicators.call_codes.call_code`).
         run: The function that does the work: ``run(tensor, out, root)``.
         shape_of: Which shape of the tensor is part of the signature; None means its whole shape.
         backends: The backends of the call, each with the largest size in bytes for which it is used (None: any).

@@ -11,11 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
     from torch.utils.hooks import RemovableHandle
 
 LENGTH = 512
@@ -68,6 +67,8 @@ class Progress:
 
     def attach(self, memory: memoryview) -> None:
         """Write to this memory from now on, also what optimizers of torch do, and begin with step 0."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook  # which readers do not need
+
         self.detach()
         self._memory = memory
         self._reset()

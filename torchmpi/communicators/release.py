@@ -4,6 +4,9 @@
 other ranks still use it. So the communicators of a freed group are kept until a group with all of its ranks is created:
 those ranks compare the kept communicators, and free in one order those that all ranks have kept.
 
+Most groups that :func:`torchmpi.group` makes are freed by all of their ranks together. The next group of the same ranks
+takes over their communicators and shared memory (:class:`FreedGroups`).
+
 A communicator on which a message was sent and never received is not freed: MPI may assign its context identifier to a
 later communicator, which would receive that message (MPICH 5.0).
 """
@@ -11,12 +14,15 @@ later communicator, which would receive that message (MPICH 5.0).
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .conditions import each_on_all
+from ..shared_memory.segments import Segment
+from .conditions import on_all
 
+_MOST_FREED = 4
 Key = tuple[tuple[int, ...], int]
 """The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""
 
@@ -60,26 +66,22 @@ _created: Counter[tuple[int, ...]] = Counter()
 _retired: dict[Key, _Retired] = {}
 
 
-def register(comm: Any, world_ranks: tuple[int, ...], also: bool | None = None) -> tuple[Key, bool]:
-    """Return the key of a new group, and free the retired communicators of its ranks. Collective.
-
-    Also returned is whether another condition is true on all ranks, unless it is None; it takes no message of its own.
-    """
-    if also is None and getattr(comm, "has_unique_context", False):  # whose communicators are freed at once
-        return (world_ranks, 0), True
+def register(comm: Any, world_ranks: tuple[int, ...]) -> Key:
+    """Return the key of a new group, and free the retired communicators of its ranks. Collective."""
+    if getattr(comm, "has_unique_context", False):  # whose communicators are freed at once
+        return world_ranks, 0
     number = _created[world_ranks]
     _created[world_ranks] += 1
     members = set(world_ranks)
     own = {key: _retired[key].messages.value for key in list(_retired) if members.issuperset(key[0])}
-    has_none, is_true = each_on_all(comm, not own, also is not False)
-    if not has_none:
+    if not on_all(comm, not own):
         retired_by = dict(zip(world_ranks, comm.allgather(own), strict=True))
         for key in sorted(own):
             balances = [retired_by[rank].get(key) for rank in key[0]]
             if None not in balances and sum(balances) == 0:
                 for retired in _retired.pop(key).comms:
                     retired.Free()
-    return (world_ranks, number), is_true
+    return world_ranks, number
 
 
 def forget() -> None:
@@ -98,3 +100,56 @@ def retire(key: Key, messages: MessageCounter, *comms: Any) -> None:
             comm.Free()
     else:
         _retired[key] = _Retired(comms, messages)
+
+
+class FreedGroup(NamedTuple):
+    """What a group leaves to the next one of the same ranks, which have all freed it, and received all its messages."""
+
+    key: Key
+    """Of the communicators."""
+    segment: Segment
+    """The shared memory."""
+    comm: Any
+    side_comm: Any
+
+    @property
+    def number(self) -> int:
+        """A number that is the same on all ranks of the group, above 0, and differs from those of others."""
+        return 1 + zlib.crc32(repr(self.segment.ticket).encode())
+
+    def close(self) -> None:
+        """Unmap the memory, and free the communicators as soon as all ranks do."""
+        self.segment.close()
+        retire(self.key, MessageCounter(), self.side_comm, self.comm)
+
+
+class FreedGroups:
+    """The last groups that all of their ranks have freed together.
+
+    To make communicators, and a segment that all ranks open and the system fills with zeros, takes several times as
+    long as all the rest of a new group.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[FreedGroup] = []
+        self._lock = threading.Lock()
+
+    def keep(self, group: FreedGroup) -> None:
+        """Keep a group, and not the oldest one, if there are too many."""
+        with self._lock:
+            self._groups.append(group)
+            oldest = self._groups.pop(0) if len(self._groups) > _MOST_FREED else None
+        if oldest is not None:
+            oldest.close()
+
+    def take(self, world_ranks: tuple[int, ...]) -> FreedGroup | None:
+        """Return the group of these ranks that was freed last, if there is one."""
+        with self._lock:
+            found = next((each for each in reversed(self._groups) if each.key[0] == world_ranks), None)
+            if found is not None:
+                self._groups.remove(found)
+        return found
+
+    def close(self) -> None:
+        while self._groups:
+            self._groups.pop().close()

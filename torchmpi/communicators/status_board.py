@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -16,13 +15,11 @@ from ..shared_memory.memory_layout import (
     MessageRing,
     rings_bytes,
 )
-from ..shared_memory.segments import Segment, Ticket
+from ..shared_memory.segments import Segment
 from .rank_status import LastCall, RankStatus
 
 _NOTE_BYTES = 1024
 _TEXT_BYTES = BLOCK_BYTES - TEXT_START_BYTES - _NOTE_BYTES
-_MOST_UNUSED, _MOST_RANKS = 4, 8
-"""Segments that a rank keeps, and the size of their groups: each ring that is cleared takes a page of memory."""
 
 
 class StatusBoard:
@@ -100,42 +97,6 @@ class StatusBoard:
     def close(self) -> None:
         """Unmap the memory."""
         self.release().close()
-
-
-class UnusedMemory:
-    """The memory of groups that have been freed by all of their ranks, for the next groups of the same ranks.
-
-    To make a segment, to open it on all ranks, and to have its pages filled with zeros takes as long as all the rest of
-    a new group. A segment that all ranks have here is not in use; each of them clears its part.
-    """
-
-    def __init__(self) -> None:
-        self._segments: list[tuple[tuple[int, ...], Segment]] = []
-        self._lock = threading.Lock()
-
-    def keep(self, ranks: tuple[int, ...], board: StatusBoard) -> None:
-        """Keep the memory of a group of these ranks, and not that of the oldest one, if there is too much."""
-        if len(ranks) > _MOST_RANKS:
-            board.close()
-            return
-        with self._lock:
-            self._segments.append((ranks, board.release()))
-            oldest = self._segments.pop(0)[1] if len(self._segments) > _MOST_UNUSED else None
-        if oldest is not None:
-            oldest.close()
-
-    def take(self, ranks: tuple[int, ...], num_bytes: int, ticket: Ticket | None = None) -> Segment | None:
-        """Return memory for a group of these ranks, if there is some; with a ticket, no other than that."""
-        with self._lock:
-            for index, (known, segment) in enumerate(self._segments):
-                is_meant = segment.ticket.num_bytes == num_bytes if ticket is None else segment.ticket == ticket
-                if known == ranks and is_meant:
-                    return self._segments.pop(index)[1]
-        return None
-
-    def close(self) -> None:
-        while self._segments:
-            self._segments.pop()[1].close()
 
 
 class BoardQuestion:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,10 +18,10 @@ from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, DatasetError, MismatchError
-from ..log import logger
 from ..session import runtime
 from ..shared_memory.read_only import ReadOnlyMemory, anonymous_file
 from ..shared_memory.segments import Ticket
+from ..status_line import StatusLine
 from ..supervision.program_lines import line_of_program, location
 from . import data_format
 
@@ -112,6 +111,7 @@ class _Building:
         self.comm, self._make, self._cache, self._source = comm, make, cache, source
         group, running = comm.intra, runtime.current()
         self._where, self._host, self._has_threads = group.where, running.host_name, running.threads_allowed
+        self._tells = comm.rank == 0 and running.config.verbose
         limits = running.config.stall_warning_seconds, running.config.stall_abort_seconds
         self.round_seconds = min([_ROUND_SECONDS, *(limit / _ROUNDS_PER_STALL for limit in limits if limit)])
         hosts = [group.context.hosts[rank] for rank in group.world_ranks]
@@ -277,7 +277,7 @@ class _Building:
 
     def _rounds(self, builders: list[int], ended: threading.Event | None, state: Callable[[], _State]) -> list[_State]:
         """Exchange states until all builders have ended; `ended` is that of this rank, if it is one."""
-        begin, show_at = time.monotonic(), _ROUND_SECONDS
+        status = StatusLine(quiet_seconds=_ROUND_SECONDS)
         while True:
             if ended is not None:
                 ended.wait(self.round_seconds)
@@ -285,18 +285,15 @@ class _Building:
                     return []
             states = collectives.allgather_object(state(), comm=self.comm)
             busy = [rank for rank in builders if not states[rank].has_ended]
-            seconds = time.monotonic() - begin
-            if self.comm.rank == 0 and busy and seconds >= show_at:
-                show_at *= 2
+            if self._tells and busy:
                 others = f" ({len(busy)} of {len(builders)} hosts are not ready)" if len(builders) > 1 else ""
-                logger.info(f"shared_dataset: after {seconds:.0f} s, {states[busy[0]].doing}{others}")
+                status.show(f"torchmpi: shared_dataset: {states[busy[0]].doing}{others}, for {status.seconds:.0f} s")
             if not busy:
-                if self.comm.rank == 0 and show_at > _ROUND_SECONDS:
-                    logger.info(f"shared_dataset: ready after {seconds:.0f} s")
+                status.clear()
                 return states
 
     def _doing(self) -> _State:
-        what = f"has written {_size(self._written_bytes)} of {_size(self._total_bytes)}"
+        what = f"has written {self._written_bytes / 1e6:.0f}/{self._total_bytes / 1e6:.0f} MB"
         doing = what if self._total_bytes else f"is in make(), {location()}"
         return _State(doing=f"{self._where} on {self._host} {doing}")
 

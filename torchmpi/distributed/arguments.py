@@ -13,7 +13,9 @@ from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
 from ..tensors.dtypes import DIVISIBLE_INTEGERS
+from ..tensors.modes import are_watching
 from ..tensors.operation_specs import OPERATIONS
+from . import dispatched_calls
 from .torch_names import Options, ReduceOp, WithoutFunctionModes, factor_of, has_function_mode, new_options
 
 Entry = TypeVar("Entry")
@@ -89,14 +91,17 @@ def apart_from_modes(method: Method) -> Method:
     """Hide the tensors of a call from a ``TorchFunctionMode`` of the program, as calls of a backend in C++ do.
 
     Where torch.compile is active, torch 2.14 compiles the mode, and answers with one attribute of a tensor for another.
+    Modes that watch operators get the call as one.
     """
 
     @functools.wraps(method)
     def call(group: Any, *arguments: Any, **named: Any) -> Any:
-        if not has_function_mode():
-            return method(group, *arguments, **named)
-        with WithoutFunctionModes():
-            return method(group, *arguments, **named)
+        if has_function_mode():
+            with WithoutFunctionModes():
+                return call(group, *arguments, **named)
+        if are_watching() and not dispatched_calls.below.is_running:
+            return dispatched_calls.call(method.__name__, group, (*arguments, *named.values()))
+        return method(group, *arguments, **named)
 
     return cast(Method, call)
 
@@ -109,8 +114,9 @@ def overloaded(kind: type[Any], num_tensors: int, *fields: str) -> Callable[[Met
     """
 
     def decorate(method: Any) -> Any:
+        method = apart_from_modes(method)
+
         @functools.wraps(method)
-        @apart_from_modes
         def call(group: Any, *arguments: Any, **named: Any) -> Any:
             if named or len(arguments) != num_tensors + 1 or type(arguments[-1]) is not kind:
                 tensors, given = arguments[:num_tensors], arguments[num_tensors:]

@@ -12,20 +12,22 @@ import torch.distributed as dist
 
 from ..collective_specs import SPECS, spec_of
 from ..collectives import dispatch
+from ..collectives.exchange import PartsExchange
 from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle
 from ..communicators.plan import PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes, writable
+from ..tensors.modes import get_tracing_state
 from ..timeline import events
 from . import membership
 from .arguments import divide, is_composed, op_name, scaled
-from .bound_calls import FORMS, BoundCall
 from .properties import GroupProperties
 from .rows import Rows, deliver, empty_rows, in_memory, packed, result_rows
+from .torch_calls import FORMS, TorchCall
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
-from .work import COMPLETED, PendingWork, awaited_ranks, joined
+from .work import COMPLETED, GroupWorks, PendingWork, awaited_ranks, joined
 
 Tensors = list[torch.Tensor]
 
@@ -48,11 +50,7 @@ class GroupExecution(GroupProperties):
         # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end;
         # machine code polls for its messages, and can be ended.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
-        # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
-        self._report_seconds = 0.0 if self._by_messages else _REPORT_SECONDS
-        self._awaited = partial(awaited_ranks, self._group)
-        self._block: list[dist.Work] | None = None
-        """The works of the calls so far in the block of a coalescing manager."""
+        self._works = GroupWorks(partial(awaited_ranks, self._group))
 
     @property
     def communicator(self) -> Communicator:
@@ -76,25 +74,29 @@ class GroupExecution(GroupProperties):
         dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
         number = None if reduction is None else reduction.op.value  # hashing reduction.op itself takes 1 us
         calls, key = self._group.plans, (name, number, dtype, root)
-        call: BoundCall | None = calls.get(key)
+        call: TorchCall | None = calls.get(key)
         if call is None:
             op = None
             if reduction is not None and dtype is not None:
                 if is_composed(reduction, dtype):
                     return None
                 op = op_name(reduction, dtype)
-            call = calls[key] = BoundCall(self._communicator, name, op, dtype, root)
+            call = calls[key] = TorchCall(self._communicator, name, op, dtype, root)
         if options.timeout > _NO_LIMIT:
             return None
-        self._refuse_read_only(name, given if call.changes else outputs)
-        if not is_asynchronous(options):  # machine code looks whether the tensors are plain, and ends at the timeout
-            sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
-            received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
-            if call.code.run(sent, received) is not None:
-                return COMPLETED
+        writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
+        # Machine code looks whether the tensors are plain, and ends at the timeout.
+        sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
+        received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
+        if is_asynchronous(options):
+            if call.find(sent, received, call, self._group, None) is not None:
+                return PendingWork(call.begin(sent, received), list(outputs or given), self._works)
+        elif call.run_fast(sent, received) is not None:
+            return COMPLETED
+        self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
-        source = in_memory(given, call.num_rows[0]) if given else None
-        target = in_memory(outputs, call.num_rows[1]) if outputs else None
+        source = in_memory(given) if given else None
+        target = in_memory(outputs) if outputs else None
         are_rows = (source is not None or not given) and (target is not None or not outputs)
         if source is not None and target is not None:
             are_rows = call.can_use(source, target)
@@ -103,31 +105,23 @@ class GroupExecution(GroupProperties):
         if is_here:
             call.run(source, target)
             return COMPLETED
-        handle = call.submit(source, target)
-        return self._begun(handle, list(outputs or given), options, self._group.timeout_seconds)
-
-    def _exchange_of_parts(self, dtype: torch.dtype) -> BoundCall:
-        """Return the call that exchanges lists of parts of any length."""
-        key = "all_to_all", dtype
-        call: BoundCall | None = self._group.plans.get(key)
-        if call is None:
-            call = self._group.plans[key] = BoundCall(self._communicator, "all_to_all", None, dtype, 0)
-        return call
+        runtime.current()  # raises in a forked child
+        return self._work(call.begin(source, target), list(outputs or given), options)
 
     def _exchanged(
-        self, call: BoundCall, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
+        self, call: PartsExchange, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
     ) -> bool:
         """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
-        if self._by_messages or is_asynchronous(options) or options.timeout > _NO_LIMIT:
+        if is_asynchronous(options) or options.timeout > _NO_LIMIT:
             return False
-        self._refuse_read_only("all_to_all", written)
-        if not call.run_fast(given, received):
+        writable.refuse_read_only(self._where, "all_to_all", *written)
+        if call.run_fast(given, received) is None:
             return False
         buffers.touch_all(written)
         return True
 
     def _on_copies(
-        self, call: BoundCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self, call: TorchCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> dist.Work | None:
         """Make a synchronous call on plain tensors that are no rows in their own memory, or share it.
 
@@ -141,7 +135,8 @@ class GroupExecution(GroupProperties):
         source = packed(given, call.num_rows[0]) if given else None
         target = empty_rows(outputs, call.num_rows[1]) if outputs else None
         if self._by_messages:
-            if not call.run_fast(source, target):
+            if call.run_fast(source, target) is None:
+                call.cache()
                 return None
         else:
             call.run(source, target)
@@ -190,15 +185,22 @@ class GroupExecution(GroupProperties):
 
         return self._launch(task, given, outputs or given, opts, name, op or "", -1 if root is None else root)
 
-    def _begun(self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float) -> dist.Work:
-        """Return the work of a call that has been queued; wait for a synchronous one."""
-        handle.awaited = self._awaited
-        limit = limit_seconds and limit_seconds + self._report_seconds
-        if not is_asynchronous(options):
-            handle.wait(limit or None)
-            return COMPLETED
-        work = PendingWork(handle, outputs, limit)
-        return work if self._block is None else self._noted(work)
+    def _work(
+        self, handle: Handle[Any], outputs: Tensors, options: CallOptions, limit_seconds: float | None = None
+    ) -> dist.Work:
+        """Return the work of a call that has been queued; wait for a synchronous one, within the group's timeout."""
+        if is_asynchronous(options):
+            return PendingWork(handle, outputs, self._works, limit_seconds)
+        handle.awaited = self._works.awaited
+        handle.wait((self._works.limit_seconds if limit_seconds is None else limit_seconds) or None)
+        return COMPLETED
+
+    def _limit_of(self, timeout_seconds: float) -> float:
+        """Return the longest wait for a call with a timeout; 0 for any time.
+
+        A call in shared memory raises itself at its timeout, with a report of the missing ranks, which takes time.
+        """
+        return timeout_seconds if self._by_messages else timeout_seconds and timeout_seconds + _REPORT_SECONDS
 
     def _launch(
         self,
@@ -211,14 +213,13 @@ class GroupExecution(GroupProperties):
         root: int = -1,
     ) -> dist.Work:
         runtime.current()  # raises in a forked child
+        self._refuse_tracing(collective)
         if root < 0 or spec_of(collective).writes(root == self._group.rank):
-            self._refuse_read_only(collective, outputs)
+            writable.refuse_read_only(self._where, collective, *outputs)
         on_device = next((tensor for tensor in outputs if not tensor.is_cpu), None)
-        limit = options.timeout.total_seconds()
-        if limit > 0:
-            task = partial(self._run_within, limit, task)
-        else:
-            limit = self._group.timeout_seconds
+        limit, seconds = None, options.timeout.total_seconds()
+        if seconds > 0:
+            task, limit = partial(self._run_within, seconds, task), self._limit_of(seconds)
         if events.show_call is not None:
             names = _NAMES.get(collective, collective), op, dtypes.short_name(outputs[0].dtype) if outputs else "", root
             task = self._group.shown(task, self._group.described, names, given, outputs)
@@ -228,13 +229,11 @@ class GroupExecution(GroupProperties):
         # A call in shared memory ends at its timeout itself, so that the thread that waits may run it.
         description, ends_itself = f"{self._where}: {collective}", not self._by_messages
         handle = self._group.call_queue.submit(task, description, on_device, in_any_thread=ends_itself)
-        return self._begun(handle, outputs, options, limit)
+        return self._work(handle, outputs, options, limit)
 
-    def _refuse_read_only(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:
-        for each in tensors:
-            seen = writable.known.get(id(each))
-            if seen is None or seen() is not each:  # a repeated tensor enters no other file
-                writable.refuse_read_only(self._where, collective, each)
+    def _refuse_tracing(self, collective: str) -> None:
+        if get_tracing_state() is not None:  # in which machine code makes no call
+            buffers.refuse_tracing(f"{self._where}: {collective}")
 
     def _run_within(self, seconds: float, task: Callable[[], object]) -> object:
         """Run a task with another timeout than that of the group."""
@@ -252,18 +251,12 @@ class GroupExecution(GroupProperties):
         works = [call(*pair, opts) for pair in pairs]
         return joined(works, outputs)
 
-    def _noted(self, work: dist.Work) -> dist.Work:
-        """Return the work of a call; the block of a coalescing manager waits for it."""
-        if self._block is not None:
-            self._block.append(work)
-        return work
-
     def _start_coalescing(self, device: torch.device) -> None:
         """Begin a block; its calls are queued one by one."""
-        self._block = []
+        self._works.block = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._block = self._block or [], None
+        works, self._works.block = self._works.block or [], None
         return joined(works, [])
 
     def _check(self, collective: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -275,4 +268,4 @@ class GroupExecution(GroupProperties):
             buffers.check(tensor, what)
         for tensor in outputs:
             buffers.check(tensor, what, written=True)
-        self._refuse_read_only(collective, outputs)
+        writable.refuse_read_only(self._where, collective, *outputs)

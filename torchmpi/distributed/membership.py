@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import zlib
 from typing import Any
 
@@ -33,7 +34,7 @@ class Membership:
 
     def __init__(self, options: BackendOptions) -> None:
         """Start torchmpi unless it runs. Collective over all ranks of torch's world."""
-        rank, size = options.group_rank, options.group_size
+        rank, size = self._place = options.group_rank, options.group_size
         self._stand_in: Any = None
         self._started = not runtime.is_running()
         if _lost is not None and not self._started:  # recover() has started torchmpi again in its place
@@ -58,7 +59,7 @@ class Membership:
         self._world_ranks = [ranks.index(number) for number in range(size)]
         """The rank in MPI's world of each rank of torch's world."""
         self._base = world.Split(0, rank)
-        self._retirement_key, _ = register(self._base, tuple(self._world_ranks))
+        self._retirement_key = register(self._base, tuple(self._world_ranks))
 
     def _connect(self, options: BackendOptions) -> None:
         from ..launch import launcherless
@@ -84,6 +85,8 @@ class Membership:
             everyone.Free()
             name = f"process group {options.group_id}"
         else:
+            if (options.group_rank, options.group_size) != self._place:
+                raise _second_rank(options, f"rank {self._place[0]} of {self._place[1]}")
             ranks = list(range(options.group_size))
             comm, name = self._base.Dup(), "process group"
         group = Group(comm, name, tuple(self._world_ranks[rank] for rank in ranks), self._runtime.context)
@@ -122,6 +125,8 @@ class Membership:
 
 
 _membership: Membership | None = None
+_joining = threading.Lock()
+"""Held while the first group is made."""
 _lost: Membership | None = None
 """The last one that ``recover()`` has ended."""
 
@@ -150,8 +155,20 @@ def current(options: BackendOptions) -> Membership:
                 f"rank {dist.get_rank()}: {reason}. Call init_process_group('torchmpi'), or "
                 "new_group(backend='torchmpi') without ranks, before."
             )
-        _membership = Membership(options)
+        if not _joining.acquire(blocking=False):
+            raise _second_rank(options, "another rank, which waits for the others")
+        try:
+            _membership = Membership(options)
+        finally:
+            _joining.release()
     return _membership
+
+
+def _second_rank(options: BackendOptions, first: str) -> ArgumentError:
+    return ArgumentError(
+        f"rank {options.group_rank} of {options.group_size} of a process group: this process is {first}. A process is "
+        "one rank of torchmpi, also if it has several threads: start a process for each rank."
+    )
 
 
 def why_not(options: BackendOptions) -> str:

@@ -24,9 +24,10 @@ from ..communicators.plan import Plan, PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
+from ..tensors.modes import PRE_DISPATCH, is_key_active, num_dispatch_modes
 from ..tensors.operation_specs import OPERATIONS
 from ..timeline import events
-from . import bucket_memory, monitored, torch_names, transfers
+from . import bucket_memory, dispatched_calls, monitored, torch_names, transfers
 from .arguments import (
     alike,
     apart_from_modes,
@@ -40,10 +41,10 @@ from .arguments import (
     scaled,
     single,
 )
-from .bound_calls import BoundCall
 from .call_hooks import HookedGroup
 from .execution import Tensors
 from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
+from .torch_calls import TorchCall
 from .torch_names import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -99,10 +100,13 @@ class ProcessGroup(HookedGroup):
                 opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
         reduction: Any = opts.reduceOp
         if not (is_asynchronous(opts) or others):  # the most frequent call, without further function calls
-            call: BoundCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
-            if call is not None and call.code.run(tensor, None) is not None:
+            call: TorchCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
+            if call is not None and call.run_fast(tensor, None) is not None:
                 return COMPLETED
-        elif tensor.layout is torch.strided:
+        are_watching = num_dispatch_modes() or is_key_active(PRE_DISPATCH)
+        if are_watching and not dispatched_calls.below.is_running:
+            return dispatched_calls.call("allreduce", self, ([tensor, *others], opts))
+        if (is_asynchronous(opts) or others) and tensor.layout is torch.strided:
             is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
             is_private = is_private and tensor.data_ptr() not in self._shared
             if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
@@ -397,6 +401,7 @@ class ProcessGroup(HookedGroup):
         return self._on_rows("scatter", parts, [output], opts, root=opts.rootRank)
 
     def _check_parts(self, name: str, kind: str, parts: Tensors, other: str, tensor: torch.Tensor) -> None:
+        self._refuse_tracing(name)  # in which the lengths are no numbers
         if len(parts) != self._size or not have_equal_lengths([*parts, tensor]):
             raise ArgumentError(
                 f"{self._where}: {name}: {len(parts)} {kind} tensors of {[part.numel() for part in parts]} elements; "
@@ -415,10 +420,10 @@ class ProcessGroup(HookedGroup):
             if work is not None:
                 return work
         exchange.check(self._group, inputs, outputs, "all_to_all")
-        if not is_even and self._exchanged(self._exchange_of_parts(outputs[0].dtype), inputs, outputs, outputs, opts):
+        call = exchange.PartsExchange.of(self._group, outputs[0].dtype)
+        if not is_even and self._exchanged(call, inputs, outputs, outputs, opts):
             return COMPLETED
-        task = partial(exchange.exchange, self._group, inputs, outputs)
-        return self._launch(task, inputs, outputs, opts, "all_to_all")
+        return self._launch(partial(call.run_queued, inputs, outputs), inputs, outputs, opts, "all_to_all")
 
     @apart_from_modes
     def alltoall_base(  # type: ignore[override]
@@ -430,6 +435,7 @@ class ProcessGroup(HookedGroup):
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
+        self._refuse_tracing("all_to_all_single")
         if are_even(output, input, self._size, output_split_sizes, input_split_sizes):
             work = self._on_plain("all_to_all_single", [input], [output], opts)
             if work is not None:
@@ -437,21 +443,16 @@ class ProcessGroup(HookedGroup):
         what, own = f"{self._where}: all_to_all_single", self._group.rank
         sources = split(input, input_split_sizes, self._size, f"{what}: the input")
         parts = split(output, output_split_sizes, self._size, f"{what}: the output")
-        run: Callable[..., object] = partial(exchange.exchange, self._group)
-        call: BoundCall | None = self._group.plans.get(("all_to_all", output.dtype))
         is_whole = input.dtype is output.dtype and sources[own].numel() == parts[own].numel()
+        call = exchange.PartsExchange.known(self._group, output.dtype)
         if is_whole and call is not None and self._exchanged(call, sources, parts, [output], opts):
             return COMPLETED  # machine code has looked whether the parts are plain
-        if is_whole and exchange.are_plain(input, output):
-            call = self._exchange_of_parts(output.dtype)
-            if self._exchanged(call, sources, parts, [output], opts):
-                return COMPLETED
-            run = call.run_queued
-        else:
+        if not (is_whole and exchange.are_plain(input, output)):
             exchange.check(self._group, sources, parts, "all_to_all_single")
+        call = exchange.PartsExchange.of(self._group, output.dtype)
 
         def task() -> None:
-            run(sources, parts)
+            call.run_queued(sources, parts)
             buffers.touch(output)  # for autograd, the detached parts are not views of `output`
 
         return self._launch(task, [input], [output], opts, "all_to_all_single")
@@ -463,17 +464,17 @@ class ProcessGroup(HookedGroup):
     @apart_from_modes
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to one rank."""
-        return self._noted(transfers.send(self._communicator, single(tensors), dst, tag))
+        return transfers.send(self._communicator, self._works, single(tensors), dst, tag)
 
     @apart_from_modes
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from one rank."""
-        return self._noted(transfers.receive(self._communicator, single(tensors), src, tag))
+        return transfers.receive(self._communicator, self._works, single(tensors), src, tag)
 
     @apart_from_modes
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive one tensor from any rank."""
-        return self._noted(transfers.receive(self._communicator, single(tensors), None, tag))
+        return transfers.receive(self._communicator, self._works, single(tensors), None, tag)
 
     # --- Barriers ---------------------------------------------------------------------------------------------------
 
@@ -499,6 +500,7 @@ class ProcessGroup(HookedGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time after which a call raises, unless its options have a timeout."""
         self._group.timeout_seconds = timeout.total_seconds()
+        self._works.limit_seconds = self._limit_of(self._group.timeout_seconds)
 
     _set_default_timeout = set_timeout
 

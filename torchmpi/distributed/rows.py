@@ -72,22 +72,19 @@ def split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int, what: str)
     return list(tensor.detach().split_with_sizes(sizes))
 
 
-def in_memory(tensors: Sequence[torch.Tensor], num_rows: int) -> Rows | None:
-    """Return the elements of plain host tensors, in order, as rows in their own memory; None if one is not plain.
+def in_memory(tensors: Sequence[torch.Tensor]) -> Rows | None:
+    """Return the elements of plain host tensors in their own memory, in order; None if one is not plain.
 
-    Tensors that are not adjacent are a list. `num_rows` is that of a BoundCall: 0 for a tensor as it is, FLAT for one
-    dimension.
+    Tensors that are not adjacent are a list.
 
     >>> whole = torch.zeros(2, 3)
-    >>> in_memory([whole[0], whole[1]], 2).data_ptr() == whole.data_ptr(), in_memory([whole.t()], 2)
+    >>> in_memory([whole[0], whole[1]]).data_ptr() == whole.data_ptr(), in_memory([whole.t()])
     (True, None)
-    >>> in_memory([torch.ones(1), whole[0, :1]], 2)
+    >>> in_memory([torch.ones(1), whole[0, :1]])
     [tensor([1.]), tensor([0.])]
     """
     if len(tensors) == 1:
-        if not buffers.is_plain(tensors[0]):
-            return None
-        return as_rows(tensors[0], num_rows) if num_rows else tensors[0]
+        return tensors[0] if buffers.is_plain(tensors[0]) else None
     dtype = tensors[0].dtype
     are_plain = all([buffers.is_plain(tensor) and tensor.dtype is dtype for tensor in tensors])
     if not are_plain:
@@ -103,6 +100,15 @@ def as_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     (torch.Size([2, 3]), torch.Size([6]))
     """
     return tensor.view(num_rows, tensor.numel() // num_rows) if num_rows > 0 else tensor.view(-1)
+
+
+def parts_of(rows: Rows, num_ranks: int) -> list[torch.Tensor]:
+    """Return the parts of all ranks: the tensors of a list, or equal parts of a contiguous tensor.
+
+    >>> parts_of(torch.ones(4), 2)
+    [tensor([1., 1.]), tensor([1., 1.])]
+    """
+    return rows if isinstance(rows, list) else list(as_rows(rows, num_ranks).unbind())
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -16,14 +16,14 @@ from ..errors import ArgumentError, CommunicatorError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers, writable
-from .work import EndedMessage, MessageWork
+from .work import EndedMessage, GroupWorks, MessageWork
 
 MAX_TAG = (1 << 20) - 1
 """The greatest tag of a user; current MPI libraries permit larger ones, which the monitored barrier uses."""
 ARRIVED_TAG, ANSWER_TAG = MAX_TAG + 1, MAX_TAG + 2
 
 
-def send(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+def send(communicator: Communicator, works: GroupWorks, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
     """Start to send a tensor, which must not change until the message has ended."""
     group, key = communicator.intra, fast_path.joint_key(peer, tag)
     message = fast_path.send(tensor, None, key, communicator, None)
@@ -34,10 +34,12 @@ def send(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int) 
         if buffers.is_plain(tensor):
             cache_message("send", group, tensor, key, communicator, -1, peer, tag, is_background=True)
         message = MessageHandle(group, "send", tensor, peer, tag, is_receive=False).start()
-    return MessageWork(message, [tensor], group.timeout_seconds)
+    return MessageWork(message, [tensor], works, group.timeout_seconds)
 
 
-def receive(communicator: Communicator, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
+def receive(
+    communicator: Communicator, works: GroupWorks, tensor: torch.Tensor, peer: int | None, tag: int
+) -> dist.Work:
     """Start to receive a tensor of the sender's length, from one rank or from any (None)."""
     group, key = communicator.intra, None if peer is None else fast_path.joint_key(peer, tag)
     message: Handle[Any] | None = None if key is None else receive_later(tensor, key, communicator)
@@ -47,7 +49,7 @@ def receive(communicator: Communicator, tensor: torch.Tensor, peer: int | None, 
         if peer is not None and buffers.is_plain(tensor):
             cache_message("recv", group, tensor, key, communicator, peer, -1, tag, is_background=True)
         message = MessageHandle(group, "recv", tensor, peer, tag, is_receive=True).start()
-    return MessageWork(message, [tensor], group.timeout_seconds)
+    return MessageWork(message, [tensor], works, group.timeout_seconds)
 
 
 def _check(group: Group, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:

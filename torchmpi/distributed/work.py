@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
@@ -77,6 +78,21 @@ def awaited_ranks(group: Group) -> str:
     return ", ".join(sorted({name for comm in comms for name in comm.awaited()}))
 
 
+@dataclass
+class GroupWorks:
+    """What the works of a process group have in common.
+
+    Attributes:
+        awaited: Names the ranks for which a call waits.
+        limit_seconds: The longest wait for a call; 0 for any time.
+        block: The works in the block of a coalescing manager so far; None outside of a block.
+    """
+
+    awaited: Callable[[], str] | None = None
+    limit_seconds: float = 0.0
+    block: list[PendingWork] | None = None
+
+
 class PendingWork(dist.Work):
     """Work of a call in the background."""
 
@@ -85,10 +101,16 @@ class PendingWork(dist.Work):
     """The value of the future, if not what the call writes: that in the lists in which it was passed."""
     _when_late: Callable[[], object] | None = None
 
-    def __init__(self, handle: Handle[Any], outputs: list[torch.Tensor], limit_seconds: float) -> None:
+    def __init__(
+        self, handle: Handle[Any], outputs: list[torch.Tensor], works: GroupWorks, limit_seconds: float | None = None
+    ) -> None:
+        """Make the work of a call that writes `outputs`; `limit_seconds`: its own limit of a wait."""
         super().__init__()
-        self._handle = handle
-        self._outputs, self._limit_seconds = outputs, limit_seconds
+        self._handle, self._outputs = handle, outputs
+        self._limit_seconds = works.limit_seconds if limit_seconds is None else limit_seconds
+        handle.awaited = works.awaited
+        if works.block is not None:
+            works.block.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
@@ -190,7 +212,8 @@ class JoinedWork(PendingWork):
     """Work of several calls that are one to the program."""
 
     def __init__(self, works: list[PendingWork], outputs: list[torch.Tensor]) -> None:
-        super().__init__(JoinedHandle([work._handle for work in works], None, "coalesced calls"), outputs, 0.0)
+        handle = JoinedHandle([work._handle for work in works], None, "coalesced calls")
+        super().__init__(handle, outputs, GroupWorks())
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -201,7 +224,7 @@ class JoinedWork(PendingWork):
             self.exception()  # after an error those of the other calls count as seen
 
 
-def joined(works: list[dist.Work], outputs: list[torch.Tensor]) -> dist.Work:
+def joined(works: Sequence[dist.Work], outputs: list[torch.Tensor]) -> dist.Work:
     """Return the work of several calls."""
     pending = [work for work in works if isinstance(work, PendingWork)]
     return JoinedWork(pending, outputs) if pending else COMPLETED

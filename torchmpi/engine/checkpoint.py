@@ -16,7 +16,6 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +25,14 @@ import torch
 from torch import Tensor
 
 from .. import files
+from ..communicators.conditions import from_rank_0
 from ..errors import CheckpointError
-from ..status_line import PLAIN_PERIOD_SECONDS, StatusLine
+from ..status_line import telling
 from ..tensors import archive, buffers
 from .coordination import Coordinator
 from .data_loading import map_tensors
 
 _MARK = ("torchmpi_checkpoint", 3)
-_TELL_SECONDS = 0.5
 _MOST_METADATA_BYTES = 64 << 20  # some 300 bytes for a tensor
 _PLAIN, _DIGESTS = "engine.rank", "engine.digests"
 T = TypeVar("T")
@@ -111,12 +110,8 @@ class Saver:
 
 def _await(save: Future[None]) -> Any:
     """Wait for a save, and say so if it takes long."""
-    status = StatusLine(quiet_seconds=PLAIN_PERIOD_SECONDS)
-    while not futures.wait([save], _TELL_SECONDS).done:
-        status.show(f"torchmpi: a checkpoint is being written, for {status.seconds:.0f} s")
-    if status.seconds > PLAIN_PERIOD_SECONDS:
-        status.clear()
-    return save.result()
+    with telling(lambda seconds: f"torchmpi: a checkpoint is being written, for {seconds:.0f} s"):
+        return save.result()
 
 
 def exists(path: Path) -> bool:
@@ -143,20 +138,17 @@ def read(path: Path, coordinator: Coordinator) -> Saved:
 
 
 def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result, or raise its failure, on all ranks."""
-    outcome: tuple[T | None, str | None] = (None, None)
-    if coordinator.rank == 0:
+    """Return what `action` returns on rank 0, or raise its failure, on all ranks."""
+
+    def checked() -> T:
         try:
-            outcome = (action(), None)
-        except CheckpointError as error:
-            outcome = (None, str(error))
-        except Exception as error:  # of any kind: the other ranks wait for the outcome
-            outcome = (None, f"checkpoint, on rank 0: {type(error).__name__}: {error}")
-    result: T
-    result, failure = coordinator.broadcast(outcome)
-    if failure is not None:
-        raise CheckpointError(failure)
-    return result
+            return action()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"checkpoint, on rank 0: {type(error).__name__}: {error}") from error
+
+    return from_rank_0(coordinator.rank, coordinator.broadcast, checked)
 
 
 # --- state of the ranks ------------------------------------------------------------------------------------

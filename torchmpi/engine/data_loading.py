@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import timeline
-from ..errors import CheckpointError
+from ..errors import CheckpointError, kind_of
 from ..tensors import random_states, streams
 from . import rng
 from .state import Sample, as_sample
@@ -92,7 +92,7 @@ def load_iterator_state(iterator: Any, state: Any) -> None:
         return
     if not hasattr(iterator, "load_state_dict"):
         raise CheckpointError(
-            f"the checkpoint has the state of an iterator, but a {type(iterator).__name__} has no load_state_dict()"
+            f"the checkpoint has the state of an iterator, but {kind_of(iterator)} has no load_state_dict()"
         )
     iterator.load_state_dict(state)
 

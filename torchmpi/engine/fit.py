@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from ..argument_types import checks_types
-from ..errors import ArgumentError
+from ..errors import ArgumentError, kind_of
 from ..session import api
 from .allreduce_engine import AllReduceSGDEngine
 from .meters import AverageValueMeter
@@ -202,7 +202,7 @@ def _dataset(name: str, data: Data) -> Dataset[Any]:
     is_iterated = isinstance(data, (DataLoader, IterableDataset))
     if is_iterated or not (isinstance(data, Sized) and hasattr(data, "__getitem__")):
         raise ArgumentError(
-            f"fit({name}=): a {type(data).__name__} cannot be divided over the ranks; expected a dataset with a length "
+            f"fit({name}=): {kind_of(data)} cannot be divided over the ranks; expected a dataset with a length "
             "and __getitem__, or two tensors. With other iterables use AllReduceSGDEngine.train(iterator=...)."
         )
     if not len(data):

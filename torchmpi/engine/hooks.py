@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from ..errors import HookError
+from ..errors import HookError, kind_of
 from .state import State
 
 Hook = Callable[[State], Any]
@@ -94,7 +94,7 @@ class Hooks:
             if name not in HOOK_NAMES:
                 raise HookError(f"add(), {kind}: {_unknown(name)}")
             if not callable(function):
-                raise HookError(f"add(), {kind}: {name} is a {type(function).__name__}, not a function of the state")
+                raise HookError(f"add(), {kind}: {name} is {kind_of(function)}, not a function of the state")
         for name, function in found.items():
             self.at(name).append(function)
 

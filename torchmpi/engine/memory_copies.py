@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import torch
 
@@ -19,46 +18,36 @@ from .data_loading import Source, is_function, map_tensors, num_batches
 from .training_run import TrainingRun, redivided_batch
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A copy, and the number of ranks that had parts of the data then."""
-
-    content: Content
-    num_ranks: int
-
-
 class MemoryCopies:
     """The last copies of a run."""
 
     def __init__(self) -> None:
-        self._copies = NumberedCopies[_Copy]()
+        self._copies = NumberedCopies[tuple[Content, int]]()
+        """Each with the number of ranks that had parts of the data then."""
 
     def take(self, run: TrainingRun, num_ranks: int) -> None:
         """Copy the state of a run. All ranks do so at the same points."""
-        self._copies.add(_Copy(_copied(run.content()), num_ranks))
+        self._copies.add((_copied(run.content()), num_ranks))
 
-    def last_common(
-        self, run: TrainingRun, num_before: int, coordinator: Coordinator, *, is_newcomer: bool = False
-    ) -> Saved:
+    def last_common(self, run: TrainingRun, coordinator: Coordinator, *, is_newcomer: bool = False) -> Saved:
         """Return the last copy that all remaining ranks have, for their present parts of the data. Collective.
 
-        A newcomer, which was a spare rank or is a new one, gets it from the first of the others. `num_before` is the
-        number of ranks at the beginning, for a loss before the first copy.
+        A newcomer, which was a spare rank or is a new one, gets it from the first of the others.
         """
         if not (self._copies or is_newcomer):  # the rank was lost before the first copy, so nothing has changed yet
-            self.take(run, num_before)
-        kept = self._copies.agree(coordinator.gather, coordinator.broadcast, coordinator.rank)
-        assert kept is not None  # newcomers alone do not continue
+            self.take(run, coordinator.size)
+        common = self._copies.agree(coordinator.gather, coordinator.broadcast, coordinator.rank)
+        assert common is not None  # newcomers alone do not continue
+        kept, num_ranks = common
         if is_newcomer:
             fresh = run.content().own["rng"]  # with those of another rank, both would have the same dropout
-            kept.content.own.update({name: fresh for name in ("rng", "begin") if name in kept.content.own})
-        content = _copied(kept.content)
+            kept.own.update({name: fresh for name in ("rng", "begin") if name in kept.own})
+        content = _copied(kept)
         own = content.own
-        everyone = coordinator.gather(None if is_newcomer else {name: own[name] for name in ("batch", "num_batches")})
+        everyone = coordinator.gather({name: own[name] for name in ("batch", "num_batches")})
         if content.common["in_epoch"]:
-            # How far the lost ranks were is not known; they took part in every update.
-            known = [each for each in everyone if each is not None]
-            done = (known + kept.num_ranks * known[:1])[: kept.num_ranks]
+            # How far the lost ranks were is not known; they took part in every update. A new rank is the last one.
+            done = (everyone + num_ranks * everyone[:1])[:num_ranks]
             own["batch"] = redivided_batch(done, coordinator.size, num_batches(run.state.iterator))
         own["iterator"] = None  # the position of an iterator over another part of the data
         return Saved(content.common, coordinator.size * [own], content.trees)
@@ -114,21 +103,17 @@ class Recovery:
         """Return the copy from which the remaining ranks continue; raise an error that is not the loss of a rank."""
         if not runtime.current().context.loss:
             raise error
-        num_before = self._coordinator.size
         self._recover()
-        return self._common_copy(run, num_before)
+        return self.join(run)
 
     def join(self, run: TrainingRun) -> Saved:
         """Return the copy from which the others continue, and this rank with them."""
-        return self._common_copy(run, self._coordinator.size)
-
-    def _common_copy(self, run: TrainingRun, num_before: int) -> Saved:
         coordinator = self._coordinator
         while True:
             try:
                 recovery.begin_again()
                 run.divide_anew()
-                saved = self._copies.last_common(run, num_before, coordinator, is_newcomer=self.joins)
+                saved = self._copies.last_common(run, coordinator, is_newcomer=self.joins)
                 if coordinator.rank == 0:
                     logger.info(f"continuing from epoch {saved.common['epoch'] + 1}, after update {saved.common['t']}")
                 coordinator.begin(run.state)

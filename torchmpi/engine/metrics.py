@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import collectives
-from ..errors import ArgumentError
+from ..errors import ArgumentError, kind_of
 from ..tensors.numbers import is_number
 from .checkpoint import digest
 from .coordination import Coordinator
@@ -75,7 +75,7 @@ class SummedMetric:
         for name in self.sums:
             value = getattr(self.metric, name)
             if not (isinstance(value, Tensor) or is_number(value)):
-                raise ArgumentError(f"SummedMetric: {name} is a {type(value).__name__}, neither a number nor a tensor")
+                raise ArgumentError(f"SummedMetric: {name} is {kind_of(value)}, neither a number nor a tensor")
             total = collectives.allreduce(value.detach().clone() if isinstance(value, Tensor) else value)
             setattr(self.metric, name, total)
 

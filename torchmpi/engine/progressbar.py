@@ -9,7 +9,7 @@ from typing import TextIO
 from torch import Tensor
 from tqdm import tqdm
 
-from ..status_line import PLAIN_PERIOD_SECONDS, TERMINAL_PERIOD_SECONDS
+from ..status_line import PLAIN_PERIOD_SECONDS, TERMINAL_PERIOD_SECONDS, columns
 from .data_loading import num_batches
 from .state import State
 
@@ -24,7 +24,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
             # Reading a loss makes the host wait for a GPU, so it is read only to be shown.
             number = self.loss.item() if isinstance(self.loss, Tensor) else self.loss
             self.set_postfix_str(f"loss {number:.4f}", refresh=False)
-        if self.fp.isatty():
+        if columns(self.fp):
             return bool(super().display(msg, pos))
         if msg is None:
             self.fp.write(f"{self}\n")
@@ -40,7 +40,8 @@ class ProgressBar:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._is_terminal = self._stream.isatty()
+        self._columns = columns(self._stream)
+        self._is_terminal = self._columns > 0
         self._bar: _Bar | None = None
 
     def begin_epoch(self, state: State) -> None:
@@ -53,6 +54,7 @@ class ProgressBar:
             initial=state.batch,
             unit=" batches",
             file=self._stream,
+            ncols=None if self._stream.isatty() else self._columns or None,
             leave=self._is_terminal,
             mininterval=TERMINAL_PERIOD_SECONDS if self._is_terminal else PLAIN_PERIOD_SECONDS,
             miniters=1,

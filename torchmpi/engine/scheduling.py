@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, kind_of
 from .checkpoint import Stateful
 from .updates import unwrapped
 
@@ -48,7 +48,7 @@ class Schedule:
         target = getattr(made, "optimizer", optimizer)
         if target is not optimizer and target is not unwrapped(optimizer):
             raise ArgumentError(
-                f"scheduler= is a {type(made).__name__} of another optimizer, so it would not change the learning "
+                f"scheduler= is {kind_of(made)} of another optimizer, so it would not change the learning "
                 "rate of this run. Create it with this optimizer, or pass a function: scheduler=lambda optimizer: ..."
             )
         self._takes_metric = isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau)

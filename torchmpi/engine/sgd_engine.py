@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import timeline
 from ..argument_types import checks_types
-from ..errors import ArgumentError
+from ..errors import ArgumentError, kind_of
 from . import checkpoint
 from .checkpoint import Saved, Stateful
 from .coordination import Coordinator, SingleProcess, refuse_differences
@@ -171,9 +171,7 @@ class SGDEngine:
         """
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise ArgumentError(
-                    f"keep({name}=...): a {type(value).__name__} has no state_dict() and load_state_dict()"
-                )
+                raise ArgumentError(f"keep({name}=...): {kind_of(value)} has no state_dict() and load_state_dict()")
         self._kept.update(objects)
 
     def checkpoint(
@@ -301,7 +299,7 @@ class SGDEngine:
         if self._run is not None:
             raise ArgumentError("train() while this engine is training: use another engine")
         if not isinstance(network, nn.Module) or not callable(criterion):
-            kinds = f"{type(network).__name__} and a {type(criterion).__name__}"
+            kinds = f"{type(network).__name__} and {kind_of(criterion)}"
             raise ArgumentError(f"train(): network= and criterion= are a {kinds}: expected a module and a function")
         if not isinstance(max_epochs, Real):
             raise ArgumentError(f"max_epochs={max_epochs!r}: expected a number of epochs")

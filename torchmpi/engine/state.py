@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, kind_of
 from .test_result import TestResult
 
 
@@ -49,7 +49,7 @@ def as_sample(batch: Any) -> Sample:
         return Sample(*batch)
     length = f" of length {len(batch)}" if hasattr(batch, "__len__") else ""
     raise ArgumentError(
-        f"the iterator, or a hook, gave a {type(batch).__name__}{length} as a batch; an engine takes a pair "
+        f"the iterator, or a hook, gave {kind_of(batch)}{length} as a batch; an engine takes a pair "
         "(input, target) or a mapping with these two keys. Wrap the iterator so that it yields such pairs."
     )
 

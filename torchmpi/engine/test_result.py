@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, kind_of
 from .meters import AverageValueMeter, ClassErrorMeter
 
 
@@ -52,7 +52,7 @@ class TestResult:
             if isinstance(value, Tensor) and value.numel() == 1:
                 value = value.item()
             if not isinstance(value, (int, float)):
-                raise ArgumentError(f"the metric {name!r} is a {type(value).__name__}, not a number")
+                raise ArgumentError(f"the metric {name!r} is {kind_of(value)}, not a number")
             return float(value)
         if name == "loss":
             return self.loss.value()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError, GradientError, kind_of
 from ..nn import DistributedOptimizer
 from ..nn.clipping import clamp_gradients
 from .state import Sample
@@ -93,7 +93,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Refuse optimizers that the loop cannot step, and which it would otherwise use in a wrong way."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
-            f"optimizer= is a {type(optimizer).__name__}: an engine steps one optimizer of torch.optim. Put the "
+            f"optimizer= is {kind_of(optimizer)}: an engine steps one optimizer of torch.optim. Put the "
             "parameters into several param_groups of one optimizer; for networks with optimizers of their own, as in a "
             "GAN, write the loop with torchmpi.nn."
         )

@@ -16,7 +16,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.handle import Handle, JoinedHandle
 from ..errors import MismatchError
 from .exceptions import HorovodInternalError, internal_errors
-from .operation_table import run_operation, start_operation
+from .operation_table import NamedOperation, first
 from .process_sets import ProcessSet, global_process_set, member_of, world
 from .scaling import Average, Sum, finished, native_op, scaled_copy, values_of
 
@@ -27,35 +27,39 @@ def check_rows(collective: str, tensors: Iterable[Tensor]) -> None:
         raise ValueError(f"{collective}: a 0-dim tensor has no rows. Pass tensor.view(1).")
 
 
-def _each(handles: Sequence[Handle[Any]], collective: str) -> JoinedHandle[list[Handle[Any]]]:
-    return JoinedHandle(handles, list(handles), collective)
+def on_each(
+    collective: str,
+    process_set: ProcessSet,
+    tensors: Sequence[Tensor],
+    run: Callable[[Tensor], Tensor],
+    start: Callable[[Tensor], Handle[Tensor]],
+    finish: Callable[[Tensor], Tensor] = lambda result: result,
+) -> NamedOperation:
+    """Return the operation that makes a call with each of some tensors; `finish` converts its result."""
+
+    def begin() -> Handle[Any]:
+        handles = [start(tensor) for tensor in tensors]
+        return JoinedHandle(handles, handles, collective)
+
+    def results(ended: Sequence[Any]) -> list[Tensor]:
+        return [finish(each.wait() if isinstance(each, Handle) else each) for each in ended]
+
+    return NamedOperation(
+        collective, process_set, list(tensors), lambda: [run(tensor) for tensor in tensors], begin, results
+    )
 
 
-def _results(handles: Sequence[Handle[Any]]) -> tuple[Any, ...]:
-    return tuple(handle.wait() for handle in handles)
-
-
-def gather(collective: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
-    """Run the gathers of several tensors in this thread."""
+def gather(collective: str, tensors: Sequence[Tensor], process_set: ProcessSet) -> NamedOperation:
+    """Return the gathers of several tensors."""
     comm = member_of(process_set)
     check_rows(collective, tensors)
-
-    def run() -> list[Tensor]:
-        return [collectives.allgather(values_of(tensor), comm=comm) for tensor in tensors]
-
-    return run_operation(collective, name, process_set, tensors, run)
-
-
-def _start_gather(
-    collective: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, pick: Callable[[Any], Any]
-) -> int:
-    comm = member_of(process_set)
-    check_rows(collective, tensors)
-
-    def start() -> Handle[Any]:
-        return _each([collectives.allgather_async(tensor.detach(), comm=comm) for tensor in tensors], collective)
-
-    return start_operation(collective, name, process_set, list(tensors), start, lambda handles: pick(_results(handles)))
+    return on_each(
+        collective,
+        process_set,
+        tensors,
+        lambda tensor: collectives.allgather(values_of(tensor), comm=comm),
+        lambda tensor: collectives.allgather_async(tensor.detach(), comm=comm),
+    )
 
 
 @checks_types
@@ -68,7 +72,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     Example:
         everything = hvd.synchronize(hvd.allgather_async(tensor))
     """
-    return _start_gather("allgather", [tensor], name, process_set, lambda results: results[0])
+    return gather("allgather", [tensor], process_set).start(name, first)
 
 
 @checks_types
@@ -83,26 +87,18 @@ def grouped_allgather_async(
     Example:
         rows, labels = hvd.synchronize(hvd.grouped_allgather_async([rows, labels]))
     """
-    return _start_gather("grouped_allgather", tensors, name, process_set, tuple)
+    return gather("grouped_allgather", tensors, process_set).start(name, tuple)
 
 
-def broadcast_into(target: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
-    """Run a broadcast in place in this thread, and return the tensor."""
+def broadcast_into(target: Tensor, root_rank: int, process_set: ProcessSet) -> NamedOperation:
+    """Return a broadcast in place."""
     comm, root = member_of(process_set), process_set.position(root_rank, "broadcast")
-    run_operation(
-        "broadcast", name, process_set, [target], lambda: collectives.broadcast(values_of(target), root, comm=comm)
-    )
-    return target
-
-
-def _start_broadcast(target: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
-    comm, root = member_of(process_set), process_set.position(root_rank, "broadcast")
-    return start_operation(
+    return on_each(
         "broadcast",
-        name,
         process_set,
         [target],
-        lambda: collectives.broadcast_async(values_of(target), root, comm=comm),
+        lambda tensor: collectives.broadcast(values_of(tensor), root, comm=comm),
+        lambda tensor: collectives.broadcast_async(values_of(tensor), root, comm=comm),
         lambda _: target,
     )
 
@@ -119,7 +115,7 @@ def broadcast_async(
     Example:
         handle = hvd.broadcast_async(tensor, root_rank=0)
     """
-    return _start_broadcast(scaled_copy(tensor, 1), root_rank, name, process_set)
+    return broadcast_into(scaled_copy(tensor, 1), root_rank, process_set).start(name, first)
 
 
 @checks_types
@@ -134,7 +130,7 @@ def broadcast_async_(
     Example:
         hvd.synchronize(hvd.broadcast_async_(parameter.data, root_rank=0))
     """
-    return _start_broadcast(tensor, root_rank, name, process_set)
+    return broadcast_into(tensor, root_rank, process_set).start(name, first)
 
 
 @checks_types
@@ -149,7 +145,8 @@ def broadcast_(
     Example:
         hvd.broadcast_(parameter.data, root_rank=0)
     """
-    return broadcast_into(tensor, root_rank, name, process_set)
+    broadcast_into(tensor, root_rank, process_set).run(name)
+    return tensor
 
 
 def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]:
@@ -169,6 +166,25 @@ def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]
     return numbers
 
 
+def alltoall(tensor: Tensor, splits: Any, process_set: ProcessSet) -> NamedOperation:
+    """Return the exchange of rows; its results: the received rows, and a tensor with their number from each rank."""
+    comm = member_of(process_set)
+    numbers, group = checked_splits(tensor, splits, comm), comm.intra
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+    sent = tensor.detach()[: sum(numbers)]
+
+    def start() -> Handle[Any]:
+        return exchange.submit_alltoall_rows(group, sent, numbers, lambda rows, received: (rows, received))
+
+    def finish(result: tuple[Tensor, list[int]]) -> list[Tensor]:
+        rows, received = result
+        return [rows, torch.tensor(received, dtype=torch.int32, device=device)]
+
+    return NamedOperation(
+        "alltoall", process_set, [tensor], lambda: exchange.alltoall_rows(group, sent, numbers), start, finish
+    )
+
+
 @checks_types
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -181,69 +197,25 @@ def alltoall_async(
     Example:
         rows, received_splits = hvd.synchronize(hvd.alltoall_async(tensor, [1, 2]))
     """
-    comm = member_of(process_set)
-    numbers, group = checked_splits(tensor, splits, comm), comm.intra
-    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    sent = tensor.detach()[: sum(numbers)]
-
-    def start() -> Handle[Any]:
-        task = exchange.rows_task(group, sent, numbers, lambda rows, lengths: (rows, lengths))
-        return group.call_queue.submit(task, f"{group.where}: alltoall", sent)
-
-    def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
-        rows, received = result
-        return rows, torch.tensor(received, dtype=torch.int32, device=device)
-
-    return start_operation("alltoall", name, process_set, [tensor], start, finish)
-
-
-def _check_scatter(collective: str, tensors: Sequence[Tensor], op: int, process_set: ProcessSet) -> Communicator:
-    comm = member_of(process_set)
-    if op not in (Average, Sum):
-        raise HorovodInternalError(f"{collective}: op must be hvd.Average or hvd.Sum.")
-    check_rows(collective, tensors)
-    return comm
+    return alltoall(tensor, splits, process_set).start(name, tuple)
 
 
 def scatter(
-    collective: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-) -> list[Tensor]:
-    """Run the scattered reductions of several tensors in this thread."""
-    comm, (before, after) = _check_scatter(collective, tensors, op, process_set), factors
-
-    def run() -> list[Tensor]:
-        work = [_scaled(tensor, before) for tensor in tensors]
-        parts = [collectives.reduce_scatter(each, op=native_op(op, each), comm=comm) for each in work]
-        return [finished(part, op, comm.size, after) for part in parts]
-
-    return run_operation(collective, name, process_set, tensors, run)
-
-
-def _start_scatter(
-    collective: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    pick: Callable[[Any], Any],
-) -> int:
-    comm, (before, after) = _check_scatter(collective, tensors, op, process_set), factors
-
-    def start() -> Handle[Any]:
-        work = [_scaled(tensor, before) for tensor in tensors]
-        started = [collectives.reduce_scatter_async(each, op=native_op(op, each), comm=comm) for each in work]
-        return _each(started, collective)
-
-    def finish(handles: Sequence[Handle[Any]]) -> Any:
-        return pick([finished(each, op, comm.size, after) for each in _results(handles)])
-
-    return start_operation(collective, name, process_set, list(tensors), start, finish)
+    collective: str, tensors: Sequence[Tensor], op: int, factors: tuple[float, float], process_set: ProcessSet
+) -> NamedOperation:
+    """Return the scattered reductions of several tensors."""
+    comm, (before, after) = member_of(process_set), factors
+    if op not in (Average, Sum):
+        raise HorovodInternalError(f"{collective}: op must be hvd.Average or hvd.Sum.")
+    check_rows(collective, tensors)
+    return on_each(
+        collective,
+        process_set,
+        tensors,
+        lambda each: collectives.reduce_scatter(_scaled(each, before), op=native_op(op, each), comm=comm),
+        lambda each: collectives.reduce_scatter_async(_scaled(each, before), op=native_op(op, each), comm=comm),
+        lambda part: finished(part, op, comm.size, after),
+    )
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -268,7 +240,7 @@ def reducescatter_async(
         mine = hvd.synchronize(hvd.reducescatter_async(tensor, op=hvd.Sum))
     """
     factors = (prescale_factor, postscale_factor)
-    return _start_scatter("reducescatter", [tensor], name, op, factors, process_set, lambda results: results[0])
+    return scatter("reducescatter", [tensor], op, factors, process_set).start(name, first)
 
 
 @checks_types
@@ -289,7 +261,7 @@ def grouped_reducescatter_async(
         mine = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Sum))
     """
     factors = (prescale_factor, postscale_factor)
-    return _start_scatter("grouped_reducescatter", tensors, name, op, factors, process_set, tuple)
+    return scatter("grouped_reducescatter", tensors, op, factors, process_set).start(name, tuple)
 
 
 @checks_types

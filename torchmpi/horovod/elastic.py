@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ..continuing import attempts
 from ..launch import respawning
+from ..log import logger
 from ..session import recovery
 from . import basics
 from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -324,7 +325,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     After the loss of a rank the others restore the last commit, get new numbers, and call the functions of
     ``register_reset_callbacks()``; so does a spare or a new rank that has taken the place of the lost one. `sync` then
     copies the state of the first rank that has one. That needs the setting ``on_lost_rank="raise"``, which
-    ``torchmpi run --on-lost-rank continue`` sets; otherwise the job ends when a rank is lost.
+    ``torchmpi run --on-lost-rank continue`` sets; otherwise the job ends when a rank is lost, and rank 0 warns of that.
 
     Args:
         func: ``func(state, *args, **kwargs)``.
@@ -349,6 +350,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         basics.rank()  # raises before init()
         try:
             if problem := recovery.why_not():
+                if basics.rank() == 0 < basics.size() - 1:
+                    logger.warning(f"hvd.elastic.run does not continue after the loss of a rank: {problem}")
                 state.sync()
                 return attempt()
             problem = "no rank is lost"

@@ -19,7 +19,7 @@ from ..tensors.dtypes import DIVISIBLE_INTEGERS
 from . import adasum
 from .data_movement import allgather_async
 from .exceptions import HorovodInternalError
-from .operation_table import run_operation, start_operation, synchronize
+from .operation_table import NamedOperation, first, synchronize
 from .process_sets import ProcessSet, global_process_set, member_of
 from .scaling import NAMES, Adasum, Average, Sum, finished, native_op, scale, scaled_copy, values_of
 
@@ -39,7 +39,7 @@ def _check_op(op: int) -> None:
         raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max and Product.")
 
 
-class NamedReduction:
+class NamedReduction(NamedOperation):
     """A reduction of tensors, to be started or run under a name."""
 
     def __init__(
@@ -53,31 +53,20 @@ class NamedReduction:
         in_place: bool,
     ) -> None:
         _check_op(op)
-        self._comm = member_of(process_set)
+        comm = member_of(process_set)
         if op == Adasum and process_set is not global_process_set:
             raise NotImplementedError("op=Adasum reduces over all ranks, not over a process set.")
-        self._collective, self._process_set, self._op, self._in_place = collective, process_set, op, in_place
+        self._op, self._in_place, self._comm_size = op, in_place, comm.size
         self._before, self._after = factors
         self._given = self._results = list(tensors)
-
-    def start(self, name: str | None, pick: Callable[[list[Tensor]], Any]) -> int:
-        """Start it under a name; `synchronize` returns ``pick(results)``."""
-
-        def start() -> Handle[Any]:
-            return _start_reduction(self._work(), self._op, self._comm)
-
-        return start_operation(
-            self._collective, name, self._process_set, self._given, start, lambda _: pick(self._finished())
+        super().__init__(
+            collective,
+            process_set,
+            self._given,
+            lambda: _run_reduction(self._work(), op, comm),
+            lambda: _start_reduction(self._work(), op, comm),
+            self._finished,
         )
-
-    def run(self, name: str | None) -> list[Tensor]:
-        """Run it in this thread, and return the results."""
-
-        def run() -> list[Tensor]:
-            _run_reduction(self._work(), self._op, self._comm)
-            return self._finished()
-
-        return run_operation(self._collective, name, self._process_set, self._given, run)
 
     def _work(self) -> list[Tensor]:
         if self._in_place:
@@ -86,10 +75,10 @@ class NamedReduction:
         self._results = [scaled_copy(tensor, self._before) for tensor in self._given]
         return self._results
 
-    def _finished(self) -> list[Tensor]:
+    def _finished(self, _: Any) -> list[Tensor]:
         for tensor in self._results:
             if self._after != 1 or tensor.dtype in DIVISIBLE_INTEGERS:
-                finished(values_of(tensor), self._op, self._comm.size, self._after)
+                finished(values_of(tensor), self._op, self._comm_size, self._after)
         return self._results
 
 
@@ -119,10 +108,6 @@ def _by_op(work: list[Tensor], op: int) -> dict[OperationName, list[Tensor]]:
     return by_op
 
 
-def _first(results: list[Tensor]) -> Tensor:
-    return results[0]
-
-
 @checks_types
 def allreduce_async(
     tensor: Tensor,
@@ -143,7 +128,7 @@ def allreduce_async(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return NamedReduction("allreduce", [tensor], op, factors, process_set, in_place=False).start(name, _first)
+    return NamedReduction("allreduce", [tensor], op, factors, process_set, in_place=False).start(name, first)
 
 
 @checks_types
@@ -166,7 +151,7 @@ def allreduce_async_(
     """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
-    return NamedReduction("allreduce", [tensor], op, factors, process_set, in_place=True).start(name, _first)
+    return NamedReduction("allreduce", [tensor], op, factors, process_set, in_place=True).start(name, first)
 
 
 @checks_types

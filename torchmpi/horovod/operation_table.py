@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from . import timeline
 from .exceptions import internal_errors
 from .process_sets import ProcessSet
 
-T = TypeVar("T")
 _SECONDS_IN_FLIGHT = 1e-3
 """The least time for which a name counts as in flight: a cycle of Horovod, so that repeated names are refused."""
 
@@ -45,44 +44,66 @@ def forget() -> None:
     _numbers = itertools.count()
 
 
-def start_operation(
-    collective: str,
-    name: str | None,
-    process_set: ProcessSet,
-    tensors: Sequence[Tensor],
-    start: Callable[[], Handle[Any]],
-    finish: Callable[[Any], Any],
-) -> int:
-    """Start an operation and return its number."""
-    number = next(_numbers)
-    key = _key(collective, name, process_set, number)
-    _refuse_repeated(key)
-    with internal_errors():
-        handle = start()
-    if (end := timeline.begin_call(key[1], collective.removeprefix("grouped_"), tensors)) is not None:
-        handle.when_done(end)
-    _started[number] = _Started(handle, finish, key, time.monotonic())
-    _by_key[key] = number
-    return number
+def first(results: Sequence[Tensor]) -> Tensor:
+    """Return the result of an operation on one tensor."""
+    return results[0]
 
 
-def run_operation(
-    collective: str, name: str | None, process_set: ProcessSet, tensors: Sequence[Tensor], run: Callable[[], T]
-) -> T:
-    """Run an operation in this thread, which is what `synchronize` does with one that has just been started."""
-    key = _key(collective, name, process_set, next(_numbers))
-    if name is not None:
+class NamedOperation:
+    """An operation on tensors, to be started or run under a name.
+
+    Args:
+        collective: Its name in Horovod.
+        process_set: The ranks that take part.
+        tensors: What this rank passes.
+        run: Makes the calls in this thread.
+        start: Makes them in the background.
+        finish: Converts the result of either into those of the operation, in the thread that waits.
+    """
+
+    def __init__(
+        self,
+        collective: str,
+        process_set: ProcessSet,
+        tensors: Sequence[Tensor],
+        run: Callable[[], Any],
+        start: Callable[[], Handle[Any]],
+        finish: Callable[[Any], Any] = lambda results: results,
+    ) -> None:
+        self._collective, self._process_set, self._tensors = collective, process_set, tensors
+        self._run, self._start, self._finish = run, start, finish
+
+    def start(self, name: str | None, pick: Callable[[Any], Any] = lambda results: results) -> int:
+        """Start it and return its number; `synchronize` returns ``pick(results)``."""
+        number = next(_numbers)
+        key = self._key(name, number)
         _refuse_repeated(key)
-    end = timeline.begin_call(key[1], collective.removeprefix("grouped_"), tensors)
-    with internal_errors():
-        result = run()
-    if end is not None:
-        end()
-    return result
+        with internal_errors():
+            handle = self._start()
+        if (end := self._shown(key)) is not None:
+            handle.when_done(end)
+        _started[number] = _Started(handle, lambda result: pick(self._finish(result)), key, time.monotonic())
+        _by_key[key] = number
+        return number
 
+    def run(self, name: str | None) -> list[Tensor]:
+        """Run it in this thread, which is what `synchronize` does with one that has just been started."""
+        key = self._key(name, next(_numbers))
+        if name is not None:
+            _refuse_repeated(key)
+        end = self._shown(key)
+        with internal_errors():
+            results: list[Tensor] = self._finish(self._run())
+        if end is not None:
+            end()
+        return results
 
-def _key(collective: str, name: str | None, process_set: ProcessSet, number: int) -> tuple[int | None, str]:
-    return process_set.process_set_id, f"{collective}.noname.{number}" if name is None else f"{collective}.{name}"
+    def _shown(self, key: tuple[int | None, str]) -> Callable[[], None] | None:
+        return timeline.begin_call(key[1], self._collective.removeprefix("grouped_"), self._tensors)
+
+    def _key(self, name: str | None, number: int) -> tuple[int | None, str]:
+        named = f"{self._collective}.noname.{number}" if name is None else f"{self._collective}.{name}"
+        return self._process_set.process_set_id, named
 
 
 def _refuse_repeated(key: tuple[int | None, str]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import collectives
 from ..argument_types import checks_types
+from ..errors import kind_of
 from .data_movement import broadcast_async_
 from .exceptions import internal_errors
 from .operation_table import synchronize
@@ -96,7 +97,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     elif isinstance(params, list):
         named = [each if isinstance(each, tuple) else (None, each) for each in params]
     else:
-        raise ValueError(f"broadcast_parameters() takes a dict or a list, not a {type(params).__name__}.")
+        raise ValueError(f"broadcast_parameters() takes a dict or a list, not {kind_of(params)}.")
     for name, value in named:
         if not isinstance(value, Tensor):
             raise ValueError(

@@ -14,7 +14,7 @@ from ..nn import functional
 from . import data_movement, mpi_ops
 from .compressors import Compression, Compressor
 from .exceptions import HorovodInternalError, internal_errors
-from .operation_table import synchronize
+from .operation_table import first
 from .process_sets import ProcessSet, global_process_set, member_of
 from .scaling import Average, Sum, scaled_copy
 
@@ -89,7 +89,8 @@ def _reduced(
     tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> Tensor:
     def run(values: Tensor) -> Tensor:
-        return mpi_ops.NamedReduction("allreduce", [values], op, factors, process_set, in_place=False).run(name)[0]
+        reduction = mpi_ops.NamedReduction("allreduce", [values], op, factors, process_set, in_place=False)
+        return first(reduction.run(name))
 
     if not _is_recorded(tensor):
         return run(tensor)
@@ -114,24 +115,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Run :func:`allreduce` on several tensors, in few messages.
-
-    Args:
-        tensors: The tensors, the same number, shapes and dtypes on every rank.
-        average: Deprecated, use `op`.
-        name: Name of the operation.
-        compression: As for :func:`allreduce`.
-        op: As for :func:`allreduce`.
-        prescale_factor: As for :func:`allreduce`.
-        postscale_factor: As for :func:`allreduce`.
-        process_set: The ranks that take part.
+    """Run :func:`allreduce` on several tensors in few messages, with the same parameters.
 
     Returns:
-        The results.
-
-    Raises:
-        ValueError: The arguments cannot be used, or the name is in use.
-        HorovodInternalError: The ranks made different calls; raised on all ranks.
+        The list of the results.
 
     Example:
         means = hvd.grouped_allreduce([loss, accuracy])
@@ -168,7 +155,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         everything = hvd.allgather(torch.tensor([hvd.rank()]))
     """
     if not _is_recorded(tensor):
-        return data_movement.gather("allgather", [tensor], name, process_set)[0]
+        return first(data_movement.gather("allgather", [tensor], process_set).run(name))
     data_movement.check_rows("allgather", [tensor])
     comm = member_of(process_set)
     with internal_errors():
@@ -179,26 +166,17 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Run :func:`allgather` on several tensors.
-
-    Args:
-        tensors: The tensors, the same number on every rank.
-        name: Name of the operation.
-        process_set: The ranks that take part.
+    """Run :func:`allgather` on several tensors, with the same parameters.
 
     Returns:
-        The results.
-
-    Raises:
-        ValueError: A tensor has no dimension, or the name is in use.
-        HorovodInternalError: The ranks made different calls; raised on all ranks.
+        The list of the results.
 
     Example:
         rows, labels = hvd.grouped_allgather([rows, labels])
     """
     if any(_is_recorded(tensor) for tensor in tensors):
         return [allgather(tensor, None, process_set) for tensor in tensors]
-    return data_movement.gather("grouped_allgather", tensors, name, process_set)
+    return data_movement.gather("grouped_allgather", tensors, process_set).run(name)
 
 
 @checks_types
@@ -224,7 +202,7 @@ def broadcast(
         seed = hvd.broadcast(torch.tensor(1234), root_rank=0)
     """
     if not _is_recorded(tensor):
-        return data_movement.broadcast_into(scaled_copy(tensor, 1), root_rank, name, process_set)
+        return first(data_movement.broadcast_into(scaled_copy(tensor, 1), root_rank, process_set).run(name))
     comm = member_of(process_set)
     root = process_set.position(root_rank, "broadcast")
     with internal_errors():
@@ -254,8 +232,8 @@ def alltoall(
         rows, received_splits = hvd.alltoall(rows, splits=[1, 2])
     """
     if not _is_recorded(tensor):
-        result: tuple[Tensor, Tensor] = synchronize(data_movement.alltoall_async(tensor, splits, name, process_set))
-        return result[0] if splits is None else result
+        rows, received = data_movement.alltoall(tensor, splits, process_set).run(name)
+        return rows if splits is None else (rows, received)
     comm = member_of(process_set)
     numbers = data_movement.checked_splits(tensor, splits, comm)
     with internal_errors():
@@ -308,7 +286,7 @@ def _scattered(
     tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> Tensor:
     if not _is_recorded(tensor):
-        return data_movement.scatter("reducescatter", [tensor], name, op, factors, process_set)[0]
+        return first(data_movement.scatter("reducescatter", [tensor], op, factors, process_set).run(name))
     data_movement.check_rows("reducescatter", [tensor])
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter: op must be hvd.Average or hvd.Sum.")
@@ -330,23 +308,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Run :func:`reducescatter` on several tensors.
-
-    Args:
-        tensors: The tensors, the same number, shapes and dtypes on every rank.
-        name: Name of the operation.
-        compression: As for :func:`allreduce`.
-        op: Average or Sum.
-        process_set: The ranks that take part.
-        prescale_factor: As for :func:`reducescatter`.
-        postscale_factor: As for :func:`reducescatter`.
+    """Run :func:`reducescatter` on several tensors, with the same parameters.
 
     Returns:
-        The results.
-
-    Raises:
-        ValueError: A tensor has no dimension, or the name is in use.
-        HorovodInternalError: The operation is another one, or the ranks made different calls.
+        The list of the results.
 
     Example:
         parts = hvd.grouped_reducescatter([weights, biases])
@@ -358,5 +323,5 @@ def grouped_reducescatter(
     if any(_is_recorded(tensor) for tensor in compressed):
         results = [_scattered(tensor, None, op, factors, process_set) for tensor in compressed]
     else:
-        results = data_movement.scatter("grouped_reducescatter", compressed, name, op, factors, process_set)
+        results = data_movement.scatter("grouped_reducescatter", compressed, op, factors, process_set).run(name)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]

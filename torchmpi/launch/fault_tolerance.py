@@ -13,12 +13,14 @@ import socket
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import RankLostError, StallError
+from ..log import logger
 from . import launcher, respawning
 from .abilities import Continuing
 from .respawning import Respawn
@@ -33,7 +35,7 @@ _GRACE_SECONDS = 1.0
 _SPARE_SECONDS = 600.0
 """How long a spare rank waits for the others to call recover(), which has a limit of its own."""
 _LEAVE_SECONDS = 10.0
-"""How long the ranks, which all are at their end, wait for each other's last messages."""
+"""How long ranks wait for each other at their end, after a loss: for an agreement, and for the last messages."""
 _NUM_QUESTIONS = 3
 _VIEWS_TAG, _RELEASE_TAG = 1, 2
 _SWITCH = "OMPI_MCA_mpi_ft_enable"
@@ -67,6 +69,17 @@ class _Process(ctypes.Structure):
     """A ``pmix_proc_t``: a process as the launcher knows it."""
 
     _fields_ = [("job", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
+
+
+_OnFence = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)
+
+
+def _holds_in_time(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition of another rank at its end holds, and return whether it does so in time."""
+    limit = time.monotonic() + _LEAVE_SECONDS
+    while not (holds := condition()) and time.monotonic() < limit:
+        time.sleep(_FAILING_SECONDS)
+    return holds
 
 
 def is_switched_on(environment: Mapping[str, str]) -> bool:
@@ -406,7 +419,9 @@ class FaultTolerantMPI(Continuing):
 
     def _enter(self, world: Any) -> None:
         """Take a communicator as `COMM_WORLD`; COMM_NULL if this rank is spare."""
-        self.COMM_WORLD = self._known.add(self._tracked(world)) if world != self._library.COMM_NULL else world
+        self.COMM_WORLD = self._tracked(world)
+        if world != self._library.COMM_NULL:
+            self._known.add(self.COMM_WORLD)
 
     def _of_places(self, whole: Any, places: tuple[int, ...], own: int) -> Any:
         """Return the communicator of the ranks with a number, of which `own` may be one. Collective over `whole`."""
@@ -415,22 +430,20 @@ class FaultTolerantMPI(Continuing):
     def before_finalize(self) -> bool:
         """End the thread and agree whether a rank has been lost; if so, leave without MPI_Finalize. Collective.
 
-        Neither its barrier among the remaining ranks nor the launcher's wait for all ranks is sure to end then.
+        Neither its barrier among the remaining ranks nor the launcher's wait for all ranks is sure to end then. So a
+        rank that knows of a loss waits for nothing longer than `_LEAVE_SECONDS`.
         """
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()  # a call of MPI after MPI_Finalize would end the process
-        if self.survivors is None:
+        if self.survivors is None or self._thread is None:
             if self._has_lost:  # a new rank that is not needed
                 self._leave(())
             return not self._has_lost
         if self._respawn is not None:
             self._respawn.release(_LEAVE_SECONDS)
+        is_whole = not self._has_lost and len(self.survivors.remaining) == len(self._ranks)
+        self._thread.join(None if is_whole else _LEAVE_SECONDS)  # its calls after MPI_Finalize would end the process
         if self.COMM_WORLD != self._library.COMM_NULL:
-            is_whole = not self._has_lost and len(self.survivors.remaining) == len(self._ranks)
-            self._is_whole = False
-            with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
-                self._is_whole = bool(self.COMM_WORLD.Agree(int(is_whole)))
+            self._is_whole = self._agrees_to_finalize(is_whole=is_whole)
             if self.COMM_WORLD.rank == 0:
                 for rank in set(self.survivors.remaining) - set(self._places):
                     with contextlib.suppress(self._library.Exception):
@@ -438,6 +451,19 @@ class FaultTolerantMPI(Continuing):
         if not self._is_whole:
             self._leave(tuple(self._ranks[rank] for rank in self.survivors.remaining))
         return self._is_whole
+
+    def _agrees_to_finalize(self, *, is_whole: bool) -> bool:
+        """Return whether no rank has been lost, as far as any rank knows; `is_whole`: as far as this one knows."""
+        with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
+            if is_whole:
+                return bool(self.COMM_WORLD.Agree(1))
+            request = self.COMM_WORLD.Iagree(array("i", [0]))
+            if not _holds_in_time(request.Test):
+                logger.warning(
+                    f"rank {self.COMM_WORLD.rank} ends alone: {_LEAVE_SECONDS:g} s after it, another rank has not come "
+                    "to the end of the program."
+                )
+        return False
 
     def _leave(self, ranks: tuple[_Place, ...]) -> None:
         """Wait in the launcher until all these ranks have what they wait for in MPI, and end the connection to it.
@@ -447,13 +473,18 @@ class FaultTolerantMPI(Continuing):
         library = ctypes.CDLL(self._library.__file__)
         processes = (_Process * len(ranks))(*(_Process(rank.job.encode(), rank.number) for rank in ranks))
         arguments = processes, ctypes.c_size_t(len(ranks)), None, ctypes.c_size_t(0)
-        fence = threading.Thread(target=library.PMIx_Fence, args=arguments, name="torchmpi end", daemon=True)
-        fence.start()
-        limit = time.monotonic() + _LEAVE_SECONDS
-        while fence.is_alive() and time.monotonic() < limit:  # another rank is lost now: it may not end
+        ended = threading.Event()
+        # Not by a thread: from Python 3.12 on none can be started so late.
+        self._on_fence = _OnFence(lambda status, data: ended.set())
+        if library.PMIx_Fence_nb(*arguments, self._on_fence, None) != 0:
+            ended.set()
+
+        def is_over() -> bool:
             with contextlib.suppress(self._library.Exception):
                 self._library.COMM_SELF.Iprobe(0)
-            time.sleep(_FAILING_SECONDS)
+            return ended.is_set()
+
+        _holds_in_time(is_over)  # if another rank is lost now, it may not
         library.PMIx_Finalize(None, ctypes.c_size_t(0))
 
     def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
@@ -670,13 +701,29 @@ class FaultTolerantMPI(Continuing):
         return result if is_right else None
 
     def _within(self, limit: float, call: Callable[[], T]) -> T:
-        """Return the result of a call that has no time limit of its own, or raise StallError."""
+        """Return the result of a call that has no time limit of its own, or raise StallError.
+
+        RankLostError if it fails: the other ranks cannot go on with this one.
+        """
         results: list[T] = []
-        thread = threading.Thread(target=lambda: results.append(call()), name="torchmpi agreement", daemon=True)
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="torchmpi agreement", daemon=True)
         thread.start()
         thread.join(max(limit - time.monotonic(), 0.0))
+        if errors:
+            raise RankLostError(f"{self._named(self._first.rank)} cannot go on: {errors[0]}.") from errors[0]
         if not results:
-            raise StallError(f"rank {self.COMM_WORLD.rank}: the remaining ranks do not agree: one of them hangs.")
+            raise StallError(
+                f"{self._named(self._first.rank)}: the remaining ranks do not agree: one of them hangs. The loss: "
+                f"{self._reason}."
+            )
         return results[0]
 
     # --- messages between ranks in agree()

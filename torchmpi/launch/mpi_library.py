@@ -256,7 +256,8 @@ def _record_exceptions() -> None:
 def _finalize(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # MPI_Finalize in a forked child would wait for the other ranks
-    if _has_failed and MPI.COMM_WORLD.size > 1:  # MPI_Finalize would wait for the other ranks
+    # MPI_Finalize would wait for the other ranks. A spare rank has no place in the world.
+    if _has_failed and (MPI.COMM_WORLD == MPI.COMM_NULL or MPI.COMM_WORLD.size > 1):
         end_process_later()
         sys.stderr.flush()
         launcher.wait_until_output_is_read()

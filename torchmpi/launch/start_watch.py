@@ -19,6 +19,7 @@ from .. import files
 from ..config import Config
 from ..errors import ConfigError
 from ..log import log_fatal, logger
+from ..status_line import StatusLine, quiet_seconds, telling
 from . import launcher, mpi_library
 
 _PERIOD_SECONDS = 0.5
@@ -29,6 +30,7 @@ _THREAD_NAME = "torchmpi start"  # at most 15 characters, the limit of Linux
 _GRACE_SECONDS = 10.0
 _REPORT_SECONDS = 1.0
 _MOST_RANKS = 20
+_WAITS = "torchmpi: start() waits for the other ranks"
 _STATES = {"T": ", stopped by a signal", "t": ", stopped by a debugger", "D": ", waiting for a disk"}
 _ZOMBIE = "Z"
 
@@ -67,6 +69,7 @@ class StartWatch:
         self._lowest = self._launcher.rank or 0
         """The lowest rank of this host that has been seen in ``start()``, which reports, and may have ended since."""
         self._thread: threading.Thread | None = None
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         has_ranks = self._num_ranks > 1 and self._launcher.rank is not None
@@ -74,20 +77,28 @@ class StartWatch:
         if has_ranks and not (is_watched or mpi_library.is_apart_from_launcher()):  # /proc would not show the others
             self._thread = threading.Thread(target=self._watch, name=_THREAD_NAME, daemon=True)
             self._thread.start()
+        elif has_ranks and self._config.verbose and not self._launcher.local_rank:
+            self._resources.enter_context(telling(lambda seconds: f"{_WAITS}, for {seconds:.0f} s"))
 
     def __exit__(self, *_: object) -> None:
         self._has_started.set()
         if self._thread is not None:
             self._thread.join()
+        self._resources.close()
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/thread-self/comm").write_text(_THREAD_NAME)
         begin, ended_since, existing = time.monotonic(), None, set[int]()
+        status = StatusLine(quiet_seconds=quiet_seconds())
         period = _PERIOD_SECONDS * max(1.0, (self._launcher.local_size or 1) / _RANKS_PER_PERIOD)
         while not self._has_started.wait(period):
             ranks, now = _ranks_of_host(), time.monotonic()
             self._lowest = min([self._lowest, *ranks.starting])
+            if self._config.verbose and self._lowest == self._launcher.rank:
+                arrived = f"{len(ranks.starting)}/{self._launcher.local_size} ranks of this host are there"
+                told = f"torchmpi: start(): {arrived}," if ranks.all else f"{_WAITS}, for"
+                status.show(f"{told} {status.seconds:.0f} s")
             if not (self._has_ended(ranks) and self._config.abort_on_exception):
                 ended_since = None
             elif ended_since is None:
@@ -99,6 +110,7 @@ class StartWatch:
                 mpi_library.abort(1)  # the end of the lowest rank, which has reported, does not end this one
             if ended_since is None and now - begin >= self._config.stall_warning_seconds:
                 self._check_late(ranks, now - begin)
+        status.clear()
 
     def _reports(self, late_seconds: float) -> bool:
         return self._lowest == self._launcher.rank or late_seconds > _GRACE_SECONDS

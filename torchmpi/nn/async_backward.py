@@ -18,7 +18,7 @@ from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..communicators.progress import BY_GRADIENTS, progress
-from ..errors import ArgumentError, GradientError, rank_prefix
+from ..errors import ArgumentError, GradientError, kind_of, rank_prefix
 from ..session import runtime
 from ..tensors import bucket_plan, streams
 from ..timeline import events
@@ -78,13 +78,18 @@ def register_async_backward(
             optimizer.step()
     """
     if not isinstance(net, nn.Module):
-        raise ArgumentError(f"{rank_prefix()}register_async_backward() needs a module, not a {type(net).__name__}.")
+        raise ArgumentError(f"{rank_prefix()}register_async_backward() needs a module, not {kind_of(net)}.")
     if not isinstance(sync_gradient_frequency, Integral) or sync_gradient_frequency < 1:
         raise ArgumentError(
             f"{rank_prefix()}sync_gradient_frequency={sync_gradient_frequency!r} must be an integer, at least 1."
         )
-    if attached(net, ASYNC_BACKWARD) is not None:
-        raise ArgumentError(f"{rank_prefix()}The net is registered already. Call unregister_async_backward(net) first.")
+    earlier: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
+    if earlier is not None:
+        if not earlier.is_closed:
+            raise ArgumentError(
+                f"{rank_prefix()}The net is registered already. Call unregister_async_backward(net) first."
+            )
+        earlier.abandon()
     refuse_inside_join(net, "register_async_backward")
     deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
     refuse_shared(net, None if deferred is None else deferred.guard)
@@ -257,6 +262,11 @@ class AsyncBackward(Attachment):
         """Whether this round has begun on this rank, so that other ranks may wait for its end."""
         return self._reduction is not None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``stop()`` or the loss of a rank has closed the communicator."""
+        return self.comm.intra.call_queue.closed
+
     def finish(self, *, flush: bool = False, shadowed: JoinRound | None = None) -> bool:
         """Reduce the remaining buckets, wait for all, and set the gradients of the parameters."""
         if self.is_paused and shadowed is None:
@@ -307,8 +317,8 @@ class AsyncBackward(Attachment):
     def close(self) -> None:
         """Finish the running round and end the registration."""
         self.abandon()
-        if self.comm.intra.call_queue.closed:
-            return  # stop() has closed the communicator
+        if self.is_closed:
+            return
         # A rank that has launched no reduction must take part in those of the other ranks. The ranks agree on the
         # parent communicator, since the next calls on the private one are reductions of buckets.
         waiting = torch.tensor([int(self.is_running)])

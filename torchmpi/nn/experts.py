@@ -237,7 +237,7 @@ class TokenExchange(Attachment):
         group = self.comm.intra
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         sources, parts = list(rows.detach().contiguous().split(sent)), list(result.split(received))
-        group.call_queue.run(exchange.exchange, group, sources, parts, subject=rows)
+        exchange.PartsExchange.of(group, rows.dtype).run(sources, parts, rows)
         return result
 
 

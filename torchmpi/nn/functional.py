@@ -196,16 +196,11 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
     sent = exchange.check_splits(group, tensor, splits)
     received: list[int] = []
 
-    def run(values: Tensor, numbers: list[int]) -> tuple[Tensor, list[int]]:
-        task = exchange.rows_task(group, values, numbers, lambda rows, lengths: (rows, lengths))
-        result: tuple[Tensor, list[int]] = group.call_queue.run(task, subject=values)
-        return result
-
     def exchanged(values: Tensor) -> Tensor:
-        rows, received[:] = run(values, sent)
+        rows, received[:] = exchange.alltoall_rows(group, values, sent)
         return rows
 
-    return linear_map(tensor, exchanged, lambda gradient: run(gradient, received)[0])
+    return linear_map(tensor, exchanged, lambda gradient: exchange.alltoall_rows(group, gradient, received)[0])
 
 
 def sendreceive(tensor: Tensor, src: int, dst: int, *, comm: Comm = None) -> Tensor:

@@ -33,12 +33,14 @@ class LayerComm(Attachment):
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerComm:
         return self
 
-    @torch.no_grad()
     def check_same_input(self, input: Tensor, is_training: bool = True) -> None:
         """Raise on all ranks if their inputs differ, in the first call of each mode; later ones do not communicate."""
-        if is_training in self._checked or self.comm.size == 1:
-            return
-        self._checked.add(is_training)
+        if is_training not in self._checked and self.comm.size > 1:
+            self._checked.add(is_training)
+            self._compare(input)
+
+    @torch.no_grad()
+    def _compare(self, input: Tensor) -> None:
         values = torch.view_as_real(input) if input.is_complex() else input
         values = values.reshape(-1)
         # The same number of values on all ranks, although their inputs may have different lengths.

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, CheckpointError, rank_prefix
+from ..errors import ArgumentError, CheckpointError, kind_of, rank_prefix
 from .replica import Replica
 
 PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
@@ -140,7 +140,7 @@ class PeriodicUpdate:
         """Restore the result of ``state_dict``, with the same options and a network of the same structure."""
         if state.get("kind") != type(self).__name__:
             raise CheckpointError(
-                f"This is the state of a {state.get('kind')}, not of a {type(self).__name__}. Resume with the class "
+                f"This is the state of a {state.get('kind')}, not of {kind_of(self)}. Resume with the class "
                 "with which it was saved."
             )
         self.step = state["step"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError, rank_prefix
+from ..errors import ArgumentError, kind_of, rank_prefix
 from ..timeline import events
 from .sharding import SHARDED, Sharding
 
@@ -141,9 +141,7 @@ class Replica:
 
 def _checked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     if not isinstance(tensors, Iterable):
-        raise ArgumentError(
-            f"{rank_prefix()}Expected a module or an iterable of tensors, not a {type(tensors).__name__}."
-        )
+        raise ArgumentError(f"{rank_prefix()}Expected a module or an iterable of tensors, not {kind_of(tensors)}.")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__

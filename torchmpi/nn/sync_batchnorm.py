@@ -13,7 +13,7 @@ from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, rank_prefix
+from ..errors import ArgumentError, kind_of, rank_prefix
 from ..session import runtime
 from .replica import Attachment
 
@@ -133,7 +133,7 @@ class SyncBatchNorm(_BatchNorm):
         for name, layer in found.items():
             if type(layer) not in _CONVERTIBLE:
                 raise ArgumentError(
-                    f"{rank_prefix()}convert_sync_batchnorm: {name!r} is a {type(layer).__name__}, a BatchNorm with a "
+                    f"{rank_prefix()}convert_sync_batchnorm: {name!r} is {kind_of(layer)}, a BatchNorm with a "
                     "forward pass of its own. Replace the layer before; a lazy one needs a batch first."
                 )
         for layer in found.values():

@@ -115,19 +115,16 @@ class DividedPart(Attachment):
     Attributes:
         comm: The ranks over which the layer is divided.
         cuts: How its parameters are divided, by name.
+        shared: Its input, if that is replicated: the layers of columns of a module have one together.
     """
 
     def __init__(self, comm: Communicator, cuts: Mapping[str, Cut], shared: SharedInput | None) -> None:
         self.comm, self.cuts = comm, cuts
         self._layer_comm = LayerComm(comm, "a layer")
-        self._shared = shared or SharedInput(comm, num_layers=1)
+        self.shared = shared or SharedInput(comm, num_layers=1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DividedPart:
         return self
-
-    def enter(self, input: Tensor, is_training: bool) -> Tensor:
-        """Return a replicated input, of which the gradients of all ranks are added in backward."""
-        return self._shared.enter(input, is_training)
 
     def check_same_tokens(self, tokens: Tensor) -> None:
         """Raise on all ranks if they have different indices of an embedding, in every call.
@@ -164,6 +161,8 @@ class DividedPart(Attachment):
         """Concatenate the output features of all ranks; the result is replicated."""
         if self.comm.size == 1:
             return features
+        if not features.requires_grad:
+            return self._layer_comm.gather(features)
         return linear_map(features, self._layer_comm.gather, self._layer_comm.narrow)
 
     def range(self) -> tuple[int, int, int]:
@@ -244,7 +243,7 @@ class _Layer(Protocol):
 
 class _Columns:
     def forward(self: _Layer, input: Tensor) -> Tensor:
-        entered = self._torchmpi_part.enter(input, self.training)
+        entered = self._torchmpi_part.shared.enter(input, self.training)
         output: Tensor = super().forward(entered)  # type: ignore[misc]  # of the class of the layer
         return output
 

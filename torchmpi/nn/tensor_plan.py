@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, rank_prefix
+from ..errors import ArgumentError, kind_of, rank_prefix
 from ..tensors.partition import part_of
 
 Kind = Literal["columns", "rows", "head", "embedding", "added"]
@@ -242,7 +242,7 @@ def _divide(model: nn.Module, name: str, layer: nn.Module, split: TensorSplit, n
     wanted = nn.Embedding if split.kind == "embedding" else nn.Linear
     if type(layer) is not wanted and not (transposed and split.kind != "embedding"):
         raise ArgumentError(
-            f"{name!r}, which the plan divides as {split.kind!r}, is a {type(layer).__name__}; it must be an "
+            f"{name!r}, which the plan divides as {split.kind!r}, is {kind_of(layer)}; it must be an "
             f"nn.{wanted.__name__}{'' if split.kind == 'embedding' else ' or a Conv1D of Transformers'}."
         )
     if isinstance(layer, nn.Embedding) and (layer.sparse or layer.max_norm is not None or layer.scale_grad_by_freq):
@@ -254,7 +254,7 @@ def _divide(model: nn.Module, name: str, layer: nn.Module, split: TensorSplit, n
     for attribute in split.attributes:
         if not isinstance(getattr(parent, attribute, None), int):
             raise ArgumentError(
-                f"the plan changes {attribute!r} beside {name!r}, but a {type(parent).__name__} has no such number. "
+                f"the plan changes {attribute!r} beside {name!r}, but {kind_of(parent)} has no such number. "
                 "Pass a plan with the attributes= that its forward pass uses."
             )
     weight = layer.get_parameter("weight")
@@ -305,7 +305,7 @@ def _divisors_near(length: int, units: int) -> str:
     '4 or 6'
     """
     divisors = [number for number in range(1, length + 1) if length % number == 0]
-    below = [number for number in divisors if number < max(units, 1)][-1:]
+    below = [number for number in divisors if number < units][-1:]
     above = [number for number in divisors if number > units][:1]
     return " or ".join(map(str, below + above))
 

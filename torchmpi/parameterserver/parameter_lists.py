@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..argument_types import checks_types
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, rank_prefix
+from ..errors import ArgumentError, kind_of, rank_prefix
 from ..session import runtime
 from ..tensors.flat_buffers import Allocate, FlatBuffers
 from ..timeline import events
@@ -55,7 +55,7 @@ class TensorServers:
         sparse: Collection[int] = (),
         fetches_used_rows: bool = False,
     ) -> None:
-        """Create the servers.
+        """Create the servers, or find those of this name that have lived on after a loss, without their initial values.
 
         Args:
             tensors: The tensors.
@@ -66,7 +66,9 @@ class TensorServers:
             sparse: Numbers of the tensors with sparse gradients. Each has a server of its own, with its rows.
             fetches_used_rows: Whether of these only the rows are fetched that have been sent since the last fetch.
         """
-        workers.check_tensors(tensors)
+        lives_on = name is not None and workers.finds(f"{name} 0")
+        if not lives_on:
+            workers.check_tensors(tensors)
         allocate = prefetch_allocator and _checked_allocator(prefetch_allocator)
         self.incoming = FlatBuffers(tensors, allocate, apart=sparse)
         self._sparse, self._fetches_used_rows = sparse, fetches_used_rows
@@ -88,6 +90,8 @@ class TensorServers:
         self.servers = [
             workers.init(tensor, name and f"{name} {index}") for index, tensor in enumerate(self._shaped(self.incoming))
         ]
+        if lives_on:
+            return
         for server, buffer in zip(self.servers, self.incoming.buffers, strict=True):
             (server_init or _copy_from_rank_0)(server, buffer)
         workers.barrier()  # the initial values are complete
@@ -155,10 +159,10 @@ class TensorServers:
 
     def end_fetch(self) -> FlatBuffers:
         """Wait for the values, and return `incoming`."""
-        self.fetching = sync_handles(self.fetching)
-        for view, rows, handle in self._arriving:
+        fetching, self.fetching, arriving, self._arriving = self.fetching, [], self._arriving, []
+        sync_handles(fetching)
+        for view, rows, handle in arriving:
             view.index_copy_(0, rows.to(view.device), handle.wait().to(view.device))
-        self._arriving = []
         return self.incoming
 
     def send(self, rule: str | Rule, flat: FlatBuffers, bases: Sequence[Base] = ()) -> list[Handle[None]]:
@@ -356,7 +360,7 @@ def apply_local_update(local_update: LocalUpdate | None, flat: FlatBuffers) -> N
     for view in flat.views:
         result = local_update(view)
         if not isinstance(result, Tensor) or result.shape != view.shape:
-            found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else kind_of(result)
             raise ArgumentError(
                 f"{rank_prefix()}local_update must return the tensor to send, of shape {list(view.shape)}, even if it "
                 f"has changed its argument in place; it returned {found}."
@@ -423,7 +427,7 @@ def _registry() -> WeakTensorKeyDictionary:
 
 def _checked(tensors: Iterable[Tensor], call: str) -> list[Tensor]:
     if not isinstance(tensors, Iterable):
-        found = f"a {type(tensors).__name__}; pass list(network.parameters()) for a network"
+        found = f"{kind_of(tensors)}; pass list(network.parameters()) for a network"
         raise ArgumentError(f"{rank_prefix()}{call}: expected a list of tensors, found {found}.")
     listed = list(tensors)
     wrong = [type(tensor).__name__ for tensor in listed if not isinstance(tensor, Tensor)]

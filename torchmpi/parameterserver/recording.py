@@ -6,12 +6,14 @@ import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import collectives, files
 from ..argument_types import checks_types
+from ..communicators.conditions import from_rank_0
 from ..errors import ArgumentError
 from ..session import runtime
 from .call_numbers import CallNumbers, RecordedCalls, RepeatedCalls
@@ -19,6 +21,7 @@ from .runs import observed_run
 from .runs.call_order import RecordedRows
 from .runs.observed_run import RunObserver
 from .runs.run_record import RunRecord, read_run
+from .servers import refuse_continuing
 
 if TYPE_CHECKING:
     from ..communicators.group import Group
@@ -87,7 +90,9 @@ def replay(path: files.StrPath, *, record: files.StrPath | None = None) -> Itera
             train()
     """
     world = _world(f"replay({str(path)!r})")
-    rows = RecordedRows(_read_by_rank_0(path, world), path, world.size, world.where)
+    broadcast = partial(collectives.broadcast_object, comm=world)  # other hosts may not have the file
+    content = from_rank_0(world.rank, broadcast, lambda: read_run(path).to_bytes())
+    rows = RecordedRows(RunRecord.from_file(io.BytesIO(content)), path, world.size, world.where)
     numbers = CallNumbers(world)
     observer = RunObserver()
     observer.order = RepeatedCalls(numbers, rows)
@@ -96,23 +101,10 @@ def replay(path: files.StrPath, *, record: files.StrPath | None = None) -> Itera
         rows.check_all_taken(world.world_ranks[world.rank])
 
 
-def _read_by_rank_0(path: files.StrPath, world: Group) -> RunRecord:
-    """Return a record on all ranks, whose hosts may not have the file, or raise on all. Collective."""
-    content, problem = b"", None
-    if world.rank == 0:
-        try:
-            content = read_run(path).to_bytes()
-        except (ArgumentError, OSError) as error:
-            problem = error
-    content, problem = collectives.broadcast_object((content, problem), comm=world)
-    if problem is not None:
-        raise problem
-    return RunRecord.from_file(io.BytesIO(content))
-
-
 def _world(call: str) -> Group:
     """Return the group of all ranks; raise if a run is observed already."""
     world = runtime.current().world
+    refuse_continuing(call, "a run is not recorded or repeated, as the record of a lost rank would be lost with it")
     if observed_run.active is not None:
         raise ArgumentError(f"{world.where}: {call}: this run is being recorded or repeated already.")
     return world

@@ -2,7 +2,7 @@
 
 A request is a header, then words if it has some (numbers of rows, versions of the client's values), then the data in
 messages of at most MESSAGE_BYTES in one direction, then a reply from the server, with the versions of chunks that were
-read. A client has at most one request at a time with each rank, so four tags suffice.
+read. A client has at most one request at a time about each shard, which has four tags.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group
-from ..errors import ArgumentError, TorchMPIError
+from ..errors import ArgumentError, RankLostError, TorchMPIError
 from ..tensors.buffers import as_bytes
 from ..timeline import events
 from .kernels.shard_layout import NUM_COEFFICIENTS
@@ -44,15 +44,17 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
 
 # A rank is a client and a server, so data for its client and data for its server need different tags.
-_REQUEST, _DATA_TO_SERVER, _DATA_TO_CLIENT, _REPLY = range(1, 5)
+_REQUEST, _DATA_TO_SERVER, _DATA_TO_CLIENT, _REPLY = _TAGS = range(1, 5)
 _APPLY, _READ, _LOOK_UP = 1, 2, 3
 _DONE, _FAILED, _REFUSED = range(3)
-_HEADER = struct.Struct(f"<10q{2 + NUM_COEFFICIENTS}d{MAX_NAME_BYTES}s")
+_HEADER = struct.Struct(f"<11q{2 + NUM_COEFFICIENTS}d{MAX_NAME_BYTES}s")
 _REPLY_FORMAT = struct.Struct("<3q1000s")
 _MAX_IN_FLIGHT = 4
 """Messages of one request that are in flight."""
 _MIN_SLEEP, _MAX_IDLE_SLEEP, _MAX_BUSY_SLEEP = 20e-6, 8e-3, 200e-6
 _EAGER_SECONDS = 2e-3
+_abandoned: list[object] = []
+"""What has had messages in flight when a rank was lost: the library may still write to their memory."""
 
 
 class RemoteServer(Protocol):
@@ -63,6 +65,9 @@ class RemoteServer(Protocol):
     dtype: torch.dtype
     parts: list[tuple[int, int]]
     shards: Shards
+    holders: list[int]
+    remote_shards: list[int]
+    actor: Actor
 
     def prepared(self, rule: str | Rule) -> PreparedRule:
         """Return the rule for the dtype of the server."""
@@ -86,6 +91,7 @@ class _Header(NamedTuple):
     operation: int
     server: int
     rule: Rule
+    shard: int = 0
     num_messages: int = 0
     num_rows: int = 0
     row_numel: int = 0
@@ -106,16 +112,17 @@ class _Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header:
-        operation, server, *numbers, num_coefficients, length = (fields := _HEADER.unpack(data))[:10]
-        power, offset, *coefficients, name = fields[10:]
+        operation, server, *numbers, num_coefficients, length = (fields := _HEADER.unpack(data))[:11]
+        power, offset, *coefficients, name = fields[11:]
         rule = Rule(name[:length].decode(), tuple(coefficients[:num_coefficients]), power, offset)
         return cls(operation, server, rule, *numbers)
 
 
 class _Part(NamedTuple):
-    """What a request to a rank is about: its shard, or the rows of it that are sent."""
+    """What a request to a rank is about: a shard that the rank holds, or the rows of it that are sent."""
 
     rank: int
+    shard: int
     span: tuple[int, int]
     """Range of the data."""
     messages: list[tuple[int, int]]
@@ -124,21 +131,25 @@ class _Part(NamedTuple):
     """Numbers of the chunks with these elements, among those of all shards."""
 
 
-def _part(server: RemoteServer, rank: int, rows: Rows | None) -> _Part:
-    """Return the part of a rank; of `rows`, which may be a part already, those with elements in its shard.
+def _tag(kind: int, shard: int) -> int:
+    return kind + len(_TAGS) * shard
+
+
+def _part(server: RemoteServer, shard: int, rows: Rows | None) -> _Part:
+    """Return what is about a shard; of `rows`, which may be a part already, those with elements in it.
 
     The messages are in the positions of `rows`.
     """
-    (begin, numel), shards = server.parts[rank], server.shards
-    first, end = shards.first_chunks[rank : rank + 2]
+    (begin, numel), shards, rank = server.parts[shard], server.shards, server.holders[shard]
+    first, end = shards.first_chunks[shard : shard + 2]
     if rows is None:
         ranges = message_ranges(numel, shards.chunk_numel, server.dtype.itemsize)
         messages = [(begin + start, begin + stop) for start, stop in ranges]
-        return _Part(rank, (begin, begin + numel), messages, None, np.arange(first, end))
+        return _Part(rank, shard, (begin, begin + numel), messages, None, np.arange(first, end))
     most = MESSAGE_BYTES // server.dtype.itemsize
     messages = rows.message_spans(begin, numel, shards.chunk_numel, most)
     chunks = first + rows.chunks(begin, numel, shards.chunk_numel)
-    return _Part(rank, rows.span(begin, begin + numel), messages, rows.within(begin, begin + numel), chunks)
+    return _Part(rank, shard, rows.span(begin, begin + numel), messages, rows.within(begin, begin + numel), chunks)
 
 
 # ---- the client
@@ -165,7 +176,7 @@ def _applied(server: RemoteServer, requests: list[_Request], rows: Rows | None) 
         return f"The rule has been applied to {num_applied} of {num_chunks} chunks with such rows of other hosts."
     applied = list(map(_whole, server.shards.parts))
     for request in requests:
-        begin, numel = server.parts[request.rank]
+        begin, numel = server.parts[request.shard]
         applied.append((begin, begin + min(request.num_chunks * chunk, numel)))
     return applied_part(applied, server.parts, chunk)
 
@@ -187,7 +198,7 @@ class RemoteClient:
         rows: Rows | None = None,
     ) -> Answer:
         """Apply a rule to all remote shards, or copy them to `data`; with `rows` to their elements only."""
-        parts = [_part(server, rank, rows) for rank in self._ranks if server.parts[rank][1]]
+        parts = [_part(server, shard, rows) for shard in server.remote_shards if server.parts[shard][1]]
         if rule is None:
             call, header = "receive", _Header(_READ, server.number, Rule(""))
         else:
@@ -212,7 +223,7 @@ class RemoteClient:
         """Return the world ranks, of those that this rank shares no memory with, that do not know a rule."""
         header = _Header(_LOOK_UP, server.number, Rule(rule.name, rule.coefficients))
         nothing = torch.empty(0, dtype=server.dtype, device="cpu")
-        parts = [_Part(rank, (0, 0), [], None, np.arange(0)) for rank in self._ranks]
+        parts = [_Part(rank, rank, (0, 0), [], None, np.arange(0)) for rank in self._ranks]
         requests = self._perform("send", header, server, nothing, parts)
         return [self._group.world_ranks[request.rank] for request in requests if request.status != _DONE]
 
@@ -229,26 +240,36 @@ class RemoteClient:
     ) -> list[_Request]:
         """Send a request to each of the ranks, and wait for the replies."""
         world_ranks = self._group.world_ranks
-        names = ", ".join(str(world_ranks[part.rank]) for part in parts)
+        names = ", ".join(dict.fromkeys(str(world_ranks[part.rank]) for part in parts))
         self._queue.doing = f"parameterserver.{call} ({server.name}, waiting for the reply of rank {names})"
         needs_versions = rule is not None and rule.needs_versions
-        requests = [
-            _Request(self._MPI, self._comm, part, flat, header=header, versions=versions, needs_versions=needs_versions)
-            for part in parts
-        ]
-        pending, backoff = list(requests), _Backoff()
+        requests: list[_Request] = []
+        options: dict[str, Any] = {"header": header, "versions": versions, "needs_versions": needs_versions}
+        context, num_complete, backoff = self._group.context, 0, _Backoff()
         try:
-            while pending:
+            requests += (_Request(self._MPI, self._comm, part, flat, **options) for part in parts)
+            pending = list(requests)
+            while pending and not context.loss:
                 progressed = [request.advance() for request in pending]
                 for request in pending:
                     if request.is_complete and header.operation != _LOOK_UP:
                         request.record(call, server.name, world_ranks[request.rank])
                 pending = [request for request in pending if not request.is_complete]
+                num_complete = len(requests) - len(pending)
                 if pending:
                     backoff.sleep(_MAX_BUSY_SLEEP, progressed=any(progressed))
+        except Exception as error:
+            if context.loss_behind(error) is None:
+                raise
         finally:
             self._queue.doing = None
-        return requests
+        if num_complete == len(parts):
+            return requests
+        _abandoned.append(requests)
+        raise RankLostError(
+            f"{self._group.where}: parameterserver.{call} ({server.name}): {context.loss}. Each chunk of another host "
+            "has what was sent, or not. Continue with recover()."
+        )
 
 
 def _whole(part: tuple[int, int]) -> tuple[int, int]:
@@ -267,7 +288,7 @@ class _Request:
         versions: Versions | None,
         needs_versions: bool,
     ) -> None:
-        self.rank, self.chunks, self.is_complete = part.rank, part.chunks, False
+        self.rank, self.shard, self.chunks, self.is_complete = part.rank, part.shard, part.chunks, False
         self._begin = 0 if events.recorder is None else events.now()
         self.status, self.problem, self.versions, self.num_chunks = _DONE, "", 0, 0
         self.ages = math.nan
@@ -278,7 +299,7 @@ class _Request:
         self._known = versions
         num_versions = len(part.chunks) if self._is_reading and versions is not None else 0
         self._reply_data = bytearray(_REPLY_FORMAT.size + 8 * num_versions)
-        self._reply: Request | None = comm.Irecv(self._reply_data, part.rank, _REPLY)
+        self._reply: Request | None = comm.Irecv(self._reply_data, part.rank, _tag(_REPLY, part.shard))
         messages = part.messages if header.rule.name != "zero" else []
         numbers = np.empty(0, np.int64) if part.rows is None else part.rows.numbers
         words = [numbers]
@@ -287,12 +308,14 @@ class _Request:
             words.append((known.base + known.own)[part.chunks].view(np.int64))
         self._words = np.concatenate(words)
         header = header._replace(
-            num_messages=len(messages), num_rows=len(numbers), num_words=len(self._words), num_versions=num_versions
-        )
+            shard=part.shard, num_messages=len(messages), num_rows=len(numbers), num_words=len(self._words),
+            num_versions=num_versions,
+        )  # fmt: skip
         self._header = comm.Isend(header.pack(), part.rank, _REQUEST)
         self._in_flight: deque[Request] = deque()
         if len(self._words):
-            self._in_flight.append(comm.Isend((self._words.view(np.uint8), MPI.BYTE), part.rank, _DATA_TO_SERVER))
+            buffer = self._words.view(np.uint8), MPI.BYTE
+            self._in_flight.append(comm.Isend(buffer, part.rank, _tag(_DATA_TO_SERVER, part.shard)))
         self._ranges = iter(messages)
         self._start_messages()
 
@@ -308,9 +331,9 @@ class _Request:
         while len(self._in_flight) < _MAX_IN_FLIGHT and (span := next(self._ranges, None)) is not None:
             buffer = as_bytes(self._MPI, self._flat[slice(*span)]), self._MPI.BYTE
             self._in_flight.append(
-                self._comm.Irecv(buffer, self.rank, _DATA_TO_CLIENT)
+                self._comm.Irecv(buffer, self.rank, _tag(_DATA_TO_CLIENT, self.shard))
                 if self._is_reading
-                else self._comm.Isend(buffer, self.rank, _DATA_TO_SERVER)
+                else self._comm.Isend(buffer, self.rank, _tag(_DATA_TO_SERVER, self.shard))
             )
 
     def advance(self) -> bool:
@@ -353,37 +376,37 @@ class _Request:
 
 
 class ServerThread(threading.Thread):
-    """Serves the shards of this rank to the ranks that it does not share memory with."""
+    """Serves the shards in the memory of this rank to the ranks that it does not share memory with."""
 
     def __init__(
         self,
-        MPI: Any,
+        group: Group,
         comm: Comm,
         actor: Actor,
         servers: Mapping[int, RemoteServer],
         *,
-        name: str,
         end_job: Callable[[str, int], None],
-        world_ranks: tuple[int, ...],
     ) -> None:
         """Create the thread; `end_job` is called if it fails, since clients would wait forever."""
-        super().__init__(name=f"torchmpi parameter server {name}", daemon=True)
-        self._end_job = end_job
-        self.MPI, self.comm, self.actor, self.servers = MPI, comm, actor, servers
-        self.world_ranks = world_ranks
+        super().__init__(name=f"torchmpi parameter server {group.name}", daemon=True)
+        self._end_job, self._context = end_job, group.context
+        self.MPI, self.comm, self.actor, self.servers = group.context.MPI, comm, actor, servers
+        self.world_ranks = group.world_ranks
         self._must_stop = False
         self._sessions: list[_Session] = []
 
     def run(self) -> None:
-        """Serve requests until `stop` is called."""
+        """Serve requests until `stop` is called, or a rank is lost."""
         try:
             self._serve()
-        except BaseException:
+        except BaseException as error:
+            if self._context.loss_behind(error) is not None:
+                return
             self._end_job(f"{self.name} failed, which ends the job:\n{traceback.format_exc()}", 1)
 
     def _serve(self) -> None:
         backoff = _Backoff()
-        while not self._must_stop or self._sessions:
+        while not self._must_stop or (self._sessions and not self._context.loss):
             progressed = self._accept()
             for session in list(self._sessions):
                 progressed |= session.advance()
@@ -402,9 +425,11 @@ class ServerThread(threading.Thread):
         return accepted
 
     def stop(self) -> None:
-        """End the thread when all requests have been served."""
+        """End the thread when all requests have been served; after a loss at once, as some clients may be lost."""
         self._must_stop = True
         self.join()
+        if self._sessions:
+            _abandoned.append(self._sessions)
 
 
 class _Session:
@@ -431,7 +456,8 @@ class _Session:
         self._words = np.empty(header.num_words, np.int64)
         self._awaited: Request | None = None
         if header.num_words:
-            self._awaited = self._comm.Irecv((self._words.view(np.uint8), self._byte), client, _DATA_TO_SERVER)
+            words = self._words.view(np.uint8), self._byte
+            self._awaited = self._comm.Irecv(words, client, _tag(_DATA_TO_SERVER, header.shard))
         else:
             self._prepare()
 
@@ -443,10 +469,10 @@ class _Session:
         if server is None:
             self._fail(_REFUSED, f"there is no server {header.server}; it may have been freed")
             return
-        numbers, rank = self._words[: header.num_rows], self._comm.rank
+        numbers, shard = self._words[: header.num_rows], header.shard
         if header.row_numel:
             self._rows = Rows(numbers, header.row_numel)
-        part = _part(server, rank, self._rows)
+        part = _part(server, shard, self._rows)
         if self._rows is not None and len(part.rows.numbers if part.rows is not None else ()) != len(numbers):
             self._fail(_REFUSED, "the request has rows of another rank")
             return
@@ -456,13 +482,13 @@ class _Session:
             except ArgumentError as error:
                 self._fail(_REFUSED, str(error))
         self._item_bytes, self._chunks = server.dtype.itemsize, part.chunks
-        first, end = server.shards.first_chunks[rank : rank + 2]
+        first, end = server.shards.first_chunks[shard : shard + 2]
         if header.num_versions or self._needs_versions():
             self._known = Versions(end - first, first)
             if self._needs_versions() and header.num_words == header.num_rows + len(part.chunks):
                 self._known.base[part.chunks - first] = self._words[header.num_rows :].view(np.float64)
         if self._rows is not None and self._rule is not None and self._rule.num_states:
-            begin, numel = server.parts[rank]
+            begin, numel = server.parts[shard]
             self._rows.steps = self._actor.count_step(server.shards, (begin, begin + numel))
         if not self._is_look_up:
             self._ranges = iter(part.messages)
@@ -502,9 +528,9 @@ class _Session:
             buffer = memory[: (span[1] - span[0]) * self._item_bytes], self._byte
             if self._is_reading:
                 self._access(memory, span)
-                request = self._comm.Isend(buffer, self._client, _DATA_TO_CLIENT)
+                request = self._comm.Isend(buffer, self._client, _tag(_DATA_TO_CLIENT, self._header.shard))
             else:
-                request = self._comm.Irecv(buffer, self._client, _DATA_TO_SERVER)
+                request = self._comm.Irecv(buffer, self._client, _tag(_DATA_TO_SERVER, self._header.shard))
             self._in_flight.append((request, memory, span))
             started = True
         return started
@@ -515,7 +541,7 @@ class _Session:
             return
         try:
             shards, address, known, rows = self._server.shards, int(memory.ctypes.data), self._known, self._rows
-            sender = self._sender
+            sender, self._actor.on_taken_over = self._sender, self._server.actor.on_taken_over
             self._actor.visit(shards, address, span, self._rule, versions=known, sender=sender, rows=rows)
         except BaseException as error:  # otherwise the thread would end, and the job with it
             self._num_chunks += self._actor.num_chunks
@@ -533,7 +559,7 @@ class _Session:
             if self._header.num_versions:
                 data += self._found_versions().astype(np.int64).tobytes()
             self._record()  # before the client gets the reply, and may end the timeline
-            self._reply = self._comm.Isend(data, self._client, _REPLY)
+            self._reply = self._comm.Isend(data, self._client, _tag(_REPLY, self._header.shard))
         self.is_complete = self._reply.Test()
 
     def _found_versions(self) -> NDArray[np.float64]:

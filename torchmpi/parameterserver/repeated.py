@@ -35,7 +35,8 @@ class Repeater:
     """The requests of a client to a server whose shards are all in shared memory.
 
     Attributes:
-        send: ``send(tensor, rule)`` applies the rule and returns the tensor, or a handle; None leaves it to Python.
+        send: ``send(tensor, rule)`` applies the rule and returns the tensor, or a handle; None leaves it to Python. The
+            rule is the object of the program, or what it has been prepared to, which is the same for equal rules.
         receive: ``receive(tensor, key)`` is the same for the values of the server; `key` is the tensor, or None if that
             has been made for the call.
     """
@@ -44,7 +45,8 @@ class Repeater:
         self._server = server
         self._last: list[Callable[[], object]] = [lambda: None, lambda: None]
         """Return the keys of the last send and of the last receive, unless that tensor has gone."""
-        self._is_open = server.context.repeats
+        self._last_rule: object = None
+        self._is_open = False
         self.send: Callable[[object, object], Any] = _nothing
         self.receive: Callable[[object, object], Any] = _nothing
         self._known: tuple[dict[int, tuple[RepeatedRequest, object]], ...] = ({}, {})
@@ -55,13 +57,18 @@ class Repeater:
     def remember(self, request: ServerRequest, key: object) -> None:
         """Let machine code make requests like this one, if the last one was like it; the caller holds the lock.
 
-        An object that is used once, such as a rule with a new learning rate, is not remembered.
+        What is used once, such as a rule with a new learning rate, is not remembered. An equal rule that the program
+        has made anew has another key, but the same prepared rule.
         """
         server = self._server
         if not (self._is_open and request.is_repeatable and _may_repeat()):
             return
         is_receive = request.rule is None
         last, known = self._last[is_receive](), self._known[is_receive]
+        if not is_receive:
+            before, self._last_rule = self._last_rule, request.rule
+            if last is not key and before is request.rule:
+                last = key = request.rule
         keeper: Callable[[], object] = (lambda: key) if not isinstance(key, torch.Tensor) else weakref.ref(key)
         self._last[is_receive] = keeper
         if last is not key or id(key) in known:
@@ -100,6 +107,10 @@ class Repeater:
         else:
             self._known[1].pop(key, None)
         self._link()
+
+    def open(self) -> None:
+        """Begin, or after :meth:`close` begin again, to leave requests to machine code."""
+        self._is_open = self._server.context.repeats
 
     def close(self) -> None:
         """Leave all requests to Python."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..argument_types import checks_types
-from ..errors import ArgumentError
+from ..errors import ArgumentError, kind_of
 from .kernels import server_rules as native
 from .kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
@@ -387,7 +387,7 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
     if not isinstance(name, str) or not name.isidentifier():
         raise ArgumentError(f"register_rule: {name!r} is not a name. Use letters, digits and underscores.")
     if not callable(function):
-        raise ArgumentError(f"register_rule: the function of rule {name!r} is a {type(function).__name__}.")
+        raise ArgumentError(f"register_rule: the function of rule {name!r} is {kind_of(function)}.")
     if not isinstance(num_states, int) or not 0 <= num_states <= MOST_STATES:
         raise ArgumentError(
             f"register_rule: num_states={num_states} for rule {name!r}; 0 to {MOST_STATES} are possible."

@@ -21,7 +21,7 @@ from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.flight_record import OF_REQUESTS, Ring
 from ..communicators.group import Group
 from ..communicators.message_record import ANY_RANK
-from ..errors import CommunicatorError, TorchMPIError
+from ..errors import CommunicatorError, RankLostError, TorchMPIError
 from ..shared_memory.memory_layout import RECORD_LENGTH, RecordFields
 from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
@@ -31,7 +31,7 @@ from .remote import Answer, RemoteServer
 from .rules import PreparedRule
 from .runs import observed_run
 from .server_rows import Rows
-from .shards import NOBODY, Actor, RuleFailure, Sender, Versions, applied_part
+from .shards import NOBODY, RuleFailure, Sender, Versions, applied_part
 
 
 class RequestRecord:
@@ -104,8 +104,8 @@ class RequestRecords:
         self._group, self._rings = group, list[Ring]()
         self._unused: list[tuple[Ring, int]] = []
 
-    def take(self, number: int, *, is_receive: bool) -> RequestRecord:
-        """Return an empty record of the server with a number."""
+    def take(self, number: int, *, is_receive: bool, before: RequestRecord | None = None) -> RequestRecord:
+        """Return an empty record of the server with a number, or one that continues another one."""
         if not self._unused:
             self._rings.append(self._group.record_memory(OF_REQUESTS))
             self._unused = [(self._rings[-1], index) for index in reversed(range(RECORD_LENGTH))]
@@ -116,6 +116,8 @@ class RequestRecords:
         record = RequestRecord(memory, ring.address + index * RecordFields.BYTES, (ring, index))
         record.fields[RequestFields.is_receive], record.fields[RequestFields.peer] = is_receive, ANY_RANK
         record.fields[RequestFields.tag] = number
+        if before is not None:
+            record.fields[:] = before.fields
         return record
 
     def give_back(self, record: RequestRecord) -> None:
@@ -139,10 +141,10 @@ class RequestServer(RemoteServer, observed_run.ObservedServer, Protocol):
     numel: int
     is_local: bool
     is_open: bool
+    problem: str
     sender: int
     num_clients: int
     versions: Versions
-    actor: Actor
     lock: RunLock
     sends: RequestRecord
     receives: RequestRecord
@@ -267,7 +269,7 @@ class ServerRequest:
                 sender = Sender(server.sender, server.num_clients)
             if rows is not None and rule.num_states:
                 rows.steps = actor.count_step(shards, (0, server.numel))
-        spans, found = [(0, server.numel)] if rows is None else server.spans_of(rows), Answer()
+        spans, found = [(0, server.numel)] * bool(shards.parts) if rows is None else server.spans_of(rows), Answer()
         try:
             for span in spans:
                 address = data.data_ptr() + span[0] * data.element_size()
@@ -308,9 +310,12 @@ class ServerRequest:
 
 
 def check_open(server: RequestServer, what: str) -> None:
-    """Raise if a server has been freed."""
+    """Raise if a server has been freed, or a rank is lost."""
     if not server.is_open:
-        raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
+        problem = server.problem or f"{server.name} has been freed. Make a new one with parameterserver.init."
+        raise CommunicatorError(f"{what}: {problem}")
+    if loss := server.group.context.loss:
+        raise RankLostError(f"{what}: {loss}. Nothing has been sent. Continue with recover().")
 
 
 # ---- observers

@@ -26,7 +26,8 @@ from ..communicators.call_queue import CallQueue, RunLock
 from ..communicators.group import Group, GroupResource, share
 from ..communicators.handle import EndedHandle, Handle
 from ..communicators.levels import Comm, communicator_of_block
-from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
+from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError, kind_of, rank_prefix
+from ..log import logger
 from ..session import runtime
 from ..shared_memory.memory_layout import LockFields
 from ..tensors import buffers, writable
@@ -38,7 +39,7 @@ from .repeated import Repeater
 from .rules import PreparedRule, Rule, RuleBoard, prepare
 from .server_requests import RequestQueue, RequestRecord, RequestRecords, ServerRequest, check_open
 from .server_rows import Rows, checked_index
-from .shards import CLIENT, SERVER, Actor, Shards, Versions, joined_parts, layout, private_segment
+from .shards import ACTORS, CLIENT, SERVER, Actor, Shards, Versions, joined_parts, layout, private_segment
 
 __all__ = ["Server", "free", "free_all", "init", "receive", "send"]
 
@@ -66,11 +67,15 @@ class Server:
         name: The name given to :func:`init`, or ``server`` and a number.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        parts: First element and number of elements of the shard of each rank.
+        parts: First element and number of elements of each shard. Shard i is that of rank i at the beginning.
+        local_shards: The numbers of the shards in the memory of this host. `remote_shards` are the others.
+        holders: The rank that serves each shard to other hosts, and saves it; -1 after the loss of all that could.
         is_local: Whether this rank accesses all shards through memory.
         is_open: False after :func:`free`.
+        problem: Why it has ended without :func:`free`; '' if it has not.
         is_saved: Whether :func:`save` and :func:`load` include this server; may be set to False.
         is_internal: Whether torchmpi uses it for itself, so that :func:`free_all` leaves it.
+        is_awaited: Whether it has lived on after a loss, and the next :func:`init` with its name returns it.
         num_sent: Number of completed sends of this client.
         bytes_sent: Bytes that this client has sent, including those to shards of this host.
         bytes_received: Bytes that this client has received.
@@ -83,31 +88,63 @@ class Server:
         num_clients: Number of ranks that send, which rules are told: those of the communicator unless it is changed.
     """
 
-    def __init__(self, context: ServerContext, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
-        self.context, self.number, self.shape, self.shards, self.name = context, number, shape, shards, name
-        self.dtype = shards.dtype
-        self.numel = shape.numel()
-        self.parts = even_partition(self.numel, context.group.size)
-        self.is_local = context.remote is None
+    def __init__(
+        self,
+        context: ServerContext,
+        number: int,
+        shape: torch.Size,
+        *,
+        shards: Shards,
+        name: str,
+        local_shards: tuple[int, ...] | None = None,
+    ) -> None:
+        self.number, self.shape, self.shards, self.name = number, shape, shards, name
+        self.dtype, self.parts = shards.dtype, shards.all_parts
+        self.numel, self.problem = shape.numel(), ""
+        self.local_shards = context.local_ranks if local_shards is None else local_shards
+        self.remote_shards = [shard for shard in range(len(self.parts)) if shard not in self.local_shards]
+        self.holders = list(range(context.group.size))
         self.is_open = self.is_saved = True
-        self.is_internal = False
-        group = context.group
-        self.world_rank = group.world_ranks[group.rank]
-        self.label = name if group.size == len(group.context.hosts) else f"{name} ({group.name})"
-        self.sender, self.num_clients = group.rank, group.size
+        self.is_internal = self.is_awaited = False
+        self.num_clients = context.group.size
         self.versions = Versions(shards.first_chunks[-1])
         """What this client knows of the chunks."""
         self._spans = joined_parts(shards.parts)
         self._rules: dict[str | Rule, PreparedRule] = {}
         self.lock = RunLock()
         """Held while a request runs, so that a short one to this server does not wait for long ones to others."""
-        self.actor = context.make_client()
-        self.actor.on_wait = self._note_wait
         self.sends: RequestRecord = context.records.take(number, is_receive=False)
         self.receives: RequestRecord = context.records.take(number, is_receive=True)
         self._holder: tuple[tuple[str, int], int] = ("", 0), 0
         self._described: tuple[object, str] = None, ""
         self.repeater = Repeater(self)
+        self._enter(context)
+
+    def _enter(self, context: ServerContext) -> None:
+        """Begin to make requests as a client of the context."""
+        self.context, group = context, context.group
+        self.is_local = context.remote is None
+        self.sender, self.world_rank = group.rank, group.world_ranks[group.rank]
+        self.label = self.name if group.size == len(group.context.hosts) else f"{self.name} ({group.name})"
+        self.actor = self.context.make_client()
+        self.actor.on_wait = self._note_wait
+        if group.context.raises_lost_ranks:
+            self.actor.on_taken_over = self._note_taken_over
+        self.repeater.open()
+
+    def suspend(self) -> None:
+        """Make no requests until :meth:`resume`, after the loss of a rank; the shards remain mapped."""
+        self.repeater.close()
+        self.context.records.give_back(self.sends)
+        self.context.records.give_back(self.receives)
+
+    def resume(self, context: ServerContext) -> None:
+        """Continue on the ranks of another context. The caller has not let requests begin."""
+        if self.num_clients == self.group.size:
+            self.num_clients = context.group.size
+        self.sends = context.records.take(self.number, is_receive=False, before=self.sends)
+        self.receives = context.records.take(self.number, is_receive=True, before=self.receives)
+        self._enter(context)
 
     @property
     def num_sent(self) -> int:
@@ -183,6 +220,17 @@ class Server:
         is_send = self.sends.begun
         self._holder = ("send" if is_send else "receive", is_send or self.receives.begun), rank
 
+    def _note_taken_over(self, rank: int, span: tuple[int, int], is_whole: bool) -> None:
+        """Report a chunk whose lock a killed process held."""
+        begin = f"{self.name}: a rank was killed while it had locked elements {span[0]} to {span[1] - 1}"
+        if is_whole:
+            logger.debug(f"{begin}, of which all or none have got what it was sending")
+        else:
+            logger.warning(
+                f"{begin}. If it was sending, some of these elements have got it, and others have not. "
+                "Config(server_copies=True) prevents that."
+            )
+
     def refuse(self) -> None:
         """Refuse further requests."""
         self.is_open = False
@@ -191,9 +239,17 @@ class Server:
     def close(self) -> None:
         """Unmap the shards."""
         self.refuse()
-        self.context.records.give_back(self.sends)
-        self.context.records.give_back(self.receives)
+        self.suspend()
         self.shards.close()
+
+    def index_of(self, shard: int) -> int:
+        """Return the index of a shard of this host among those in memory."""
+        return self.local_shards.index(shard)
+
+    @property
+    def own_shards(self) -> list[int]:
+        """The numbers of the shards that this rank saves: that of its number, and those of lost ranks."""
+        return [shard for shard, rank in enumerate(self.holders) if rank == self.group.rank]
 
 
 class ServerContext(GroupResource):
@@ -235,10 +291,8 @@ class ServerContext(GroupResource):
         self._thread: ServerThread | None = None
         if self.remote_ranks:
             self.remote = RemoteClient(context.MPI, self.comm, group, self.remote_ranks, self.call_queue)
-            self._thread = ServerThread(
-                context.MPI, self.comm, self._make_actor(SERVER), self.servers,
-                name=group.name, end_job=runtime.current().failures.end_job, world_ranks=group.world_ranks,
-            )  # fmt: skip
+            end_job = runtime.current().failures.end_job
+            self._thread = ServerThread(group, self.comm, self._make_actor(SERVER), self.servers, end_job=end_job)
             self._thread.start()
         group.attachments.append(self)
 
@@ -250,9 +304,13 @@ class ServerContext(GroupResource):
     def allocate(self, parts: list[tuple[int, int]], dtype: torch.dtype) -> Shards:
         """Allocate and map the shards of the local ranks. Collective."""
         local_parts, states = [parts[rank] for rank in self.local_ranks], state_dtype(dtype)
-        plan = layout(tuple(numel for _, numel in local_parts), dtype.itemsize, states.itemsize)
-        local = self.local_comm
-        segment = share(local, "shards", plan.num_bytes) if local.size > 1 else private_segment(plan.num_bytes)
+        may_lose_ranks = self.group.context.raises_lost_ranks
+        keeps_images = may_lose_ranks and runtime.current().config.server_copies
+        numels = tuple(numel for _, numel in local_parts)
+        # Spare ranks of this host may take the numbers of all ranks of other ones.
+        plan = layout(numels, dtype.itemsize, states.itemsize, ACTORS * self.group.size * keeps_images)
+        local, is_shared = self.local_comm, self.local_comm.size > 1 or may_lose_ranks
+        segment = share(local, "shards", plan.num_bytes) if is_shared else private_segment(plan.num_bytes)
         if not all(self.comm.allgather(segment is not None)):
             if segment is not None:
                 segment.close()
@@ -287,21 +345,23 @@ class ServerContext(GroupResource):
 
         `key` identifies requests that are alike (:mod:`.repeated`).
         """
-        server, lock = request.server, request.server.lock
-        fields = lock.fields
+        server, fields = request.server, request.server.lock.fields
         is_short = server.is_local and request.tensor.is_cpu and request.tensor.nbytes <= INLINE_BYTES
-        if not (is_short and fields[LockFields.pending] == fields[LockFields.ended] and lock.acquire(False)):
-            return self._queue(request)
+        if is_short and fields[LockFields.pending] == fields[LockFields.ended]:
+            handle = server.lock.run(self._run_here, request, key, blocking=False)
+            if handle is not None:
+                return handle
+        return self._queue(request)
+
+    def _run_here(self, request: ServerRequest, key: object) -> Handle[Any]:
         handle: Handle[Any] = Handle(request.what)
         try:
             result = request.run()
-            server.repeater.remember(request, key)
+            request.server.repeater.remember(request, key)
         except Exception as error:  # wait() raises the error, as for a queued request
             self.note_failed(handle, error)
         else:
             handle.end(result)
-        finally:
-            lock.release()
         return handle
 
     def _queue(self, request: ServerRequest) -> Handle[Any]:
@@ -321,11 +381,10 @@ class ServerContext(GroupResource):
 
     def _run_queued(self, request: ServerRequest) -> Any:
         lock = request.server.lock
-        with lock:
-            try:
-                return request.run()
-            finally:
-                lock.fields[LockFields.ended] += 1
+        try:
+            return lock.run(request.run)
+        finally:
+            lock.fields[LockFields.ended] += 1
 
     def note_failed(self, handle: Handle[Any], error: Exception) -> None:
         """End a request that has failed."""
@@ -361,30 +420,59 @@ class ServerContext(GroupResource):
     def free(self, server: Server) -> None:
         """Complete all calls and unmap a server. Collective."""
         self.call_queue.drain()
-        with server.lock:  # other threads may be about to call
-            server.refuse()
+        server.lock.run(server.refuse)  # other threads may be about to call
         self.comm.Barrier()
         self.group.context.call_counts.keep_requests(self, lambda: self.servers.pop(server.number))
         server.close()
 
+    def refuse_work(self) -> None:
+        """Leave all requests to Python, which refuses them after a loss."""
+        for server in list(self.servers.values()):
+            server.repeater.close()
+
     def close(self) -> None:
-        """Close all servers after a barrier, since other ranks may send until then. Collective."""
+        """Close all servers, over hosts after a barrier, since other ranks may send until then. Collective.
+
+        After the loss of a rank, not collective: the servers wait for the next start.
+        """
+        is_lost = bool(self.group.context.loss)
         for server in self.servers.values():
-            server.lock.acquire()  # never released: a thread may be about to make a request
-            server.refuse()
-        self.comm.Barrier()
+            server.lock.acquire()  # a thread may be about to make a request
+            if not is_lost:
+                server.refuse()
+        if not is_lost and self.remote_ranks:
+            self.comm.Barrier()
         self.group.context.call_counts.keep_requests(self)
         if self._thread is not None:
             self._thread.stop()
         for server in list(self.servers.values()):
-            server.close()
+            if is_lost:
+                server.suspend()
+                server.lock.release()  # requests are refused until recover() has returned
+            else:
+                server.close()
+        if is_lost:
+            suspended.update(self.servers)
+            runtime.continued_by.add(f"{__package__}.server_recovery")
         self.servers.clear()
         self.records.close()
         self._board.close()
         del self._board
         self._board_memory.close()
-        self.local_comm.Free()
-        self.comm.Free()
+        if not is_lost:  # the communicators of lost ranks cannot be freed
+            self.local_comm.Free()
+            self.comm.Free()
+
+
+suspended: dict[int, Server] = {}
+"""By number, servers that wait for the ranks of the next start, after a loss (:mod:`.server_recovery`)."""
+
+
+def find_awaited(group: Group, name: str | None) -> Server | None:
+    """Return the open server of this name that has lived on after a loss, and that no call of `init` has returned."""
+    context = ServerContext.of(group)
+    servers = [] if context is None or name is None else list(context.servers.values())
+    return next((server for server in servers if server.is_awaited and server.name == name), None)
 
 
 def call_collectively(group: Group, collective: str, subject: str, action: Callable[[], T]) -> T:
@@ -418,6 +506,9 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
     The shard of rank i starts with the values of rank i, which are copied. For a server with the values of one
     tensor, broadcast the tensor before, or let one rank ``send`` it with the rule ``"copy"``.
 
+    With ``on_lost_rank="raise"`` servers live on after ``recover()``. Then the first call with the name of one returns
+    it with its present values, and is not collective: a spare rank, or a function that begins again, gets it so.
+
     Args:
         tensor: Initial values; float32, float64, float16, bfloat16, int8, int16, int32, int64 or uint8.
         comm: Communicator, or its level, whose ranks hold the shards. Default: the current communicator.
@@ -428,6 +519,8 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
 
     Raises:
         DtypeError: There are no servers for this dtype.
+        ArgumentError: A server of this name lives on, with another shape or dtype; or `comm` is given with
+            ``on_lost_rank="raise"``.
         MismatchError: Shape, dtype or name differ between the ranks.
         CommunicatorError: The ranks do not share memory, and the MPI library does not support MPI_THREAD_MULTIPLE.
 
@@ -443,11 +536,20 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
         names = ", ".join(dtype_table.short_name(dtype) for dtype in _DTYPES)
         raise DtypeError(f"{what}: there are no servers for {tensor.dtype}, only for {names}.")
     _require_threads(group)
-    if group.context.raises_lost_ranks:
+    if group.context.raises_lost_ranks and group is not runtime.current().world:
         raise ArgumentError(
-            f"{what}: with on_lost_rank='raise' there are no parameter servers, as the shards of a lost rank would be "
-            "lost with it. Restart such a job from ps.save(): torchmpi run --restarts N."
+            f"{what}: with on_lost_rank='raise' (torchmpi run --on-lost-rank continue) parameter servers are those of "
+            "all ranks, which are known after a loss: leave out comm=. Or leave that setting out, and restart the job "
+            "from ps.save() after a loss: torchmpi run --restarts N."
         )
+    if (found := find_awaited(group, name)) is not None:
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise ArgumentError(
+                f"{what}: {name!r} has lived on after a loss, with shape {list(found.shape)} and {found.dtype}; the "
+                f"tensor has shape {list(tensor.shape)} and {tensor.dtype}. Choose another name for another server."
+            )
+        found.is_awaited = False
+        return found
     plain = buffers.plain(tensor, to_host=True)
     subject = f"{dtype_table.short_name(tensor.dtype)} {list(tensor.shape)}{'' if name is None else f' named {name!r}'}"
     return call_collectively(group, "server_init", subject, partial(_make, group, plain, name))
@@ -465,6 +567,12 @@ def _make(group: Group, tensor: torch.Tensor, name: str | None) -> Server:
     context.servers[number] = server
     context.comm.Barrier()  # other ranks may send from now on
     return server
+
+
+def refuse_continuing(what: str, why: str) -> None:
+    """Raise an ArgumentError that begins with `what` if the job continues after the loss of a rank."""
+    if runtime.current().context.raises_lost_ranks:
+        raise ArgumentError(f"{rank_prefix()}{what}: with on_lost_rank='raise' {why}.")
 
 
 def _require_threads(group: Group) -> None:
@@ -518,12 +626,14 @@ def send(
         handle.wait()
         ps.send(table, values, ps.adagrad(0.1), rows=[3, 17]).wait()
     """
-    if rows is None and base is None and isinstance(server, Server):
-        made = server.repeater.send(tensor, rule)
-        if made is not None:
-            return EndedHandle(None) if made is tensor else made
-    what = _check_server(server, "send")
-    prepared = prepared_for(server, rule, what)
+    is_whole = rows is None and base is None
+    made = server.repeater.send(tensor, rule) if is_whole and isinstance(server, Server) else None
+    if made is None:
+        what = _check_server(server, "send")
+        prepared = prepared_for(server, rule, what)
+        made = server.repeater.send(tensor, prepared) if is_whole else None
+    if made is not None:
+        return EndedHandle(None) if made is tensor else made
     selected, order = (None, None) if rows is None else _selected(server, rows, what, unique=True)
     if tensor is None:
         if prepared.name != "zero":
@@ -533,6 +643,8 @@ def send(
     elif not buffers.is_plain(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what, selected)
+    if base is not None and not server.versions.fit(base):
+        raise ArgumentError(f"{what}: base= is no value of `base` of this server. Pass an earlier one, or omit it.")
     request = ServerRequest(server, tensor, prepared, what, rows=selected, order=order, base=base)
     return server.context.call(request, rule)
 
@@ -612,11 +724,11 @@ def _check_server(server: object, call: str) -> str:
     """Raise unless `server` is an open server; return the rank and the name of the call, for messages."""
     if not isinstance(server, Server):
         raise ArgumentError(
-            f"parameterserver.{call}: a {type(server).__name__} is not a server. "
-            "Pass the result of parameterserver.init."
+            f"parameterserver.{call}: {kind_of(server)} is not a server. Pass the result of parameterserver.init."
         )
     what = f"{server.group.where}: parameterserver.{call}"
     check_open(server, what)
+    buffers.refuse_tracing(what)
     runtime.current()  # raises in a forked child, whose locks would be attributed to its parent
     communicator_of_block()  # raises in a rule
     return what

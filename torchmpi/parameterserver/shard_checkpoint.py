@@ -125,9 +125,12 @@ def _servers(context: ServerContext) -> list[Server]:
 
 def _describe(context: ServerContext) -> list[dict[str, Any]]:
     return [
-        {"name": server.name, "shape": list(server.shape), "dtype": short_name(server.dtype)}
+        {
+            "name": server.name, "shape": list(server.shape), "dtype": short_name(server.dtype),
+            "shards": len(server.parts),
+        }
         for server in _servers(context)
-    ]
+    ]  # fmt: skip
 
 
 # ---- saving
@@ -139,14 +142,30 @@ def _save(folder: Path, context: ServerContext) -> None:
     try:
         _together(context, partial(_write_shards, folder, token, context))
     except CheckpointError:
-        (folder / _file_name(token, context.group.rank)).unlink(missing_ok=True)
+        for number in _own_files(context):
+            (folder / _file_name(token, number)).unlink(missing_ok=True)
         _together(context, partial(_check_owner, folder, context))  # a group that has saved meanwhile removes files
         raise
     _together(context, partial(_write_index, folder, token, context))
 
 
-def _file_name(token: str, rank: int) -> str:
-    return f"shards-{token}-{rank}.pt"
+def _file_name(token: str, number: int) -> str:
+    return f"shards-{token}-{number}.pt"
+
+
+def _num_files(context: ServerContext) -> int:
+    """Return the largest number of shards of a server: more than ranks after a loss."""
+    return max((len(server.parts) for server in _servers(context)), default=context.group.size)
+
+
+def _own_files(context: ServerContext) -> list[int]:
+    """Return the numbers of the files that this rank writes, each with the shards of that number of all servers."""
+    servers = _servers(context)
+    holders = [
+        next((server.holders[number] for server in servers if number < len(server.parts)), number)
+        for number in range(_num_files(context))
+    ]
+    return [number for number, rank in enumerate(holders) if rank == context.group.rank]
 
 
 def _check_owner(folder: Path, context: ServerContext) -> None:
@@ -168,9 +187,21 @@ def _check_owner(folder: Path, context: ServerContext) -> None:
 
 def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
     files.make_folder(folder)
-    index = context.local_ranks.index(context.group.rank)
-    content: dict[str, Any] = dict([_FORMAT]) | {"token": token, "rank": context.group.rank}
+    for shard in _own_files(context):
+        archive.write(folder / _file_name(token, shard), _content(token, shard, context))
+
+
+def _content(token: str, shard: int, context: ServerContext) -> dict[str, Any]:
+    content: dict[str, Any] = dict([_FORMAT]) | {"token": token, "rank": shard}
     for number, server in enumerate(_servers(context)):
+        if shard >= len(server.parts) or not server.parts[shard][1]:
+            continue
+        if shard not in server.local_shards:
+            raise CheckpointError(
+                f"the shards {shard} of {server.name} and of an earlier server are on different hosts, as a rank was "
+                "lost before one of them was made. Free one of them, or set its is_saved to False"
+            )
+        index = server.index_of(shard)
         headers = server.shards.headers(index)
         # Reading states that no rule has written to would allocate their memory.
         arrays = _ARRAYS if _has_states(headers) else _ARRAYS[:1]
@@ -180,7 +211,7 @@ def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
             "row_steps": headers[:, Header.row_steps].clone(),
             **{name: server.shards.array(index, array).clone() for array, name in enumerate(arrays)},
         }
-    archive.write(folder / _file_name(token, context.group.rank), content)
+    return content
 
 
 def _has_states(headers: torch.Tensor) -> bool:
@@ -192,7 +223,7 @@ def _write_index(folder: Path, token: str, context: ServerContext) -> None:
     if context.group.rank != 0:
         return
     group = context.group
-    index = dict([_FORMAT]) | {"token": token, "size": group.size, "servers": _describe(context)}
+    index = dict([_FORMAT]) | {"token": token, "size": _num_files(context), "servers": _describe(context)}
     index |= {"job": group.context.job, "ranks": list(group.world_ranks)}
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks, or a file of another user
@@ -212,9 +243,9 @@ def _write_index(folder: Path, token: str, context: ServerContext) -> None:
 def _load(folder: Path, context: ServerContext) -> None:
     index = _together(context, partial(_read_index, folder, context))
     saved = _together(context, partial(_read_shards, folder, index, context))
-    own = context.local_ranks.index(context.group.rank)
     for server, parts in zip(_servers(context), saved, strict=True):
-        _fill(server, own, parts)
+        for shard in server.own_shards:
+            _fill(server, shard, parts)
 
 
 def _read_index(folder: Path, context: ServerContext) -> dict[str, Any]:
@@ -252,6 +283,7 @@ def _is_plausible(index: dict[str, Any]) -> bool:
         and 0 < size <= _MOST_RANKS
         and isinstance(servers, list)
         and all(isinstance(item, dict) and {"shape", "dtype"} <= item.keys() for item in servers)
+        and all(type(number := item.get("shards", size)) is int and 0 < number <= size for item in servers)
     )
 
 
@@ -276,12 +308,13 @@ def _check_shard(path: Path, saved: Any, numel: int, server: Server) -> None:
 def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) -> list[list[_Saved]]:
     servers = _servers(context)
     found: list[list[_Saved]] = [[] for _ in servers]
+    described = list(zip(servers, index["servers"], strict=True))
     for rank in range(index["size"]):
-        old_parts = [part_of(server.numel, index["size"], rank) for server in servers]
+        old_parts = [_old_part(server, item, index["size"], rank) for server, item in described]
         wanted = [
             number
             for number, server in enumerate(servers)
-            if _overlap(old_parts[number], server.parts[context.group.rank])
+            if any(_overlap(old_parts[number], server.parts[shard]) for shard in server.own_shards)
         ]
         if wanted:
             path = folder / _file_name(index["token"], rank)
@@ -299,6 +332,12 @@ def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) ->
     return found
 
 
+def _old_part(server: Server, item: dict[str, Any], num_files: int, shard: int) -> tuple[int, int]:
+    """Return first element and length of a saved shard; 0 and 0 if the server had not so many."""
+    num_shards: int = item.get("shards", num_files)
+    return part_of(server.numel, num_shards, shard) if shard < num_shards else (0, 0)
+
+
 def _most_bytes(lengths: list[int]) -> int:
     """Return the most bytes of a file with shards of these lengths: versions and steps take less than the values."""
     return sum(_MOST_MORE_BYTES + numel * (len(_ARRAYS) + 3) * _MOST_BYTES_OF_VALUE for numel in lengths)
@@ -308,9 +347,10 @@ def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
     return max(first[0], second[0]) < min(sum(first), sum(second))
 
 
-def _fill(server: Server, own: int, parts: list[_Saved]) -> None:
+def _fill(server: Server, shard: int, parts: list[_Saved]) -> None:
+    own = server.index_of(shard)
     headers = server.shards.headers(own)
-    own_begin, own_numel = server.parts[server.group.rank]
+    own_begin, own_numel = server.parts[shard]
     if _has_states(headers) or any(_ARRAYS[1] in saved for _, saved in parts):
         for array in range(1, len(_ARRAYS)):
             server.shards.array(own, array).zero_()

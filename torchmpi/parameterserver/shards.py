@@ -36,6 +36,7 @@ MESSAGE_BYTES = 1 << 20
 """Upper limit of the data of one message to another host."""
 CLIENT, SERVER = range(2)
 """The two actors of a rank."""
+ACTORS = 2
 _PAGE_BYTES = 4096
 _SPINS, _CROWDED_SPINS, _YIELDS = 2000, 50, 200
 
@@ -51,6 +52,12 @@ class Layout(NamedTuple):
     """For each shard: the headers of its chunks."""
     arrays: tuple[tuple[int, ...], ...]
     """For each shard: its values and its states."""
+    num_images: int = 0
+    """Number of copies of chunks, one for each actor,"""
+    images: int = 0
+    """where their headers are,"""
+    image_arrays: int = 0
+    """and their arrays."""
 
 
 def chunk_numel(item_bytes: int, state_bytes: int) -> int:
@@ -62,11 +69,11 @@ def chunk_numel(item_bytes: int, state_bytes: int) -> int:
     return fields.CHUNK_BYTES // max(item_bytes, state_bytes)
 
 
-def layout(numels: tuple[int, ...], item_bytes: int, state_bytes: int) -> Layout:
+def layout(numels: tuple[int, ...], item_bytes: int, state_bytes: int, num_images: int = 0) -> Layout:
     """Lay out shards with these numbers of elements. Each array begins on a page, so unused arrays take no memory.
 
-    >>> layout((10, 0), 4, 4)
-    Layout(num_bytes=16384, headers=(0, 16384), arrays=((4096, 8192, 12288), (16384, 16384, 16384)))
+    >>> layout((10, 0), 4, 4)[:3]
+    (16384, (0, 16384), ((4096, 8192, 12288), (16384, 16384, 16384)))
     """
     position, headers, arrays = 0, [], []
     chunk = chunk_numel(item_bytes, state_bytes)
@@ -78,7 +85,9 @@ def layout(numels: tuple[int, ...], item_bytes: int, state_bytes: int) -> Layout
             own.append(position)
             position += _whole_pages(numel * (state_bytes if which else item_bytes))
         arrays.append(tuple(own))
-    return Layout(max(position, _PAGE_BYTES), tuple(headers), tuple(arrays))
+    image_arrays = position + _whole_pages(num_images * fields.Image.BYTES)
+    end = image_arrays + num_images * fields.NUM_ARRAYS * fields.CHUNK_BYTES
+    return Layout(max(end, _PAGE_BYTES), tuple(headers), tuple(arrays), num_images, position, image_arrays)
 
 
 def _whole_pages(num_bytes: int) -> int:
@@ -133,6 +142,15 @@ class Versions:
         self.addresses = self._find_addresses()
         """What a kernel gets: where the numbers of chunk 0 would be. Found once: it takes a microsecond."""
 
+    def fit(self, base: object) -> bool:
+        """Return whether `base` can be passed to `since()`: kernels read it without checks."""
+        mine = self.base
+        return isinstance(base, np.ndarray) and (base.shape, base.dtype, base.strides) == (
+            mine.shape,
+            mine.dtype,
+            mine.strides,
+        )
+
     def since(self, base: NDArray[np.float64]) -> Versions:
         """Return the same for values of another time; the sends of the client are counted in both."""
         other = copy(self)
@@ -184,7 +202,9 @@ class Shards:
         self.segment, address = segment, segment.address
         self.dtype, self.state_dtype = dtypes
         self.chunk_numel = chunk or chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
-        self.parts = parts
+        self.parts, self.all_parts = parts, list(all_parts or parts)
+        self.images = address + layout.images, layout.num_images, address + layout.image_arrays
+        """What a pass is told of the copies of chunks."""
         self.table = np.zeros((len(parts), fields.Shard.FIELDS), np.int64)
         for entry, (begin, numel), headers, arrays in zip(
             self.table, parts, layout.headers, layout.arrays, strict=True
@@ -192,9 +212,9 @@ class Shards:
             entry[fields.Shard.headers] = address + headers
             entry[fields.Shard.arrays : fields.Shard.begin] = [address + place for place in arrays]
             entry[fields.Shard.begin], entry[fields.Shard.numel] = begin, numel
-        self.first_chunks = first_chunks(all_parts or parts, self.chunk_numel)
+        self.first_chunks = first_chunks(self.all_parts, self.chunk_numel)
         """Number of the first chunk of each shard of the server; last, the number of all chunks."""
-        numbers = dict(zip(all_parts or parts, self.first_chunks, strict=False))
+        numbers = dict(zip(self.all_parts, self.first_chunks, strict=False))
         self.table[:, fields.Shard.first_chunk] = [numbers[part] for part in parts]
 
     def array(self, index: int, which: int = 0) -> torch.Tensor:
@@ -289,17 +309,22 @@ class Actor:
         loaded = kernels.load(which=SHARDING)
         self._pass_over, self._pass_over_rows = loaded["pass_over"], loaded["pass_over_rows"]
         self._end_chunk, self._count_step = loaded["end_chunk"], loaded["count_step"]
+        self._take_over = loaded["take_over"]
         self._plan = np.zeros(fields.Pass.FIELDS, np.int64)
         self._coefficients = np.zeros(fields.NUM_NUMBERS, np.float64)
         self._scratch = np.empty(fields.NUM_ARRAYS * fields.CHUNK_BYTES, np.uint8)
         self._ranks = ranks or {}
         self._rows: Rows | None = None
         self._index, self.address = index, int(self._plan.ctypes.data)
+        self._image = ACTORS * index + kind
         spins = _CROWDED_SPINS if is_crowded else _SPINS
         addresses = self._scratch.ctypes.data, self._coefficients.ctypes.data
         self._plan[fields.Pass.actor : fields.Pass.yields + 1] = 2 * os.getpid() + kind, *addresses, spins, _YIELDS
         self.on_wait: Callable[[int], object] = lambda rank: None
         """Called every tenth of a second of a wait for a lock, with the rank of its holder."""
+        self.on_taken_over: Callable[[int, tuple[int, int], bool], object] | None = None
+        """Called when a chunk is taken over from a process that has ended, with its rank, the range of elements, and
+        whether a half applied rule could be undone; None if such chunks are refused, as the job ends."""
 
     @property
     def versions(self) -> int:
@@ -350,7 +375,7 @@ class Actor:
 
         Raises:
             RuleFailure: A registered rule has raised; it has been applied to the first `num_chunks` chunks.
-            TransportError: A process was killed while it changed one of the chunks.
+            TransportError: A process was killed while it changed one of the chunks, which cannot be taken over.
         """
         self._prepare(shards, data, span, rule, versions=versions, rows=rows)
         if rule is None or rule.function is None:
@@ -429,12 +454,14 @@ class Actor:
             shards.chunk_numel,
             shards.dtype.itemsize,
             shards.state_dtype.itemsize,
+            *shards.images,
+            self._image,
             num_states,
             address,
             data,
             *span,
             *(0, 0, 0, 0, 0, 0),  # position to header
-            self._index % num_shards,
+            self._index % max(num_shards, 1),
             *((0, 0) if versions is None else versions.addresses),
             halves,
         )
@@ -444,13 +471,32 @@ class Actor:
         while (status := pass_over(self.address)) == fields.HELD:
             process = int(self._plan[fields.Pass.holder]) // 2
             rank = self._ranks.get(process, -1)
-            if has_ended(process):
+            if not has_ended(process):
+                self.on_wait(rank)
+            elif self.on_taken_over is not None:
+                self._take_chunk_over(int(self._plan[fields.Pass.holder]))
+            else:
                 raise TransportError(
                     f"rank {rank} (process {process}) has ended while it changed a chunk of a parameter server. The "
                     "chunk can no longer be used. Look for the cause in the messages of that rank."
                 )
-            self.on_wait(rank)
         return status
+
+    def _take_chunk_over(self, holder: int) -> None:
+        """Unlock the chunk at hand, whose holder has ended, and undo what that has not completed."""
+        status, plan = self._take_over(self.address, holder), self._plan
+        if status != fields.HELD and self.on_taken_over is not None:
+            span = int(plan[fields.Pass.chunk_begin]), int(plan[fields.Pass.chunk_end])
+            self.on_taken_over(self._ranks.get(holder // 2, -1), span, status == fields.DONE)
+
+    def repair(self, shards: Shards) -> None:
+        """Take over all chunks that are locked, while no process that is left makes requests."""
+        for index, (begin, numel) in enumerate(shards.parts):
+            holders = shards.headers(index)[:, fields.Header.lock]
+            for chunk in holders.nonzero().view(-1).tolist():
+                first = begin + chunk * shards.chunk_numel
+                self._prepare(shards, 0, (first, min(first + shards.chunk_numel, begin + numel)), None)
+                self._take_chunk_over(int(holders[chunk]))
 
     def _call_function(self, call: _Call) -> None:
         """Call a registered rule on the scratch memory."""

@@ -14,7 +14,7 @@ from ..log import logger
 from ..session import runtime
 from .runs import observed_run
 from .runs.run_record import CLOCK
-from .servers import receive, send
+from .servers import receive, refuse_continuing, send
 from .workers import RankWorkers, Workers
 
 __all__ = ["Clock", "StalenessMeter"]
@@ -110,6 +110,7 @@ class Clock:
         workers: Workers | None = None,
     ) -> None:
         check_max_staleness(max_staleness)
+        refuse_continuing("Clock", "there is no limit of staleness (max_staleness), as all would wait for a lost rank")
         self._workers: Workers = RankWorkers(comm) if workers is None else workers
         workers = self._workers
         self.max_staleness, self.value = max_staleness, initial

@@ -14,7 +14,7 @@ from ..communicators.levels import Comm
 from ..nn.agreement import check_same_layout
 from ..nn.replica import Replica
 from ..session import runtime
-from .servers import Server, init
+from .servers import Server, find_awaited, init
 
 
 class Workers(Protocol):
@@ -45,8 +45,11 @@ class Workers(Protocol):
     def check_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise unless all workers have tensors of the same shapes and dtypes. Collective."""
 
+    def finds(self, name: str) -> bool:
+        """Return whether a server of this name has lived on after a loss, so that `init` returns it by itself."""
+
     def init(self, tensor: torch.Tensor, name: str | None = None) -> Server:
-        """Create a server, as :func:`torchmpi.parameterserver.init`. Collective."""
+        """Create a server, as :func:`torchmpi.parameterserver.init`. Collective, unless it `finds` one."""
 
     def announce(self, update: Any) -> None:
         """Let the metrics of an update be found under its name."""
@@ -71,8 +74,12 @@ class RankWorkers:
         """Raise unless all ranks have tensors of the same shapes and dtypes. Collective."""
         check_same_layout(Replica(list(tensors)), list(tensors), self.communicator)
 
+    def finds(self, name: str) -> bool:
+        """Return whether a server of this name has lived on after a loss."""
+        return find_awaited(self.communicator.intra, name) is not None
+
     def init(self, tensor: torch.Tensor, name: str | None = None) -> Server:
-        """Create a server. Collective."""
+        """Create a server, or return the one that lives on. Collective, unless it `finds` one."""
         return init(tensor, self.communicator, name=name)
 
     def announce(self, update: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +17,8 @@ __all__ = ["recover"]
 
 has_recovered = respawning.is_newcomer()
 """Whether this rank has got its number after a loss, so that variables of the launcher have another one."""
+_recovered_seconds = 0.0
+"""When the last ``recover()`` ended, on the clock of ``time.monotonic()``."""
 when_abandoned: list[Callable[[], object]] = []
 """Called by ``recover()`` when everything of the former ranks is closed, and torchmpi has not started again."""
 
@@ -26,7 +30,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
     and get new numbers, in the old order: ``rank()``, ``size()`` and the levels are those of a new ``start()`` with the
     same arguments. Everything made before is closed, as by ``stop()``: communicators, handles, registrations of
     networks, process groups of ``torch.distributed`` with the backend ``torchmpi``. Tensors remain, also shared ones,
-    but those in which a failed call was receiving have undefined values.
+    but those in which a failed call was receiving have undefined values. Parameter servers live on, with their values.
     The ranks may have failed in different steps of the program, by at most one, so they must agree on the step and on
     its state.
 
@@ -35,7 +39,9 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
 
     Returns:
         The former ranks of the present ones, in the order of their new ranks; -1 for a spare rank, which has taken
-        the place of a lost one, and for a rank that was started in place of one (``torchmpi run --respawns``).
+        the place of a lost one, and for a rank that was started in place of one (``torchmpi run --respawns``). If the
+        error that is being handled is of a call that had failed before an earlier ``recover()``, nothing is done: these
+        are the present ranks.
 
     Raises:
         ArgumentError: No rank is lost.
@@ -60,9 +66,12 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
                     model.load_state_dict(weights)
                     optimizer.load_state_dict(moments)
     """
-    global has_recovered
+    global has_recovered, _recovered_seconds
     old = runtime.current()
     if not old.context.loss:
+        handled = sys.exc_info()[1]
+        if isinstance(handled, RankLostError) and handled.seconds < _recovered_seconds:
+            return tuple(range(old.world.size))
         raise ArgumentError(
             f"rank {old.world.rank}: recover() without a lost rank. It is for the program to call after a "
             "RankLostError, which calls raise with the setting on_lost_rank='raise'."
@@ -89,6 +98,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
             fresh = f"; a {kind} rank is now rank {former.index(-1)}" if -1 in former else ""
             of = f" of {old.world.size}" if len(former) <= old.world.size else ""
             logger.warning(f"continuing on {len(former)}{of} ranks: {old.context.loss}{several}{fresh}")
+        _recovered_seconds = time.monotonic()
         return former
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +40,7 @@ from ..errors import (
     NotStartedError,
     RankLostError,
     TorchMPIError,
+    kind_of,
     set_rank,
 )
 from ..launch import affinity, launcher, mpi_library, network
@@ -64,8 +67,14 @@ Initializer = Callable[[], Any]
 
 running: Runtime | None = None
 """The runtime between ``start()`` and ``stop()``, else None."""
+_is_after_loss = False
+"""Whether ranks have been lost since the last complete start."""
 _get_communicator_in_use = communicator_in_use.get  # bound once: every call of a collective uses it
 _not_running_reason = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
+
+
+continued_by: set[str] = set()
+"""The modules of what lives on when a rank is lost: their `continue_all()` is called on the ranks of the next start."""
 
 
 class Runtime:
@@ -92,7 +101,11 @@ class Runtime:
         launcher.open_standard_streams()
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
             self.MPI = mpi_library.initialize()
-        mpi_library.abilities(self.MPI).take_place(_prepare_spare)
+        library = mpi_library.abilities(self.MPI)
+        was_newcomer = library.is_newcomer
+        library.take_place(_prepare_spare)
+        self.joins = library.is_newcomer and not was_newcomer
+        """Whether this rank was a spare until now."""
         with StartWatch(config):
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
@@ -230,11 +243,13 @@ class Runtime:
             self.device,
             self.devices,
             list(neighbors.values()),
-            self._log_info,
             bind_step=lambda *step: self.selector.bind(*step),
             is_cuda_aware=mpi_library.is_cuda_aware(),
             problem_of_mpi=mpi_library.abilities(self.MPI).problem_of_collectives,
         )
+        if self.local_rank == 0 and self.config.verbose:
+            kernels.announce = logger.info
+            self.resources.callback(setattr, kernels, "announce", None)
         backends, shared = make_backends(job), job.backend(SharedMemoryBackend)
         if shared.reads_directly:
             self.context.processes = {rank: probe.process for rank, probe in neighbors.items()}
@@ -428,7 +443,7 @@ def start(
             print(mpi.rank(), "of", mpi.size())
             mpi.stop()
     """
-    global running
+    global running, _is_after_loss
     if problem := children.why_no_rank():
         raise LaunchError(problem)
     if settings := sorted(_unknown.keys() & {field.name for field in dataclasses.fields(Config)}):
@@ -438,9 +453,7 @@ def start(
         raise unknown_keyword(start, _unknown)
     if not isinstance(config, Config | None):
         hint = "mpi.Config(**config)" if isinstance(config, Mapping) else "mpi.Config(...)"
-        raise ConfigError(
-            f"{_of_launcher()}mpi.start(config=...): a {type(config).__name__} is no Config. Pass {hint}."
-        )
+        raise ConfigError(f"{_of_launcher()}mpi.start(config=...): {kind_of(config)} is no Config. Pass {hint}.")
     if running is not None:
         raise AlreadyStartedError(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
@@ -462,6 +475,16 @@ def start(
         logger.info(running.summary())
     logger.debug("process %d on cores %s, %s", os.getpid(), sorted(affinity.current()), running.config)
     job_observers.attach_all(running.observed)
+    if _is_after_loss or running.joins:
+        _continue_services(running.world, joins=running.joins)
+        _is_after_loss = False
+
+
+def _continue_services(world: Group, *, joins: bool) -> None:
+    """Continue what lives on after a loss. Collective over the ranks of the new start, also those that were spares."""
+    names = world.call_action("recover", lambda: world.comm.allgather(sorted(continued_by)))
+    for name in sorted(set(chain(*names))):  # which a spare rank may not have imported
+        importlib.import_module(name).continue_all(joins=joins)
 
 
 def _of_launcher() -> str:
@@ -509,7 +532,8 @@ def stop() -> None:
 
 def abandon() -> None:
     """Release all resources without the other ranks, of which some have been lost."""
-    global running
+    global running, _is_after_loss
+    _is_after_loss = True
     if running is not None:
         closed, running = running, None
         children.forget_rank()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..collective_specs import SPECS
-from ..tensors import buffers, dlpack, tracing
+from ..tensors import buffers, dlpack, modes
 from . import kernels, memory_layout
 from .kernels import records
 
@@ -33,13 +33,15 @@ INTO = "_into"
 """Added to the name of a collective that works in place, for a result in another tensor."""
 MADE = "_made"
 """Added to the name of other collectives, for a result in memory that was made for it: another may take its place."""
-# After those: an alltoall of parts of any length; a gather on ranks that only send, a scatter where they only receive.
+# After those: an alltoall of parts of any length, and the one of numbers of rows before it; a gather on ranks that only
+# send, a scatter where they only receive.
 _FAST_PATHS = (
     *COLLECTIVES,
     "allreduce_many",
     *(name + INTO for name in ("allreduce", "broadcast")),
     *(name + MADE for name in ("allgather", "reduce_scatter", "alltoall", "gather")),
     "exchange",
+    "alltoall_splits",
     "give",
     "receive",
     "barrier",
@@ -48,7 +50,7 @@ _FAST_PATHS = (
     "recv",
 )
 # First dimension that must be equal on all ranks, if not 0.
-_FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
+_FIRST_DIMS = {"allgather": 1, "alltoall": 1, "alltoall_splits": 1, "gather": 1, "give": 1}
 _FIRST_DIMS["exchange"] = memory_layout.MAX_LOG_DIMS
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
 
@@ -160,8 +162,8 @@ class CachedCall(NamedTuple):
     """Code of the call in the signature."""
     settle: Callable[[int, torch.Tensor, Any], Any]
     """``settle(status, source, destination)`` continues after a kernel that returned a status."""
-    abort: Callable[[], None]
-    """Abort the call on this rank, and publish the abort."""
+    abort: Callable[[Any], None]
+    """``abort(source)`` aborts the call on this rank, and publishes that."""
     first_dim: int | None = None
     """The first dimension that is part of the signature, if not that of the fast path."""
     rows: tuple[int, int] = (0, 0)
@@ -197,8 +199,10 @@ class _FastPath:
         }
         addresses = {name: id(item) for name, item in self._objects.items()}
         self.record = records.FastPath.new().write(
-            **addresses, describe=dlpack.describer(), same_shapes=name.endswith(INTO)
+            **addresses, describe=dlpack.describer(), same_shapes=name.endswith(INTO), is_included=modes.key_teller()
         )
+        for place, key in enumerate(modes.WATCHING_KEYS, records.FastPath.watching_keys):
+            self.record.cells[place] = key
         self.function = kernels.fast_path(self._code, int(self.record))
         self.find = kernels.finder(name, int(self.record))
 
@@ -281,9 +285,9 @@ class _FastPath:
         buffers.touch_all(written if isinstance(written, list) else [written])
         return written
 
-    def _abort(self, address: int) -> None:
+    def _abort(self, address: int, tensor: Any) -> None:
         """Abort a call after a KeyboardInterrupt before the start of :meth:`_settle`."""
-        self._by_address[address][0].abort()
+        self._by_address[address][0].abort(tensor)
 
 
 _fast_paths: dict[str, _FastPath] = {}
@@ -291,7 +295,6 @@ when_invalidated: list[Callable[[], None]] = []
 """Drop what others repeat in machine code of their own."""
 _is_enabled = True
 _is_paused = False
-_num_traces = 0
 _changing = threading.Lock()
 
 
@@ -307,7 +310,8 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     # Machine code loads the type of an object at its offset in builds of CPython without Py_DEBUG.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
     has_gil = "t" not in sys.abiflags
-    if _fast_paths or not (enabled and dlpack.describer() and knows_type and has_gil and has_known_hashes()):
+    knows_torch = dlpack.describer() and modes.key_teller()
+    if _fast_paths or not (enabled and knows_torch and knows_type and has_gil and has_known_hashes()):
         return
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)
@@ -315,19 +319,16 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
             globals()[name] = _fast_paths[name].function
     find_receive = _fast_paths["recv"].find
     finders.update({form: [_fast_paths[name].find for name in names] for form, names in FORMS.items()})
-    tracing.call_around_traces(_pass_through_python)
-
-
-def _pass_through_python(is_traced: bool) -> None:
-    """Let no call be cached while torch.jit.trace records a function: Python refuses them, machine code would not."""
-    global _num_traces
-    _num_traces += 1 if is_traced else -1
-    invalidate()
 
 
 def entry(which: str) -> _Entry:
     """Return a fast path by name."""
     return _fast_paths[which].function if which in _fast_paths else _not_built
+
+
+def finder(which: str) -> _Entry:
+    """Return the function that finds what begins an asynchronous call like those of a fast path."""
+    return _fast_paths[which].find if which in _fast_paths else _not_built
 
 
 def function_for(which: str, name: Name) -> _Entry | None:
@@ -349,7 +350,7 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
         return
     with _changing:
         # Another thread may have cached the call; machine code uses its address.
-        if _is_paused or _num_traces or name in fast_path.cached_calls:
+        if _is_paused or name in fast_path.cached_calls:
             return
         cached_call = find()
         if cached_call is not None:
@@ -358,7 +359,7 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
 
 def takes_calls() -> bool:
     """Return whether calls can be cached."""
-    return _is_enabled and not (_is_paused or _num_traces) and bool(_fast_paths)
+    return _is_enabled and not _is_paused and bool(_fast_paths)
 
 
 def objects_for(settle: Callable[..., Any]) -> records.FastPath:

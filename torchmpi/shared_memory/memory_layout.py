@@ -189,12 +189,16 @@ class MessageRing(Record):
 
     head = Atomic()
     """Bytes that the sender has written so far,"""
+    asleep = Atomic()
+    """In the ring of a rank to itself: FOR_ARRIVALS or FOR_ROOM if it sleeps until another rank moves something."""
     tail = Atomic(at=_LINE_FIELDS)
     """and that the receiver has read. The memory of the messages follows."""
     data = Array(0, at=2 * _LINE_FIELDS)
 
 
-MOST_COPIED_BYTES = 64 << 10  # of a tensor that the fast path copies, or packs, while the GIL is held
+FOR_ARRIVALS, FOR_ROOM = 1, 2  # until something arrives; or until there is room to send, too
+
+MOST_COPIED_BYTES = 1 << 20  # of a tensor that the fast path copies, or packs, while the GIL is held: below 1 ms
 
 
 class LockFields(Record):
@@ -221,7 +225,9 @@ _SIGNED_CALLS, _SIGNED_FACTOR = (1 << 31) - 1, 0x4C957F2D
 # arrays begin 16 bytes after the beginning of a page: so the slots begin in the middle of one.
 _PAGE_BYTES = 4096
 
-_ALL_RINGS_BYTES, _LEAST_RING_BYTES, _MOST_RING_BYTES = 64 << 20, 4 << 10, 512 << 10
+_LEAST_RING_BYTES = 4 << 10
+_MOST_RING_BYTES = (512 << 10, 64 << 20), (2 << 20, 32 << 20)
+"""The bytes of a ring and of all rings together: longer rings, into which messages of 1 MB fit, among few ranks."""
 
 
 def signed_chunks(chunks: int) -> int:
@@ -250,11 +256,11 @@ def slots_begin(size: int) -> int:
 def ring_capacity(size: int) -> int:
     """Return the bytes of messages in a ring, a power of two: the rings of a host with many ranks are shorter.
 
-    >>> ring_capacity(2), ring_capacity(16), ring_capacity(64)
-    (524288, 262144, 16384)
+    >>> [ring_capacity(size) >> 10 for size in (2, 4, 5, 8, 16, 64)]
+    [2048, 2048, 1024, 512, 256, 16]
     """
-    most = _ALL_RINGS_BYTES // size**2
-    return max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 1 << most.bit_length() - 1))
+    most = max(min(ring, together // size**2) for ring, together in _MOST_RING_BYTES)
+    return max(_LEAST_RING_BYTES, 1 << most.bit_length() - 1)
 
 
 def rings_bytes(size: int) -> int:

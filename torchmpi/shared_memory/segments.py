@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -98,6 +99,19 @@ class Segment:
     def is_released(self) -> bool:
         """Whether the owner has released the memory."""
         return self.memory.size() == 0
+
+    def offer(self) -> Ticket:
+        """Return a ticket of this process, for one that has started after the name was removed.
+
+        Raises:
+            OSError: The system does not show the descriptor that the map keeps.
+        """
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile, like that of the listing
+                status = os.stat(f"/proc/self/fd/{name}")
+                if (status.st_dev, status.st_ino) == (self.ticket.device, self.ticket.inode):
+                    return self.ticket._replace(path=f"/proc/{os.getpid()}/fd/{name}")
+        raise FileNotFoundError(f"no descriptor of the segment {self.ticket.path}")
 
     def withdraw(self) -> None:
         """Prevent other processes from opening the segment, which then exists as long as it is mapped."""

@@ -8,14 +8,14 @@ import threading
 import time
 import traceback
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
-
-import torch
 
 from ..shared_memory.kernels import no_garbage_collection
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OWN_FILES = (PACKAGE, os.path.dirname(torch.__file__) + os.sep)
+_TORCH = find_spec("torch")  # not loaded here: commands that only name lines need not wait for it
+_OWN_FILES = (PACKAGE, os.path.dirname((_TORCH and _TORCH.origin) or "") + os.sep)
 _ENGINE = os.path.join("torchmpi", "engine") + os.sep
 _WORK = (
     ("torch/utils/data/", "data loading"),

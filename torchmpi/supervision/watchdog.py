@@ -15,6 +15,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ..communicators import call_log
+from ..communicators.call_codes import ON_DEVICE
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupContext
 from ..communicators.rank_status import NO_ANSWER, LastCall, RankStatus
@@ -320,7 +321,7 @@ class Watchdog(threading.Thread):
             if last[rank].seq < call.seq
         ]
         if not lines:
-            missing = "the device or the MPI library" if call.code & call_log.ON_DEVICE else "the MPI library"
+            missing = "the device or the MPI library" if call.code & ON_DEVICE else "the MPI library"
             return f"{text} All ranks have arrived, but {missing} has not completed the call."
         return "\n".join([f"{text} Not arrived:", *lines])
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import ArgumentError, DeviceError, DtypeError, rank_prefix
+from ..errors import ArgumentError, DeviceError, DtypeError, kind_of, rank_prefix
 from ..other_names import MISSING
-from . import streams
+from . import modes, streams
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
@@ -97,8 +97,18 @@ def is_plain_on_gpu(tensor: object) -> bool:
 
 
 def refuse_tracing(what: str) -> None:
-    """Raise in a function that torch.jit.trace records: the call would be no part of the recorded function."""
-    if torch._C._get_tracing_state() is not None:
+    """Raise where torch records or simulates a function: the call would be no part of the recorded one."""
+    recorder = modes.recorder()
+    if recorder == "make_fx":
+        raise ArgumentError(
+            f"{what}: make_fx cannot record a call of torchmpi, and the graph would not contain it. Trace the parts "
+            "before and after it, or call torch.distributed on the backend 'torchmpi', whose calls graphs contain."
+        )
+    if recorder:
+        raise ArgumentError(
+            f"{what}: a {recorder} simulates the program, and the call would communicate. Make the call outside of it."
+        )
+    if modes.get_tracing_state() is not None:
         raise ArgumentError(
             f"{what}: torch.jit.trace cannot record a call of torchmpi, and the traced function would not contain it. "
             "Trace the parts before and after the call, or use torch.compile, which runs it outside of its graphs."
@@ -143,7 +153,7 @@ def check(tensor: object, what: str, *, written: bool = False, or_number: bool =
             f"{what}: the tensor has no memory (a freed storage, or a zero of forward-mode autograd). Pass .clone()."
         )
     if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
+        raise DtypeError(f"{what}: {kind_of(tensor)} wraps other tensors. Pass the local one.")
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     if written and tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
         raise ArgumentError(

@@ -5,13 +5,16 @@ The names of MPI types are those of mpi4py; the backends look them up.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from .. import other_names
 from ..errors import ArgumentError, DtypeError
-from .operation_specs import OPERATIONS, Kind, form
+from .dtype_codes import CODES
+from .operation_specs import OPERATIONS, Combine, Kind, OperationSpec
 
 OPS = tuple(OPERATIONS)
 DIVISIBLE_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -35,27 +38,28 @@ _INTEGER_OPS, _FLOAT_OPS, _COMPLEX_OPS = _ops_of("integer"), _ops_of("float"), _
 _BOOL_OPS = _ops_of("bool")
 
 _TABLE: dict[torch.dtype, DtypeInfo] = {
-    torch.float32: DtypeInfo(1, "FLOAT", torch.float32, _FLOAT_OPS),
-    torch.float64: DtypeInfo(2, "DOUBLE", torch.float64, _FLOAT_OPS),
-    torch.float16: DtypeInfo(3, None, torch.float32, _FLOAT_OPS),
-    torch.bfloat16: DtypeInfo(4, None, torch.float32, _FLOAT_OPS),
-    torch.complex64: DtypeInfo(5, "C_FLOAT_COMPLEX", torch.complex64, _COMPLEX_OPS),
-    torch.complex128: DtypeInfo(6, "C_DOUBLE_COMPLEX", torch.complex128, _COMPLEX_OPS),
-    torch.int8: DtypeInfo(7, "INT8_T", torch.int8, _INTEGER_OPS),
-    torch.int16: DtypeInfo(8, "INT16_T", torch.int16, _INTEGER_OPS),
-    torch.int32: DtypeInfo(9, "INT32_T", torch.int32, _INTEGER_OPS),
-    torch.int64: DtypeInfo(10, "INT64_T", torch.int64, _INTEGER_OPS),
-    torch.uint8: DtypeInfo(11, "UINT8_T", torch.uint8, _INTEGER_OPS),
-    torch.uint16: DtypeInfo(12, "UINT16_T", torch.uint16, _INTEGER_OPS),
-    torch.uint32: DtypeInfo(13, "UINT32_T", torch.uint32, _INTEGER_OPS),
-    torch.uint64: DtypeInfo(14, "UINT64_T", torch.uint64, _INTEGER_OPS),
-    torch.bool: DtypeInfo(15, "UINT8_T", torch.bool, _BOOL_OPS),  # one byte, 0 or 1: logical and bitwise agree
-    torch.complex32: DtypeInfo(16, None, torch.complex64, _COMPLEX_OPS),
+    torch.float32: DtypeInfo(CODES["float32"], "FLOAT", torch.float32, _FLOAT_OPS),
+    torch.float64: DtypeInfo(CODES["float64"], "DOUBLE", torch.float64, _FLOAT_OPS),
+    torch.float16: DtypeInfo(CODES["float16"], None, torch.float32, _FLOAT_OPS),
+    torch.bfloat16: DtypeInfo(CODES["bfloat16"], None, torch.float32, _FLOAT_OPS),
+    torch.complex64: DtypeInfo(CODES["complex64"], "C_FLOAT_COMPLEX", torch.complex64, _COMPLEX_OPS),
+    torch.complex128: DtypeInfo(CODES["complex128"], "C_DOUBLE_COMPLEX", torch.complex128, _COMPLEX_OPS),
+    torch.int8: DtypeInfo(CODES["int8"], "INT8_T", torch.int8, _INTEGER_OPS),
+    torch.int16: DtypeInfo(CODES["int16"], "INT16_T", torch.int16, _INTEGER_OPS),
+    torch.int32: DtypeInfo(CODES["int32"], "INT32_T", torch.int32, _INTEGER_OPS),
+    torch.int64: DtypeInfo(CODES["int64"], "INT64_T", torch.int64, _INTEGER_OPS),
+    torch.uint8: DtypeInfo(CODES["uint8"], "UINT8_T", torch.uint8, _INTEGER_OPS),
+    torch.uint16: DtypeInfo(CODES["uint16"], "UINT16_T", torch.uint16, _INTEGER_OPS),
+    torch.uint32: DtypeInfo(CODES["uint32"], "UINT32_T", torch.uint32, _INTEGER_OPS),
+    torch.uint64: DtypeInfo(CODES["uint64"], "UINT64_T", torch.uint64, _INTEGER_OPS),
+    # One byte, 0 or 1: logical and bitwise agree.
+    torch.bool: DtypeInfo(CODES["bool"], "UINT8_T", torch.bool, _BOOL_OPS),
+    torch.complex32: DtypeInfo(CODES["complex32"], None, torch.complex64, _COMPLEX_OPS),
     # Eight-bit floats are moved but not summed: there is no agreed definition of their sum.
-    torch.float8_e4m3fn: DtypeInfo(17, None, None, ()),
-    torch.float8_e5m2: DtypeInfo(18, None, None, ()),
-    torch.float8_e4m3fnuz: DtypeInfo(19, None, None, ()),
-    torch.float8_e5m2fnuz: DtypeInfo(20, None, None, ()),
+    torch.float8_e4m3fn: DtypeInfo(CODES["float8_e4m3fn"], None, None, ()),
+    torch.float8_e5m2: DtypeInfo(CODES["float8_e5m2"], None, None, ()),
+    torch.float8_e4m3fnuz: DtypeInfo(CODES["float8_e4m3fnuz"], None, None, ()),
+    torch.float8_e5m2fnuz: DtypeInfo(CODES["float8_e5m2fnuz"], None, None, ()),
 }
 _BY_CODE = {info.code: dtype for dtype, info in _TABLE.items()}
 
@@ -89,6 +93,23 @@ def short_name(dtype: torch.dtype) -> str:
     'float32'
     """
     return str(dtype).removeprefix("torch.")
+
+
+@cache
+def form(op: str, dtype: torch.dtype) -> OperationSpec:
+    """Return the operation as it is computed on a dtype.
+
+    Through a view a bool may hold any byte, and all but 0 are true.
+
+    >>> found = form("max", torch.bool)
+    >>> found.prepare, found.combine
+    ('truth', 'bor')
+    """
+    spec = OPERATIONS[op]
+    if dtype is not torch.bool:
+        return spec
+    of_bool: dict[str, Combine] = {"min": "band", "max": "bor"}
+    return replace(spec, prepare="truth", combine=of_bool.get(spec.combine, spec.combine))
 
 
 def check_reduction(dtype: torch.dtype, op: str | None) -> DtypeInfo:

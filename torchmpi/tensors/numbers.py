@@ -57,13 +57,16 @@ def exact(value: Any, op: str | None = None, num_values: int = 1) -> tuple[torch
     return torch.complex128, complex(value)
 
 
-def as_tensor(value: Any) -> torch.Tensor:
-    """Return a 0-dim tensor that holds a number exactly.
+def as_tensor(value: Any, what: str) -> torch.Tensor:
+    """Return a 0-dim tensor that holds a number exactly; `what`: the call in messages.
 
-    >>> as_tensor(3), as_tensor(True)
+    >>> as_tensor(3, "send"), as_tensor(True, "send")
     (tensor(3), tensor(True))
     """
-    dtype, number = exact(value)
+    try:
+        dtype, number = exact(value)
+    except DtypeError as error:
+        raise DtypeError(f"{what}: {error}") from None
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 

@@ -6,11 +6,9 @@ operation of known parts is a row of :data:`OPERATIONS` and a name in :data:`tor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
-
-import torch
 
 Kind = Literal["bool", "integer", "float", "complex"]
 Prepare = Literal["", "truth"]
@@ -76,31 +74,3 @@ OPERATIONS = {row.name: row for row in (
     _Row("lor", "bor", _BITS, prepare="truth"),
 )}  # fmt: skip
 """All operations by name, in the order of their codes."""
-
-
-def kind_of(dtype: torch.dtype) -> Kind:
-    """Return the kind of numbers of a dtype.
-
-    >>> kind_of(torch.uint8), kind_of(torch.bfloat16)
-    ('integer', 'float')
-    """
-    if dtype is torch.bool:
-        return "bool"
-    return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "integer"
-
-
-@cache
-def form(op: str, dtype: torch.dtype) -> OperationSpec:
-    """Return the operation as it is computed on a dtype.
-
-    Through a view a bool may hold any byte, and all but 0 are true.
-
-    >>> found = form("max", torch.bool)
-    >>> found.prepare, found.combine
-    ('truth', 'bor')
-    """
-    spec = OPERATIONS[op]
-    if dtype is not torch.bool:
-        return spec
-    of_bool: dict[str, Combine] = {"min": "band", "max": "bor"}
-    return replace(spec, prepare="truth", combine=of_bool.get(spec.combine, spec.combine))

@@ -16,14 +16,13 @@ import torch
 
 from ..errors import ArgumentError
 
-_SYSTEM_CALLS = {"x86_64": 202, "aarch64": 98}
-"""The number of futex(2)."""
+FUTEX: int | None = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+"""The number of the system call futex(2); None if unknown."""
 _WAKE_OP_PRIVATE = 5 | 128
 _OR_WITH_0 = 2 << 28
 """The operation of the kernel on the memory: an atomic one, which changes nothing."""
 _MOST_KNOWN = 4096
 
-_number = _SYSTEM_CALLS.get(platform.machine())
 _word = ctypes.c_int(0)
 _system_call: Any = None
 known: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -65,7 +64,7 @@ def is_writable(tensor: torch.Tensor) -> bool:
 
 def _can_write(address: int) -> bool:
     global _system_call
-    if _number is None:
+    if FUTEX is None:
         return True
     if _system_call is None:
         _system_call = ctypes.CDLL(None, use_errno=True).syscall
@@ -73,5 +72,5 @@ def _can_write(address: int) -> bool:
         integer, pointer = ctypes.c_int, ctypes.c_void_p
         _system_call.argtypes = (ctypes.c_long, pointer, integer, integer, pointer, pointer, integer)
     own = ctypes.addressof(_word)
-    status = _system_call(_number, own, _WAKE_OP_PRIVATE, 0, None, address & ~3, _OR_WITH_0)
+    status = _system_call(FUTEX, own, _WAKE_OP_PRIVATE, 0, None, address & ~3, _OR_WITH_0)
     return not (status == -1 and ctypes.get_errno() == errno.EFAULT)  # other errors: the system has no such call

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ..errors import ArgumentError, NotStartedError, TorchMPIError, rank_prefix
+from ..errors import ArgumentError, NotStartedError, TorchMPIError, kind_of, rank_prefix
 from . import events, observer
 from .clocks import ClockSample
 from .events import CallRecord, MessageRecord, SliceRecord
@@ -74,7 +74,10 @@ class Recording(TraceWriter):
             error = caught
         if not job.agree(error is None):  # or stop() would wait for this rank
             (self.close if error is None else self._close_clock)()
-            raise error or TorchMPIError(f"No timeline is recorded: other ranks cannot write to {folder}.")
+            raise TorchMPIError(
+                f"rank {job.describe['rank']}: no timeline is recorded in {folder}: {error or 'other ranks cannot'}. "
+                "Name a folder that this user may write to on all hosts, or unset TORCHMPI_TIMELINE."
+            ) from error
         self._clock.follow(self.add_sample)
         self.attach()
 
@@ -122,8 +125,7 @@ def start(folder: str | os.PathLike[str]) -> Recording:
 
     Raises:
         NotStartedError: torchmpi is not started.
-        TorchMPIError: A timeline is being recorded already, or another rank cannot write its file.
-        OSError: This rank cannot write its file.
+        TorchMPIError: A timeline is being recorded already, or a rank cannot write its file; then on all ranks.
 
     Example:
         with mpi.timeline.start("traces"):
@@ -234,7 +236,7 @@ def add_observer(observer: AnyObserver) -> AnyObserver:
         raise NotStartedError("An observer needs the calls of a job. Call mpi.start() before timeline.add_observer().")
     if not isinstance(observer, Observer):
         raise ArgumentError(
-            f"{rank_prefix()}timeline.add_observer(): a {type(observer).__name__} is no Observer. Pass an object of a "
+            f"{rank_prefix()}timeline.add_observer(): {kind_of(observer)} is no Observer. Pass an object of a "
             "class that is derived from mpi.timeline.Observer."
         )
     return observer.attach()

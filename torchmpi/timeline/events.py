@@ -289,14 +289,6 @@ show_task: Callable[[str, ShownCall | None, Callable[[], Any]], Callable[[], Any
 """Begins an event of a call that is queued now and returns the task that also ends it; None without a profiler."""
 
 
-class DescribedTask:
-    """A task that knows what torch.profiler shows of it."""
-
-    def described_call(self) -> ShownCall:
-        """Return what the profiler shows."""
-        raise NotImplementedError
-
-
 class _OpenCalls(threading.local):
     """Whether this thread is in a call that is an event of torch.profiler."""
 

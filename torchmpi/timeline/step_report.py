@@ -13,13 +13,17 @@ from .. import plots
 from ..collective_specs import spec_of
 from .aligned_calls import AlignedCalls, earliest_result
 from .bench_times import BenchTimes
+from .message_waits import MessageWaits
 from .step_times import (
     CallSite,
     LateRank,
     RangeTimes,
     StepTimes,
+    added,
     call_sites,
     late_ranks,
+    late_senders,
+    message_sites,
     range_times,
     step_spans,
     times_of_steps,
@@ -29,7 +33,8 @@ from .trace_reader import Flags, RankTrace
 _MOST_SITES = 10
 # Below these parts of a step nothing is gained by a change.
 _MUCH_WAITING, _MUCH_EXPOSED = 0.1, 0.15
-_MOST_OF_THE_WAITING = 0.7  # of two ranks that are late by turns, one has a little more than half
+# Of two ranks that are late by turns, one has a little more than half.
+_MOST_OF_TWO, _MOST_OF_ALL = 0.7, 0.5
 _TINY_BYTES, _MANY_CALLS = 128 << 10, 8
 _SHORT_BYTES = 1024  # shorter calls gain little from steps over hosts
 _HIERARCHICAL = ("allreduce", "allreduce_many", "reduce", "broadcast", "allgather", "reduce_scatter")
@@ -54,16 +59,31 @@ class StepReport(NamedTuple):
     def of(cls, traces: Sequence[RankTrace], bench: BenchTimes | None = None) -> StepReport:
         """Make the report of the traces of a job; `bench` has the times with which calls are compared."""
         aligned, error = AlignedCalls(traces), 2 * max(trace.error_seconds for trace in traces)
-        steps = {trace.rank: times_of_steps(trace, aligned) for trace in traces}
+        messages, spans = MessageWaits(traces), {trace.rank: step_spans(trace) for trace in traces}
+        steps = {trace.rank: times_of_steps(trace, aligned, messages) for trace in traces}
         during = ~aligned.largest(_is_outside(aligned, steps))
-        late = late_ranks(aligned, during & ~aligned.largest(aligned.column("is_step")))
-        ranges = range_times(traces)
-        return cls(traces, aligned, steps, call_sites(aligned, during), late, error, ranges, bench)
+        late = added(
+            late_ranks(aligned, during & ~aligned.largest(aligned.column("is_step"))),
+            late_senders(traces, aligned, messages, spans),
+        )
+        sites = [*call_sites(aligned, during), *message_sites(traces, messages, spans)]
+        sites.sort(key=lambda site: -site.seconds)
+        return cls(traces, aligned, steps, sites, late, error, range_times(traces), bench)
 
     @property
     def num_steps(self) -> int:
         """The number of steps that all ranks have recorded."""
         return min(len(steps) for steps in self.steps.values())
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the steps are those of an optimizer."""
+        return len(step_spans(self.traces[0])) > 1
+
+    @property
+    def num_messages(self) -> int:
+        """The number of sends, receives and exchanges."""
+        return sum(len(trace.messages) for trace in self.traces)
 
     def part(self, name: str) -> float:
         """Return the mean of a field of :class:`StepTimes`, or of the whole step, in seconds."""
@@ -81,7 +101,8 @@ class StepReport(NamedTuple):
 
     def _head(self) -> list[str]:
         num_calls = len(self.aligned)
-        lines = [f"{len(self.traces)} ranks, {self.num_steps} steps, {num_calls} calls"]
+        messages = f", {self.num_messages} sends and receives" if self.num_messages else ""
+        lines = [f"{len(self.traces)} ranks, {self.num_steps} steps, {num_calls} calls{messages}"]
         size = self.traces[0].job["size"]
         if len(self.traces) < size:
             lines.append(
@@ -98,7 +119,7 @@ class StepReport(NamedTuple):
             lines.append(
                 f"the clocks are wrong by more than that: a result is {_milliseconds(early)} before the last arrival"
             )
-        if len(step_spans(self.traces[0])) < 2:
+        if not self.has_optimizer:
             lines.append("no steps of an optimizer were recorded, so the whole timeline is treated as one")
         return lines
 
@@ -130,6 +151,8 @@ class StepReport(NamedTuple):
 
     def _about_late(self) -> list[str]:
         if not self.late:
+            if self.num_messages:
+                return ["No call or receive has waited for a rank. Sends that wait for their receivers are not judged."]
             return ["No rank was waited for."]
         lines = ["rank   last at calls   the others waited"]
         return lines + [f"{each.rank:4}{each.num_calls:16}{_milliseconds(each.seconds):>20}" for each in self.late]
@@ -162,7 +185,9 @@ class StepReport(NamedTuple):
         found = [
             text for text in (self._late_rank(), self._tiny_calls(), self._flat_calls(), self._no_overlap()) if text
         ]
-        whole = self.part("step") or 1.0
+        whole = self.part("step")
+        if not whole:
+            return "There is nothing to judge: no rank has recorded a step, a call or a message."
         if not found:
             return f"Computing takes {self.part('computing') / whole:.0%} of a step: communication is not the problem."
         return " ".join(found)
@@ -172,22 +197,23 @@ class StepReport(NamedTuple):
         if not whole or not self.late or self.part("waiting") < _MUCH_WAITING * whole:
             return ""
         late = self.late[0]
-        share = late.seconds / total
-        if share < _MOST_OF_THE_WAITING:
+        share, of_two = late.seconds / total, late.seconds / sum(each.seconds for each in self.late[:2])
+        if share < _MOST_OF_ALL or of_two < _MOST_OF_TWO:
             return (
                 f"Waiting for late ranks takes {self.part('waiting') / whole:.0%} of a step, for different ranks by "
-                "turns: the work per step varies, or the ranks share cores. Balance the batches, and check the cores "
-                "with `torchmpi info`."
+                f"turns (rank {late.rank}: {share:.0%} of it): the work per step varies, or the ranks share cores. "
+                "Balance the batches, and check the cores with `torchmpi info`."
             )
-        job = next(trace.job for trace in self.traces if trace.rank == late.rank)
+        # A rank that has left no trace is known from the receives that waited for it.
+        host = next((f" on host {trace.job['host']}" for trace in self.traces if trace.rank == late.rank), "")
         return (
-            f"Rank {late.rank} on host {job['host']} is slow: it arrives last at {late.num_calls} calls, {share:.0%} "
+            f"Rank {late.rank}{host} is slow: it arrives last at {late.num_calls} calls, {share:.0%} "
             f"of all waiting. The others lose {self.part('waiting') / whole:.0%} of each step. Look for more work on "
             "this rank (its data, logging, checkpoints), or for another program or a lower clock rate on its cores."
         )
 
     def _tiny_calls(self) -> str:
-        if len(step_spans(self.traces[0])) < 2:
+        if not self.has_optimizer:
             return ""
         for site in self.sites:
             per_step = site.num_calls / self.num_steps
@@ -229,10 +255,19 @@ class StepReport(NamedTuple):
         whole = self.part("step")
         if not whole or self.part("exposed") < _MUCH_EXPOSED * whole:
             return ""
+        if not self.has_optimizer:
+            remedy = (
+                "begin calls and messages (allreduce_async, send_async, recv_async) before work that does not need "
+                "their results, and wait() after it; or make fewer and longer ones."
+            ) + (" Sends that wait for a late receiver are part of it." if self.num_messages else "")
+        else:
+            remedy = (
+                "register_async_backward or DistributedDataParallel, larger batches, or 16-bit gradients "
+                "(compression=)."
+            )
         return (
             f"Exposed communication takes {self.part('exposed') / whole:.0%} of a step, and "
-            f"{_milliseconds(self.part('hidden'))} are hidden behind the computing. Overlap more of it: "
-            "register_async_backward or DistributedDataParallel, larger batches, or 16-bit gradients (compression=)."
+            f"{_milliseconds(self.part('hidden'))} are hidden behind the computing. Overlap more of it: {remedy}"
         )
 
     # --- picture

@@ -9,10 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from .aligned_calls import AlignedCalls
-from .events import BACKGROUND_MESSAGE, OF_DDP, SERVER_CALL
+from .events import OF_DDP, SERVER_CALL
+from .message_waits import MessageWaits
 from .trace_reader import MAIN_THREAD, Calls, Flags, Floats, RankTrace, Spans
 
 _ALL = slice(None)
+_ROUNDING = 1e-7
+"""Shorter waits are those of the rounding of seconds, and of the thread that notes the times."""
 
 
 class StepTimes(NamedTuple):
@@ -58,29 +61,55 @@ def covered(steps: Spans, spans: Spans) -> Floats:
     return until[:, 1] - until[:, 0]
 
 
+def common(first: Spans, second: Spans) -> Spans:
+    """Return the times that two sets of disjoint intervals have in common.
+
+    >>> common(np.array([(0.0, 4.0), (5.0, 8.0)]), np.array([(3.0, 6.0)])).tolist()
+    [[3.0, 4.0], [5.0, 6.0]]
+    """
+    edges = np.unique(np.concatenate([first, second]))
+    cells = np.column_stack((edges[:-1], edges[1:]))
+    is_in_both = np.ones(len(cells), bool)
+    for spans in (first, second):
+        number = np.searchsorted(spans[:, 0], cells[:, 0], side="right")
+        is_in_both &= (number > 0) & (cells[:, 0] < np.append(spans[:, 1], 0.0)[number - 1])
+    return union(cells[is_in_both])
+
+
 def step_spans(trace: RankTrace) -> Spans:
     """Return the steps of a rank, from one ``optimizer.step()`` to the next; without any, the whole recording."""
-    ends, calls = trace.intervals("step").end, trace.calls
+    ends = trace.intervals("step").end
     if len(ends) > 1:
         return np.column_stack((ends[:-1], ends[1:]))
-    return np.array([(calls.begin.min(), calls.end.max())] if len(calls) else np.empty((0, 2)))
+    begin, end = (np.concatenate((getattr(trace.calls, of), getattr(trace.messages, of))) for of in ("begin", "end"))
+    return np.array([(begin.min(), end.max())] if len(begin) else np.empty((0, 2)))
 
 
-def times_of_steps(trace: RankTrace, aligned: AlignedCalls) -> list[StepTimes]:
-    """Return the parts of each step of a rank."""
-    steps, calls = step_spans(trace), trace.calls
-    of_calls, is_own = np.column_stack((calls.begin, calls.end)), aligned.rank == trace.rank
-    messages = [trace.intervals("message"), trace.intervals(SERVER_CALL)]
-    blocked = union(
+def _blocked(trace: RankTrace) -> Spans:
+    """Return when the main thread is in a call or message, or waits for one."""
+    calls, messages = trace.calls, trace.messages
+    return union(
         np.concatenate([
-            of_calls[~calls.is_queued & (calls.thread == MAIN_THREAD)],
-            _waits_of_reducer(calls, steps),
-            *(each.spans_of_main_thread for each in (trace.intervals("wait"), *messages)),
+            np.column_stack((calls.begin, calls.end))[~calls.is_queued & (calls.thread == MAIN_THREAD)],
+            _waits_of_reducer(calls, step_spans(trace)),
+            messages.spans[~messages.is_background & (messages.thread == MAIN_THREAD)],
+            *(trace.intervals(each).spans_of_main_thread for each in ("wait", SERVER_CALL)),
         ])
     )  # fmt: skip
-    messages.append(trace.intervals(BACKGROUND_MESSAGE))
-    moving = union(np.concatenate([of_calls, *(each.spans for each in messages)]))
-    waiting = union(np.column_stack((aligned.begin[is_own], aligned.ready[is_own])))
+
+
+def _waiting(trace: RankTrace, aligned: AlignedCalls, messages: MessageWaits) -> Spans:
+    """Return when a call or receive of a rank waits for another rank to arrive."""
+    is_own = aligned.rank == trace.rank
+    of_calls = np.column_stack((aligned.begin[is_own], aligned.ready[is_own]))
+    return union(np.concatenate([of_calls, np.column_stack((trace.messages.begin, messages.ready[trace.rank]))]))
+
+
+def times_of_steps(trace: RankTrace, aligned: AlignedCalls, messages: MessageWaits) -> list[StepTimes]:
+    """Return the parts of each step of a rank."""
+    steps, blocked, waiting = step_spans(trace), _blocked(trace), _waiting(trace, aligned, messages)
+    of_calls, of_server = np.column_stack((trace.calls.begin, trace.calls.end)), trace.intervals(SERVER_CALL)
+    moving = union(np.concatenate([of_calls, trace.messages.spans, of_server.spans]))
     stopped = covered(steps, blocked)
     waited = stopped + covered(steps, waiting) - covered(steps, union(np.concatenate([blocked, waiting])))
     hidden = covered(steps, union(np.concatenate([blocked, moving]))) - stopped
@@ -135,9 +164,9 @@ class LateRank(NamedTuple):
 
     rank: int
     num_calls: int
-    """The calls at which the rank arrived last."""
+    """The calls at which the rank arrived last, and the receives that waited for it."""
     seconds: float
-    """The longest wait of another rank, summed over these calls."""
+    """The longest wait of another rank, summed over these calls, and the waits in these receives."""
 
 
 def late_ranks(aligned: AlignedCalls, which: Flags | slice = _ALL) -> list[LateRank]:
@@ -157,8 +186,51 @@ def late_ranks(aligned: AlignedCalls, which: Flags | slice = _ALL) -> list[LateR
     return sorted(found, key=lambda late: -late.seconds)
 
 
+def late_senders(
+    traces: Sequence[RankTrace], aligned: AlignedCalls, messages: MessageWaits, steps: dict[int, Spans]
+) -> list[LateRank]:
+    """Return the ranks for whose messages the main threads of others have waited within their steps.
+
+    While a sender itself waited for another rank, it caused no wait: that rank did, and the sender counts its wait.
+    """
+    blocked = {trace.rank: _blocked(trace) for trace in traces}
+    waited = {trace.rank: common(blocked[trace.rank], _waiting(trace, aligned, messages)) for trace in traces}
+    counts: dict[int, int] = defaultdict(int)
+    sums: dict[int, float] = defaultdict(float)
+    for trace in traces:
+        own = trace.rank
+        is_within = _is_within(trace.messages.begin, steps[own]) & (messages.sender[own] != own)
+        for sender in np.unique(messages.sender[own][is_within & (messages.sender[own] >= 0)]).tolist():
+            which = is_within & (messages.sender[own] == sender)
+            spans = np.column_stack((trace.messages.begin, messages.ready[own]))[which]
+            excused = common(blocked[own], waited.get(sender, np.empty((0, 2))))
+            seconds = covered(spans, blocked[own]) - covered(spans, excused)
+            seconds = seconds[seconds > messages.clock_error[own][which] + _ROUNDING]
+            if len(seconds):
+                counts[sender] += len(seconds)
+                sums[sender] += float(seconds.sum())
+    return [LateRank(rank, counts[rank], sums[rank]) for rank in sorted(counts, key=lambda rank: -sums[rank])]
+
+
+def added(first: Sequence[LateRank], second: Sequence[LateRank]) -> list[LateRank]:
+    """Return the ranks of two lists, those for which others waited longest first.
+
+    >>> added([LateRank(1, 2, 3.0)], [LateRank(0, 1, 4.0), LateRank(1, 1, 2.0)])
+    [LateRank(rank=1, num_calls=3, seconds=5.0), LateRank(rank=0, num_calls=1, seconds=4.0)]
+    """
+    found: dict[int, LateRank] = {}
+    for rank, num_calls, seconds in (*first, *second):
+        before = found.get(rank, LateRank(rank, 0, 0.0))
+        found[rank] = LateRank(rank, before.num_calls + num_calls, before.seconds + seconds)
+    return sorted(found.values(), key=lambda late: -late.seconds)
+
+
+def _is_within(begin: Floats, steps: Spans) -> Flags:
+    return (begin >= steps[0, 0]) & (begin <= steps[-1, 1]) if len(steps) else np.zeros(len(begin), bool)
+
+
 class CallSite(NamedTuple):
-    """All calls of one collective that one line of the program makes; seconds are averages over the ranks."""
+    """All calls of one collective, or messages, that one line of the program makes; seconds are means of the ranks."""
 
     line: str
     collective: str
@@ -218,4 +290,25 @@ def call_sites(aligned: AlignedCalls, which: Flags | slice = _ALL) -> list[CallS
         calls, times = max(1, round(count / num_ranks)), (seconds / num_ranks, waiting / num_ranks)
         size, dtype = (sizes.pop() if len(sizes) == 1 else 0), (dtypes.pop() if len(dtypes) == 1 else "")
         sites.append(CallSite(*name, " + ".join(backends), calls, round(num_bytes / count), *times, size, dtype))
+    return sorted(sites, key=lambda site: -site.seconds)
+
+
+def message_sites(traces: Sequence[RankTrace], messages: MessageWaits, steps: dict[int, Spans]) -> list[CallSite]:
+    """Return the lines that send and receive messages within the steps, the most expensive first."""
+    sums: dict[tuple[str, str], Floats] = defaultdict(lambda: np.zeros(4))
+    dtypes: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for trace in traces:
+        own, is_within = trace.messages, _is_within(trace.messages.begin, steps[trace.rank])
+        columns = np.ones(len(own)), own.num_bytes, own.end - own.begin, messages.ready[trace.rank] - own.begin
+        totals = [np.bincount(own.kind[is_within], each[is_within], minlength=len(own.kinds)) for each in columns]
+        for kind, total in zip(own.kinds, np.column_stack(totals), strict=True):
+            if total[0]:
+                name = kind.details.get("line", ""), kind.name
+                sums[name] += total
+                dtypes[name].add(kind.details.get("dtype", ""))
+    sites = []
+    for name, (count, num_bytes, seconds, waiting) in ((name, each.tolist()) for name, each in sums.items()):
+        calls, times = max(1, round(count / len(traces))), (seconds / len(traces), waiting / len(traces))
+        dtype = dtypes[name].pop() if len(dtypes[name]) == 1 else ""
+        sites.append(CallSite(*name, "", calls, round(num_bytes / count), *times, 2, dtype))
     return sorted(sites, key=lambda site: -site.seconds)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from .. import files
 from ..errors import ArgumentError
 from .clocks import AlignedClock, ClockSample, IntArray
-from .events import PART
+from .events import BACKGROUND_MESSAGE, MESSAGE, PART
 from .trace_writer import FIRST_ROW, FORMAT, QUEUED
 
 Event = dict[str, Any]
@@ -162,6 +162,47 @@ class Intervals(Sequence[Interval]):
         return spans
 
 
+class TracedMessages:
+    """The messages of a rank.
+
+    Attributes:
+        kinds: Category, name and details of the different kinds.
+        kind: For each message the index of its kind.
+        sent, received: The numbers in its channels, 0 for none.
+        is_background: Whether the program went on meanwhile, and waits for it in a ``wait``.
+        clock_error: The bound of the error of `begin` in seconds.
+    """
+
+    def __init__(self, kinds: Sequence[MessageKind], columns: _MessageColumns, clock: AlignedClock) -> None:
+        begin = _integers(columns.begin)
+        self.kinds, self.kind = kinds, _integers(columns.kind).astype(np.int32)
+        self.begin, self.end = _seconds(clock, begin), _seconds(clock, _integers(columns.end))
+        self.sent, self.received = _integers(columns.sent), _integers(columns.received)
+        self.num_bytes, self.clock_error = _integers(columns.num_bytes), clock.error(begin) / 1e9
+        self.is_background = self.of_kinds([kind.is_background for kind in kinds]).astype(bool)
+        self.thread = self.of_kinds([kind.details["thread"] for kind in kinds])
+
+    def of_kinds(self, values: Sequence[Any]) -> npt.NDArray[Any]:
+        return np.array(values or np.empty(0, np.int64))[self.kind]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def spans(self) -> Spans:
+        """Their begins and ends."""
+        spans: Spans = np.column_stack((self.begin, self.end))
+        return spans
+
+
+class MessageKind(NamedTuple):
+    """The properties that many messages of a rank share."""
+
+    name: str
+    is_background: bool
+    details: Event
+
+
 class _Columns:
     """Times that have been read, in local nanoseconds."""
 
@@ -182,6 +223,14 @@ class _CallColumns(_Columns):
         self.kind, self.seq, self.num_bytes, self.queued = (array("q") for _ in range(4))
 
 
+class _MessageColumns(_Columns):
+    """The messages that have been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.sent, self.received, self.num_bytes = (array("q") for _ in range(4))
+
+
 class _IntervalColumns(_Columns):
     """The intervals of a category that have been read."""
 
@@ -199,11 +248,13 @@ class RankTrace:
         samples: The measurements of its clock.
         groups: Name, ranks and number of hosts of each group, by its key.
         calls: All collectives, also those that are steps of other ones.
+        messages: All messages.
         num_lost: The number of events that did not fit into memory.
         is_complete: Whether the file has its end: the rank was not killed.
     """
 
     calls: Calls
+    messages: TracedMessages
 
     def __init__(self, path: Path) -> None:
         """Read a file; :meth:`align` has to be called before times are used."""
@@ -215,6 +266,9 @@ class RankTrace:
         self._kinds: dict[tuple[Any, ...], int] = {}
         self._call_kinds: list[CallKind] = []
         self._calls: _CallColumns | None = _CallColumns()
+        self._message_kinds: dict[tuple[Any, ...], int] = {}
+        self._kinds_of_messages: list[MessageKind] = []
+        self._messages = _MessageColumns()
         self._intervals: dict[str, _IntervalColumns] = defaultdict(_IntervalColumns)
         try:
             for event in self.events:
@@ -241,6 +295,8 @@ class RankTrace:
             self._read_call(event, self._calls)
         elif event["ph"] == "X" and event["cat"] != PART:
             self._read_interval(event)
+            if event["cat"] in (MESSAGE, BACKGROUND_MESSAGE):
+                self._read_message(event, self._messages)
 
     def _read_metadata(self, kind: str, details: Event) -> None:
         if kind == "torchmpi_job":
@@ -272,16 +328,31 @@ class RankTrace:
         found.thread.append(event["args"]["thread"])
         found.add_times(event)
 
+    def _read_message(self, event: Event, messages: _MessageColumns) -> None:
+        details = event["args"]
+        queued, is_background = details.pop(QUEUED, None), event["cat"] == BACKGROUND_MESSAGE
+        messages.add_times(event)
+        if queued is not None:  # the slice begins after the message before in its row
+            messages.begin[-1], is_background = round(1000 * queued), True
+        for name, column in (("sent", messages.sent), ("received", messages.received), ("bytes", messages.num_bytes)):
+            column.append(details.pop(name, 0))
+        key = event["name"], is_background, *details.items()
+        kind = self._message_kinds.setdefault(key, len(self._kinds_of_messages))
+        if kind == len(self._kinds_of_messages):
+            self._kinds_of_messages.append(MessageKind(event["name"], is_background, details))
+        messages.kind.append(kind)
+
     def align(self, samples: Sequence[ClockSample]) -> None:
         """Convert all times to the clock of rank 0, by measurements of the clock of this host."""
         assert self._calls is not None
         self.clock = AlignedClock(samples)
-        columns = [each for each in (self._calls, *self._intervals.values()) if each.begin]
+        columns = [each for each in (self._calls, self._messages, *self._intervals.values()) if each.begin]
         limits = [limit for each in columns for limit in (min(each.begin), max(each.end))]
         self.error_seconds = self.clock.largest_error(min(limits), max(limits)) / 1e9 if limits else 0.0
         """The bound of the error of the times of this rank against those of rank 0."""
         self.calls = Calls(self.rank, self._call_kinds, self._calls, self.clock)
         self._calls = None
+        self.messages = TracedMessages(self._kinds_of_messages, self._messages, self.clock)
         self._kinds.clear()
 
     def seconds(self, microseconds: Sequence[float]) -> Floats:

@@ -4,13 +4,14 @@
 
 The rank has the same file descriptors; signals are forwarded to it. What the server cannot do, options of Python and
 variables that differ from its own and are read at import, is left to Python itself.
+
+There are thousands of ranks: signal and socket would take twice as long to import as Python to start.
 """
 
-import contextlib
+import _signal
+import _socket
 import marshal
 import os
-import signal
-import socket
 import sys
 
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT", "SIGABRT")
@@ -34,8 +35,8 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *arguments])
     if different:
         address += ONLY_TORCH
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    server.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF, 1 << 20)
     server.connect(address)
     rank: list[int] = []
     early: list[int] = []
@@ -47,19 +48,20 @@ def main() -> None:
             early.append(number)
 
     for name in FORWARDED:
-        signal.signal(getattr(signal, name), forward)
+        _signal.signal(getattr(_signal, name), forward)
     numbers = map(int, os.listdir("/proc/self/fd"))
     files = [number for number in numbers if number != server.fileno() and is_open(number)]
     place = os.getcwd(), os.umask(0o22), sorted(os.sched_getaffinity(0))
     message = marshal.dumps((arguments, dict(os.environb), os.getpid(), place, files))
-    socket.send_fds(server, [message], files)
+    numbers_of_files = b"".join(number.to_bytes(4, sys.byteorder) for number in files)
+    server.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers_of_files)])
     rank.append(int(server.recv(100)))
     for number in early:
         send(rank[0], number)
     status = int(server.recv(100) or 256)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
+        _signal.signal(number, _signal.SIG_DFL) if number != _signal.SIGKILL else None
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
 
@@ -70,8 +72,10 @@ def is_known(arguments: list[str]) -> bool:
 
 def send(process: int, number: int) -> None:
     """Send a signal to the rank, unless it has ended, which the server reports."""
-    with contextlib.suppress(ProcessLookupError):
+    try:  # noqa: SIM105 contextlib takes half as long to import as Python to start
         os.kill(process, number)
+    except ProcessLookupError:
+        pass
 
 
 def is_open(number: int) -> bool:

@@ -17,23 +17,23 @@ COMPOSED = ("barrier", "allreduce", "reduce", "broadcast")
 """Collectives that run over a span; the others run on the whole group."""
 
 
-def is_composed(stack: CommunicatorStack, communicator: Communicator, collective: str) -> bool:
-    """Return whether a collective on this communicator runs over the levels of the span."""
-    levels = stack.span.levels
-    return len(levels) > 1 and communicator is levels[0] and collective in COMPOSED
-
-
 def span_collective(
     stack: CommunicatorStack,
+    communicator: Communicator,
     collective: str,
     dtype: torch.dtype | None,
     op: str | None,
     runner: StepRunner,
     *,
     cartesian: bool,
-) -> StepSequence:
-    """Return a collective over the levels of the current span, on tensors of any device, as one chunk."""
+) -> StepSequence | None:
+    """Return a collective over the levels of the current span, on tensors of any device, as one chunk.
+
+    None if it does not run over these levels on this communicator.
+    """
     levels, groups = stack.span
+    if len(levels) < 2 or communicator is not levels[0] or collective not in COMPOSED:
+        return None
     outermost, name = levels[0], cast(splits.CollectiveName, collective)
     level_splits = [level.split if cartesian else level.tree_split for level in levels[1:]]
     # A plan counts levels from 0, the outermost of the span.

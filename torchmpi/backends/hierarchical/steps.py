@@ -15,7 +15,7 @@ import torch
 
 from ...collective_specs import SPECS
 from ...communicators import splits
-from ...communicators.call_log import call_code
+from ...communicators.call_codes import call_code
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...communicators.plan import Backends, Plan, Shape, no_shape

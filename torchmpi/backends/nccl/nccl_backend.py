@@ -44,7 +44,7 @@ class NcclBackend(Backend):
     # A barrier synchronizes processes, which wait for no GPU.
     collectives = (
         "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-        "exchange_parts", "exchange_matching_parts",
+        "exchange_parts",
     )  # fmt: skip
     announces = False
     enqueues = True

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...tensors.operation_specs import OPERATIONS, OperationSpec, form
+from ...tensors.dtypes import form
+from ...tensors.operation_specs import OPERATIONS, OperationSpec
 from .. import rank_order
 
 _Tensor = torch.Tensor

@@ -96,19 +96,21 @@ class Generation:
 
 
 def plan(width: int) -> dict[str, mpinn.TensorSplit]:
-    """Return how the decoder is divided; the small embedding and head are replicated, as PyTorch's plan does."""
+    """Return how the decoder is divided; the embedding is replicated, of which a token uses one row."""
     heads = width // HEAD
     return {
         "[qkv]": mpinn.TensorSplit("columns", heads),
         "o": mpinn.TensorSplit("rows", heads),
         "up": mpinn.TensorSplit("columns"),
         "down": mpinn.TensorSplit("rows"),
+        "head": mpinn.TensorSplit("head"),
     }
 
 
 def _by_torch(model: Decoder, group: Any) -> nn.Module:
     """Divide a decoder by DTensor."""
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -116,6 +118,7 @@ def _by_torch(model: Decoder, group: Any) -> nn.Module:
     styles |= {name: RowwiseParallel() for name in ROWS}
     for block in model.blocks:
         parallelize_module(block, mesh, styles)
+    parallelize_module(model.head, mesh, ColwiseParallel(output_layouts=Replicate()))
     return model
 
 

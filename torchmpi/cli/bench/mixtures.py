@@ -42,6 +42,23 @@ class TorchExchange(TokenExchange):
         return result
 
 
+class _RecordedExchange(TokenExchange):
+    """The exchange of a layer, which keeps its calls so that they can be repeated without computing."""
+
+    def __init__(self, exchange: TokenExchange) -> None:
+        super().__init__(exchange.comm)
+        self._exchange = exchange
+        self.calls: list[Callable[[], object]] = []
+
+    def gather(self, counts: Tensor) -> Tensor:
+        self.calls.append(partial(self._exchange.gather, counts))
+        return self._exchange.gather(counts)
+
+    def move(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        self.calls.append(partial(self._exchange.move, rows, sent, received))
+        return self._exchange.move(rows, sent, received)
+
+
 def mixtures(job: BenchJob, width: int, batch: int, groups: Mapping[str, Any]) -> list[ParallelContestant]:
     """Make the contestants: one process, the layer, and the same layer with the exchange of each group."""
     num_experts = _EXPERTS_PER_RANK * job.size
@@ -58,23 +75,41 @@ def mixtures(job: BenchJob, width: int, batch: int, groups: Mapping[str, Any]) -
         expected = step()
         alone = ParallelContestant(ONE_PROCESS, step, alone=True, held_bytes=held_bytes(whole))
     expected = job.comm.bcast(expected)
-    steps = {"MixtureOfExperts": partial(_step, layer, tokens[job.rank], partial(torchmpi.allreduce, op="avg"))}
-    for name, group in groups.items():
-        steps[f"torch.distributed on {name}"] = _through_torch(layer, tokens[job.rank], group)
     held = partial(held_bytes, layer)
-    return [alone, *(compared(job, name, step, [expected], held) for name, step in steps.items())]
+    found = [alone]
+
+    def add(name: str, messages: str, layer: mpinn.MixtureOfExperts, average: Average) -> None:
+        step = partial(_step, layer, tokens[job.rank], average)
+        found.append(compared(job, name, step, [expected], held))
+        found.append(ParallelContestant(messages, _messages(layer, step, average)))
+
+    add("MixtureOfExperts", "its messages", layer, partial(torchmpi.allreduce, op="avg"))
+    for name, group in groups.items():
+        other = copy.deepcopy(layer)
+        other.token_exchange = TorchExchange(group)
+        add(f"torch.distributed on {name}", f"its messages on {name}", other, partial(_average, group))
+    return found
 
 
-def _through_torch(layer: mpinn.MixtureOfExperts, tokens: Tensor, group: Any) -> partial[float]:
-    """Return the step of a copy of the layer that uses torch.distributed only."""
-    other = copy.deepcopy(layer)
-    other.token_exchange = TorchExchange(group)
+def _average(group: Any, gradient: Tensor) -> None:
+    dist.all_reduce(gradient, group=group)
+    gradient /= dist.get_world_size(group)
 
-    def average(gradient: Tensor) -> None:
-        dist.all_reduce(gradient, group=group)
-        gradient /= dist.get_world_size(group)
 
-    return partial(_step, other, tokens, average)
+def _messages(layer: mpinn.MixtureOfExperts, step: Callable[[], object], average: Average) -> Callable[[], None]:
+    """Return a function that makes the calls of a step without computing. Collective."""
+    exchange = layer.token_exchange
+    layer.token_exchange = recorded = _RecordedExchange(exchange)
+    step()
+    layer.token_exchange = exchange
+    gradient = layer.router.weight.detach().clone()
+
+    def messages() -> None:
+        for call in recorded.calls:
+            call()
+        average(gradient)
+
+    return messages
 
 
 def _make_layer(width: int, num_experts: int) -> mpinn.MixtureOfExperts:

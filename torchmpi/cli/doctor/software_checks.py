@@ -111,10 +111,12 @@ def check_self_test(facts: Facts) -> Finding | None:
     if test is not None and test.error is None:
         found = f"allreduce on {counted(test.size, 'rank')}, {test.seconds:g} s from start() to stop()"
         if facts.launch is not None and facts.launch.status != 0:
-            found += f", but then the job ended with status {facts.launch.status}: {facts.launch.output}"
-            return Finding(
-                "self test", "warning", found, "MPI fails in MPI_Finalize: update the library, or report this."
-            )
+            end, remedy = f"ended with status {facts.launch.status}", "MPI fails in MPI_Finalize:"
+            if facts.launch.status is None:
+                end = f"had not ended after {facts.launch.seconds:g} s and was killed"
+                remedy = "A busy machine needs a longer --timeout. If it hangs again, MPI fails in MPI_Finalize:"
+            found += f", but then the job {end}: {facts.launch.output}"
+            return Finding("self test", "warning", found, f"{remedy} update the library, or report this.")
         return Finding("self test", "ok", found)
     if test is not None:
         return Finding("self test", "problem", str(test.error), "Follow the message, or report it.")

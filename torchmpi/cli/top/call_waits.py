@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...collective_specs import CODES, SPECS
 from ...communicators.flight_record import LiveGroup
 from ...shared_memory.memory_layout import RECORD_IS_NUMBER
-from ...tensors.dtypes import from_code
+from ...tensors import dtype_codes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -43,14 +43,13 @@ def split_calls(parts: Sequence[tuple[int, LiveGroup]], since: float, now: float
         since: Calls that ended before this time are left out, in nanoseconds.
         now: The present, in nanoseconds; what came later has not happened.
     """
-    keeps = [group.end > since for _, group in parts]
-    kept = list(zip(parts, keeps, strict=True))
-    rank: Ints = np.concatenate([np.full(int(keep.sum()), number, np.int64) for (number, _), keep in kept])
-    seq: Ints = np.concatenate([group.seq[keep] for (_, group), keep in kept])
-    code: Ints = np.concatenate([group.code[keep] for (_, group), keep in kept])
-    begin: Floats = np.concatenate([group.begin[keep] for (_, group), keep in kept])
-    end: Floats = np.concatenate([group.end[keep] for (_, group), keep in kept])
-    num_bytes: Floats = np.concatenate([bytes_of(group)[keep] for (_, group), keep in kept])
+    kept = [(number, _later(group, since)) for number, group in parts]
+    rank: Ints = np.concatenate([np.full(len(group.seq), number, np.int64) for number, group in kept])
+    seq: Ints = np.concatenate([group.seq for _, group in kept])
+    code: Ints = np.concatenate([group.code for _, group in kept])
+    begin: Floats = np.concatenate([group.begin for _, group in kept])
+    end: Floats = np.concatenate([group.end for _, group in kept])
+    num_bytes: Floats = np.concatenate([bytes_of(group) for _, group in kept])
     order = np.lexsort((begin, seq))
     rank, seq, code = rank[order], seq[order], code[order]
     begin, end, num_bytes = begin[order], end[order], num_bytes[order]
@@ -88,6 +87,15 @@ def split_calls(parts: Sequence[tuple[int, LiveGroup]], since: float, now: float
     )
 
 
+def _later(group: LiveGroup, since: float) -> LiveGroup:
+    """Return the calls of a group without those that ended before a time."""
+    keep = group.end > since
+    return group._replace(
+        seq=group.seq[keep], code=group.code[keep], shape=group.shape[keep], begin=group.begin[keep],
+        end=group.end[keep],
+    )  # fmt: skip
+
+
 def _flow(code: int) -> str:
     number = code & 0xFF
     return SPECS[CODES[number]].flow if number < len(CODES) else "all to all"
@@ -101,8 +109,8 @@ def bytes_of(group: LiveGroup) -> Floats:
     """Return the bytes of each call; NaN where the record does not have the shape of the whole tensor."""
     found = np.full(len(group.seq), np.nan)
     for code in np.unique(group.code).tolist():
-        number, dtype = code & 0xFF, from_code((code >> 16) & 0x7FFF)
-        if number >= len(CODES) or dtype is None or SPECS[CODES[number]].compared != "shape":
+        number, dtype = code & 0xFF, dtype_codes.name_of((code >> 16) & 0x7FFF)
+        if number >= len(CODES) or not dtype or SPECS[CODES[number]].compared != "shape":
             continue
         of_code = group.code == code
         num_dims, dims = group.shape[of_code, 0], group.shape[of_code, 1:]
@@ -111,7 +119,7 @@ def bytes_of(group: LiveGroup) -> Floats:
         else:
             is_dim = np.arange(dims.shape[1]) < (num_dims & (RECORD_IS_NUMBER - 1))[:, None]
             numel = np.where(is_dim, dims, 1).astype(np.float64).prod(axis=1)
-        found[of_code] = np.where(num_dims & RECORD_IS_NUMBER, np.nan, numel * dtype.itemsize)
+        found[of_code] = np.where(num_dims & RECORD_IS_NUMBER, np.nan, numel * dtype_codes.bytes_of(dtype))
     return found
 
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...collective_specs import CODES
-from ...communicators.flight_record import LiveGroup, LiveRank
+from ...communicators.flight_record import LiveGroup, LiveRank, is_step
 from ...shared_memory.memory_layout import RECORD_LENGTH
-from ..flight_analysis import is_step
 from .call_waits import Floats, shared_out, split_calls
 
 SECOND = 1e9
@@ -184,12 +183,12 @@ class StepPace(NamedTuple):
     loss: float | None = None
 
 
-def pace_of(rank: LiveRank, now: float, seconds: float = 10.0) -> StepPace:
-    """Return how fast a rank goes, over the last seconds, or the last few steps if they take longer."""
+def pace_of(rank: LiveRank, now: float) -> StepPace:
+    """Return how fast a rank goes, over the last ten seconds, or the last few steps if they take longer."""
     steps = rank.steps
     if not len(steps.ns):
         return StepPace()
-    first = min(int(np.searchsorted(steps.ns, now - seconds * SECOND)), max(0, len(steps.ns) - 3))
+    first = min(int(np.searchsorted(steps.ns, now - 10 * SECOND)), max(0, len(steps.ns) - 3))
     took = (steps.ns[-1] - steps.ns[first]) / SECOND
     num_steps, samples = int(steps.step[-1] - steps.step[first]), int(steps.samples[-1] - steps.samples[first])
     loss = float(steps.loss[-1])

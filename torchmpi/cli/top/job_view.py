@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ...communicators.call_log import describe
-from ...communicators.flight_record import LiveRank
+from ...communicators.call_codes import describe
+from ...communicators.flight_record import LiveRank, is_step
 from ...supervision.report import named
-from ..flight_analysis import is_step
-from ..formatting import core_list
+from ..formatting import core_list, duration
 from .job_history import SECOND, StepPace, pace_of
 from .late_cause import cause_of, find_late
 from .rank_processes import RankProcess
@@ -21,6 +20,7 @@ WINDOW_SECONDS = 10.0
 _MOST_CALLS = 30
 _STUCK = 0.95
 """The share of the time from which the others do nothing but wait, so that there are no steps to be late in."""
+_OF_MESSAGES = "Messages count as computing: a timeline shows for whom they wait."
 _SHARES = ("computing", "communicating", "waiting")
 
 
@@ -46,7 +46,10 @@ def view_of(job: WatchedJob) -> dict[str, Any]:
     view = {
         "job": {
             "program": job.name[1], "size": job.size, "seen": len(ranks), "elsewhere": elsewhere,
-            "note": _note(elsewhere, is_with_first=0 in job.ranks) if elsewhere else "",
+            "note": " ".join(filter(None, (
+                _note(elsewhere, is_with_first=0 in job.ranks) if elsewhere else "",
+                _OF_MESSAGES if any(rank.live.has_messages for rank in job.ranks.values()) else "",
+            ))),
         },
         "time": time.time(), "window_seconds": min(WINDOW_SECONDS, history.num_parts * history.part_seconds),
         "ranks": ranks, "late": late,
@@ -121,13 +124,13 @@ def _late(job: WatchedJob, ranks: list[dict[str, Any]]) -> dict[str, Any] | None
     found = find_late(history.shares(), history.part_seconds, WINDOW_SECONDS)
     if found is None or (rank := history.ranks[found.rank]) not in (job.ranks.keys() | job.told.keys()):
         return None
-    looks = job.looks(rank)
-    cause = cause_of(rank, job.facts, [work for _, work in looks], [_short(line) for line, _ in looks])
+    looks = {each: [(_short(line), work) for line, work in job.looks(each)] for each in job.ranks.keys() | job.told}
+    cause = cause_of(rank, job.facts, looks.pop(rank), [look for each in looks.values() for look in each])
     step_seconds = next((each["step_seconds"] for each in ranks if each["rank"] == rank), None)
     if found.share >= _STUCK:
         text = f"the other ranks wait for rank {rank}"
     elif step_seconds:
-        text = f"rank {rank} is late by {1e3 * found.share * step_seconds:.3g} ms a step"
+        text = f"rank {rank} is late by {duration(found.share * step_seconds)} a step"
     else:
         text = f"rank {rank} is late by {found.share:.0%} of the time"
     return {
@@ -166,6 +169,7 @@ def page_of(job: WatchedJob, *, seconds: float | None = 60.0) -> dict[str, Any]:
     history = job.history
     shares = history.shares(seconds)
     view = view_of(job)
+    here = [row for row, rank in enumerate(history.ranks) if rank not in job.elsewhere]  # others are not recorded here
     by_time = sorted(history.calls.items(), key=lambda item: -item[1].seconds)[:_MOST_CALLS]
     return {
         **view,
@@ -176,7 +180,10 @@ def page_of(job: WatchedJob, *, seconds: float | None = 60.0) -> dict[str, Any]:
             }
             for row, number in enumerate(history.ranks)
         },
-        "waits": {"ranks": list(history.ranks), "seconds": history.waits(seconds).round(4).tolist()},
+        "waits": {
+            "ranks": [history.ranks[row] for row in here],
+            "seconds": history.waits(seconds)[np.ix_(here, here)].round(4).tolist(),
+        },
         "steps": _series(job, view, -np.inf if seconds is None else job.now - seconds * SECOND),
         "calls": [
             {

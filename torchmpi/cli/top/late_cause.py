@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..formatting import counted
 from .job_history import Shares
-from .rank_processes import RankProcess
+from .rank_processes import RankProcess, least_delay
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 _LEAST_SHARE = 0.03
@@ -19,7 +20,11 @@ _SPREADS = 4.0
 """How many times the spread of the others (the median of their distances from their median) a late rank is away."""
 _MOST_RANKS_LATE = 0.5
 """If as many of the ranks are late, none is: these are two halves, and neither is the exception."""
-_DELAYED, _FAULTS, _SLEEPING, _OFTEN = 0.1, 20.0, 0.5, 0.5
+_FAULTS, _SLEEPING = 20.0, 0.5
+_MORE = 0.15
+"""How much more often, of all looks, a late rank does what makes it late."""
+Look = tuple[str, str]
+"""The line of the program, and the work."""
 
 
 class Late(NamedTuple):
@@ -72,28 +77,36 @@ def _parts_late(shares: Shares, rank: int, ranks: Ints, most_even: int) -> int:
     return int(share.shape[1]) - first
 
 
-def cause_of(rank: int, facts: Mapping[int, RankProcess], works: Sequence[str], lines: Sequence[str]) -> str:
+def cause_of(
+    rank: int, facts: Mapping[int, RankProcess], looks: Sequence[Look], looks_of_others: Sequence[Look] = ()
+) -> str:
     """Return why a rank is late, as far as that can be seen.
 
     Args:
         rank: The rank.
         facts: The processes of all ranks that were seen.
-        works: What its main thread did at the last looks at which it was in no call; '' for nothing particular.
-        lines: The lines of the program at these looks.
+        looks: The line of its main thread at the last looks at which it was in no call, and the work; '' for nothing
+            particular.
+        looks_of_others: Those of all other ranks: what they do as often makes no rank late.
     """
     own = facts.get(rank, RankProcess())
     others = [each for number, each in facts.items() if number != rank]
-    delay_of_others = median([each.main_delayed or 0.0 for each in others]) if others else 0.0
-    most_seen = max(set(lines), key=lines.count) if lines else ""
-    at = f", {most_seen}" if most_seen else ""
+    delays = [each.main_delayed or 0.0 for each in others]
+    work, much_more = _most_more([work for _, work in looks], [work for _, work in looks_of_others])
+    of_work = work and much_more >= _MORE
+    line, _ = _most_more(
+        [line for line, each in looks if not of_work or each == work],
+        [line for line, each in looks_of_others if not of_work or each == work],
+    )
+    at = f", {line}" if line else ""
     if own.state in ("T", "t"):
         return "it is stopped by a signal or a debugger"
-    if own.main_delayed is not None and own.main_delayed >= max(_DELAYED, 2 * delay_of_others):
-        busy = f"{own.neighbors or 0} other busy process{'' if own.neighbors == 1 else 'es'}"
-        return f"shared cores: it waits for a core {own.main_delayed:.0%} of the time, beside {busy}"
+    if own.main_delayed is not None and own.main_delayed >= least_delay(delays):
+        busy = f", beside {counted(own.neighbors, 'other busy process', 'es')}" if own.neighbors else ""
+        return f"shared cores: it waits for a core {own.main_delayed:.0%} of the time{busy}"
     if own.faults_per_second is not None and own.faults_per_second >= _FAULTS:
         return f"memory: it reads back {own.faults_per_second:.0f} pages a second from a disk"
-    if works and (work := max(set(works), key=works.count)) and works.count(work) >= _OFTEN * len(works):
+    if of_work:
         return f"{work}{at}"
     if own.state == "D":
         return f"it waits for a disk{at}"
@@ -101,3 +114,16 @@ def cause_of(rank: int, facts: Mapping[int, RankProcess], works: Sequence[str], 
     if own.main_busy is not None and wants_to_run < _SLEEPING:
         return f"it sleeps, as for a file, a device or another process{at}"
     return f"it computes longer than the others{at}"
+
+
+def _most_more(own: Sequence[str], others: Sequence[str]) -> tuple[str, float]:
+    """Return what a rank does more often than others, and by which part of its looks.
+
+    >>> _most_more(["train", "load", "load", "train"], ["train"] * 8)
+    ('load', 0.5)
+    """
+    if not own:
+        return "", 0.0
+    counts, of_others = Counter(own), Counter(others)
+    more = {each: count / len(own) - of_others[each] / max(1, len(others)) for each, count in counts.items()}
+    return max(more.items(), key=lambda item: item[1])

@@ -14,9 +14,9 @@ from ...errors import ArgumentError, TorchMPIError
 from ...log import logger
 from . import top_server
 from .job_view import page_of
-from .watched_job import WatchedJob, find_jobs
+from .watched_job import LookClock, WatchedJob, find_jobs
 
-_SEARCH_SECONDS, _LOOK_SECONDS = 0.3, 1.0
+_SEARCH_SECONDS = 0.3
 _MOST_PARTS = 480
 
 
@@ -61,7 +61,8 @@ class RunReport:
 
     def _watch(self) -> None:
         try:
-            while not self._stopped.wait(_LOOK_SECONDS if self._jobs else _SEARCH_SECONDS):
+            clock = LookClock()
+            while not self._stopped.wait(clock.pause() if self._jobs else _SEARCH_SECONDS):
                 self._look()
         except Exception as error:  # whatever a report meets, the job goes on
             self._problem = f"{type(error).__name__}: {error}"
@@ -70,7 +71,7 @@ class RunReport:
     def _look(self) -> None:
         for name, ranks in ({} if self._jobs else find_jobs(os.getpid())).items():
             try:
-                found = WatchedJob(name, ranks, most_parts=_MOST_PARTS, merges=True)
+                found = WatchedJob(name, ranks, keeps_ended=True, most_parts=_MOST_PARTS, merges=True)
             except TorchMPIError:  # it has ended meanwhile
                 continue
             if len(ranks) == found.size or found.elsewhere:  # not while ranks are still starting

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from . import top_text
 from .job_view import view_of
 from .top_text import ORDERS, Line
-from .watched_job import WatchedJob
+from .watched_job import LookClock, WatchedJob
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _TOP, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -24,7 +24,7 @@ _KEYS = {
     "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down", "\x1b[5~": "page up",
     "\x1b[6~": "page down", "q": "quit", "Q": "quit", "\x03": "quit", "\x1b": "quit", " ": "pause", "n": "next",
 }  # fmt: skip
-_HELP = "q end  r,w,c,s,m,h sort  arrows scroll  space stop"
+_HELP = "q end  rwcsmh sort  arrows  space stop"
 
 
 class Screen:
@@ -32,11 +32,11 @@ class Screen:
 
     Args:
         jobs: The jobs.
-        seconds: The time between two looks.
+        seconds: The time between two looks; None for :class:`LookClock`.
     """
 
-    def __init__(self, jobs: Sequence[WatchedJob], seconds: float) -> None:
-        self._jobs, self._seconds = list(jobs), seconds
+    def __init__(self, jobs: Sequence[WatchedJob], seconds: float | None) -> None:
+        self._jobs, self._clock = list(jobs), LookClock(seconds)
         self._shown, self._first, self._order = 0, 0, "r"
         self._is_paused = False
         self._color = top_text.wants_color(sys.stdout.isatty())
@@ -49,7 +49,7 @@ class Screen:
             next_look = 0.0
             while self._jobs:
                 if time.monotonic() >= next_look:
-                    next_look = time.monotonic() + self._seconds
+                    next_look = time.monotonic() + self._clock.pause()
                     if not self._is_paused:
                         self._look()
                 self._draw()

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import ArgumentError
 from .job_view import page_of
-from .watched_job import WatchedJob
+from .watched_job import LookClock, WatchedJob
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -44,13 +44,13 @@ class PageServer(ThreadingHTTPServer):
 
     Args:
         port: The port; 0 for any that is free.
-        read: Returns the data.
+        read: Returns the data, as JSON.
     """
 
     daemon_threads = True
     request_queue_size = 16
 
-    def __init__(self, port: int, read: Callable[[], list[dict[str, Any]]]) -> None:
+    def __init__(self, port: int, read: Callable[[], bytes]) -> None:
         self.token = secrets.token_urlsafe(24)
         self.read = read
         self.last_request = time.monotonic()
@@ -72,7 +72,7 @@ class PageServer(ThreadingHTTPServer):
         if name == "":
             return HTTPStatus.OK, "text/html; charset=utf-8", page(None).encode()
         if name == "data":
-            return HTTPStatus.OK, "application/json", json.dumps(self.read(), allow_nan=False).encode()
+            return HTTPStatus.OK, "application/json", self.read()
         return HTTPStatus.NOT_FOUND, "text/plain", b"There is the page, and data.\n"
 
 
@@ -94,13 +94,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Write nothing: a line would have the token."""
 
 
-def serve(jobs: list[WatchedJob], port: int | None, seconds: float) -> int:
+def serve(jobs: list[WatchedJob], port: int | None, seconds: float | None) -> int:
     """Serve the page until Ctrl-C or the end of the jobs; return the exit status."""
-    lock, current = threading.Lock(), [list(jobs)]
+    lock, current, clock = threading.Lock(), [list(jobs)], LookClock(seconds)
+    seen: list[bytes] = []  # at the last look, made for the first who asks
 
-    def read() -> list[dict[str, Any]]:
+    def read() -> bytes:
         with lock:
-            return [page_of(job) for job in current[0]]
+            if not seen:
+                seen.append(json.dumps([page_of(job) for job in current[0]], allow_nan=False).encode())
+            return seen[0]
 
     try:
         server = PageServer(port or 0, read)
@@ -114,8 +117,9 @@ def serve(jobs: list[WatchedJob], port: int | None, seconds: float) -> int:
             if time.monotonic() - server.last_request < _IDLE_SECONDS:
                 with lock:
                     current[0] = [job for job in current[0] if job.read()]
-            time.sleep(seconds)
-        time.sleep(2 * seconds)  # so that the page is told of the end
+                    seen.clear()
+            time.sleep(clock.pause())
+        time.sleep(2.0)  # so that the page is told of the end
         print("The job has ended.")
     except KeyboardInterrupt:
         pass

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..formatting import counted
+from ..formatting import counted, duration
 
 LEAST_WIDTH = 60
 _MOST_HOST = 10
@@ -70,7 +70,7 @@ def head(view: Entry, width: int) -> list[Line]:
     losses = [each["loss"] for each in ranks if each["loss"] is not None]
     facts = [
         f"step {max(steps)}" if steps else "",
-        f"{_time(max(seconds))} a step" if seconds else "",
+        f"{duration(max(seconds))} a step" if seconds else "",
         f"{_number(total)} samples/s" if total else "",
         f"loss {sum(losses) / len(losses):.4g}" if losses else "",
         time.strftime("%H:%M:%S", time.localtime(view["time"])),
@@ -126,7 +126,7 @@ def _where(each: Entry) -> str:
     """Return what a rank is in: its call with the time if that is long, the work, and the line of the program."""
     call = each["call"].partition("(")[0]
     if call and each["call_seconds"] >= 1:
-        call += f" {_time(each['call_seconds'])}"
+        call += f" {duration(each['call_seconds'])}"
     doing = call or each["work"]
     stopped = "stopped" if each["state"] in ("T", "t") else ""
     return " ".join(filter(None, (stopped, doing, each["place"])))
@@ -147,17 +147,6 @@ def _percent(share: float | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
-
-
-def _time(seconds: float) -> str:
-    """Return a time in the unit in which it is best read.
-
-    >>> _time(0.0123), _time(3.21), _time(75)
-    ('12.3 ms', '3.2 s', '75 s')
-    """
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _bytes(number: float) -> str:

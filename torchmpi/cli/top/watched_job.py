@@ -12,14 +12,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ...communicators.flight_record import from_ranges, look, read_live
 from ...errors import TorchMPIError
-from ..flight_commands import opened, records_of
+from ..open_records import opened, records_of
 from .far_ranks import FarRank
 from .job_history import JobHistory
 from .rank_processes import ProcessWatch, RankProcess
 
 _LOOK_SECONDS = 5.0
 """For how long one request has the ranks tell where they are."""
-_KEPT_LOOKS = 40
+_KEPT_LOOKS, _FIRST_LOOKS = 40, 5
 
 
 class FoundRank(NamedTuple):
@@ -52,6 +52,31 @@ def find_jobs(process: int | None = None) -> dict[tuple[str, str], list[FoundRan
                 if rank.rank not in ranks or rank.is_own:
                     ranks[rank.rank] = rank
     return {job: [ranks[rank] for rank in sorted(ranks)] for job, ranks in sorted(jobs.items())}
+
+
+class LookClock:
+    """Says how long to wait until the next look: a second, and longer if looks take more than 1 % of a core.
+
+    A job whose ranks wait for each other may lose that part of its time, if no core is idle. The first looks, of which
+    all rates need several, are not delayed.
+
+    >>> clock = LookClock()
+    >>> [clock.pause(0.03) for _ in range(5)], clock.pause(0.003), LookClock(10.0).pause(0.03)
+    ([1.0, 1.0, 1.0, 1.0, 3.0], 1.0, 10.0)
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._seconds = seconds
+        self._used, self._num_looks = time.process_time(), 0
+
+    def pause(self, used: float | None = None) -> float:
+        """Return the time; `used`: the CPU seconds of a look (None: those of this process since the last one)."""
+        before, self._used = self._used, time.process_time()
+        used = self._used - before if used is None else used
+        self._num_looks += 1
+        if self._seconds or self._num_looks < _FIRST_LOOKS:
+            return self._seconds or 1.0
+        return min(max(1.0, 100 * used), _LOOK_SECONDS)
 
 
 class WatchedRank:
@@ -97,11 +122,14 @@ class WatchedJob:
     Args:
         name: Job and program.
         ranks: Those that were found.
+        keeps_ended: Whether to keep what the ranks that end have been, for a report.
         **keeping: How much is kept; see :class:`JobHistory`.
     """
 
-    def __init__(self, name: tuple[str, str], ranks: Iterable[FoundRank], **keeping: Any) -> None:
-        self.name = name
+    def __init__(
+        self, name: tuple[str, str], ranks: Iterable[FoundRank], *, keeps_ended: bool = False, **keeping: Any
+    ) -> None:
+        self.name, self._keeps_ended = name, keeps_ended
         self.ranks: dict[int, WatchedRank] = {}
         self.facts: dict[int, RankProcess] = {}
         for found in ranks:
@@ -121,7 +149,7 @@ class WatchedJob:
         self.now = 0.0
 
     def read(self) -> bool:
-        """Look at all ranks; return whether some still run. Those that have ended are left out, unless all have."""
+        """Look at all ranks; return whether some still run. Those that have ended are left out, unless all are kept."""
         self.now = float(time.monotonic_ns())
         ended = [number for number, rank in self.ranks.items() if not rank.read()]
         if self.elsewhere and 0 in self.ranks:
@@ -132,11 +160,14 @@ class WatchedJob:
         self.history.add({number: rank.live for number, rank in self.ranks.items()}, self.now, times)
         if len(ended) == len(self.ranks):
             return False
-        for number in ended:
+        for number in () if self._keeps_ended else ended:
             self.ranks.pop(number).close()
         facts = self._processes.look(rank.process for rank in self.ranks.values())
-        self.facts = {number: self.told[number].facts() for number in self.elsewhere if number in self.told}
-        self.facts.update({n: facts[rank.process] for n, rank in self.ranks.items() if rank.process in facts})
+        before = self.facts if self._keeps_ended else {}
+        self.facts = before | {number: self.told[number].facts() for number in self.elsewhere if number in self.told}
+        for number, seen in self.ranks.items():
+            if seen.process in facts and facts[seen.process].memory_bytes:  # none while the process ends
+                self.facts[number] = facts[seen.process]
         return True
 
     def looks(self, rank: int) -> Sequence[tuple[str, str]]:

@@ -25,6 +25,7 @@ from ...config import CollectiveName
 from ...errors import ArgumentError
 from ...log import logger
 from ...session import runtime
+from ...status_line import StatusLine, quiet_seconds
 from .decision import decide
 from .measuring import Session, Subject
 
@@ -78,7 +79,10 @@ def autotune(
         return Table(running.selector.table)
     say(f"{len(subjects)} rules to find, in at most about {seconds:g} s")
     session.num_left = len(subjects) * len(MODES) * len(numbers)
-    for subject in subjects:
+    status = StatusLine(quiet_seconds=quiet_seconds())
+    for index, subject in enumerate(subjects):
+        if running.world.rank == 0 and running.config.verbose:
+            status.show(f"torchmpi autotune: {index + 1}/{len(subjects)} {subject}, {status.seconds:.0f} s")
         current = {key.mode: running.selector.table[key] for key in subject.modes()}
         measured = session.measure(subject)
         # All ranks have the same samples, but might differ in rounding: rank 0 decides.
@@ -86,6 +90,7 @@ def autotune(
         rules = collectives.broadcast_object(rules, comm=running.communicators.levels[0])
         if measured:
             running.selector.adopt(Table({Key(*subject[:3], mode): rule for mode, rule in rules.items()}))
+        status.clear()
         say(f"{subject}: {_news(rules, current) if measured else 'not measured, the time limit was reached'}")
     if save and running.world.rank == 0:
         _save(running, say)

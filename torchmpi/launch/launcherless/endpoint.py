@@ -362,7 +362,7 @@ class Endpoint:
         except OSError as error:
             return "" if means_later(error) else str(error.strerror)
         if not num_bytes:
-            return "its connection has ended"
+            return "Connection closed by peer"  # as gloo says, and in the form of the errors of the system
         if arrival is not None:
             arrival.filled += num_bytes
             if arrival.filled == len(arrival.data):

@@ -22,8 +22,6 @@ _MOST_RANKS = 1 << 10
 class Newcomer(StandIn):
     """Takes the place of ``mpi4py.MPI`` in a rank that joins others; connected after :meth:`take_place` only."""
 
-    is_newcomer = True
-
     def __init__(self) -> None:
         self._number = int(os.environ[respawning.NEWCOMER_VARIABLE])
         self._is_connected = False
@@ -55,7 +53,7 @@ class Newcomer(StandIn):
         endpoint.survivors = Survivors.joining(number, networks, order["members"], order["view"].encode())
         for rank in met.absent:
             endpoint.survivors.note(rank, f"rank {rank} has not connected to a new rank")
-        self._is_connected = True
+        self._is_connected = self.is_newcomer = True
         super().__init__(endpoint, places)
         self.num_wanted = order["num_wanted"]
         if len(self.agree(_AGREEMENT_SECONDS)) == 1:  # the others are gone, and with them the state

@@ -339,6 +339,9 @@ class StandIn(Continuing):
             self._found = store.first_offer(self.num_wanted, self.survivors.offers)
 
     def confirm(self) -> bool:
+        if self._newcomers is None:
+            self.COMM_WORLD.Barrier()
+            return False
         self._found = self.COMM_WORLD.allgather(self._found if self.COMM_WORLD.rank == 0 else None)[0]
         return self._found is not None
 

@@ -12,7 +12,7 @@ from ...shared_memory.kernels.fast_path_code import (
     count_write,
     data,
     described_tensor,
-    is_communicator_chosen,
+    is_for_python,
     is_free,
     is_plain,
     leave_to_python,
@@ -83,7 +83,7 @@ def _entry(*, is_receive: bool) -> Function:
         if not (server.first_receive if is_receive else server.first_send):
             return new_reference(path.none)
         # These may run Python, and other threads: what follows does not, until the lock is taken.
-        if not is_plain(path, tensor) or is_communicator_chosen(path):
+        if not is_plain(path, tensor) or is_for_python(path):
             return leave_to_python(path)
         if describe_with(path.describe, tensor, described) != 0:
             return leave_to_python(path)

@@ -40,6 +40,20 @@ class Header(Record):
     rest = Array(4)
 
 
+class Image(Record):
+    """A copy of a chunk that an actor keeps while it applies a rule, so that another one can undo half of it."""
+
+    chunk = Atomic()
+    """Number of the chunk among those of all shards, plus 1; 0 while the copy is not needed."""
+    version = Word()
+    steps = Word()
+    """Of its header."""
+    numel = Word()
+    num_arrays = Word()
+    """How many of its arrays the rule changes."""
+    rest = Array(3)
+
+
 class Shard(Record):
     """A shard of the server."""
 
@@ -75,6 +89,14 @@ class Pass(Record):
     item_bytes = Word()
     state_bytes = Word()
     """Bytes of an element of a state."""
+    images = Pointer(Image)
+    """Of all actors,"""
+    num_images = Word()
+    """and how many; 0 if rules are applied without copies."""
+    image_arrays = Word()
+    """Address of their arrays: NUM_ARRAYS times CHUNK_BYTES for each."""
+    image = Word()
+    """The number of that of this actor."""
 
     # Of the call.
     num_states = Word()

@@ -36,6 +36,7 @@ from .shard_layout import (
     SCALED,
     TAKEN,
     Header,
+    Image,
     Pass,
     Shard,
 )
@@ -159,16 +160,34 @@ def read_chunk(plan: Pass, target, num_bytes):
 
 
 @inner
-def copy_arrays(plan: Pass, numel, is_back):
-    """Copy the arrays that the rule uses to the scratch memory, or back."""
-    for array in range(plan.num_states + 1):
-        chunk = plan.arrays[array]
-        scratch = plan.scratch + array * CHUNK_BYTES
+def copy_arrays(plan: Pass, num_arrays, numel, memory, is_back):
+    """Copy the first arrays of the selected chunk to memory that has room for all of a chunk, or back."""
+    for array in range(num_arrays):
+        chunk, kept = plan.arrays[array], memory + array * CHUNK_BYTES
         num_bytes = numel * bytes_of_item(plan, array)
         if is_back:
-            copy(chunk, scratch, num_bytes)
+            copy(chunk, kept, num_bytes)
         else:
-            copy(scratch, chunk, num_bytes)
+            copy(kept, chunk, num_bytes)
+    return 0
+
+
+@inner
+def copy_image(plan: Pass, image: Image, index, is_back):
+    """Copy the arrays of the selected chunk that a rule changes to an image, or back."""
+    memory = plan.image_arrays + index * NUM_ARRAYS * CHUNK_BYTES
+    return copy_arrays(plan, image.num_arrays, image.numel, memory, is_back)
+
+
+@inner
+def keep_image(plan: Pass, header: Header):
+    """Copy the locked chunk before a rule changes it, if there are copies."""
+    if plan.num_images > 0:
+        image = plan.images[plan.image]
+        image.version, image.steps = header.version, header.steps
+        image.numel, image.num_arrays = plan.chunk_end - plan.chunk_begin, plan.num_states + 1
+        copy_image(plan, image, plan.image, False)
+        store_release(image.chunk, plan.chunk + 1)  # from here on the chunk may have half of the update
     return 0
 
 
@@ -178,6 +197,9 @@ def count_rule(plan: Pass, header: Header):
     header.version += 1
     if plan.num_states > 0 and plan.row_numel == 0:
         header.steps += 1
+    if plan.num_images > 0:
+        image = plan.images[plan.image]
+        store_release(image.chunk, 0)  # the rule is applied
     if plan.base != 0:
         floats_at(plan.own)[plan.chunk] += 1.0
     return 0
@@ -199,7 +221,7 @@ def pass_over(plan: Pass):
         numel = plan.chunk_end - begin
         data = plan.data + (begin - plan.data_begin) * item_bytes
         if rule == IN_PYTHON:
-            copy_arrays(plan, numel, False)
+            copy_arrays(plan, plan.num_states + 1, numel, plan.scratch, False)
             return TAKEN
         if rule == READING:
             read_chunk(plan, data, numel * item_bytes)
@@ -207,6 +229,7 @@ def pass_over(plan: Pass):
             arrays, steps = plan.arrays, header.steps + 1
             if plan.num_states > 0:
                 steps += load_acquire(plan.first_header.row_steps)
+            keep_image(plan, header)
             call_rule(rule, arrays, data, numel, damped(plan, staleness), steps)
             count_rule(plan, header)
         store_release(header.lock, 0)
@@ -273,6 +296,8 @@ def copy_rows(plan: Pass, is_back):
 def visit_rows(plan: Pass, coefficients, steps):
     """Apply the rule to the rows of the chunk at hand, or read them."""
     rule, item_bytes, cursor = plan.rule, plan.item_bytes, plan.cursor
+    if rule != READING:
+        keep_image(plan, plan.header)
     numel = next_run(plan, cursor)
     while numel > 0:
         data = plan.data + (cursor - plan.data_begin) * item_bytes
@@ -333,11 +358,34 @@ def end_chunk(plan: Pass, is_good):
     if not header or load(header.lock) != plan.actor:
         return 0
     if is_good != 0:
+        keep_image(plan, header)
         if plan.row_numel > 0:
             plan.cursor = copy_rows(plan, True)
         else:
-            copy_arrays(plan, plan.chunk_end - plan.chunk_begin, True)
+            copy_arrays(plan, plan.num_states + 1, plan.chunk_end - plan.chunk_begin, plan.scratch, True)
         count_rule(plan, header)
         plan.position += 1
     store_release(header.lock, 0)
     return 0
+
+
+@kernel
+def take_over(plan: Pass, holder):
+    """Unlock the chunk at `position`, which a process has locked that has ended, and undo what it has not completed.
+
+    Return HELD if another actor has done so, DONE if the chunk is as it was before the rule or after it, and TAKEN if
+    it may have half of the update, as there are no copies.
+    """
+    header = plan.header if plan.row_numel > 0 else select_chunk(plan)
+    if compare_and_swap(header.lock, holder, plan.actor) != holder:
+        return HELD
+    status = DONE if plan.num_images > 0 else TAKEN
+    # Found by the chunk: an actor that had begun to do this may have ended as well.
+    for index in range(plan.num_images):
+        image = plan.images[index]
+        if load_acquire(image.chunk) == plan.chunk + 1:
+            copy_image(plan, image, index, True)
+            header.version, header.steps = image.version, image.steps
+            store_release(image.chunk, 0)
+    store_release(header.lock, 0)
+    return status

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -222,4 +223,6 @@ class Turns(RunOrder):
 
 def _deadlock(waiters: Iterable[EventWaiter]) -> DeadlockError:
     waits = [", ".join(event.description for event in waiter.events if not event.is_done) for waiter in waiters]
-    return DeadlockError(f"{len(waits)} functions wait for each other: {'; '.join(sorted(waits)[:8])}")
+    counts = Counter(waits)
+    shown = [text if counts[text] == 1 else f"{counts[text]} for {text}" for text in sorted(counts)[:8]]
+    return DeadlockError(f"{len(waits)} functions wait for each other: {'; '.join(shown)}")

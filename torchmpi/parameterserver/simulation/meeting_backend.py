@@ -39,7 +39,8 @@ class MeetingBackend(Backend):
 
             num_bytes = max((bytes_of(each) for each in (source, destination)), default=0)
             comm = group.comm
-            result = comm.world.meet(comm.name, comm, (source, destination), work, num_bytes)
+            name = f"{collective} of communicator {comm.name}"
+            result = comm.world.meet(name, comm, (source, destination), work, num_bytes)
             if destination is not None or spec.grows <= 0:
                 return source if destination is None else destination
             return result.clone() if spec.receives(comm.rank == root) else None  # to each its own

@@ -74,7 +74,7 @@ class WorkerComm:
         """Do nothing."""
 
     def allgather(self, value: Any) -> list[Any]:
-        found: list[Any] = self.world.meet(self.name, self, value, list)
+        found: list[Any] = self.world.meet(f"a call of communicator {self.name}", self, value, list)
         return found
 
     def bcast(self, value: Any = None, root: int = 0) -> Any:
@@ -177,7 +177,7 @@ class WorkerTurns(Turns):
         self, name: str, comm: WorkerComm, value: Any, combine: Callable[[list[Any]], Any], num_bytes: int = 0
     ) -> Any:
         """Return what `combine` returns for the values of all workers of a communicator. Collective."""
-        event, values, results = self._meetings.setdefault(name, (Event(f"workers of {name}"), {}, []))
+        event, values, results = self._meetings.setdefault(name, (Event(name), {}, []))
         values[comm.rank] = value
         if len(values) < comm.size:
             self.wait([event])
@@ -205,17 +205,26 @@ def no_job() -> Iterator[None]:
         generators.restore()
 
 
-def run_workers(turns: WorkerTurns, functions: Sequence[Callable[[], Any]], missing: Callable[[], str]) -> list[Any]:
+def run_workers(
+    turns: WorkerTurns, functions: Sequence[Callable[[], Any]], missing: Callable[[], str], failed: Sequence[int]
+) -> list[Any]:
     """Run the functions of all workers, and return their results; raise the first error.
 
     `missing` says which call of a recorded run has not been made, if the workers wait for each other; '' if none.
+    `failed` gets the workers that have failed.
     """
     try:
         return turns.run(functions)
     except DeadlockError as error:
         if problem := missing():
             raise ArgumentError(f"simulate: {problem}") from None
-        raise TorchMPIError(
-            f"simulate: {error}. Each worker has to make the collective calls that the others wait for; one that has "
-            "failed or has not joined yet makes none."
-        ) from None
+        remedy = (
+            "Each worker has to make the collective calls that the others wait for; one that has not joined yet makes "
+            "none."
+        )
+        if failed:
+            remedy = (
+                f"Workers that have failed make no call: {', '.join(map(str, sorted(failed)))}. With failures=, let "
+                "the program make its collective calls, such as mpi.barrier(), before the first failure."
+            )
+        raise TorchMPIError(f"simulate: {error}. {remedy}") from None

@@ -121,7 +121,7 @@ def simulate(
         network: Latency and bandwidth; by default about those within a host.
         seed: Of the generators of `compute`, and of Python and numpy in `train`.
         failures: When workers fail, in seconds: they end in their next step, and no other worker waits for them in a
-            :class:`Clock`.
+            :class:`Clock`. No collective may follow.
         joins: When workers join that are late: after the servers have been created (call ``update.start()`` before the
             loop), they wait until then, and fetch the values of that time.
         record: File for the record of the run.
@@ -164,7 +164,8 @@ def simulate(
         observer.order = NumberedServing() if job.order is None and ordered else job.order
         observed_run.observe(observer)
         try:
-            results = run_workers(job.turns, [partial(job.work, rank) for rank in range(num_workers)], job.missing)
+            functions = [partial(job.work, rank) for rank in range(num_workers)]
+            results = run_workers(job.turns, functions, job.missing, job.failed)
         finally:
             observed_run.observe(None)
             job.close()

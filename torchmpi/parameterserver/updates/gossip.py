@@ -17,7 +17,7 @@ from ...communicators.handle import Handle
 from ...tensors.flat_buffers import FlatBuffers
 from ..parameter_lists import Base
 from ..rules import Rule
-from ..servers import Server, free, receive, send
+from ..servers import Server, free, receive, refuse_continuing, send
 from ..workers import Workers
 from .mixing import Mixing, checked_mixing, exponential_mixing, ring_mixing
 from .update import Schedule, Update
@@ -37,6 +37,7 @@ class GossipServers:
     """
 
     def __init__(self, tensors: Sequence[Tensor], workers: Workers, *, name: str) -> None:
+        refuse_continuing("gossip", "there is no gossip, as the shares of a lost rank would be lost with its row")
         workers.check_tensors(tensors)
         self._rank = workers.rank
         self.rows: list[list[Tensor]] = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...argument_types import checks_types
-from ...errors import ArgumentError
+from ...errors import ArgumentError, kind_of
 
 __all__ = ["exponential_mixing", "graph_mixing", "ring_mixing", "spectral_gap"]
 
@@ -109,7 +109,7 @@ def checked_mixing(mixing: Mixing, size: int, what: str, *, symmetric: bool) -> 
     """Return the mixing matrix for a number of workers, or raise an error that begins with `what`."""
     matrix = mixing(size) if callable(mixing) else mixing
     if not isinstance(matrix, Tensor) or matrix.shape != (size, size):
-        found = list(matrix.shape) if isinstance(matrix, Tensor) else f"a {type(matrix).__name__}"
+        found = list(matrix.shape) if isinstance(matrix, Tensor) else kind_of(matrix)
         raise ArgumentError(
             f"{what}: the mixing matrix is {found}, and there are {size} workers. Pass a matrix of that size, or a "
             "function of the number of workers such as ps.ring_mixing."

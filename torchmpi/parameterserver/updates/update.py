@@ -22,7 +22,7 @@ from ...tensors.flat_buffers import FlatBuffers
 from ..parameter_lists import Base, TensorServers, sync_handles
 from ..rules import Rule
 from ..runs import observed_run
-from ..servers import Server, free
+from ..servers import Server, free, refuse_continuing
 from ..staleness import Clock, StalenessMeter, check_max_staleness
 from ..workers import RankWorkers, Workers, workers_of
 
@@ -115,7 +115,8 @@ class Update(PeriodicUpdate):
         update_frequency, init_delay, prefetch, max_staleness: The options, which may be changed during training, by the
             ranks of a data-parallel group at the same step. A limit cannot be added after the start.
         workers: The workers that train together; known once the servers have been created.
-        num_clients: Number of ranks that communicate with the servers; known once they have been created.
+        num_clients: Number of ranks that communicate with the servers; known once they have been created, and that of
+            the remaining ranks after a loss.
         num_integrations: Number of integrations of this rank.
         num_sends: Number of sends of this rank.
         staleness: A :class:`StalenessMeter` of the sends of this rank.
@@ -159,7 +160,7 @@ class Update(PeriodicUpdate):
         self.workers: Workers
         self.generator = torch.Generator()
         """For random choices of the algorithm; seeded by the number of the worker at the start."""
-        self.num_clients = 0
+        self._num_clients = 0
         self.clock: Clock | None = None
         self._servers: TensorServers | None = None
         self._is_client = True
@@ -233,16 +234,23 @@ class Update(PeriodicUpdate):
             sharding = workers.communicator if isinstance(workers, RankWorkers) else None
             self._data_parallel = None if data_parallel is sharding else data_parallel
         self._is_client = self._data_parallel is None or self._data_parallel.rank == 0
-        self.num_clients = self._count_clients()
+        if self._data_parallel is not None:
+            refuse_continuing(f"{type(self).__name__}", "there are no data-parallel groups, which end with a loss")
+        self._num_clients = workers.size if workers.finds(f"{self.name} 0") else self._count_clients()
         self._adopt_parameters()
         self._servers = self._make_servers()
         for server in self._servers.servers:
-            server.num_clients = self.num_clients
+            server.num_clients = self._num_clients
         workers.announce(self)
         if not math.isinf(self.max_staleness):
             self.clock = Clock(self.max_staleness, participates=self._is_client, initial=self._rounds, workers=workers)
         if (observer := observed_run.active) is not None:
             observer.begin_training(self, runtime.current().world.rank)
+
+    @property
+    def num_clients(self) -> int:
+        """See the class; fewer after a loss."""
+        return self._num_clients if self._servers is None else self._servers.servers[0].num_clients
 
     def _make_servers(self) -> TensorServers:
         """Create the servers. Collective."""
@@ -375,8 +383,8 @@ class Update(PeriodicUpdate):
     def fetched(self) -> FlatBuffers:
         """Wait for the fetched values and return them."""
         servers = self.servers
+        self._is_fetching = False  # after an error too: what was fetched before the loss of a rank will not come
         values = servers.end_fetch()
-        self._is_fetching = False
         self.base = [server.base for server in servers.servers]
         return values
 
@@ -413,7 +421,8 @@ class Update(PeriodicUpdate):
         if servers is None or not self._is_sending:
             return
         self._is_sending = False
-        servers.sending = sync_handles(servers.sending)
+        sending, servers.sending = servers.sending, []
+        sync_handles(sending)
         if self._has_base:
             ages = [server.sent_staleness for server in servers.reached]
             if ages:

@@ -108,8 +108,6 @@ class Function(_registry.CPUDispatcher):  # type: ignore[misc]
     """A function of numbers that kernels call; Python cannot call it."""
 
     targetdescr = TARGET
-    on_compiled: Callable[[], object] = staticmethod(lambda: None)
-    """Called after each function that Numba has compiled."""
 
     def __init__(self, function: Callable[..., Any], *, is_inlined: bool = False) -> None:
         options = {"nopython": True, "nogil": True, "error_model": "numpy", "forceinline": is_inlined, "_nrt": False}
@@ -143,7 +141,6 @@ class Function(_registry.CPUDispatcher):  # type: ignore[misc]
         if expected is not None and returned != expected:
             raise TypingError(f"{self.py_func.__name__} returns {returned} instead of {expected}")
         self.overloads[tuple(result.signature.args)] = result
-        Function.on_compiled()
 
     @property
     def num_arguments(self) -> int:

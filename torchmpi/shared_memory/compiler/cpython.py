@@ -44,6 +44,7 @@ incref = _c_function("Py_IncRef", 1, _VOID)
 decref = _c_function("Py_DecRef", 1, _VOID)
 call_with_one = _variadic("PyObject_CallFunctionObjArgs", 2, _NULL)
 """Call a Python function: a reference to its result, or 0 and an exception that is set."""
+call_with_two = _variadic("PyObject_CallFunctionObjArgs", 3, _NULL)
 call_with_four = _variadic("PyObject_CallFunctionObjArgs", 5, _NULL)
 tuple_of_one = _variadic("PyTuple_Pack", 2)
 """Make a tuple: the number of its items, which is 1, and the item."""
@@ -86,6 +87,17 @@ def describe_with(function, tensor, described):
         return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), arguments[1:]), _WORD)
 
     return types.int64(*[types.int64] * 3), generate
+
+
+@intrinsic
+def tells(function, number):
+    """Call a C function that takes a number and returns a bool."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.IntType(8), [_WORD]).as_pointer()
+        return builder.zext(builder.call(builder.inttoptr(arguments[0], kind), arguments[1:]), _WORD)
+
+    return types.int64(*[types.int64] * 2), generate
 
 
 def on_stack(num_fields: int) -> Any:

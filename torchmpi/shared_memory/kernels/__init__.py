@@ -30,15 +30,16 @@ import fcntl
 import gc
 import hashlib
 import importlib
+import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ... import files
 from ...log import logger
+from ...status_line import telling
 from .kernel_sets import COLLECTIVES, DELAYS, ENABLE_CHECKS, KernelSet
 
 if TYPE_CHECKING:
@@ -46,16 +47,15 @@ if TYPE_CHECKING:
 
 _PREFIX = "torchmpi_kernel_"
 _METH_FASTCALL = 0x80
-_REPORT_SECONDS = 5
 _LOCK_SECONDS = 120
 """How long a rank waits for another one that compiles: several times the duration on a busy machine."""
 _kernels: dict[str, dict[str, Callable[..., int]]] = {}
+announce: Callable[[str], object] | None = None
+"""Set on one rank of a host: tells the user that kernels are compiled. That rank also shows the progress."""
 
 
-def load(
-    announce: Callable[[str], object] = lambda message: None, *, which: KernelSet = COLLECTIVES
-) -> dict[str, Callable[..., int]]:
-    """Return a set of kernels by name. The first processes on a machine compile them; one calls `announce` before.
+def load(*, which: KernelSet = COLLECTIVES) -> dict[str, Callable[..., int]]:
+    """Return a set of kernels by name. The first processes on a machine compile them; see :data:`announce`.
 
     >>> sorted(load())  # doctest: +ELLIPSIS
     ['allgather', 'allreduce', 'allreduce_list', 'alltoall', 'barrier', 'broadcast', 'exchange', 'offer', ...]
@@ -64,12 +64,12 @@ def load(
         from ..compiler import native_code
 
         compiler = native_code.compiler()
-        _load_or_build(compiler, which, announce)
+        _load_or_build(compiler, which)
         _kernels[which.name] = {name: function_at(name, compiler.find(_PREFIX + name)) for name in which.names}
     return _kernels[which.name]
 
 
-def _load_or_build(compiler: Compiler, which: KernelSet, announce: Callable[[str], object]) -> None:
+def _load_or_build(compiler: Compiler, which: KernelSet) -> None:
     """Load all parts of a set. A rank compiles the parts that are missing and that no other rank compiles, then waits.
 
     If the other rank has ended, or could not write its file, all waiting ranks compile that part at the same time.
@@ -77,36 +77,60 @@ def _load_or_build(compiler: Compiler, which: KernelSet, announce: Callable[[str
     recipe = source_digest(which.package)
     names = [f"torchmpi_{which.name}_{number}" for number in range(len(which.parts))]
     missing = [number for number, name in enumerate(names) if not compiler.load(name, recipe)]
-    tell: Callable[[str], object] = lambda message: None  # noqa: E731, replaced below
-    for waits in (False, True):
-        for number in missing.copy():
-            with contextlib.ExitStack() as stack:
-                if compiler.folder and not _lock(compiler.folder / f"{names[number]}.lock", stack, waits=waits):
-                    continue
-                missing.remove(number)
-                if compiler.load(names[number], recipe):
-                    continue
-                if number == 0:  # one rank of the host, which may compile the other parts too
-                    tell = announce
-                    tell(
-                        f"compiling the {which.description}, once per machine: about {which.seconds} s "
-                        "if a core is idle"
-                    )
-                with no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
-                    module = _module(which, number, tell)
-                compiler.build(names[number], recipe, module)
+    if not missing:
+        return
+    locks = [compiler.folder / f"{names[number]}.lock" for number in missing if compiler.folder]
+    with _telling(which, locks, recipe):
+        for waits in (False, True):
+            for number in missing.copy():
+                with contextlib.ExitStack() as stack:
+                    lock = None
+                    with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
+                        if compiler.folder:
+                            path = compiler.folder / f"{names[number]}.lock"
+                            lock = stack.enter_context(files.open_lock(path))
+                            if not _may_compile(lock, path, waits=waits):
+                                continue
+                    missing.remove(number)
+                    if compiler.load(names[number], recipe):
+                        continue
+                    with no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
+                        module = _module(which, number, partial(_note_progress, lock, recipe))
+                    compiler.build(names[number], recipe, module)
+                    _note_progress(lock, recipe, 1.0)
 
 
-def _lock(path: Path, stack: contextlib.ExitStack, *, waits: bool) -> bool:
-    """Return whether this rank may compile: it has the lock or has waited for the holder, or there are no locks."""
-    with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
-        file = stack.enter_context(files.open_lock(path))
-        if not files.lock(file, fcntl.LOCK_EX, seconds=0):
-            if not waits:
-                return False
-            if not files.lock(file, fcntl.LOCK_SH, seconds=_LOCK_SECONDS):
-                logger.warning(f"another process has locked {path} for {_LOCK_SECONDS} s: this rank compiles too")
-    return True
+def _may_compile(lock: BinaryIO, path: Path, *, waits: bool) -> bool:
+    """Return whether this rank may compile: it has the lock, or has waited for the holder."""
+    if files.lock(lock, fcntl.LOCK_EX, seconds=0):
+        return True
+    if waits and not files.lock(lock, fcntl.LOCK_SH, seconds=_LOCK_SECONDS):
+        logger.warning(f"another process has locked {path} for {_LOCK_SECONDS} s: this rank compiles too")
+    return waits
+
+
+@contextlib.contextmanager
+def _telling(which: KernelSet, locks: list[Path], recipe: str) -> Iterator[None]:
+    """Context manager in which one rank of the host tells how far all those are that compile."""
+    if announce is None:
+        yield
+        return
+    announce(f"compiling the {which.description}, once per machine: about {which.seconds} s if a core is idle")
+
+    def text(seconds: float) -> str:
+        noted = [int(each.split()[1]) for each in map(files.text_of, locks) if each.startswith(f"{recipe} ")]
+        share = f" {sum(noted) // len(locks)} %," if locks else ""
+        return f"torchmpi: compiling {which.description}:{share} {seconds:.0f} s"
+
+    with telling(text):
+        yield
+
+
+def _note_progress(lock: BinaryIO | None, recipe: str, share: float) -> None:
+    """Write to a lock file what the rank that tells of the compilation reads, perhaps in another process."""
+    if lock is not None:
+        with contextlib.suppress(OSError):  # a full disk
+            os.pwrite(lock.fileno(), f"{recipe} {100 * share:3.0f}\n".encode(), 0)
 
 
 @contextlib.contextmanager
@@ -121,36 +145,26 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _module(which: KernelSet, number: int, announce: Callable[[str], object]) -> Any:
-    """Return a part of a set of kernels as an LLVM module, and announce the progress of the compilation."""
+def _module(which: KernelSet, number: int, note: Callable[[float], object]) -> Any:
+    """Return a part of a set of kernels as an LLVM module; `note` is called with the part of the work that is done."""
     names = which.parts[number]
     from ..compiler import compilation
 
     for module in which.modules:
         importlib.import_module(f"{which.package}.{module}")
-    num_compiled, reported = 0, time.monotonic()
-
-    def report() -> None:
-        nonlocal num_compiled, reported
-        num_compiled += 1
-        if time.monotonic() > reported + _REPORT_SECONDS:
-            reported = time.monotonic()
-            announce(f"compiled {num_compiled} functions")
-
-    compilation.Function.on_compiled = staticmethod(report)
-    wrappers = [
-        compilation.plain(_PREFIX + name, compilation.kernels[name], keeps_gil=name in which.brief) for name in names
-    ]
+    entries = {name: spec for name, spec in which.fast_paths.items() if spec.kernel in names}
+    num_steps = 2 * (len(names) + len(entries))  # LLVM takes as long as Numba
+    wrappers = []
+    for index, name in enumerate(names):
+        note(index / num_steps)
+        wrappers.append(compilation.plain(_PREFIX + name, compilation.kernels[name], keeps_gil=name in which.brief))
     if which.fast_paths:
         from .fast_path_code import entry, entry_wrapper, find_bound
         from .list_calls import list_entry
 
-        entries = {
-            name: list_entry() if spec.is_of_list else entry(spec)
-            for name, spec in which.fast_paths.items()
-            if spec.kernel in names
-        }
-        wrappers += [entry_wrapper(f"{_PREFIX}enter_{name}", function) for name, function in entries.items()]
+        for index, (name, spec) in enumerate(entries.items(), len(names)):
+            note(index / num_steps)
+            wrappers.append(entry_wrapper(f"{_PREFIX}enter_{name}", list_entry() if spec.is_of_list else entry(spec)))
         if number == 0:
             finders = {"find_bound": compilation.kernels["find_bound"], "find_list": list_entry(finds=True)}
             wrappers += [entry_wrapper(f"{_PREFIX}{name}", function) for name, function in finders.items()]

@@ -21,6 +21,7 @@ from ..compiler.compilation import BYTES, WORD, Function, Wrapper, inner, kernel
 from ..compiler.cpython import (
     call_with_four,
     call_with_one,
+    call_with_two,
     clear_error,
     context_value,
     decref,
@@ -37,6 +38,7 @@ from ..compiler.cpython import (
     release_gil,
     restore_error,
     take_gil,
+    tells,
     this_thread,
     tuple_of_one,
 )
@@ -47,7 +49,7 @@ from .host_calls import is_carried
 from .intrinsics import copy, load, store
 from .kernel_sets import FastPathKernel
 from .logged_calls import FIRST_HASH, close_entry, end_call, hash_end, hash_step, open_entry, set_dim
-from .movement import compare_only, rows_before
+from .movement import compare_only, own_length
 from .records import (
     FLAT,
     NOT_FAST,
@@ -411,6 +413,18 @@ def enter_allgather(cached_call: CachedCallRecord, source: DLTensor, target: DLT
     return enter_gathering(cached_call, source, numel, data(target), arguments)
 
 
+@inner
+def is_of_parts(call: KernelCall, given: Words, received: Words):
+    """Return whether parts over hosts are no alltoall whose values are sent with the comparison."""
+    size, length, item_bytes = group_of(call).size, part_numel(given, 0), call.item_bytes
+    if not call.hosts.frames:
+        return False
+    for other in range(size):
+        if part_numel(given, other) != length or part_numel(received, other) != length:
+            return True
+    return not is_carried(call, size * length * item_bytes, item_bytes)
+
+
 @kernel
 def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
     """Enter an exchange of parts of any length, and write their sizes and transfers."""
@@ -418,9 +432,11 @@ def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTe
     group, item_bytes = group_of(call), call.item_bytes
     rank, size, given, received = group.rank, group.size, arguments.given_parts, arguments.received_parts
     num_fields = 1 + 2 * size
-    if call.hosts or not given or not received or num_fields * FIELD_BYTES > PAYLOAD_BYTES:
+    if not given or not received or (not call.hosts and num_fields * FIELD_BYTES > PAYLOAD_BYTES):
         return NOT_FAST
     if dtype_of(target) != cached_call.dlpack_dtype or part_numel(given, rank) != part_numel(received, rank):
+        return NOT_FAST
+    if call.hosts and not is_of_parts(call, given, received):
         return NOT_FAST
     if not are_apart(cached_call, source, target, arguments):
         return NOT_FAST
@@ -428,12 +444,14 @@ def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTe
     if status != 0:
         return status
     message, transfers = Words(call.message), call.transfers
-    message[0] = PART_SIZES
     for other in range(size):
-        message[1 + other] = part_numel(given, other) * item_bytes
-        message[1 + size + other] = part_numel(received, other) * item_bytes
-        set_send(transfers, other, given[other], message[1 + other])
-        set_receive(transfers, other, received[other], message[1 + size + other])
+        set_send(transfers, other, given[other], part_numel(given, other) * item_bytes)
+        set_receive(transfers, other, received[other], part_numel(received, other) * item_bytes)
+    if not call.hosts:
+        message[0] = PART_SIZES
+        for other in range(size):
+            message[1 + other] = transfers[other].send_bytes
+            message[1 + size + other] = transfers[other].receive_bytes
     arguments.rest[0] = message + 0
     arguments.rest[1] = num_fields * FIELD_BYTES
     return 0
@@ -449,23 +467,16 @@ def enter_give(cached_call: CachedCallRecord, source: DLTensor, _: DLTensor, arg
 
 
 @inner
-def own_rows(call: KernelCall, num_rows):
-    """Return how many of `num_rows` rows belong to this rank."""
-    group = group_of(call)
-    rank, size = group.rank, group.size
-    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
-
-
-@inner
 def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, times, arguments: Arguments):
     """Enter a kernel that takes the rows of the source, and a target for `times` this rank's part of them."""
     call = cached_call.call
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return NOT_FAST
     num_rows, row_bytes = dim(source, 0), row_numel(source) * call.item_bytes
-    if not fits(cached_call, source, target, own_rows(call, num_rows) * times, arguments):
+    if not fits(cached_call, source, target, own_length(group_of(call), num_rows, 1) * times, arguments):
         return NOT_FAST
-    if not is_carried(call, num_rows * row_bytes, row_bytes):
+    has_equal_parts = num_rows % group_of(call).size == 0
+    if not is_carried(call, num_rows * row_bytes, row_bytes) and not (has_equal_parts and call.hosts.frames):
         return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_rows
@@ -489,19 +500,37 @@ def enter_alltoall(cached_call: CachedCallRecord, source: DLTensor, target: DLTe
     return enter_with_rows(cached_call, source, target, size, arguments)
 
 
+@kernel
+def enter_alltoall_splits(cached_call: CachedCallRecord, rows: DLTensor, numbers: DLTensor, arguments: Arguments):
+    """Enter an alltoall of numbers of rows, whose signature has dtype and shape of the rows.
+
+    `numbers`: those that this rank sends, and memory for those that it receives.
+    """
+    call, half = cached_call.call, group_of(cached_call.call).size * FIELD_BYTES
+    if plain_numel(cached_call, rows) < 0 or not is_carried(call, half, FIELD_BYTES):
+        return NOT_FAST
+    arguments.rest[0] = data(numbers)
+    arguments.rest[1] = group_of(call).size
+    arguments.rest[2] = FIELD_BYTES
+    arguments.rest[3] = data(numbers) + half
+    return begin_call(cached_call, rows, half, arguments)
+
+
 @inner
 def enter_scattering(cached_call: CachedCallRecord, tensor: DLTensor, arguments: ScatterArguments):
-    """Enter a scatter, and write the description of the tensor that this rank offers or expects."""
-    call = cached_call.call
-    row_bytes = row_numel(tensor) * call.item_bytes
-    if not is_carried(call, group_of(call).size * row_bytes, 0):
-        return NOT_FAST
+    """Enter a scatter, and write the description of the tensor that this rank offers or expects.
+
+    None is written for a call over hosts whose values are sent with the comparison of what each rank receives.
+    """
+    call, row_bytes = cached_call.call, row_numel(tensor) * cached_call.call.item_bytes
+    is_compared = cached_call.first_dim < MAX_LOG_DIMS
     status = begin_call(cached_call, tensor, dim(tensor, 0) * row_bytes, Arguments(arguments))
     if status != 0:
         return status
     use_parts(call, Arguments(arguments))
     arguments.row_bytes = row_bytes
-    if call.hosts:  # of which all ranks know the length
+    arguments.message_bytes = 0
+    if call.hosts and is_compared and is_carried(call, group_of(call).size * row_bytes, 0):
         return 0
     message, length = call.message, num_dims(tensor)
     message.dtype, message.num_dims = call.dtype, length
@@ -521,7 +550,7 @@ def enter_scatter(cached_call: CachedCallRecord, source: DLTensor, target: DLTen
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return NOT_FAST
     num_rows = dim(source, 0)
-    if not fits(cached_call, source, target, own_rows(call, num_rows), Arguments(arguments)):
+    if not fits(cached_call, source, target, own_length(group_of(call), num_rows, 1), Arguments(arguments)):
         return NOT_FAST
     arguments.source = data(source)
     arguments.num_rows = num_rows
@@ -609,8 +638,14 @@ def is_plain(path: FastPath, tensor):
 
 
 @inner
-def is_communicator_chosen(path: FastPath):
-    """Return whether a communicator is chosen for this thread or task (`mpi.use`), or an exception is set."""
+def is_for_python(path: FastPath):
+    """Return whether Python must make the calls of this thread, or an exception is set.
+
+    A communicator is chosen for the thread or task (`mpi.use`), or torch records operators, or a mode watches them.
+    """
+    for index in range(3):
+        if tells(path.is_included, path.watching_keys[index]) != 0:
+            return True
     value = Words(_word())
     if context_value(path.chosen_comm, 0, value) != 0:
         return True
@@ -636,12 +671,12 @@ def count_write(path: FastPath, written):
 
 
 @inner
-def abort(path: FastPath, cached_call: CachedCallRecord):
-    """Abort the call, and keep the exception that is set."""
+def abort(path: FastPath, cached_call: CachedCallRecord, tensor):
+    """Abort the call on a tensor, and keep the exception that is set."""
     error = Error(_error())
     fetch_error(error.kind, error.value, error.traceback)
     number = new_number(cached_call)
-    answer = call_with_one(path.abort, number)
+    answer = call_with_two(path.abort, number, tensor)
     decref(number)
     if answer != 0:
         decref(answer)
@@ -657,7 +692,7 @@ def settle(path: FastPath, status, tensor, out, cached_call: CachedCallRecord, s
     decref(number)
     decref(address)
     if result == 0 and cached_call.call_log.active == seq:  # KeyboardInterrupt before the first line of Python
-        abort(path, cached_call)
+        abort(path, cached_call, tensor)
         cached_call.call_log.active = 0
         store(cached_call.run_lock.entered, 0)
     return result
@@ -762,7 +797,7 @@ def describe(path: FastPath, tensor, out, takes, first: DLTensor, last: DLTensor
         return False
     if takes_out and not can_be_described(path, out, takes & _OUT_LIST):
         return False
-    if is_communicator_chosen(path):
+    if is_for_python(path):
         return False
     first.num_dims_and_dtype = 0  # a barrier is cached without dtype and has no shape
     if takes_tensor and not describe_any(path, tensor, takes & _LIST, first, given):

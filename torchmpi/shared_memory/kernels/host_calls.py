@@ -8,9 +8,9 @@ raises the error. The steps and messages of a collective are data: `before`, `af
 from __future__ import annotations
 
 from ..compiler.compilation import inner, kernel
-from ..memory_layout import CALL_NUMBER_BITS, RECORD_IS_NUMBER, WITH_COMPARISON
+from ..memory_layout import CALL_NUMBER_BITS, FIELD_BYTES, RECORD_IS_NUMBER, WITH_COMPARISON
 from ..typed_records import Words
-from .access import group_of
+from .access import group_of, part_at, set_receive, set_send
 from .intrinsics import call_isend, call_test, copy, give_way, load_acquire, now, reduce, sleep, store_release
 from .logged_calls import (
     FIRST_HASH,
@@ -19,16 +19,32 @@ from .logged_calls import (
     hash_end,
     hash_step,
     open_entry,
+    record_of,
     set_dim,
 )
-from .movement import allgather, alltoall, barrier, broadcast, reduce_scatter, rows_before, scatter
+from .movement import (
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    exchange_parts,
+    is_expected,
+    own_length,
+    own_offset,
+    reduce_scatter,
+    rows_before,
+    scatter,
+)
 from .records import (
+    DESCRIPTION_BYTES,
     MISMATCH,
     STEP_AFTER,
     STEP_BEFORE,
     STEP_BETWEEN,
+    STEP_PARTS,
     STEPS,
     TIMEOUT,
+    UNEVEN,
     ComparedNumber,
     Hosts,
     KernelCall,
@@ -292,7 +308,7 @@ def sort_parts(call: KernelCall, num_rows, row_bytes, unit_bytes):
 
 
 @inner
-def exchange_parts(call: KernelCall, number, num_rows, row_bytes, unit_bytes, begin):
+def exchange_even_parts(call: KernelCall, number, num_rows, row_bytes, unit_bytes, begin):
     """Send each host the parts for its ranks, and combine or sort those for this host."""
     hosts = call.hosts
     fill_blocks(call, num_rows, row_bytes, unit_bytes)
@@ -310,7 +326,7 @@ def exchange(call: KernelCall, number, num_bytes, row_bytes, unit_bytes, passed,
     """Move the values between the hosts, to the memory that is passed on: 0, MISMATCH, or the error of MPI."""
     hosts = call.hosts
     if hosts.divides:
-        return exchange_parts(call, number, num_bytes // row_bytes, row_bytes, unit_bytes, begin)
+        return exchange_even_parts(call, number, num_bytes // row_bytes, row_bytes, unit_bytes, begin)
     if hosts.reduces:
         return exchange_vectors(call, number, num_bytes, passed, begin)
     status = gather(hosts, number, hosts.block_units * unit_bytes)
@@ -390,7 +406,15 @@ def move_parts(parts: Words, size, memory, num_bytes, unpacks):
 
 @inner
 def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, target):
-    """Run a short call; `signature` is the hash of its shape, `row_bytes` belongs to rows that are divided.
+    """Run a short call; `signature` is the hash of its shape."""
+    hosts = call.hosts
+    number = call_number(seq, record_of(hosts.call_log, seq).code, signature) ^ as_sent(call, num_bytes) ^ hosts.mark
+    return call_over_hosts(call, seq, number, source, num_bytes, row_bytes, target)
+
+
+@kernel
+def call_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_bytes, target):
+    """Run a short call with this number; `row_bytes` belongs to rows that are divided.
 
     Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
@@ -406,7 +430,6 @@ def over_hosts(call: KernelCall, seq, signature, source, num_bytes, row_bytes, t
     log.waited = -begin  # for Python, which ends a call that fails here
     log.algorithm = WITH_COMPARISON
     sent_bytes, length, result_unit = as_sent(call, num_bytes), 0, unit_bytes // hosts.sent_item_bytes * call.item_bytes
-    number = call_number(seq, hosts.code, signature) ^ sent_bytes
     divides, is_first, is_broadcast = hosts.divides != 0, hosts.isend != 0, hosts.before.kind == _BROADCAST
     passed_bytes = hosts.passed_units * result_unit
     if hosts.widen:
@@ -460,6 +483,162 @@ def compare_over_hosts(hosts: Hosts, seq, number):
     return status if status != 0 else run_step(hosts, hosts.after, number, STEP_AFTER, 0, 0, 0)
 
 
+# --- parts of any length ----------------------------------------------------------------------------------------------
+
+
+@inner
+def size_of_part(hosts: Hosts, rank, position):
+    """Return a size in the frame of a rank: first those of the parts that it sends, then of those that it expects."""
+    return Words(hosts.received_memory + rank * hosts.frame_bytes)[position]
+
+
+@inner
+def room_for_values(hosts: Hosts, size):
+    """Return how many bytes of values a frame has room for."""
+    return hosts.frame_bytes - 2 * size * FIELD_BYTES
+
+
+@inner
+def write_frame(call: KernelCall):
+    """Write the sizes of the parts of this rank, and the values for other ranks if there is room."""
+    hosts, size, rank, transfers, total = call.hosts, group_of(call).size, group_of(call).rank, call.transfers, 0
+    sizes = Words(hosts.given_memory)
+    for other in range(size):
+        sizes[other] = transfers[other].send_bytes
+        sizes[size + other] = transfers[other].receive_bytes
+        total += transfers[other].send_bytes if other != rank else 0
+    offset = 2 * size * FIELD_BYTES
+    for other in range(size if total <= room_for_values(hosts, size) else 0):
+        if other != rank:
+            copy(sizes + offset, transfers[other].send_address, transfers[other].send_bytes)
+            offset += transfers[other].send_bytes
+    return 0
+
+
+@inner
+def most_sent(call: KernelCall):
+    """Return the most bytes that a rank sends to the others; -1 if a rank expects another size than is sent."""
+    hosts, size, most = call.hosts, group_of(call).size, 0
+    for sender in range(size):
+        total = 0
+        for receiver in range(size):
+            length = size_of_part(hosts, sender, receiver)
+            if length != size_of_part(hosts, receiver, size + sender):
+                return -1
+            total += length if receiver != sender else 0
+        most = max(most, total)
+    return most
+
+
+@inner
+def read_frames(call: KernelCall):
+    """Copy the values for this rank from the frames of the others."""
+    hosts, size, rank, transfers = call.hosts, group_of(call).size, group_of(call).rank, call.transfers
+    for sender in range(size):
+        values = hosts.received_memory + sender * hosts.frame_bytes + 2 * size * FIELD_BYTES
+        for receiver in range(rank if sender != rank else 0):
+            values += size_of_part(hosts, sender, receiver) if receiver != sender else 0
+        if sender != rank:
+            copy(transfers[sender].receive_address, values, transfers[sender].receive_bytes)
+    return 0
+
+
+@inner
+def send_parts(call: KernelCall, seq):
+    """Send each rank its part, and wait for all parts: 0, TIMEOUT, the error of MPI, or UNEVEN if one is too long."""
+    hosts, size, rank, transfers = call.hosts.parts, group_of(call).size, group_of(call).rank, call.transfers
+    byte, tag, comm, number, error = hosts.byte_type, hosts.tag, hosts.comm, 0, 0
+    for other in range(size):
+        if max(transfers[other].send_bytes, transfers[other].receive_bytes) > hosts.received_bytes:
+            return UNEVEN
+    store_release(hosts.wait.polling, seq)
+    for shift in range(1, size):
+        origin, target = (rank - shift + size) % size, (rank + shift) % size
+        address, length = transfers[origin].receive_address, transfers[origin].receive_bytes
+        if length != 0 and error == 0:
+            request = hosts.requests + number * FIELD_BYTES
+            error = call_isend(hosts.irecv, address, length, byte, origin, tag, comm, request)
+            number += 1
+        address, length = transfers[target].send_address, transfers[target].send_bytes
+        if length != 0 and error == 0:
+            request = hosts.requests + number * FIELD_BYTES
+            error = call_isend(hosts.isend, address, length, byte, target, tag, comm, request)
+            number += 1
+    for index in range(number):
+        if error == 0:
+            error = await_message(hosts, hosts.requests + index * FIELD_BYTES)
+    store_release(hosts.wait.polling, 0)
+    return error
+
+
+@inner
+def exchange_over_hosts(call: KernelCall, seq, signature):
+    """Exchange the parts of the transfers: their sizes, and short values, are gathered with the comparison.
+
+    Returns 0, the status of `over_hosts`, TIMEOUT, the error of MPI, or UNEVEN if Python must go on: a rank expects
+    another size than is sent, or a part is too long for one message.
+    """
+    hosts, frames, group = call.hosts, call.hosts.frames, group_of(call)
+    write_frame(call)
+    status = over_hosts(frames, seq, signature, hosts.given_memory, hosts.frame_bytes, 0, hosts.received_memory)
+    if status != 0:
+        return status
+    frames.hosts.failed_step = STEP_PARTS
+    most = most_sent(call)
+    if most < 0:
+        return UNEVEN
+    own = call.transfers[group.rank]
+    copy(own.receive_address, own.send_address, own.send_bytes)
+    if most <= room_for_values(hosts, group.size):
+        return read_frames(call)
+    return send_parts(call, seq)
+
+
+@inner
+def scatter_over_hosts(call: KernelCall, seq, signature, message: TensorMessage, source, num_rows, row_bytes, target):
+    """Give each rank its part of the root's rows, of which the others know what they expect.
+
+    A frame of the root has the description of its tensor, and the values if there is room. Returns what
+    `exchange_over_hosts` does, UNEVEN if a rank expects another tensor.
+    """
+    hosts, frames, group, transfers = call.hosts, call.hosts.frames, group_of(call), call.transfers
+    is_root, size = hosts.is_root, group.size
+    frame = TensorMessage(hosts.given_memory if is_root else hosts.received_memory)
+    values, room = frame + DESCRIPTION_BYTES, hosts.frame_bytes - DESCRIPTION_BYTES
+    if num_rows * row_bytes <= room:
+        copy(values, source, num_rows * row_bytes)
+    status = over_hosts(frames, seq, signature, frame, hosts.frame_bytes, 0, frame)
+    if status != 0:
+        return status
+    frames.hosts.failed_step = STEP_PARTS
+    if is_root == 0 and not is_expected(group, frame, message):
+        return UNEVEN
+    num_rows = frame.shape[0]
+    first, length = own_offset(group, num_rows, row_bytes), own_length(group, num_rows, row_bytes)
+    if num_rows * row_bytes <= room:
+        copy(target, values + first, length)
+        return 0
+    for other in range(size):
+        begin = rows_before(num_rows, size, other) * row_bytes
+        num_sent = part_length(call, num_rows, row_bytes, other) if is_root else 0
+        set_send(transfers, other, part_at(call.given_parts, other, source + begin), num_sent)
+        set_receive(transfers, other, target, length if other == call.root else 0)
+    if is_root:
+        copy(target, transfers[group.rank].send_address, length)
+    return send_parts(call, seq)
+
+
+@inner
+def set_even_parts(call: KernelCall, source, num_bytes, target):
+    """Write transfers of equal parts of two tensors, or of lists of tensors."""
+    size, transfers = group_of(call).size, call.transfers
+    length = num_bytes // size
+    for other in range(size):
+        set_send(transfers, other, part_at(call.given_parts, other, source + other * length), length)
+        set_receive(transfers, other, part_at(call.received_parts, other, target + other * length), length)
+    return 0
+
+
 # --- kernels of the fast path: within a host or over hosts ------------------------------------------------------------
 
 
@@ -506,16 +685,29 @@ def any_reduce_scatter(call: KernelCall, seq, signature, source, num_rows, row_b
 @kernel
 def any_alltoall(call: KernelCall, seq, signature, source, num_rows, row_bytes, target):
     """Send each rank its rows."""
+    if call.hosts and not is_carried(call, num_rows * row_bytes, row_bytes):  # of an exchange
+        set_even_parts(call, source, num_rows * row_bytes, target)
+        return exchange_over_hosts(call, seq, signature)
     if call.hosts:
         return over_hosts(call, seq, signature, source, num_rows * row_bytes, row_bytes, target)
     return alltoall(call, seq, signature, source, num_rows, row_bytes, target)
 
 
 @kernel
+def any_exchange(call: KernelCall, seq, signature, message, num_bytes):
+    """Exchange parts of any length, which are in the transfers."""
+    if call.hosts:
+        return exchange_over_hosts(call, seq, signature)
+    return exchange_parts(call, seq, signature, message, num_bytes)
+
+
+@kernel
 def any_scatter(
     call: KernelCall, seq, signature, message: TensorMessage, message_bytes, source, num_rows, row_bytes, target
 ):
-    """Give each rank its part of the root's rows; over hosts one row."""
+    """Give each rank its part of the root's rows; one row if the values are sent with the comparison over hosts."""
+    if call.hosts and message_bytes != 0:
+        return scatter_over_hosts(call, seq, signature, message, source, num_rows, row_bytes, target)
     if call.hosts:
         return over_hosts(call, seq, signature, source, group_of(call).size * row_bytes, 0, target)
     return scatter(call, seq, signature, message, message_bytes, source, num_rows, row_bytes, target)

@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from ...tensors.writable import FUTEX
 from ..compiler.simd_ir import Lanes
 from ..compiler.target import intrinsic
 from .kernel_sets import DELAYS
@@ -452,14 +453,56 @@ def read_memory(process, target, source, num_bytes):
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
 
+def _sleep(builder: Any, microseconds: Any) -> None:
+    """Generate a call of `usleep`."""
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT, [_INT]), "usleep")
+    builder.call(function, [builder.trunc(microseconds, _INT)])
+
+
 @intrinsic
 def sleep(microseconds):
     """Sleep (`usleep`)."""
 
     def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
-        function = cgutils.get_or_insert_function(builder.module, kind, "usleep")
-        builder.call(function, [builder.trunc(arguments[0], ir.IntType(32))])
+        _sleep(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _futex(builder: Any, address: Any, operation: int, value: Any, time: Any) -> None:
+    """Generate a call of `futex` on the lower half of a word that processes share."""
+    kind = ir.FunctionType(_WORD, [_WORD], var_arg=True)
+    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+    builder.call(function, [_WORD(FUTEX), address, _WORD(operation), value, time])
+
+
+@intrinsic
+def sleep_until_woken(address, value, nanoseconds):
+    """Sleep while the word has this value and nobody calls `wake`, for less than a second; it may end sooner."""
+
+    def generate(context, builder, signature, arguments):
+        address, value, nanoseconds = arguments
+        if FUTEX is None:
+            _sleep(builder, builder.udiv(nanoseconds, _WORD(1000)))
+            return context.get_dummy_value()
+        time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
+        fields = builder.bitcast(time, _WORD.as_pointer())
+        for index, part in enumerate((_WORD(0), nanoseconds)):
+            builder.store(part, builder.gep(fields, [_WORD(index)]))
+        _futex(builder, address, 0, value, builder.ptrtoint(time, _WORD))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def wake(address):
+    """Wake all threads, of any process, that sleep on a word."""
+
+    def generate(context, builder, signature, arguments):
+        if FUTEX is not None:
+            _futex(builder, arguments[0], 1, _WORD(0x7FFFFFFF), _WORD(0))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

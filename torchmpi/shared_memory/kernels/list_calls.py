@@ -17,7 +17,7 @@ from .fast_path_code import (
     dim,
     find_cached_call,
     finish,
-    is_communicator_chosen,
+    is_for_python,
     is_plain,
     leave_to_python,
     new_reference,
@@ -126,7 +126,7 @@ def list_entry(*, finds: bool = False) -> Function:
         count = list_size(tensors)
         if count < 2 or count > MOST_TENSORS:
             return new_reference(path.none)
-        if not are_plain(path, tensors, count) or is_communicator_chosen(path):
+        if not are_plain(path, tensors, count) or is_for_python(path):
             return leave_to_python(path)
         tensor, arguments = DLTensor(_described()), Arguments(_written())
         if describe_with(path.describe, list_item(tensors, 0), tensor) != 0:

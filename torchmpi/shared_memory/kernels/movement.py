@@ -575,7 +575,7 @@ def expected_bytes(call: KernelCall, seq, sender, receiver):
     return payload[0] // group.size * call.item_bytes
 
 
-@kernel
+@inner
 def exchange_parts(call: KernelCall, seq, signature, message, num_bytes):
     """Exchange parts of any length, which are in the transfers; the message of each rank has the lengths of its parts.
 
@@ -665,16 +665,14 @@ def take(call: KernelCall, seq, num_rows, row_bytes, source, target):
 
 
 @inner
-def is_expected(group: GroupRecord, seq, root, message: TensorMessage):
+def is_expected(group: GroupRecord, offered: TensorMessage, message: TensorMessage):
     """Return whether dtype, shape and this rank's number of rows in the root's offer equal those of the message."""
-    offered = offered_by(group, root, seq)
     if offered.dtype != message.dtype or offered.num_dims != message.num_dims:
         return False
     for index in range(1, message.num_dims):
         if offered.shape[index] != message.shape[index]:
             return False
-    size, rank, num_rows = group.size, group.rank, offered.shape[0]
-    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == message.shape[0]
+    return own_length(group, offered.shape[0], 1) == message.shape[0]
 
 
 @kernel
@@ -686,7 +684,8 @@ def scatter(call: KernelCall, seq, signature, message: TensorMessage, num_bytes,
         status = offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes)
     else:
         status = offer(call, seq, signature, message, 0, 0, 0, 0)
-        if status == 0 and not is_expected(group, seq, root, message):
+        offered = offered_by(group, root, seq)
+        if status == 0 and not is_expected(group, offered, message):
             status = UNEVEN
-        num_rows = offered_by(group, root, seq).shape[0]
+        num_rows = offered.shape[0]
     return status if status != 0 else take(call, seq, num_rows, row_bytes, source, target)

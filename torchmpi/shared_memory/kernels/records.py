@@ -6,7 +6,7 @@ The memory that the ranks share is described in :mod:`torchmpi.shared_memory.mem
 
 from __future__ import annotations
 
-from ..memory_layout import Block, ChannelFields, LockFields, LogFields, MessageRing
+from ..memory_layout import FIELD_BYTES, Block, ChannelFields, LockFields, LogFields, MessageRing
 from ..typed_records import Array, Atomic, Embedded, Pointer, Record, Word, Words
 
 # --- Records that groups and calls refer to ----------------------------------------------------------------
@@ -168,15 +168,6 @@ class GroupRecord(Record):
     """An address for each rank: operands of a reduction. Then another for each: the ranks' shared tensors."""
 
 
-def group_fields(size: int) -> int:
-    """Return the number of fields of the record of a group.
-
-    >>> group_fields(4) - group_fields(3)
-    2
-    """
-    return GroupRecord.FIELDS + 2 * size
-
-
 # --- Prepared call ------------------------------------------------------------------------------------------
 
 
@@ -188,6 +179,9 @@ class TensorMessage(Record):
     num_dims = Word()
     shape = Array(0)
 
+
+DESCRIPTION_BYTES = 16 * FIELD_BYTES
+"""The room for a description in a message between hosts."""
 
 STEPS = ("barrier", "reduce", "gather", "broadcast")
 """The steps within a host, by number."""
@@ -353,6 +347,8 @@ class Direction(Record):
     """One direction between this rank and another, and the message of this rank that is next or has begun there."""
 
     ring = Pointer(MessageRing)
+    other = Pointer(MessageRing)
+    """The ring of the other rank to itself."""
     request = Pointer(MessageRequest)
     is_receive = Word()
 
@@ -364,6 +360,10 @@ class MessageCall(AnyMessage):
     """Of the sent message; 0 if none is sent."""
     into = Pointer(MessageRing)
     """Of the received one, likewise."""
+    receiver = Pointer(MessageRing)
+    """The rings to themselves: of the rank that receives,"""
+    sender = Pointer(MessageRing)
+    """and of the one that sends."""
     capacity = Word()
     polls = Word()
     patience = Word()
@@ -430,8 +430,8 @@ class Hosts(Record):
     wait = Pointer(HostsWait)
     eager = Word()
     """How many nanoseconds to wait before other ranks may have the core."""
-    code = Word()
-    """Code of the call."""
+    mark = Word()
+    """Added to the number of the call: calls with the same code may send different messages."""
     rounds = Pointer(RoundRecord)
     num_rounds = Word()
     num_hosts = Word()
@@ -496,8 +496,19 @@ class Hosts(Record):
     """The length of a block of a host, and of what is passed on in a host: see `Blocks` of torchmpi.backends."""
     passed_units = Word()
 
+    # An exchange of parts of any length, and a scatter of which the root alone knows the tensor.
+    frames: Pointer[KernelCall] = Pointer("KernelCall")
+    """The prepared gather or broadcast of frames; 0 for other calls."""
+    frame_bytes = Word()
+    """The length of a frame: sizes of parts or a description, and values if there is room."""
+    parts: Pointer[Hosts] = Pointer("Hosts")
+    """The messages between all ranks."""
+    requests = Pointer(Words)
+    """Of such a record memory for two requests of MPI for each rank."""
 
-STEP_BEFORE, STEP_BETWEEN, STEP_AFTER = range(3)
+
+STEP_BEFORE, STEP_BETWEEN, STEP_AFTER, STEP_PARTS = range(4)
+"""The last one: parts in messages of their own."""
 
 
 class KernelCall(Record):
@@ -512,7 +523,7 @@ class KernelCall(Record):
     transfers = Pointer(Transfer)
     """One for each rank."""
     message = Pointer(TensorMessage)
-    """The message in which the root of a scatter describes its tensor."""
+    """The description of the tensor that this rank offers or expects in a scatter."""
     dtype = Word()
     """Number of the dtype, the same on all ranks; 0 if unknown."""
     hosts = Pointer(Hosts)
@@ -714,9 +725,13 @@ class FastPath(Record):
     touch = Word()
     """Of the Python function that records the writes to a sequence of tensors where `increment_version` cannot."""
     abort = Word()
-    """Of the Python function that aborts a call if `settle` did not start: (cached call)."""
+    """Of the Python function that aborts a call if `settle` did not start: (cached call, tensor)."""
     same_shapes = Word()
     """Whether a result in another tensor has the shape of the source."""
+    is_included = Word()
+    """Of torch's function that tells whether a dispatch key is active in this thread,"""
+    watching_keys = Array(3)
+    """and these keys."""
 
 
 class DLTensor(Record):

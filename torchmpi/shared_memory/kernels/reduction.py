@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...tensors import dtypes
-from ...tensors.operation_specs import form
 from .reduction_key import FunctionKey
 
 LANES = {
@@ -104,7 +103,7 @@ def function_key(dtype: torch.dtype, op: str) -> FunctionKey:
     >>> function_key(torch.uint8, "max")[:3], function_key(torch.complex64, "prod")[:3]
     (('i8', 'umax', 1), ('f32', 'cprod', 2))
     """
-    spec, of_type = form(op, dtype), ""
+    spec, of_type = dtypes.form(op, dtype), ""
     if dtype.is_complex:
         of_type = "c" if spec.combine == "prod" else ""
     elif spec.has_order and not dtype.is_floating_point:

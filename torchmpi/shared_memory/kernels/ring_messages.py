@@ -9,6 +9,10 @@ messages of the group can continue it: `send_on` and `receive_on` move its next 
 written, so that the copies of both ranks overlap. Parts that are not short are written past the caches: a core reads
 lines that another core has just written slower than memory.
 
+A rank that waits long sleeps in the kernel until another rank wakes it. It notes that in `asleep` and looks
+once more; whoever has moved something looks at `asleep` then. Without a fence between these two steps, which each
+message would pay, the other rank may not see the note: then the sleep lasts until its end.
+
 - `advance` continues the messages of all directions, for as long as no message ends.
 - `any_message` is a message that a program repeats, called by the fast path: through rings, or one of MPI
   (:mod:`.messages`). If the other rank is late, Python continues it (UNFINISHED).
@@ -17,10 +21,22 @@ lines that another core has just written slower than memory.
 from __future__ import annotations
 
 from ..compiler.compilation import inner, kernel
-from ..memory_layout import MessageRing
+from ..memory_layout import FOR_ARRIVALS, FOR_ROOM, MessageRing
 from .copying import copy_past
 from .fast_path_code import begin_call, data, dim, is_free, num_dims, plain_numel
-from .intrinsics import copy, fence, give_way, load, load_acquire, now, pause, sleep, store, store_release
+from .intrinsics import (
+    copy,
+    fence,
+    give_way,
+    load,
+    load_acquire,
+    now,
+    pause,
+    sleep_until_woken,
+    store,
+    store_release,
+    wake,
+)
 from .messages import begin_message, end_message, enter_message_of_mpi, pass_by_mpi
 from .records import (
     BEGUN,
@@ -94,7 +110,16 @@ def frame_bytes(frame: Frame):
 
 
 @inner
-def send_on(ring: MessageRing, capacity, request: MessageRequest):
+def wake_other(other: MessageRing, reason):
+    """Wake a rank, given its ring to itself, if it sleeps for this reason."""
+    if load_acquire(other.asleep) >= reason:
+        store_release(other.asleep, 0)
+        wake(other.asleep)
+    return 0
+
+
+@inner
+def send_on(ring: MessageRing, other: MessageRing, capacity, request: MessageRequest):
     """Write the next part of a message if there is room for it; return whether there was."""
     head, part = load(ring.head), part_bytes(capacity)
     room, end = capacity - (head - load_acquire(ring.tail)), head
@@ -118,6 +143,7 @@ def send_on(ring: MessageRing, capacity, request: MessageRequest):
         end = whole_lines(end)
         request.state = ENDED
     store_release(ring.head, end)
+    wake_other(other, FOR_ARRIVALS)
     return True
 
 
@@ -136,7 +162,7 @@ def is_as_expected(request: MessageRequest):
 
 
 @inner
-def receive_on(ring: MessageRing, capacity, request: MessageRequest, most):
+def receive_on(ring: MessageRing, other: MessageRing, capacity, request: MessageRequest, most):
     """Read the next part of a message, at most so many bytes of values: NOTHING, MOVED, or OTHER_TAG."""
     tail = load(ring.tail)
     ready = load_acquire(ring.head) - tail
@@ -167,37 +193,41 @@ def receive_on(ring: MessageRing, capacity, request: MessageRequest, most):
         tail = whole_lines(tail)
         request.state = ENDED
     store_release(ring.tail, tail)
+    wake_other(other, FOR_ROOM)
     return MOVED
 
 
 @inner
-def rest(idle, since, polls, microseconds):
-    """Wait a moment, after `idle` looks at which nothing has moved: poll, then yield, or sleep if told how long.
+def rest(own: MessageRing, idle, polls, reason, nanoseconds):
+    """Wait a moment, after `idle` looks at which nothing has moved; return how many there are at the next look.
 
-    Returns the time of the last poll, given that as `since`, or 0 if there are polls left.
+    After the polls, this yields, or sleeps if told how long: it notes that for a last look, and sleeps after that.
     """
     if idle < polls:
         pause()
-        return 0
-    if since == 0:
-        return now()
-    if microseconds == 0:
+    elif nanoseconds == 0:
         give_way()
+    elif idle == polls:
+        store_release(own.asleep, reason)
+        fence()
     else:
-        sleep(microseconds)
-    return since
+        sleep_until_woken(own.asleep, reason, nanoseconds)
+        store(own.asleep, 0)
+        return polls
+    return idle + 1
 
 
 @kernel
-def advance(directions: Direction, count, capacity, polls, microseconds, nanoseconds):
+def advance(directions: Direction, count, own: MessageRing, capacity, polls, sleeps, nanoseconds):
     """Continue the messages of all directions.
 
     Args:
         directions: The directions.
         count: How many there are.
+        own: The ring of this rank to itself.
         capacity: The bytes of a ring.
         polls: How often to look for something to move before this thread yields,
-        microseconds: or if this is not 0 sleeps.
+        sleeps: or if this is not 0 sleeps.
         nanoseconds: How long to wait while nothing moves.
 
     Returns:
@@ -205,7 +235,7 @@ def advance(directions: Direction, count, capacity, polls, microseconds, nanosec
     """
     idle, since, ended = 0, 0, False
     while True:
-        has_moved = False
+        has_moved, reason = False, FOR_ARRIVALS
         for index in range(count):
             direction = directions[index]
             request = direction.request
@@ -218,9 +248,10 @@ def advance(directions: Direction, count, capacity, polls, microseconds, nanosec
             if state == BEGUN and request.is_from_any != 0 and request.direction != index:
                 continue
             if direction.is_receive == 0:
-                has_moved = send_on(direction.ring, capacity, request) or has_moved
+                has_moved = send_on(direction.ring, direction.other, capacity, request) or has_moved
+                reason = FOR_ROOM
             else:
-                result = receive_on(direction.ring, capacity, request, _NO_LIMIT)
+                result = receive_on(direction.ring, direction.other, capacity, request, _NO_LIMIT)
                 if result == OTHER_TAG:
                     return UNEXPECTED + index
                 if result == MOVED:
@@ -235,10 +266,12 @@ def advance(directions: Direction, count, capacity, polls, microseconds, nanosec
         if has_moved:
             idle, since = 0, 0
             continue
-        idle += 1
-        since = rest(idle, since, polls, microseconds)
-        if since != 0 and now() - since >= nanoseconds:
-            return 0
+        if idle >= polls:
+            time = now()
+            since = time if since == 0 else since
+            if time - since >= nanoseconds:
+                return 0
+        idle = rest(own, idle, polls, reason, nanoseconds if sleeps != 0 else 0)
 
 
 # --- repeated messages --------------------------------------------------------------------------------------------
@@ -304,20 +337,22 @@ def pass_through_rings(call: MessageCall, address, num_bytes):
     while sending.state != ENDED or receiving.state != ENDED:
         has_moved = False
         if sending.state != ENDED:
-            has_moved = send_on(out, capacity, sending)
+            has_moved = send_on(out, call.receiver, capacity, sending)
         if receiving.state != ENDED:
             most = _NO_LIMIT if sending.state == ENDED or receiving.differs != 0 else sending.moved - receiving.moved
-            result = receive_on(into, capacity, receiving, most)
+            result = receive_on(into, call.sender, capacity, receiving, most)
             if result == OTHER_TAG:  # Python makes way for it
                 return UNFINISHED
             has_moved = result == MOVED or has_moved
         if has_moved:
             idle, since = 0, 0
             continue
-        idle += 1
-        since = rest(idle, since, polls, 0)
-        if since != 0 and now() - since >= patience:
-            return UNFINISHED
+        if idle >= polls:
+            time = now()
+            since = time if since == 0 else since
+            if time - since >= patience:
+                return UNFINISHED
+        idle = rest(out, idle, polls, 0, 0)
     end = now()
     if out:
         end_message(call.send_channel, end)

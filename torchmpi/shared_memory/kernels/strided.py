@@ -9,7 +9,10 @@ from ..typed_records import Words
 from .intrinsics import copy
 from .records import NOT_FAST
 
-_positions = on_stack(MAX_LOG_DIMS)
+_positions, _packed_steps = on_stack(MAX_LOG_DIMS), on_stack(MAX_LOG_DIMS)
+_TILE = 8
+"""Elements in a row of a tile, if elements that are neighbors in memory are not neighbors in the tensor: the parts of a
+cache line that a row does not use are used by the next rows, before another line takes its place."""
 
 
 @inner
@@ -48,26 +51,40 @@ def copy_items(target, target_step, source, source_step, count, item_bytes):
 def move_strided(shape: Words, strides: Words, num_dims, address, packed, item_bytes, unpacks):
     """Copy the elements at `address` into contiguous memory at `packed`, or back; there is at least one.
 
-    Along the last dimension together, and through the others as the digits of a counter.
+    Rows along the last dimension are copied together, and in tiles with those of the dimension whose elements are
+    the nearest in memory, if that is another one, as in a transposed matrix. The others are the digits of a counter.
     """
-    positions, last = Words(_positions()), num_dims - 1
-    for index in range(num_dims):
-        positions[index] = 0
-    length, step = shape[last], strides[last] * item_bytes
+    positions, packed_steps, last = Words(_positions()), Words(_packed_steps()), num_dims - 1
+    near, packed_step = last, item_bytes
+    for index in range(last, -1, -1):
+        positions[index], packed_steps[index] = 0, packed_step
+        packed_step *= shape[index]
+        if shape[index] > 1 and strides[index] < strides[near]:
+            near = index
+    length, step, near_step = shape[last], strides[last] * item_bytes, strides[near] * item_bytes
+    num_rows, tile = (1, length) if near == last else (shape[near], _TILE)
     while True:
-        if unpacks:
-            copy_items(address, step, packed, item_bytes, length, item_bytes)
-        else:
-            copy_items(packed, item_bytes, address, step, length, item_bytes)
-        packed += length * item_bytes
+        for begin in range(0, length, tile):
+            count = min(tile, length - begin)
+            row, packed_row = address + begin * step, packed + begin * item_bytes
+            for _ in range(num_rows):
+                if unpacks:
+                    copy_items(row, step, packed_row, item_bytes, count, item_bytes)
+                else:
+                    copy_items(packed_row, item_bytes, row, step, count, item_bytes)
+                row += near_step
+                packed_row += packed_steps[near]
         index = last - 1
         while index >= 0:
-            positions[index] += 1
-            address += strides[index] * item_bytes
-            if positions[index] < shape[index]:
-                break
-            address -= shape[index] * strides[index] * item_bytes
-            positions[index] = 0
+            if index != near:
+                positions[index] += 1
+                address += strides[index] * item_bytes
+                packed += packed_steps[index]
+                if positions[index] < shape[index]:
+                    break
+                address -= shape[index] * strides[index] * item_bytes
+                packed -= shape[index] * packed_steps[index]
+                positions[index] = 0
             index -= 1
         if index < 0:
             return 0

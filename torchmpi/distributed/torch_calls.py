@@ -1,6 +1,6 @@
 """The calls of torch.distributed that are calls of torchmpi: on which rows, by which plan, by which machine code.
 
-A call on plain host tensors is a :class:`BoundCall`, made once for each operation, dtype and root: the plan of the
+A call on plain host tensors is a :class:`TorchCall`, made once for each operation, dtype and root: the plan of the
 native call, bound to the fast path that runs it. What is not plain is copied around the same plan
 (:mod:`.process_group`).
 """
@@ -15,16 +15,15 @@ import torch
 
 from ..collective_specs import SPECS
 from ..collectives import dispatch, exchange
+from ..collectives.bound_calls import BoundCall
 from ..communicators.call_queue import LeftToHelper
 from ..communicators.communicator import Communicator
-from ..communicators.handle import Handle
 from ..communicators.plan import PLAIN, Plan, PlanKey
-from ..session import runtime
 from ..shared_memory import fast_path
 from ..shared_memory.kernels.records import FLAT
 from ..tensors import buffers
 from ..timeline import events
-from .rows import Rows, deliver, empty_rows, packed
+from .rows import Rows, as_rows, deliver, empty_rows, packed, parts_of
 
 
 class Form(NamedTuple):
@@ -60,18 +59,16 @@ FORMS = {
     "gather": Form("gather", "gather", "give"),
     "scatter": Form("scatter", "scatter", "receive"),
     "reduce_scatter": Form("reduce_scatter", "reduce_scatter"),
-    "all_to_all": Form("exchange_parts", "exchange"),
     "all_to_all_single": Form("exchange_parts", "alltoall"),
     "barrier": Form("barrier", "barrier"),
 }
 """By the name in torch."""
 
 
-class BoundCall:
+class TorchCall(BoundCall):
     """A call on plain host tensors of one dtype, with one operation and root.
 
     Attributes:
-        code: Its machine code.
         num_rows: See :meth:`Form.num_rows`.
         takes_parts: Whether the tensors of lists may differ in length.
         changes: Whether it overwrites the tensor that this rank passes.
@@ -85,24 +82,17 @@ class BoundCall:
         spec = SPECS[form.collective]
         if spec.is_rooted:
             root = dispatch.check_root(group, root, name)
-        self._communicator, self._group, self._dtype, self._root = communicator, group, dtype, root
-        self._description = f"{group.where}: {name}"
-        self.num_rows = form.num_rows(group.size)
-        self.takes_parts = spec.divides and spec.gathers
-        if self.takes_parts:
-            assert dtype is not None
-            self._plan = exchange.rows_plan(group, dtype)
-        else:
-            self._plan = dispatch.plan_for(communicator, PlanKey(form.collective, op, dtype, PLAIN))
-        self.changes = spec.changes(root == group.rank)
-        self._announces = spec.only_root_passes
         is_other = spec.is_rooted and root != group.rank and form.fast_path_of_others
         which = form.fast_path_of_others if is_other else form.fast_path
-        self.code = dispatch.BoundCode(group, which, dtype, self._cached_call)
+        plan = dispatch.plan_for(communicator, PlanKey(form.collective, op, dtype, PLAIN))
+        super().__init__(group, plan, which, dtype, root, name=name)
+        self.num_rows = form.num_rows(group.size)
+        self.takes_parts = spec.divides and spec.gathers
+        self.changes = spec.changes(root == group.rank)
+        self._announces = spec.only_root_passes
         self.by_messages = group.size > 1 and group.status_board is None
-        has_code = self._cached_call() is not None
         keeps_own_row = spec.gathers and not (spec.divides or spec.is_rooted)
-        self._takes_own_row = has_code and keeps_own_row and group.shared is not None
+        self._takes_own_row = keeps_own_row and group.shared is not None and self.cached_call() is not None
 
     def can_use(self, given: Rows, received: Rows) -> bool:
         """Return whether a call can use the memory of its tensors: they share none, or the row of this rank.
@@ -113,90 +103,63 @@ class BoundCall:
             return _are_apart(given, received)
         if given.dtype is not received.dtype:
             return False
-        own = received.data_ptr() + self._group.rank * given.nbytes
+        own = received.data_ptr() + self.group.rank * given.nbytes
         return (self._takes_own_row and given.data_ptr() == own) or not buffers.overlap(given, received)
 
-    def run(self, given: Rows | None, received: Rows | None) -> None:
-        if self.code.run(given, received) is None:
-            runtime.current()  # raises in a forked child
-            self.code.cache()
-            self._group.call_queue.run(self._perform, given, received, describe=self._describe)
-
-    def run_fast(self, given: Rows | None, received: Rows | None) -> bool:
-        """Run the call in this thread if machine code can do it; return whether it has."""
-        if self.code.run(given, received) is not None:
-            return True
-        self.code.cache()
-        return False
-
-    def submit(self, given: Rows | None, received: Rows | None) -> Handle[Any]:
-        """Run the call in the background."""
-        runtime.current()  # raises in a forked child
-        in_any_thread = not self.by_messages or fast_path.takes_calls()
-        return self._group.call_queue.submit(
-            partial(self.run_queued, given, received),
-            self._description,
-            call=partial(self._describe, given, received),
-            in_any_thread=in_any_thread,
-        )
-
-    def run_queued(self, given: Rows | None, received: Rows | None) -> Any:
-        """Run the call in a thread that holds the run lock."""
-        result = self.code.run(given, received)
-        if result is None:
-            self.code.cache()
-            if self.by_messages and self._group.call_queue.is_run_by_waiter:
-                raise LeftToHelper
-            result = self._perform(given, received)
-        return result
-
-    def _perform(self, given: Rows | None, received: Rows | None) -> Any:
+    def perform(self, given: Rows | None, out: Rows | None) -> Any:
         """Run the call in Python; the caller holds the run lock."""
-        plan = self._plan_for(received)
-        return self._on_rows(partial(self._group.perform, plan), given, received)
+        if self.by_messages and self.group.call_queue.is_run_by_waiter:
+            raise LeftToHelper
+        if self.takes_parts and given is not None and out is not None:
+            exchange.exchange(self.group, parts_of(given, self.group.size), parts_of(out, self.group.size))
+            return out
+        return self._on_rows(partial(self.group.perform, self._plan_for(out)), given, out)
 
     def _on_rows(self, perform: Callable[..., Any], given: Rows | None, received: Rows | None) -> Any:
-        """Return ``perform(source, target, root)``, with the tensors of lists copied to rows and from there."""
-        if self.takes_parts and isinstance(given, list) and isinstance(received, list):
-            return perform(given, received, self._root)
-        source = packed(given, self.num_rows[0]) if isinstance(given, list) else given
-        target = empty_rows(received, self.num_rows[1]) if isinstance(received, list) else received
-        result = perform(source, target, self._root)
+        """Return ``perform(source, target, root)`` with rows; the tensors of lists are copied to and from them."""
+        num_given, num_received = self.num_rows
+        source, target = given, received
+        if isinstance(given, list):
+            source = packed(given, num_given)
+        elif given is not None and num_given:
+            source = as_rows(given, num_given)
         if isinstance(received, list):
-            assert target is not None
+            target = empty_rows(received, num_received)
+        elif received is not None and num_received:
+            target = as_rows(received, num_received)
+        result = perform(source, target, self.root)
+        if isinstance(received, list):
+            assert isinstance(target, torch.Tensor)
             deliver(target, received)
         return result
 
-    def _describe(self, given: Rows | None, received: Rows | None) -> events.ShownCall:
-        return self._group.described_call(self._plan_for(received), given, received, self._root)
+    def described_call(self, given: Rows | None, out: Rows | None) -> events.ShownCall:
+        """Return what the profiler shows of a call."""
+        return self.group.described_call(self._plan_for(out), given, out, self.root)
 
     def _plan_for(self, received: Rows | None) -> Plan:
         """Return the plan; that of a scatter compares what all ranks receive, which native ones need not know."""
-        runtime.current()  # raises in a forked child
         if not self._announces:
-            return self._plan
+            return self.plan
         assert isinstance(received, torch.Tensor)
-        return self._plan.announcing(received.dtype, received.numel())
+        return self.plan.announcing(received.dtype, received.numel())
 
-    def _cached_call(self) -> fast_path.CachedCall | None:
-        plan = self._plan
-        if plan.cached_call is None:
-            return None
-        cached: fast_path.CachedCall | None = plan.cached_call(self._root, None)
+    def cached_call(self) -> fast_path.CachedCall | None:
+        """Return the call for machine code; None if it cannot run it."""
+        cached = super().cached_call()
         if cached is None:
             return None
         if self._announces and self._dtype is not None:
-            # Over hosts the code has the dtype.
-            announced = 0 if self.by_messages else plan.code ^ plan.announcing(self._dtype).code
-            cached = cached._replace(
-                code=cached.code ^ announced, signed_code=cached.signed_code ^ announced, first_dim=1
-            )
-        settle = partial(self._settle, cached.settle)
-        return cached._replace(rows=self.num_rows, settle=settle)
+            announced = self.plan.code ^ self.plan.announcing(self._dtype).code
+            # Over hosts the signature is the hash of the shape alone.
+            signed_code = cached.signed_code ^ (0 if self.by_messages else announced)
+            cached = cached._replace(code=cached.code ^ announced, signed_code=signed_code, first_dim=1)
+        return cached._replace(settle=partial(self._settle, cached.settle))
 
     def _settle(self, settle: Callable[..., Any], status: int, given: Rows, received: Rows | None) -> Any:
         """Continue after a kernel that returned a status, with copies in the place of lists."""
-        if not (isinstance(given, list) or isinstance(received, list)):
+        are_lists = isinstance(given, list), isinstance(received, list)
+        if not any(are_lists) or (self.takes_parts and all(are_lists)):
             return settle(status, given, received)
         result = self._on_rows(lambda source, target, root: settle(status, source, target), given, received)
         return received if isinstance(received, list) else result
