@@ -4,7 +4,7 @@ With a new rank in its place, also the longest time between two updates of the o
 
     torchmpi run -n 3 --without-mpi benchmarks/recovery.py --numel 25000000
     torchmpi run -n 3 --on-lost-rank continue --spares 1 benchmarks/recovery.py --folder $(mktemp -d)
-    torchmpi run -n 3 --on-lost-rank continue --respawns 1 benchmarks/recovery.py --folder $(mktemp -d)
+    torchmpi run -n 3 --without-mpi --on-lost-rank continue --respawns 1 benchmarks/recovery.py --folder $(mktemp -d)
 
 Each run kills one rank; recovery_seconds.py makes several. With a spare rank the first update is that of all ranks.
 """

@@ -97,10 +97,9 @@ def main() -> None:
                     ratios[f"Open MPI, {place}, allreduce of {size}"].append(on / off)
             for numel in (SMALL, LARGE):
                 seconds[f"without MPI, one host, {numel:,} parameters"].append(kill(WITHOUT_MPI, numel))
-            for name, way in (("Open MPI", CONTINUE), ("without MPI", WITHOUT_MPI)):
-                pauses[f"{name}, one host, {SMALL:,} parameters"].append(
-                    kill([*way, "--respawns", "1"], SMALL, pause=True)
-                )
+            pauses[f"without MPI, one host, {SMALL:,} parameters"].append(
+                kill([*WITHOUT_MPI, "--respawns", "1"], SMALL, pause=True)
+            )
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     for title, digits, cells in (
         ("seconds from the kill to the first update", 2, seconds),

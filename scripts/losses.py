@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Lose ranks in many ways, and check that the others continue with right results, or that the job ends.
 
-    python scripts/losses.py RESULTS [--ways openmpi,spares,respawns] [--hosts 1,2] [--only REGEX] [--runs 20]
+    python scripts/losses.py RESULTS [--ways openmpi,spares,without-mpi] [--hosts 1,2] [--only REGEX] [--runs 20]
     python scripts/losses.py RESULTS --table
 
-The ways are those of docs/recovery.md: `spares` has a spare rank for each lost one, and `respawns` starts a new one.
-The Python of this script decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up
-(HOSTS_STATE); without MPI they are two names of this one.
+The ways are those of docs/recovery.md: `spares` has a spare rank for each lost one, and `respawns` starts a new one,
+without MPI. The Python of this script decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must
+be up (HOSTS_STATE); without MPI they are two names of this one.
 
 Each run is a line of the file RESULTS. Started again, the script makes the runs that are missing, first those of the
 cells that have the fewest, so it can be ended at any time. The table has the number of runs that did as documented, of
@@ -37,11 +37,8 @@ from helpers import warm  # noqa: E402
 PROGRAM = ROOT / "scripts" / "loss_program.py"
 STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
 CONTINUE = ["--on-lost-rank", "continue"]
-WITHOUT_MPI, RESPAWNS = ["--without-mpi", *CONTINUE], {"respawns", "respawns-without-mpi"}
-WAYS = {
-    "openmpi": CONTINUE, "spares": CONTINUE, "respawns": CONTINUE, "without-mpi": WITHOUT_MPI,
-    "respawns-without-mpi": WITHOUT_MPI,
-}  # fmt: skip
+WITHOUT_MPI = ["--without-mpi", *CONTINUE]
+WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": WITHOUT_MPI, "respawns": WITHOUT_MPI}
 MOMENTS = (
     "start", "computing", "waiting in shared memory", "short allreduce", "long allreduce", "other collectives",
     "asynchronous calls", "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop",
@@ -73,7 +70,7 @@ class Cell(NamedTuple):
     @property
     def on_hosts(self) -> bool:
         """Whether the ranks are on the hosts of scripts/hosts.sh."""
-        return self.hosts == "2" and "without-mpi" not in self.way
+        return self.hosts == "2" and "--without-mpi" not in WAYS[self.way]
 
     @property
     def ends(self) -> bool:
@@ -93,13 +90,13 @@ def cells() -> Iterator[Cell]:
     """Return all cells that differ: of losses that end the job only those of rank 1 and of rank 0."""
     for way in WAYS:
         for hosts in "12":
-            for moment in LOOPS if way == "spares" or way in RESPAWNS else MOMENTS:
+            for moment in LOOPS if way in ("spares", "respawns") else MOMENTS:
                 for fault in (*SIGNALS, *ENDS):
                     for victims in VICTIMS:
                         cell = Cell(way, hosts, moment, fault, victims)
                         if moment == "recovery" and "," not in victims:
                             continue
-                        if moment == "new rank" and (way not in RESPAWNS or fault not in SIGNALS):
+                        if moment == "new rank" and (way != "respawns" or fault not in SIGNALS):
                             continue
                         if cell.ends and victims not in (("1,2", "0,1") if moment == "recovery" else ("1", "0")):
                             continue
@@ -133,7 +130,7 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
     shared = str(STATE) if cell.on_hosts else None
     with tempfile.TemporaryDirectory(prefix="losses-", dir=shared) as folder:
         hosts_of = folder if cell.on_hosts else ""
-        options = [*WAYS[cell.way], *(["--respawns", str(cell.num_victims + 1)] if cell.way in RESPAWNS else [])]
+        options = [*WAYS[cell.way], *(["--respawns", str(cell.num_victims + 1)] if cell.way == "respawns" else [])]
         command, environment = launching(options, num_ranks, num_spares, hosts_of)
         # A rank that is killed before it has started is found by its launcher, whose child a warm one is not.
         words = [sys.executable] if cell.moment == "start" else warm.command(address("$(uname -n)", cell.on_hosts))
@@ -158,12 +155,10 @@ def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str])
     if cell.ends:
         return Outcome("" if done.returncode > 0 and not found else "went on", seconds, output)
     left = sorted({*range(num_started)} - {int(text) for text in re.findall(r"\d", cell.victims)})
-    if cell.way in RESPAWNS:
+    if cell.way == "respawns":
         left = [-1] * cell.num_victims + left
     has_all = sorted((int(rank), int(size)) for rank, size, *_ in found) == [(rank, len(left)) for rank in left]
-    # On several hosts, where a new rank was killed, mpirun's status is that of its signal.
-    has_status = done.returncode == 0 or (cell.moment == "new rank" and cell.hosts == "2" and done.returncode > 128)
-    return Outcome("" if has_all and has_status else f"status {done.returncode}", seconds, output)
+    return Outcome("" if has_all and done.returncode == 0 else f"status {done.returncode}", seconds, output)
 
 
 def address(name: str, is_host: bool) -> str:

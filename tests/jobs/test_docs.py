@@ -338,7 +338,7 @@ def test_settings_table_agrees_with_config():
 def test_table_of_other_variables_is_complete():
     """All but those that tests and `torchmpi run` set for themselves."""
     _, *rows = rows_of_table(ROOT / "docs" / "runtime.md", "variable")
-    internal = {"TORCHMPI_TEST_", "TORCHMPI_RUN_PID", "TORCHMPI_RUNNING_FILE", "TORCHMPI_RESPAWN_COMMAND"}
+    internal = {"TORCHMPI_TEST_", "TORCHMPI_RUN_PID", "TORCHMPI_RUNNING_FILE"}
     assert {name for name, _ in rows} == set(config._NOT_FIELDS) - internal
     assert all(effect for _, effect in rows)
 

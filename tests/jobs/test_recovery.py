@@ -581,29 +581,33 @@ def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbe
 
 
 RESPAWN = """
+import torch.distributed as dist
+
 FIRST = "new" if "TORCHMPI_NEWCOMER" in os.environ else FIRST
-victims = sys.argv[1].split(",")
 data = torch.randint(-4, 5, (60, 12, 4), generator=torch.Generator().manual_seed(1)).double()
 network = nn.Linear(4, 1, bias=False).double()
 nn.init.zeros_(network.weight)
 optimizer = torch.optim.SGD(network.parameters(), lr=2.0**-10)
-full_size = int(sys.argv[2])
+victims = {(4,): (6, 0), (4, 3): (2, 0), (4, 2, 3, 4): (6, 3)}
+"The step and the rank of a loss: rank 0, the next one while a new one starts, before a commit, and the last new one."
 
 @mpi.elastic(network=network, optimizer=optimizer, step=0, sizes=(), begun=0)
 def train(job):
     job.sizes, job.begun = (*job.sizes, mpi.size()), job.step
-    kill = len(job.sizes) // 2 if mpi.size() == full_size else len(victims)
-    while len(job.sizes) < 2 * len(victims) or job.step < job.begun + 2:  # after the last loss there is no commit
-        if job.step >= job.begun + 6 and kill < len(victims) and mpi.rank() == int(victims[kill]):
+    dist.init_process_group("torchmpi")
+    model = nn.parallel.DistributedDataParallel(network)
+    while len(job.sizes) < 5 or job.step < job.begun + 2:  # after the last loss there is no commit
+        if (job.step - job.begun, mpi.rank()) == victims.get(job.sizes):
+            time.sleep(0.2)
             die()
         optimizer.zero_grad()
-        (mpi.size() * network(data[job.step % 60, mpi.rank() :: mpi.size()]).sum()).backward()
-        mpinn.synchronize_gradients(network)
+        (mpi.size() * model(data[job.step % 60, mpi.rank() :: mpi.size()]).sum()).backward()
         optimizer.step()
         job.step += 1
         time.sleep(0.01)
         if job.step % 4 == 0:
             job.commit()
+    dist.destroy_process_group()
     return job.step, job.sizes
 
 steps, sizes = train()
@@ -613,15 +617,43 @@ mpi.stop()
 """
 
 
+@pytest.mark.parametrize("survive", ["without MPI"], indirect=True)
 def test_new_ranks_take_the_places_of_lost_ones_while_the_others_go_on(survive):
-    """Rank 0 is lost, the new rank, and a rank when the new one in its place is not needed any more."""
-    result = survive(3, RESPAWN, "0,2,1", 3, options=["--respawns", "3"], start=f"import torchmpi.nn as mpinn\n{START}")
+    """Rank 0 is lost, the next one while a new rank waits, and a new one; that in its place is not needed any more."""
+    result = survive(4, RESPAWN, options=["--respawns", "4"])
     assert result.returncode == 0, result.output
-    lines = [f"first rank {first}: (3, 2, 3, 2, 3, 2), True" for first in (1, "new")]
+    lines = [f"first rank {first}: (4, 2, 3, 4, 3), True" for first in (2, 3, "new")]
     assert sorted(result.stdout.splitlines()) == lines, result.output
-    assert result.stderr.count("continuing on 3 ranks: a new rank is ready to join; a new rank is now rank 2") == 2, (
-        result.output
-    )
+    for size in (3, 4):
+        told = f"continuing on {size} ranks: a new rank is ready to join; a new rank is now rank {size - 1}"
+        assert result.stderr.count(told) == 1, result.output
+
+
+@pytest.mark.parametrize("survive", ["without MPI"], indirect=True)
+def test_a_new_rank_joins_at_a_copy_of_the_engine(survive):
+    code = """
+        sizes, network, engine = [], nn.Linear(4, 1), AllReduceSGDEngine(progress=False)
+        engine.recover(every=4)
+
+        @engine.on("on_update")
+        def note(state):
+            sizes.append(mpi.size())
+            if FIRST == 1 and state.t == 9 and "TORCHMPI_NEWCOMER" not in os.environ:
+                die()
+            state.stop = mpi.rank() == 0 and state.t > 20 and sizes[-8:] == 8 * [3]
+            time.sleep(0.005)
+
+        batches = 60_000 * [(torch.ones(2, 4), torch.ones(2, 1))]
+        state = engine.train(
+            network=network, criterion=nn.MSELoss(), lr=0.01, iterator=lambda: batches[mpi.rank() :: mpi.size()],
+        )
+        values = mpi.allgather_object((state.t, network.weight.tolist()))
+        print(f"rank {mpi.rank()} of {mpi.size()}: {values[0] == values[mpi.rank()]}", flush=True)
+        mpi.stop()
+    """
+    result = survive(3, code, options=["--respawns", "1"])
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3: True" for rank in range(3)], result.output
 
 
 def test_a_spare_rank_gets_the_shards_of_the_lost_one(replace, tmp_path):

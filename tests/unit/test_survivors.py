@@ -192,12 +192,9 @@ def met(rank: Survivors, seconds: float = 20) -> None:
     rank.meet(lambda: None, seconds, time.monotonic() + seconds)
 
 
-def view_of(rank: int, *, lost: int | None = None, joining: int | None = None, ready: bool = True) -> bytes:
+def view_of(rank: int, lost: int, *, ready: bool = True) -> bytes:
     other = Survivors(rank, ["host"] * 4)
-    if lost is not None:
-        other.note(lost, "killed")
-    if joining is not None:
-        other.offer(joining, None)
+    other.note(lost, "killed")
     other._is_ready = ready
     return other.own_view()
 
@@ -227,12 +224,6 @@ def test_a_view_of_an_earlier_loss_and_a_rank_that_is_not_ready_do_not_count():
     with pytest.raises(StallError, match="rank 1 still runs"):
         met(rank, 0.1)
     rank.hear(1, view_of(1, lost=2))
-    met(rank)
-    rank.settle((0, 1))
-    rank.offer(-3, None)
-    with pytest.raises(StallError, match="rank 1 still runs"):
-        met(rank, 0.1)
-    rank.hear(1, view_of(1, joining=-3))
     met(rank)
 
 

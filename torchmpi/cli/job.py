@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ArgumentError, LaunchError, MissingMPIError
-from ..launch import fault_tolerance, launcher, mpi_library, network, respawning
+from ..launch import fault_tolerance, launcher, mpi_library, network
 from . import hosts, rank_start
 from .launching import Program, find_programs, hosts_of_batch_job, launch_command
 
+# Open MPI passes its own variables to other hosts and no others; MPICH passes all.
+_PASSED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT")
+_PASSED_PREFIXES = ("TORCHMPI_", "TORCH_", "PYTHON", "OMP_", "MKL_", "NUMBA_", "GLOO_", "NCCL_", "UCX_", "FI_")
 # Below the ports that systems assign to outgoing connections.
 _PORTS = range(20000, 32000)
 
@@ -39,8 +42,6 @@ class Job:
         self._is_open_mpi = self._program.library.startswith("Open MPI")
         self.continues: bool = options.on_lost_rank == "continue"
         """Whether the other ranks of Open MPI continue when one is lost."""
-        self.respawns: int = options.respawns
-        """How many ranks may be started in place of lost ones."""
         if self.continues and (problem := fault_tolerance.why_not_built(mpi_library.load())):
             raise LaunchError(f"--on-lost-rank continue: {problem}. {fault_tolerance.HOW_ELSEWHERE}.")
 
@@ -57,27 +58,23 @@ class Job:
         """Return the command that starts the job on the hosts that are not lost, with additional variables."""
         options, num_ranks = self._options, self.ranks_without(lost)
         placed = hosts.place([host for host in self.hosts if host.name not in lost], num_ranks) if self.hosts else []
+        variables = _interface_variables(options.interface) | self._variables_of_losses() | dict(variables or {})
+        launch = self._open_mpi(placed, num_ranks, variables) if self._is_open_mpi else self._hydra(placed, num_ranks)
         words = [word for text in options.option for word in shlex.split(text)]
         log_dir = [] if options.log_dir is None else ["--log-dir", os.path.abspath(options.log_dir)]
         is_network = not self._is_open_mpi and "/" in (options.interface or "")
         network_of_mpi = ["--network", options.interface] if is_network else []
         start = [sys.executable, "-I", "-S", rank_start.__file__, "--master", _master(placed), *network_of_mpi]
-        start += [*log_dir, "--", *program_of(options), *options.arguments]
-        variables = _interface_variables(options.interface) | self._variables_of_losses(start) | dict(variables or {})
-        launch = self._open_mpi(placed, num_ranks, variables) if self._is_open_mpi else self._hydra(placed, num_ranks)
+        start += [*log_dir, "--"]
         prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
-        return [*prefix, *launch, *words, "-n", str(num_ranks), *start]
+        return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *program_of(options), *options.arguments]
 
-    def _variables_of_losses(self, start: Sequence[str]) -> dict[str, str]:
-        """Return the variables for what happens after a loss, given the command that starts a rank."""
-        options = self._options
-        if options.on_lost_rank is None:
+    def _variables_of_losses(self) -> dict[str, str]:
+        if self._options.on_lost_rank is None:
             return {}
         of_mpi = fault_tolerance.variables(os.environ) if self.continues else {}
-        spares = {fault_tolerance.SPARES_VARIABLE: str(options.spares)} if options.spares else {}
-        if self.respawns:
-            spares |= {respawning.LIMIT_VARIABLE: str(self.respawns), respawning.COMMAND_VARIABLE: shlex.join(start)}
-        return of_mpi | spares | on_lost_rank(options)
+        spares = {fault_tolerance.SPARES_VARIABLE: str(self._options.spares)} if self._options.spares else {}
+        return of_mpi | spares | on_lost_rank(self._options)
 
     def _open_mpi(self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]) -> list[str]:
         interface, rsh = self._options.interface, self._options.rsh
@@ -85,9 +82,7 @@ class Job:
         always += ["--with-ft", "ulfm"] if self.continues else []
         if not placed:
             path, *more = launch_command(self._program, num_ranks)[:-2]
-            # A new rank gets a slot of its own, as that of a lost one does not become free.
-            room = ["--oversubscribe"] if self.respawns and "--oversubscribe" not in more else []
-            return [path, *always, *more, *room]
+            return [path, *always, *more]
         # Not --oversubscribe, with which Open MPI starts all ranks on the first host.
         command = [self._program.path, *always, "--host", ",".join(f"{name}:{count}" for name, count in placed)]
         if rsh is not None:
@@ -96,8 +91,7 @@ class Job:
             command += ["--mca", "btl_tcp_if_include", interface]
             if "/" in interface or _is_on_this_host(placed):
                 command += ["--prtemca", "prte_if_include", interface]
-        # Open MPI passes its own variables to other hosts and no others; MPICH passes all.
-        passed = {*filter(respawning.is_passed, os.environ), *variables}
+        passed = {name for name in os.environ if name in _PASSED or name.startswith(_PASSED_PREFIXES)} | {*variables}
         return [*command, *(word for name in sorted(passed) for word in ("-x", name))]
 
     def _hydra(self, placed: Sequence[tuple[str, int]], num_ranks: int) -> list[str]:

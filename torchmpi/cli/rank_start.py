@@ -51,9 +51,8 @@ def main(arguments: list[str]) -> None:
     if options.gpu:
         _choose_gpu(0 if found.name is None else found.local_rank)
     if options.log_dir is not None:
-        is_new, rank = "TORCHMPI_NEWCOMER" in os.environ, found.rank or 0
-        name = f"new{os.getpid()}.log" if is_new else f"rank{rank}.log"
-        _redirect(options.log_dir, name, is_shown=rank == 0 and not is_new)
+        rank = found.rank or 0
+        _redirect(options.log_dir, f"rank{rank}.log", is_shown=rank == 0)
     try:
         execute(program)
     except OSError as error:

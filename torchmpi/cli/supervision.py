@@ -158,12 +158,9 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             self._terminate()
             return TIME_LIMIT_STATUS
-        state = self._running_file.read_text() if self._running_file.exists() else ""
-        if status == 0 and state == fault_tolerance.RUNNING:
+        if status == 0 and self._running_file.exists():
             logger.error("torchmpi run: all ranks have been killed.")
             return _ALL_KILLED_STATUS
-        if status > 128 and self._job.respawns and state == fault_tolerance.ENDED:  # that of a new rank; others go on
-            return 0
         return status if status >= 0 else 128 - status
 
     def _is_over(self) -> bool:

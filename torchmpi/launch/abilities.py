@@ -102,11 +102,8 @@ class Continuing(Abilities):
         """Begin to let all calls fail when a rank is lost, instead of ending the job. Collective, the first time."""
         raise NotImplementedError
 
-    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
-        """Make `COMM_WORLD` that of the remaining ranks, and of one that joins; `loss` is '' then. Collective.
-
-        Returns the former first ranks of its ranks.
-        """
+    def agree(self, timeout_seconds: float) -> None:
+        """Make `COMM_WORLD` that of the remaining ranks, and of one that joins; `loss` is '' then. Collective."""
         raise NotImplementedError
 
     def confirm(self) -> bool:
@@ -147,5 +144,5 @@ class Continuing(Abilities):
             StallError: A remaining rank has not called this in time.
         """
         before = self.places
-        now = self.agree(timeout_seconds)
-        return tuple(before.index(rank) if rank in before else -1 for rank in now)
+        self.agree(timeout_seconds)
+        return tuple(before.index(rank) if rank in before else -1 for rank in self.places)

@@ -17,13 +17,12 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import RankLostError, StallError
 from ..log import logger
-from . import launcher, respawning
+from . import launcher
 from .abilities import Continuing
-from .respawning import Respawn
 from .survivors import Survivors
 
 _IDLE_SECONDS, _FAILING_SECONDS = 0.03, 0.002
@@ -46,23 +45,12 @@ SPARES_VARIABLE = "TORCHMPI_SPARES"
 """How many of the ranks that were started are spare; the last ones."""
 _OWN_NUMBER, _NUM_RANKS = "RANK", "WORLD_SIZE"
 RUNNING_VARIABLE = "TORCHMPI_RUNNING_FILE"
-"""Names a file in which ranks write one of the following, in ``start()`` and ``stop()``.
-
-mpirun returns 0 also if all were killed, and 137 after the loss of a rank that has been started later."""
-RUNNING, ENDED = "running", "ended"
+"""Names a file that ranks make in ``start()`` and remove in ``stop()``: mpirun returns 0 also if all were killed."""
 HOW_ELSEWHERE = (
     "Start the ranks without MPI, by `torchmpi run --without-mpi`, or restart the job from a checkpoint: `torchmpi run "
     "--restarts N`"
 )
 T = TypeVar("T")
-
-
-_WELL, _NOBODY_WAITS = 1, 2
-"""What ranks say in an agreement, whose result has the bits that all of them have set."""
-
-
-_NEW = -1
-"""In place of the first rank of a new one, which it had not."""
 
 
 class _Process(ctypes.Structure):
@@ -188,34 +176,7 @@ class _Communicators:
                         comm.Revoke()
 
 
-class _Place(NamedTuple):
-    """Where a rank runs: its host, and its number in the launcher, which begins again in a job of new ranks."""
-
-    host: str
-    job: str
-    number: int
-
-
-class _World(NamedTuple):
-    """The ranks after an agreement, by their numbers before it, and their communicators."""
-
-    members: tuple[int, ...]
-    places: tuple[int, ...]
-    """Of the ranks with a number; the first rank of each."""
-    world: Any
-    joined: tuple[Any, Any, list[_Place], tuple[int, ...]] | None = None
-    """If a new rank has joined: two communicators of all, where they run, and the places in them."""
-
-
-class _Word(NamedTuple):
-    """What each rank says to all others in an agreement."""
-
-    rank: int
-    has_newcomer: bool
-    num_respawned: int
-
-
-def _tracked(MPI: Any, known: _Communicators, abort: Callable[[int], object]) -> Callable[[Any], Any]:
+def _tracked(MPI: Any, known: _Communicators) -> Callable[[Any], Any]:
     """Return a class of communicators that are `known`, as are those that are made of them."""
 
     class Tracked(MPI.Intracomm):  # type: ignore[misc]
@@ -235,7 +196,7 @@ def _tracked(MPI: Any, known: _Communicators, abort: Callable[[int], object]) ->
 
         def Abort(self, errorcode: int = 0) -> None:
             """End all ranks, also spare ones. Does not return."""
-            abort(errorcode)
+            MPI.COMM_WORLD.Abort(errorcode)
 
         def Free(self) -> None:
             known.discard(self)
@@ -259,15 +220,7 @@ class FaultTolerantMPI(Continuing):
         self.__dict__.update({name: value for name, value in vars(MPI).items() if not name.startswith("_")})
         self._library = MPI
         self._known = _Communicators()
-        self._tracked = _tracked(MPI, self._known, lambda status: self._base.Abort(status))
-        self._base = MPI.COMM_WORLD
-        """Of all ranks that have been started, without those that were lost before the last new one has joined.
-
-        Only Shrink() makes communicators of it: see :meth:`_shrunk`."""
-        self._respawn: Respawn | None = None
-        self._num_respawned = self._num_wanted = 0
-        self._has_lost = respawning.is_newcomer()
-        """Whether a rank has been lost, ever."""
+        self._tracked = _tracked(MPI, self._known)
         self._is_prepared = False
         self._lock = threading.RLock()
         """Held by the thread that looks for lost ranks."""
@@ -288,8 +241,6 @@ class FaultTolerantMPI(Continuing):
 
     def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
         self._is_prepared = True
-        if respawning.is_newcomer():
-            self._timer = respawning.end_if_never_met()
         return variables(environment)
 
     def why_no_recovery(self) -> str:
@@ -309,36 +260,18 @@ class FaultTolerantMPI(Continuing):
 
     def begin(self) -> Survivors:
         if self.survivors is None:
+            world = self._library.COMM_WORLD
             spares = int(os.environ.get(SPARES_VARIABLE) or 0)
-            self._num_wanted = self._base.size - spares
-            self._settle_in(self._base, self._base.Dup(), tuple(range(self._num_wanted)))
-            self._start_to_look()
-        assert self.survivors is not None
+            self._first = world.Dup()  # of all ranks, never revoked: messages between the remaining ones arrive
+            self._hosts = self._first.allgather(socket.gethostname())
+            self._everyone = self._first.Get_group()
+            self.survivors = Survivors(self._first.rank, self._hosts)
+            self._places = tuple(range(world.size - spares))
+            # Of Open MPI's own world only Shrink() makes communicators: see _shrunk().
+            self._enter(self._of_places(self._first, self._places))
+            self._thread = threading.Thread(target=self._run, name="torchmpi lost ranks", daemon=True)
+            self._thread.start()
         return self.survivors
-
-    def _settle_in(self, base: Any, first: Any, places: tuple[int, ...]) -> None:
-        """Begin with the ranks of two communicators, whose ranks are the first ones from now on. Collective."""
-        self._take_over(base, first, self._introduced(first), places, self._of_places(first, places, first.rank))
-
-    def _introduced(self, first: Any) -> list[_Place]:
-        """Return where all ranks run. Collective."""
-        own = _Place(socket.gethostname(), os.environ["PMIX_NAMESPACE"], int(os.environ["PMIX_RANK"]))
-        ranks: list[_Place] = first.allgather(own)
-        if ranks[first.rank] != own:
-            raise self._library.Exception(self._library.ERR_OTHER)
-        return ranks
-
-    def _take_over(self, base: Any, first: Any, ranks: list[_Place], places: tuple[int, ...], world: Any) -> None:
-        self._base = base
-        self._first = first  # of all ranks, never revoked: messages between the remaining ones arrive
-        self._ranks, self._places = ranks, places
-        self._everyone = first.Get_group()
-        self.survivors = Survivors(first.rank, [rank.host for rank in ranks])
-        self._enter(world)
-
-    def _start_to_look(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="torchmpi lost ranks", daemon=True)
-        self._thread.start()
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -350,9 +283,7 @@ class FaultTolerantMPI(Continuing):
         It calls `prepare` before. A spare that is not needed ends its process. Collective over all ranks that were
         started, the first time.
         """
-        if self.survivors is None and respawning.is_newcomer():
-            self._join_others(prepare)
-        elif not os.environ.get(SPARES_VARIABLE):
+        if not os.environ.get(SPARES_VARIABLE):
             return
         self.begin()
         if self._first.rank not in self._places:
@@ -368,42 +299,6 @@ class FaultTolerantMPI(Continuing):
         for name, number in ((_OWN_NUMBER, self.COMM_WORLD.rank), (_NUM_RANKS, self.COMM_WORLD.size)):
             if name in os.environ:
                 os.environ[name] = str(number)
-
-    def _join_others(self, prepare: Callable[[], object]) -> None:
-        """Join the ranks of which one has started this process, when they let it; end this process if they do not."""
-        MPI, self.is_newcomer = self._library, True
-        try:
-            bridge = MPI.Comm.Get_parent()
-            bridge.Set_errhandler(MPI.ERRORS_RETURN)
-            self._timer.cancel()
-            prepare()
-            bridge.send(None, 0, respawning.READY_TAG)
-            while not bridge.Iprobe(0, respawning.ORDER_TAG):
-                time.sleep(_IDLE_SECONDS)
-            order = bridge.recv(None, 0, respawning.ORDER_TAG)
-            if order is not None:
-                places, self._num_wanted, self._num_respawned = order
-                self._settle_in(*self._merged(MPI.COMM_SELF, 0, bridge, is_new=True), places)
-                if bridge.recv(None, 0, respawning.VERDICT_TAG):
-                    self._start_to_look()
-                    return
-        except MPI.Exception:  # the rank that has started this one is lost; the next one starts another
-            pass
-        self.survivors = None
-        sys.exit(0)
-
-    def _merged(self, comm: Any, leader: int, bridge: Any, *, is_new: bool = False) -> tuple[Any, Any]:
-        """Return two communicators of all and the new rank, to which only `leader` of `comm` has a bridge."""
-        MPI, pair, other = self._library, self._library.COMM_SELF, 0
-        if bridge is not None:  # not merged earlier, as agreements of other threads may go on then
-            pair, other = bridge.Merge(is_new), 0 if is_new else 1
-            pair.Set_errhandler(MPI.ERRORS_RETURN)
-        between = comm.Create_intercomm(leader, pair, other, respawning.JOIN_TAG)
-        between.Set_errhandler(MPI.ERRORS_RETURN)
-        both = between.Merge(is_new), between.Merge(is_new)
-        for merged in both:
-            merged.Set_errhandler(MPI.ERRORS_RETURN)
-        return both
 
     def before_groups(self) -> None:
         """Let communicators be known, so that a loss ends their calls: those of `COMM_WORLD` from now on."""
@@ -423,8 +318,9 @@ class FaultTolerantMPI(Continuing):
         if world != self._library.COMM_NULL:
             self._known.add(self.COMM_WORLD)
 
-    def _of_places(self, whole: Any, places: tuple[int, ...], own: int) -> Any:
-        """Return the communicator of the ranks with a number, of which `own` may be one. Collective over `whole`."""
+    def _of_places(self, whole: Any, places: tuple[int, ...]) -> Any:
+        """Return the communicator of the ranks that have a number. Collective over `whole`."""
+        own = self._first.rank
         return whole.Split(*((0, places.index(own)) if own in places else (self._library.UNDEFINED, 0)))
 
     def before_finalize(self) -> bool:
@@ -435,12 +331,8 @@ class FaultTolerantMPI(Continuing):
         """
         self._closed.set()
         if self.survivors is None or self._thread is None:
-            if self._has_lost:  # a new rank that is not needed
-                self._leave(())
-            return not self._has_lost
-        if self._respawn is not None:
-            self._respawn.release(_LEAVE_SECONDS)
-        is_whole = not self._has_lost and len(self.survivors.remaining) == len(self._ranks)
+            return True
+        is_whole = len(self.survivors.remaining) == len(self._hosts)
         self._thread.join(None if is_whole else _LEAVE_SECONDS)  # its calls after MPI_Finalize would end the process
         if self.COMM_WORLD != self._library.COMM_NULL:
             self._is_whole = self._agrees_to_finalize(is_whole=is_whole)
@@ -449,7 +341,7 @@ class FaultTolerantMPI(Continuing):
                     with contextlib.suppress(self._library.Exception):
                         self._first.send(self._is_whole, rank, _RELEASE_TAG)
         if not self._is_whole:
-            self._leave(tuple(self._ranks[rank] for rank in self.survivors.remaining))
+            self._leave(self.survivors.remaining)
         return self._is_whole
 
     def _agrees_to_finalize(self, *, is_whole: bool) -> bool:
@@ -465,13 +357,13 @@ class FaultTolerantMPI(Continuing):
                 )
         return False
 
-    def _leave(self, ranks: tuple[_Place, ...]) -> None:
+    def _leave(self, ranks: tuple[int, ...]) -> None:
         """Wait in the launcher until all these ranks have what they wait for in MPI, and end the connection to it.
 
         MPI makes progress meanwhile. The launcher takes the end of the process as that after MPI_Finalize then.
         """
-        library = ctypes.CDLL(self._library.__file__)
-        processes = (_Process * len(ranks))(*(_Process(rank.job.encode(), rank.number) for rank in ranks))
+        library, job = ctypes.CDLL(self._library.__file__), os.environ["PMIX_NAMESPACE"].encode()
+        processes = (_Process * len(ranks))(*(_Process(job, rank) for rank in ranks))
         arguments = processes, ctypes.c_size_t(len(ranks)), None, ctypes.c_size_t(0)
         ended = threading.Event()
         # Not by a thread: from Python 3.12 on none can be started so late.
@@ -492,10 +384,10 @@ class FaultTolerantMPI(Continuing):
         stop, running = super().continue_without_lost_ranks(on_loss), os.environ.get(RUNNING_VARIABLE)
         if running is None:
             return stop
-        Path(running).write_text(RUNNING)
+        Path(running).touch()
 
         def end() -> None:
-            Path(running).write_text(ENDED)
+            Path(running).unlink(missing_ok=True)
             stop()
 
         return end
@@ -535,26 +427,6 @@ class FaultTolerantMPI(Continuing):
                 self.survivors.on_loss(self._reason)
             if self._reason:
                 self._known.revoke(self._library.Exception, _SETTLING_SECONDS)
-            else:
-                self._look_for_newcomer()
-
-    def _look_for_newcomer(self) -> None:
-        """Start a rank in place of a lost one, if this is the rank that does so, and look whether it is ready."""
-        if self._respawn is not None:
-            self._respawn.is_ready()
-            if not self._respawn.problem:
-                return
-            if self._respawn.hangs:
-                self._num_respawned = respawning.limit()
-            self._respawn = None
-        is_first = self._places[:1] == (self._first.rank,)
-        if is_first and len(self._places) < self._num_wanted and self._num_respawned < respawning.limit():
-            self._num_respawned += 1
-            self._respawn = Respawn(self._library)
-
-    @property
-    def _has_newcomer(self) -> bool:
-        return self._respawn is not None and self._respawn.is_ready()
 
     def _failed(self) -> list[int]:
         group = self._first.Get_failed()
@@ -566,139 +438,92 @@ class FaultTolerantMPI(Continuing):
         """Return a rank as the program numbers it at present."""
         assert self.survivors is not None
         number = f"rank {self._places.index(rank)}" if rank in self._places else f"spare rank {rank}"
-        return f"{number} on host {self._ranks[rank].host}"
+        return f"{number} on host {self._hosts[rank]}"
 
     # --- failing and agreeing
 
     def confirm(self) -> bool:
-        """Return if all ranks are here and none is lost, and raise an error of MPI otherwise. Collective.
+        """Return False if all ranks are here and none is lost, and raise an error of MPI otherwise. Collective.
 
-        All ranks get the same answer, also whether a new rank waits to join. Those whose calls have failed take part
-        in :meth:`agree`.
+        All ranks get the same answer. Those whose calls have failed take part in :meth:`agree`.
         """
-        answer = self._asked(is_well=True)
-        if not answer & _WELL:
+        if not self._has_agreed(is_well=True):
             raise self._library.Exception(self._library.ERR_PROC_FAILED)
-        return not answer & _NOBODY_WAITS
+        return False
 
-    def _asked(self, *, is_well: bool) -> int:
-        """Return what all ranks have in common; 0 if a rank is not well. The same on all of them.
+    def _has_agreed(self, *, is_well: bool) -> bool:
+        """Return whether all ranks are well; the same on all of them.
 
         Once all ranks got the answer that they were not, although none was lost: so all of them ask again.
         """
         self._has_refused = True
         for _ in range(_NUM_QUESTIONS):
-            own = (0 if self._has_newcomer else _NOBODY_WAITS) | (_WELL if is_well and not self._reason else 0)
             with contextlib.suppress(self._library.Exception):  # a rank is lost: all get this error
-                if (answer := self.COMM_WORLD.Agree(own)) & _WELL:
+                if self.COMM_WORLD.Agree(int(is_well and not self._reason)):
                     self._has_refused = False
-                    return int(answer)
+                    return True
             time.sleep(_FAILING_SECONDS)
-        return 0
+        return False
 
-    def join(self) -> str:
-        assert self.survivors is not None
-        with self._lock:
-            self._has_refused = True  # all ranks come to agree(): none waits in confirm()
-            self.survivors.offer(-1 - self.survivors.epoch, None)
-            self._reason = self._reason or "a new rank is ready to join"
-        self.survivors.on_loss(self._reason)
-        return self._reason
-
-    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
+    def agree(self, timeout_seconds: float) -> None:
         assert self.survivors is not None
         limit = time.monotonic() + timeout_seconds
         is_spare = self.COMM_WORLD == self._library.COMM_NULL
         if not (is_spare or self._has_refused):  # others may be in confirm(), and wait for this rank
             with contextlib.suppress(StallError):  # the next step knows who is late
-                self._within(limit, partial(self._asked, is_well=False))
+                self._within(limit, partial(self._has_agreed, is_well=False))
         self.survivors.meet(self._tell, timeout_seconds, max(limit, time.monotonic() + _GRACE_SECONDS))
         self._known.revoke(self._library.Exception)  # no rank makes communicators now
-        result = self._within(max(limit, time.monotonic() + _GRACE_SECONDS), self._shrunk)
-        if not set(result.places) & set(self._places):
+        members, places, world = self._within(max(limit, time.monotonic() + _GRACE_SECONDS), self._shrunk)
+        if not set(places) & set(self._places):
             raise RankLostError(f"{self._reason}, and with it all ranks that have a state; spare ranks have none.")
         with self._lock:
-            self._has_lost = True
+            self.survivors.settle(members)
+            self._places = places
             # Not freed: with a lost rank that may hang, and ranks hold different numbers of them.
             self._known.clear()
-            if result.joined is None:
-                self.survivors.settle(result.members)
-                self._places = result.places
-                self._enter(result.world)
-            else:
-                self._take_over(*result.joined, result.world)
+            self._enter(world)
             # A rank that was lost after the agreement ends the calls of the new world.
             self._reason = "" if self.survivors.is_agreed else self.survivors.last_reason
             self._has_refused = False
-        return result.places if result.joined is None else (*result.places, _NEW)
 
-    def _shrunk(self) -> _World:
-        """Return the remaining ranks, with communicators that they have agreed work.
+    def _shrunk(self) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+        """Return the remaining ranks, those with a number, and a communicator that they have agreed works.
 
         A communicator that was being made when the rank was lost still holds its turn for a number, before all
-        that are made of later ones. No other one has been made of this one.
+        that are made of later ones. No other one has been made of the first communicator.
         """
         while True:
-            whole = self._base.Shrink()
+            whole = self._library.COMM_WORLD.Shrink()
             whole.Set_errhandler(self._library.ERRORS_RETURN)
             members = tuple(whole.Get_group().Translate_ranks(None, self._everyone))
-            result = self._working(whole, members, _filled(self._places, members))
-            if result is not None:
-                return result
+            places = _filled(self._places, members)
+            world = self._working(whole, members, places)
+            if world is not None:
+                return members, places, world
 
-    def _working(self, whole: Any, members: tuple[int, ...], places: tuple[int, ...]) -> _World | None:
-        """Return the ranks and their communicators, if these work; None on all ranks otherwise.
+    def _working(self, whole: Any, members: tuple[int, ...], places: tuple[int, ...]) -> Any:
+        """Return the communicator of the ranks with a number, if it and `whole` work: None on all ranks otherwise.
 
         The first exchange on a new communicator has returned garbage. Before the first agreement none may revoke what
         others still make.
         """
-        MPI, is_right, world, words = self._library, False, whole, list[_Word]()
+        MPI, is_right, world = self._library, False, whole
         try:
             whole.Agree(1)
         except MPI.Exception:
             return None
         try:
-            words = whole.allgather(_Word(self._first.rank, self._has_newcomer, self._num_respawned))
-            is_right = tuple(word.rank for word in words) == members
+            is_right = tuple(whole.allgather(self._first.rank)) == members
             if places != members:
-                world = self._of_places(whole, places, self._first.rank)
+                world = self._of_places(whole, places)
         except Exception:  # also of unpickling
             with contextlib.suppress(MPI.Exception):
                 whole.Revoke()
         try:
-            if not whole.Agree(int(is_right)):
-                return None
+            return world if whole.Agree(int(is_right)) else None
         except MPI.Exception:
             return None
-        self._num_respawned = max(word.num_respawned for word in words)
-        leader = next((rank for rank, word in enumerate(words) if word.has_newcomer), None)
-        if leader is None:
-            return _World(members, places, world)
-        return self._with_newcomer(whole, leader, members, places)
-
-    def _with_newcomer(
-        self, whole: Any, leader: int, members: tuple[int, ...], places: tuple[int, ...]
-    ) -> _World | None:
-        """Return the remaining ranks and the new one, which `leader` of `whole` has started; None on all on failure."""
-        MPI, result, is_right = self._library, None, False
-        respawn = self._respawn if whole.rank == leader else None
-        now = (*(members.index(rank) for rank in places), len(members))
-        try:
-            if respawn is not None:
-                respawn.bridge.send((now, self._num_wanted, self._num_respawned), 0, respawning.ORDER_TAG)
-            base, first = self._merged(whole, leader, respawn and respawn.bridge)
-            joined = base, first, self._introduced(first), now
-            result = _World(members, places, self._of_places(first, now, first.rank), joined)
-        except Exception:  # also of unpickling
-            with contextlib.suppress(MPI.Exception):
-                whole.Revoke()
-        with contextlib.suppress(MPI.Exception):
-            is_right = bool(whole.Agree(int(result is not None)))
-        if respawn is not None:
-            self._respawn = None
-            with contextlib.suppress(MPI.Exception):
-                respawn.bridge.send(is_right, 0, respawning.VERDICT_TAG)
-        return result if is_right else None
 
     def _within(self, limit: float, call: Callable[[], T]) -> T:
         """Return the result of a call that has no time limit of its own, or raise StallError.

@@ -156,7 +156,8 @@ class Survivors:
         with self._changed:
             limit = time.monotonic() + timeout_seconds
             self.members = self._wait_for_others(tell, timeout_seconds, limit, lambda view, own: view == own)
-            self._settle()
+            self._settled, self._reached = frozenset(self._offered), set()
+            self.epoch = len(self._lost) + len(self._offered)
             return self.members
 
     def meet(self, tell: Callable[[], object], timeout_seconds: float, limit: float) -> None:
@@ -164,11 +165,9 @@ class Survivors:
 
         For the arguments and errors see :meth:`agree`; `limit` is when the timeout ends.
         """
-        members, settled = frozenset(self.members), self._settled
-        with self._changed:  # an earlier view, of a meeting that is over, has no present member and no new offer
-            self._wait_for_others(
-                tell, timeout_seconds, limit, lambda view, _: bool(view.lost & members or view.offered - settled)
-            )
+        members = frozenset(self.members)
+        with self._changed:  # in an earlier view, of a loss that is over, no present member is lost
+            self._wait_for_others(tell, timeout_seconds, limit, lambda view, _: bool(view.lost & members))
 
     def settle(self, members: Sequence[int]) -> None:
         """Take over who is left, on which others have agreed."""
@@ -176,11 +175,6 @@ class Survivors:
             for rank in {*self.members} - {*members}:
                 self._lost.setdefault(rank, f"{self._numbers([rank])} is gone")
             self.members = tuple(members)
-            self._settle()
-
-    def _settle(self) -> None:
-        self._settled, self._reached = frozenset(self._offered), set()
-        self.epoch = len(self._lost) + len(self._offered)
 
     def _wait_for_others(
         self,

@@ -15,8 +15,6 @@ from . import runtime
 
 __all__ = ["recover"]
 
-has_recovered = respawning.is_newcomer()
-"""Whether this rank has got its number after a loss, so that variables of the launcher have another one."""
 _recovered_seconds = 0.0
 """When the last ``recover()`` ended, on the clock of ``time.monotonic()``."""
 when_abandoned: list[Callable[[], object]] = []
@@ -66,7 +64,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
                     model.load_state_dict(weights)
                     optimizer.load_state_dict(moments)
     """
-    global has_recovered, _recovered_seconds
+    global _recovered_seconds
     old = runtime.current()
     if not old.context.loss:
         handled = sys.exc_info()[1]
@@ -80,7 +78,6 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         group.drain()  # queued calls fail; none may begin when messages are possible again
     former = tuple(range(old.world.size))
     while True:
-        has_recovered = True
         former = tuple(former[rank] if rank >= 0 else -1 for rank in old.MPI.recover(timeout))
         runtime.abandon()
         release.forget()
@@ -94,7 +91,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         if former[runtime.current().world.rank] == min(rank for rank in former if rank >= 0):
             lost = sorted({*range(old.world.size)} - {*former})
             several = f"; lost are ranks {', '.join(map(str, lost))}" if len(lost) > 1 else ""  # the reason is of one
-            kind = "new" if former[-1] < 0 and respawning.limit() else "spare"
+            kind = "new" if respawning.limit() else "spare"
             fresh = f"; a {kind} rank is now rank {former.index(-1)}" if -1 in former else ""
             of = f" of {old.world.size}" if len(former) <= old.world.size else ""
             logger.warning(f"continuing on {len(former)}{of} ranks: {old.context.loss}{several}{fresh}")
@@ -112,6 +109,11 @@ def why_not() -> str:
         "it needs start(config=Config(on_lost_rank='raise')), or TORCHMPI_ON_LOST_RANK=raise: without it, the job ends "
         "when a rank is lost."
     )
+
+
+def has_recovered() -> bool:
+    """Return whether this rank has got its number after a loss, so that variables of the launcher have another one."""
+    return _recovered_seconds > 0 or respawning.is_newcomer()
 
 
 def is_rank_lost() -> bool:

@@ -46,7 +46,14 @@ _FORKED = "this process was forked from a rank and is not a rank itself"
 class Endpoint:
     """The connections of this rank to all others, by world rank."""
 
-    def __init__(self, rank: int, hosts: list[str], sockets: Mapping[int, socket.socket], eager_seconds: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        hosts: list[str],
+        sockets: Mapping[int, socket.socket],
+        eager_seconds: float,
+        survivors: Survivors | None = None,
+    ) -> None:
         """Start to read; a caller that waits polls for `eager_seconds` before it sleeps."""
         self.rank, self.hosts = rank, dict(enumerate(hosts))
         self.on_loss: Callable[[int, str], None] | None = None
@@ -62,7 +69,7 @@ class Endpoint:
         self._arrived: defaultdict[int, list[Arrival]] = defaultdict(list)
         self._gone: dict[int, str] = {}
         self._left: dict[int, str] = {}
-        self.survivors: Survivors | None = None
+        self.survivors = survivors
         """Set if the job continues after the loss of ranks; see :meth:`continue_without`."""
         self.revoked = ""
         """Why all calls fail until the remaining ranks have agreed; '' otherwise."""

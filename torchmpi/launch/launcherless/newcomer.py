@@ -48,15 +48,17 @@ class Newcomer(StandIn):
         hosts = [places[rank].host if rank in places else "" for rank in range(number + 1)]
         for sock in met.sockets.values():
             set_options(sock)
-        endpoint = Endpoint(number, hosts, met.sockets, order["eager_seconds"])
         networks = {rank: place.network for rank, place in places.items()}
-        endpoint.survivors = Survivors.joining(number, networks, order["members"], order["view"].encode())
+        survivors = Survivors.joining(number, networks, order["members"], order["view"].encode())
         for rank in met.absent:
-            endpoint.survivors.note(rank, f"rank {rank} has not connected to a new rank")
+            survivors.note(rank, f"rank {rank} has not connected to a new rank")
+        # With the survivors, since the others send what they know at once.
+        endpoint = Endpoint(number, hosts, met.sockets, order["eager_seconds"], survivors)
         self._is_connected = self.is_newcomer = True
         super().__init__(endpoint, places)
         self.num_wanted = order["num_wanted"]
-        if len(self.agree(_AGREEMENT_SECONDS)) == 1:  # the others are gone, and with them the state
+        self.agree(_AGREEMENT_SECONDS)
+        if self.COMM_WORLD.size == 1:  # the others are gone, and with them the state
             sys.exit(0)
         store.write(newcomer_store.joined(number), True)
         os.environ |= {"RANK": str(self.COMM_WORLD.rank), "WORLD_SIZE": str(self.COMM_WORLD.size)}

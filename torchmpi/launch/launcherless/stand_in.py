@@ -323,14 +323,13 @@ class StandIn(Continuing):
         self.survivors = self._endpoint.survivors
         return self.survivors
 
-    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
+    def agree(self, timeout_seconds: float) -> None:
         self.begin()
         members = self._endpoint.agree(timeout_seconds, self._reach)
         self._found = None
         self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
         if respawning.limit() and self._newcomers is None:
             self._newcomers = newcomer_store.Watch(self._find)
-        return members
 
     def _find(self, store: newcomer_store.NewcomerStore) -> None:
         """Look for a new rank that waits, if this is the rank that does so."""
