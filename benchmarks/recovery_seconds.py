@@ -1,4 +1,4 @@
-"""The seconds of docs/design/recovery.md: after a kill, with and without a spare rank, and the latency without a loss.
+"""The seconds of docs/design/recovery.md: after a kill, with and without a spare or a new rank; latency without a loss.
 
     HOSTS_STATE=... python benchmarks/recovery_seconds.py --rounds 10 --hosts
 
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "tests")]
 from helpers import warm  # type: ignore[import-not-found]  # noqa: E402
-from losses import CONTINUE, STATE, Cell, address, launching, start_servers  # type: ignore[import-not-found]  # noqa: E402
+from losses import CONTINUE, STATE, WITHOUT_MPI, Cell, address, launching, start_servers  # type: ignore  # noqa: E402
 
 SMALL, LARGE = 10_000, 25_000_000
 LATENCY = """
@@ -55,11 +55,12 @@ def run(way: list[str], num_ranks: int, num_spares: int, program: list[str], *, 
     return "" if done.returncode else done.stdout
 
 
-def kill(way: list[str], numel: int, num_spares: int = 0, *, on_hosts: bool = False) -> float:
-    """Return the seconds from a kill to the first update after it; nan if the job has failed."""
+def kill(way: list[str], numel: int, num_spares: int = 0, *, on_hosts: bool = False, pause: bool = False) -> float:
+    """Return the seconds from a kill to the first update, or the longest `pause` after it; nan if the job failed."""
     program = [str(ROOT / "benchmarks" / "recovery.py"), "--numel", str(numel), "--every", "4", "--folder", "{}"]
     output = run(way, 3, num_spares, program, on_hosts=on_hosts)
-    return float((re.findall(r"first update after the kill: ([\d.]+)", output) or ["nan"])[0])
+    name = "longest time between updates.*" if pause else "first update after the kill"
+    return float((re.findall(rf"{name}: ([\d.]+)", output) or ["nan"])[0])
 
 
 def latencies(way: list[str], setting: str, *, on_hosts: bool) -> list[float]:
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--hosts", action="store_true", help="also on the two hosts of scripts/hosts.sh")
     options = parser.parse_args()
     places = {"one host": False} | ({"two hosts": True} if options.hosts else {})
-    seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    seconds, pauses, ratios = (defaultdict[str, list[float]](list) for _ in range(3))
     end = time.monotonic() + options.seconds
     with ExitStack() as resources:
         start_servers(resources, (Cell("openmpi", "12"[on_hosts], "", "", "") for on_hosts in places.values()))
@@ -95,10 +96,14 @@ def main() -> None:
                 for size, on, off in zip(("4 B", "1 MB"), found["raise"], found["end"], strict=False):
                     ratios[f"Open MPI, {place}, allreduce of {size}"].append(on / off)
             for numel in (SMALL, LARGE):
-                seconds[f"without MPI, one host, {numel:,} parameters"].append(kill(["--without-mpi"], numel))
+                seconds[f"without MPI, one host, {numel:,} parameters"].append(kill(WITHOUT_MPI, numel))
+            pauses[f"without MPI, one host, {SMALL:,} parameters"].append(
+                kill([*WITHOUT_MPI, "--respawns", "1"], SMALL, pause=True)
+            )
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     for title, digits, cells in (
         ("seconds from the kill to the first update", 2, seconds),
+        ("seconds between two updates, the most until a new rank has joined", 3, pauses),
         ("time with recovery over that without", 3, ratios),
     ):
         print(f"| | {title}: median | least | most | jobs | failed |\n|---|---|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""A program that loses ranks and continues: ``loss_program.py MOMENT FAULT VICTIMS FOLDER``, started by losses.py.
+"""Loses ranks and continues, started by losses.py: ``loss_program.py MOMENT FAULT VICTIMS FOLDER [SIZE]``.
 
 VICTIMS are first ranks: ``1,2`` one after the other, ``1+2`` at the same time. Every result is compared; a wrong one
 is printed as WRONG. A remaining rank prints at its end the losses, and the seconds from the last fault to the first
@@ -26,7 +26,8 @@ from torchmpi.session import recovery
 
 CALLS, FIRST_CALL, NEXT_CALL = 30, 10, 20
 moment, fault, folder = sys.argv[1], sys.argv[2], Path(sys.argv[4])
-own = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # the second under mpirun itself
+is_new, grows = "TORCHMPI_NEWCOMER" in os.environ, "TORCHMPI_RESPAWNS" in os.environ
+own = -1 if is_new else int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])  # under mpirun itself
 if "+" in sys.argv[3]:
     victims = [{int(text) for text in sys.argv[3].split("+")}]
 else:
@@ -173,7 +174,8 @@ class Training:
         self.data = torch.randint(-4, 5, (CALLS, 12, 4), generator=torch.Generator().manual_seed(1)).double()
         self.network = nn.Linear(4, 1, bias=False).double()
         nn.init.zeros_(self.network.weight)
-        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=2.0**-10, momentum=0.5)
+        # With momentum the numbers are exact for a few steps only.
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=2.0**-10, momentum=0.0 if grows else 0.5)
         self.num_attempts, self.seconds = 0, 0.0
 
     def step(self, rows, network, scale=1):
@@ -189,14 +191,14 @@ class Training:
         if account is not None:
             account.check()
             mpi.barrier()
-        while job.step < CALLS:
+        while job.step < CALLS or (grows and mpi.size() < full_size):
             for begin, ranks in zip((FIRST_CALL, NEXT_CALL), victims, strict=False):
                 if own in ranks and job.step == begin:
                     fail_soon()
                 if own in ranks and job.step == CALLS - 1:
                     time.sleep(60)  # until the fault
             time.sleep(0.002)
-            self.step(self.data[job.step, mpi.rank() :: mpi.size()], network, mpi.size())
+            self.step(self.data[job.step % CALLS, mpi.rank() :: mpi.size()], network, mpi.size())
             if network is self.network:
                 mpinn.synchronize_gradients(network)
             self.optimizer.step()
@@ -214,6 +216,7 @@ class Training:
             account.check()
         if dist.is_initialized():
             dist.destroy_process_group()
+        self.num_steps = job.step
 
     def save(self, job):
         """Write a checkpoint as programs do, of which another rank waits for the end."""
@@ -229,8 +232,8 @@ class Training:
     def run(self):
         mpi.elastic(network=self.network, optimizer=self.optimizer, step=0)(self.train)()
         result, alone = self.network.weight.clone(), Training()
-        for rows in alone.data:
-            alone.step(rows, alone.network)
+        for step in range(self.num_steps):
+            alone.step(alone.data[step % CALLS], alone.network)
             alone.optimizer.step()
         if not torch.equal(result, alone.network.weight):
             print(f"WRONG first rank {own}: {result} instead of {alone.network.weight}", flush=True)
@@ -239,11 +242,15 @@ class Training:
 faulthandler.dump_traceback_later(45)  # losses.py ends it after a minute: says where it hangs
 if moment == "start" and own in victims[0]:
     fail()
+if moment == "new rank" and is_new and not (folder / "lost").exists():
+    (folder / "lost").touch()
+    fail_soon(most=2.0)
+full_size = int(sys.argv[5]) if grows else 0
 # Of a stopped rank: as long as a call may take that is only late.
 limits = {"stall_warning_seconds": 5.0, "stall_abort_seconds": 10.0} if fault == "SIGSTOP" else {}
 mpi.start(config=mpi.Config(on_lost_rank="raise", server_copies=True, verbose=False, **limits))
 account = Account() if moment == "parameter server" else None
-if moment in ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint"):
+if moment in ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint", "new rank"):
     training = Training()
     training.run()
     num_losses = training.num_attempts - 1

@@ -4,9 +4,9 @@
     python scripts/losses.py RESULTS [--ways openmpi,spares,without-mpi] [--hosts 1,2] [--only REGEX] [--runs 20] [--jobs 4]
     python scripts/losses.py RESULTS --table
 
-The ways are those of docs/recovery.md, and `spares` has a spare rank for each lost one; the Python of this script
-decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must be up (HOSTS_STATE); without MPI they
-are two names of this one.
+The ways are those of docs/recovery.md: `spares` has a spare rank for each lost one, and `respawns` starts a new one,
+without MPI. The Python of this script decides which MPI it is. Two hosts are h0 and h1 of scripts/hosts.sh, which must
+be up (HOSTS_STATE); without MPI they are two names of this one.
 
 Each run is a line of the file RESULTS. Started again, the script makes the runs that are missing, first those of the
 cells that have the fewest, so it can be ended at any time. The table has the number of runs that did as documented, of
@@ -43,14 +43,15 @@ STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 """Of jobs and of the servers of warm ranks: where variables that are read at import differ, ranks start cold."""
 CONTINUE = ["--on-lost-rank", "continue"]
-WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": ["--without-mpi"]}
+WITHOUT_MPI = ["--without-mpi", *CONTINUE]
+WAYS = {"openmpi": CONTINUE, "spares": CONTINUE, "without-mpi": WITHOUT_MPI, "respawns": WITHOUT_MPI}
 MOMENTS = (
     "start", "computing", "waiting in shared memory", "short allreduce", "long allreduce", "other collectives",
     "asynchronous calls", "barrier", "send and receive", "new groups", "copies", "recovery", "elastic loop",
-    "elastic DDP", "elastic server", "checkpoint", "parameter server",
+    "elastic DDP", "elastic server", "checkpoint", "parameter server", "new rank",
 )  # fmt: skip
-LOOPS = ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint")
-"""The moments of programs that may have spare ranks."""
+LOOPS = ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint", "new rank")
+"""The moments of programs that may have spare ranks, or new ones, of which the first is lost too in the last."""
 SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("SIGSTOP", "exit", "raise")
 VICTIMS = ("1", "0", "1,2", "0,1", "1+2")
 
@@ -75,7 +76,7 @@ class Cell(NamedTuple):
     @property
     def on_hosts(self) -> bool:
         """Whether the ranks are on the hosts of scripts/hosts.sh."""
-        return self.hosts == "2" and self.way != "without-mpi"
+        return self.hosts == "2" and "--without-mpi" not in WAYS[self.way]
 
     @property
     def ends(self) -> bool:
@@ -95,11 +96,13 @@ def cells() -> Iterator[Cell]:
     """Return all cells that differ: of losses that end the job only those of rank 1 and of rank 0."""
     for way in WAYS:
         for hosts in "12":
-            for moment in LOOPS if way == "spares" else MOMENTS:
+            for moment in LOOPS if way in ("spares", "respawns") else MOMENTS:
                 for fault in (*SIGNALS, *ENDS):
                     for victims in VICTIMS:
                         cell = Cell(way, hosts, moment, fault, victims)
                         if moment == "recovery" and "," not in victims:
+                            continue
+                        if moment == "new rank" and (way != "respawns" or fault not in SIGNALS):
                             continue
                         if cell.ends and victims not in (("1,2", "0,1") if moment == "recovery" else ("1", "0")):
                             continue
@@ -134,7 +137,8 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
     shared = str(STATE) if cell.on_hosts else None
     with tempfile.TemporaryDirectory(prefix="losses-", dir=shared) as folder:
         hosts_of = folder if cell.on_hosts else ""
-        command, environment = launching(WAYS[cell.way], num_ranks, num_spares, hosts_of)
+        options = [*WAYS[cell.way], *(["--respawns", str(cell.num_victims + 1)] if cell.way == "respawns" else [])]
+        command, environment = launching(options, num_ranks, num_spares, hosts_of)
         # A rank that is killed before it has started is found by its launcher, whose child a warm one is not.
         words = [sys.executable] if cell.moment == "start" else warm.command(address("$(uname -n)", cell.on_hosts))
         if cell.hosts == "2" and not cell.on_hosts:
@@ -143,7 +147,7 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
         if cell.way == "without-mpi" and len(words) > 1:
             command[:1] = warm.command(address("", False))  # torchmpi run itself imports torch, for its store
         command += ["--timeout", str(limit_seconds), "sh", "-c", f'exec {python} "$@"', "sh", str(PROGRAM)]
-        command += [cell.moment, cell.fault, cell.victims, folder]
+        command += [cell.moment, cell.fault, cell.victims, folder, str(num_ranks)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
     return judged(cell, num_ranks + num_spares, done)
 
@@ -151,7 +155,7 @@ def run(cell: Cell, limit_seconds: float) -> Outcome:
 def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str]) -> Outcome:
     """Return whether a job did as documented."""
     output = done.stdout + done.stderr
-    found = re.findall(r"continued: first rank (\d) of now (\d), (\d) losses, ([\d.]+) s", done.stdout)
+    found = re.findall(r"continued: first rank (-?\d) of now (\d), (\d) losses, ([\d.]+) s", done.stdout)
     seconds = max((float(each[3]) for each in found), default=0.0)
     if "WRONG" in output:
         return Outcome("wrong", seconds, output)
@@ -160,7 +164,9 @@ def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str])
     if cell.ends:
         return Outcome("" if done.returncode > 0 and not found else "went on", seconds, output)
     left = sorted({*range(num_started)} - {int(text) for text in re.findall(r"\d", cell.victims)})
-    has_all = [(int(rank), int(size)) for rank, size, *_ in sorted(found)] == [(rank, len(left)) for rank in left]
+    if cell.way == "respawns":
+        left = [-1] * cell.num_victims + left
+    has_all = sorted((int(rank), int(size)) for rank, size, *_ in found) == [(rank, len(left)) for rank in left]
     return Outcome("" if has_all and done.returncode == 0 else f"status {done.returncode}", seconds, output)
 
 

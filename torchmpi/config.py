@@ -42,6 +42,7 @@ ReplicaCheck = Literal["raise", "warn", "mend"]
 # Variables with the same prefix that are not settings of a run.
 SET_BY_RUN = (
     "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", "TORCHMPI_RUNNING_FILE", "TORCHMPI_SPARES", "TORCHMPI_TERMINAL",
+    "TORCHMPI_RESPAWNS", "TORCHMPI_NEWCOMER",
 )  # fmt: skip
 """Variables that ``torchmpi run`` sets for its ranks."""
 _NOT_FIELDS = (

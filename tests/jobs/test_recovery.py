@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,10 @@ mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False))
 """
 
 
-WAYS = {"without MPI": ["--without-mpi"], "Open MPI": ["--on-lost-rank", "continue", "--option=--bind-to none"]}
+WAYS = {
+    "without MPI": ["--without-mpi", "--on-lost-rank", "continue"],
+    "Open MPI": ["--on-lost-rank", "continue", "--option=--bind-to none"],
+}
 """The ways to start ranks that survive the loss of one, with the options of `torchmpi run`."""
 
 
@@ -55,10 +59,10 @@ def survive(request, tmp_path, warm_python):
     if request.param == "Open MPI" and not is_open_mpi(launcher()):
         pytest.skip("only Open MPI has this")
 
-    def run(n: int, code: str, *arguments: object, start: str = START) -> Result:
+    def run(n: int, code: str, *arguments: object, start: str = START, options: Sequence[str] = ()) -> Result:
         script = tmp_path / "job.py"
         script.write_text(start + textwrap.dedent(code))
-        own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], "--timeout", "120"]
+        own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], *options, "--timeout", "120"]
         return launched(warm_python, own, script, arguments)
 
     return run
@@ -586,6 +590,82 @@ def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbe
         assert result.returncode == 0 and result.stderr.count("finalized False") == 2, result.output
         assert sorted(result.stdout.splitlines()) == expected, result.output
         assert result.stderr.count("a spare rank is now rank") == num_spares, result.output
+
+
+RESPAWN = """
+import torch.distributed as dist
+
+FIRST = "new" if "TORCHMPI_NEWCOMER" in os.environ else FIRST
+data = torch.randint(-4, 5, (60, 12, 4), generator=torch.Generator().manual_seed(1)).double()
+network = nn.Linear(4, 1, bias=False).double()
+nn.init.zeros_(network.weight)
+optimizer = torch.optim.SGD(network.parameters(), lr=2.0**-10)
+victims = {(4,): (6, 0), (4, 3): (2, 0), (4, 2, 3, 4): (6, 3)}
+"The step and the rank of a loss: rank 0, the next one while a new one starts, before a commit, and the last new one."
+
+@mpi.elastic(network=network, optimizer=optimizer, step=0, sizes=(), begun=0)
+def train(job):
+    job.sizes, job.begun = (*job.sizes, mpi.size()), job.step
+    dist.init_process_group("torchmpi")
+    model = nn.parallel.DistributedDataParallel(network)
+    while len(job.sizes) < 5 or job.step < job.begun + 2:  # after the last loss there is no commit
+        if (job.step - job.begun, mpi.rank()) == victims.get(job.sizes):
+            time.sleep(0.2)
+            die()
+        optimizer.zero_grad()
+        (mpi.size() * model(data[job.step % 60, mpi.rank() :: mpi.size()]).sum()).backward()
+        optimizer.step()
+        job.step += 1
+        time.sleep(0.01)
+        if job.step % 4 == 0:
+            job.commit()
+    dist.destroy_process_group()
+    return job.step, job.sizes
+
+steps, sizes = train()
+expected = -(2.0**-10) * sum(data[step % 60].sum(0) for step in range(steps))  # exact in any order
+print(f"first rank {FIRST}: {sizes}, {torch.equal(network.weight[0], expected)}", flush=True)
+mpi.stop()
+"""
+
+
+@pytest.mark.parametrize("survive", ["without MPI"], indirect=True)
+def test_new_ranks_take_the_places_of_lost_ones_while_the_others_go_on(survive):
+    """Rank 0 is lost, the next one while a new rank waits, and a new one; that in its place is not needed any more."""
+    result = survive(4, RESPAWN, options=["--respawns", "4"])
+    assert result.returncode == 0, result.output
+    lines = [f"first rank {first}: (4, 2, 3, 4, 3), True" for first in (2, 3, "new")]
+    assert sorted(result.stdout.splitlines()) == lines, result.output
+    for size in (3, 4):
+        told = f"continuing on {size} ranks: a new rank is ready to join; a new rank is now rank {size - 1}"
+        assert result.stderr.count(told) == 1, result.output
+
+
+@pytest.mark.parametrize("survive", ["without MPI"], indirect=True)
+def test_a_new_rank_joins_at_a_copy_of_the_engine(survive):
+    code = """
+        sizes, network, engine = [], nn.Linear(4, 1), AllReduceSGDEngine(progress=False)
+        engine.recover(every=4)
+
+        @engine.on("on_update")
+        def note(state):
+            sizes.append(mpi.size())
+            if FIRST == 1 and state.t == 9 and "TORCHMPI_NEWCOMER" not in os.environ:
+                die()
+            state.stop = mpi.rank() == 0 and state.t > 20 and sizes[-8:] == 8 * [3]
+            time.sleep(0.005)
+
+        batches = 60_000 * [(torch.ones(2, 4), torch.ones(2, 1))]
+        state = engine.train(
+            network=network, criterion=nn.MSELoss(), lr=0.01, iterator=lambda: batches[mpi.rank() :: mpi.size()],
+        )
+        values = mpi.allgather_object((state.t, network.weight.tolist()))
+        print(f"rank {mpi.rank()} of {mpi.size()}: {values[0] == values[mpi.rank()]}", flush=True)
+        mpi.stop()
+    """
+    result = survive(3, code, options=["--respawns", "1"])
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3: True" for rank in range(3)], result.output
 
 
 def test_a_spare_rank_gets_the_shards_of_the_lost_one(replace, tmp_path):

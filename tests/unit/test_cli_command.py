@@ -39,6 +39,7 @@ from torchmpi.errors import ArgumentError
         ["run", "-n", "0", "train.py"],
         ["run", "-n", "2"],
         ["run", "-n", "2", "--without-mpi", "--dry-run", "train.py"],
+        ["run", "-n", "2", "--on-lost-rank", "continue", "--respawns", "1", "train.py"],
     ],
 )
 def test_wrong_command_lines_end_with_status_2(arguments, capsys):

@@ -14,13 +14,6 @@ from torchmpi.errors import ArgumentError, RankLostError
 from torchmpi.session import recovery
 
 
-class Objects(Threads):
-    """Ranks as threads, which also broadcast objects."""
-
-    def broadcast(self, value, root=0):
-        return self.gather(value)[root]
-
-
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
@@ -33,7 +26,7 @@ class Objects(Threads):
     ],
 )
 def test_all_ranks_get_the_last_copy_that_each_rank_with_copies_has(numbers, expected):
-    ranks = Objects(len(numbers))
+    ranks = Threads(len(numbers))
 
     def agree(rank: int) -> tuple[str | None, str | None]:
         copies = NumberedCopies[str]()

@@ -49,7 +49,7 @@ def world(size: int, connect: Callable[[], Any] = socket.socketpair, silence_sec
     for one, other in itertools.combinations(range(size), 2):
         ends[one][other], ends[other][one] = connect()
     for sock in (sock for sockets in ends for sock in sockets.values()):
-        mesh._set_options(sock, silence_seconds)
+        mesh.set_options(sock, silence_seconds)
     names = [f"host{rank}" for rank in range(size)]
     with ExitStack() as opened:
         endpoints = [Endpoint(rank, names, sockets, 50e-6) for rank, sockets in enumerate(ends)]
@@ -294,6 +294,21 @@ def test_a_loss_is_reported_and_a_goodbye_is_not(trio):
         trio[0].Recv(np.zeros(1, np.uint8), 1, 1)
 
 
+def test_a_rank_that_has_lost_all_connections_reads_from_a_new_rank():
+    """Regression: the thread that reads ends without connections, so the rank waited for the new one for ever."""
+    with world(2) as (comm, other):
+        endpoint = comm._endpoint
+        other._endpoint.close()
+        endpoint._reader.join(LIMIT_SECONDS)
+        own_end, other_end = socket.socketpair()
+        new = Endpoint(2, ["host"] * 3, {0: other_end}, 50e-6)
+        endpoint.add(2, "host", own_end)
+        both = [Intracomm(each, (0, 2), 7, ["a"] * 3) for each in (endpoint, new)]
+        assert on_all(both, lambda comm: comm.allgather(comm.rank)) == [[0, 1]] * 2
+        assert endpoint._reader.is_alive()
+        new.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("milliseconds", (0, 1, 3, 6))
 def test_the_others_communicate_after_a_loss_without_old_messages(milliseconds):
@@ -316,7 +331,7 @@ def test_the_others_communicate_after_a_loss_without_old_messages(milliseconds):
         until(lambda: comms[0]._endpoint.revoked)
         with pytest.raises(CommunicationError, match=r"rank 2( on host host2)? is gone"):
             comms[0].isend("too early", 1, 1)
-        assert on_all(comms[:2], lambda comm: comm._endpoint.agree(LIMIT_SECONDS)) == [(0, 1)] * 2
+        assert on_all(comms[:2], lambda comm: comm._endpoint.agree(LIMIT_SECONDS, None)) == [(0, 1)] * 2
         if had_arrived:
             assert (received == pattern(0)).all()
 

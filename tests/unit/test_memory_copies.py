@@ -37,6 +37,9 @@ class Threads(SingleProcess):
         self._barrier.wait(WAIT_SECONDS)
         return values
 
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        return self.gather(value)[root]
+
     def run(self, function: Any) -> list[Any]:
         def as_rank(rank: int) -> Any:
             self._own.rank = rank
@@ -54,13 +57,13 @@ class Run:
         self.state = SimpleNamespace(iterator=range(10))
 
     def content(self) -> Content:
-        own = {"batch": self.t, "num_batches": 10, "iterator": "position", "kept": {}}
+        own = {"batch": self.t, "num_batches": 10, "iterator": "position", "kept": {}, "rng": None}
         return Content({"t": self.t, "in_epoch": self.in_epoch}, own, {"network": {"weights": self.weights}})
 
-    def update(self, copies: MemoryCopies) -> None:
+    def update(self, copies: MemoryCopies, num_ranks: int = 4) -> None:
         self.t += 1
         self.weights += 1
-        copies.take(self, 4)  # type: ignore[arg-type]
+        copies.take(self, num_ranks)  # type: ignore[arg-type]
 
 
 def summary(saved: Saved) -> tuple[int, list[float], int]:
@@ -115,3 +118,17 @@ def test_the_rest_of_an_epoch_is_divided_among_the_ranks_that_are_left():
     assert batches(3, range(13)) == [13 * 16 // 40] * 3  # 40 batches by three
     # Regression: another loss before the next copy, with iterators of unknown length; four ranks had done the 16.
     assert batches(2, iter(())) == [16 // 2] * 2
+
+
+def test_the_rest_of_an_epoch_is_divided_among_the_ranks_when_a_new_one_joins():
+    """Three ranks have taken a copy after 4 of 10 batches each: 12 of 30 are done."""
+    coordinator = Threads(4)
+
+    def join(rank: int) -> int:
+        run, copies, is_newcomer = Run(in_epoch=True), MemoryCopies(), rank == 3
+        for _ in range(0 if is_newcomer else 4):
+            run.update(copies, 3)
+        run.state.iterator = range(8)
+        return copies.last_common(run, coordinator, is_newcomer=is_newcomer).ranks[rank]["batch"]  # type: ignore[arg-type]
+
+    assert coordinator.run(join) == [8 * 12 // 30] * 4

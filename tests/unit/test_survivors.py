@@ -25,6 +25,11 @@ class Wires:
 
     def tell(self, sender: int) -> None:
         with self.lock:
+            for newcomer in self.ranks[sender].unreached():
+                if newcomer in self.killed:
+                    self.ranks[sender].note(newcomer, "cannot be reached")
+                else:
+                    self.ranks[sender].note_reached(newcomer, "host")
             view = self.ranks[sender].own_view()
             for receiver in range(len(self.ranks)):
                 if sender not in self.killed and receiver != sender:
@@ -96,6 +101,30 @@ def test_all_remaining_ranks_agree(seed):
     wires.agree(last)
     remaining = tuple(rank for rank in range(5) if rank not in wires.killed)
     assert {rank: wires.results[rank] for rank in remaining} == dict.fromkeys(remaining, remaining)
+
+
+@pytest.mark.parametrize("victim", [None, 0, 4, "before"])
+@pytest.mark.parametrize("seed", range(3))
+def test_new_ranks_join_one_after_the_other(seed, victim):
+    """While the second one joins, one of the ranks may be lost, the first new one among them, or it may have ended."""
+    wires = Wires(["host"] * 4, seed)
+    wires.kill(1)
+    while wires.deliver_one():
+        pass
+    wires.agree()
+    members = (0, 2, 3)
+    for newcomer in (4, 5):
+        for rank in members:
+            wires.ranks[rank].offer(newcomer, "place")
+        view = wires.ranks[members[0]].own_view()
+        new = Survivors.joining(newcomer, dict.fromkeys((*members, newcomer), "host"), members, view)
+        wires.ranks.append(new)
+        if (newcomer, victim) == (5, "before"):
+            wires.killed.add(5)
+        wires.agree(victim if newcomer == 5 and victim != "before" else None)
+        members = tuple(rank for rank in (*members, newcomer) if rank not in wires.killed)
+        assert {rank: wires.results[rank] for rank in members} == dict.fromkeys(members, members)
+    assert len({wires.ranks[rank].epoch for rank in members}) == 1
 
 
 def test_messages_are_heard_while_a_rank_tells_the_others():

@@ -200,6 +200,9 @@ def _add_run(commands: Any) -> None:
                 "recover (Open MPI 5, and --without-mpi)")
     option("--spares", type=bench_options.count, default=0, metavar="K",
            help="also start K ranks that wait, and take the places of killed ranks; with --on-lost-rank continue")
+    option("--respawns", type=bench_options.count, default=0, metavar="N",
+           help="start a new rank in place of a killed one, at most N times, while the others go on; it joins them "
+                "at a commit; with --without-mpi --on-lost-rank continue")
     option("--as", dest="stands_for", choices=["mpi", "gloo"],
            help="run the program unchanged: its backend of this name is torchmpi")
     option("--timeout", type=bench_options.seconds, metavar="SECONDS",

@@ -28,6 +28,11 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--min-ranks is for restarts: add --restarts N")
     if options.spares and (options.without_mpi or options.on_lost_rank != "continue" or options.ranks is None):
         options.refuse("--spares is for Open MPI, with --on-lost-rank continue and -n N, the number of the other ranks")
+    if options.respawns and (not options.without_mpi or options.on_lost_rank != "continue"):
+        options.refuse(
+            "--respawns is for ranks without MPI: add --without-mpi --on-lost-rank continue. Processes that Open MPI "
+            "starts later (MPI_Comm_spawn) do not survive losses; there --spares K starts ranks that wait"
+        )
     launcher.open_standard_streams()  # MPICH's mpirun does not start without
     if options.log_dir is None:
         status_line.offer_terminal()

@@ -13,7 +13,7 @@ from datetime import timedelta
 from types import FrameType
 
 from ..errors import JobError
-from ..launch import launcher, network
+from ..launch import launcher, network, respawning
 from ..log import logger
 from .supervision import TIME_LIMIT_STATUS, GroupSignals, handle_signals
 
@@ -33,9 +33,10 @@ class SeparateRanks:
     the others itself. Before ``start()`` it cannot reach them, so they are terminated here.
     """
 
-    def __init__(self, command: Sequence[str], num_ranks: int) -> None:
-        self._command, self._num_ranks = list(command), num_ranks
+    def __init__(self, command: Sequence[str], num_ranks: int, respawns: int = 0) -> None:
+        self._command, self._num_ranks, self._respawns = list(command), num_ranks, respawns
         self._processes: list[subprocess.Popen[bytes]] = []
+        """First those of the ranks, then those that were started in place of lost ones."""
         self._key = secrets.token_hex(32)  # others on this host can read and write the store, but not an environment
 
     def run(self, seconds: float | None = None) -> int:
@@ -50,7 +51,8 @@ class SeparateRanks:
             return self._run(seconds)
 
     def _run(self, seconds: float | None) -> int:
-        from ..launch import tcp_store  # here, since it imports torch, which other jobs do not need
+        from ..launch import tcp_store  # here, since they import torch, which other jobs do not need
+        from ..launch.launcherless import newcomer_store
 
         address = network.loopback()
         server = network.listen(address, self._num_ranks)
@@ -67,15 +69,32 @@ class SeparateRanks:
             raise JobError(f"{self._command[0]} cannot be started: {error.strerror}.") from error
         limit = None if seconds is None else time.monotonic() + seconds
         running, statuses = list(self._processes), dict[int, int]()
+        new_ranks = newcomer_store.respawning_store(store)
+
+        def waits(process: subprocess.Popen[bytes]) -> bool:
+            """Return whether a process is a new rank that has not joined the others."""
+            index = self._processes.index(process)
+            return index >= self._num_ranks and not new_ranks.check([newcomer_store.joined(index)])
+
         failure, failure_limit = "", math.inf
         while running:
             for process in [process for process in running if process.poll() is not None]:
                 running.remove(process)
                 rank, status = self._processes.index(process), process.returncode
-                statuses[rank] = status
-                if status < 0:
-                    logger.warning("torchmpi run: rank %d was ended by signal %d.", rank, -status)
-                elif status > 0 and math.isinf(failure_limit):
+                is_lost = status < 0 or waits(process)
+                if is_lost:
+                    how = (
+                        f"was ended by signal {-status}"
+                        if status < 0
+                        else f"ended with status {status} and did not join"
+                    )
+                    logger.warning("torchmpi run: rank %d %s.", rank, how)
+                if not waits(process):
+                    statuses[rank] = status
+                if is_lost and running and len(self._processes) < self._num_ranks + self._respawns:
+                    self._processes.append(self._start(rank % self._num_ranks, address, port, len(self._processes)))
+                    running.append(self._processes[-1])
+                elif status > 0 and not is_lost and math.isinf(failure_limit):
                     failure_limit = time.monotonic() + _GRACE_SECONDS
                     failure = f"rank {rank} ended with status {status}"
             if running and time.monotonic() >= failure_limit:
@@ -87,6 +106,9 @@ class SeparateRanks:
                 self._end(running)
                 logger.error("torchmpi run: the job was ended at its time limit of %g s.", seconds)
                 return TIME_LIMIT_STATUS
+            if running and all(map(waits, running)):
+                self._end(running)  # new ranks that are not needed
+                break
             time.sleep(_POLL_SECONDS)
         del store
         failed = [status for _, status in sorted(statuses.items()) if status > 0]
@@ -94,10 +116,15 @@ class SeparateRanks:
             return failed[0]
         return 0 if 0 in statuses.values() else 128 - max(statuses.values())
 
-    def _start(self, rank: int, address: str, port: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, address: str, port: int, newcomer: int | None = None) -> subprocess.Popen[bytes]:
+        """Start a rank; the number of a `newcomer` is one that no other process of the job has had."""
         numbers = dict(zip(_NUMBERS, (rank, self._num_ranks) * 2, strict=True))
         variables = {**_AS_TORCHRUN, "MASTER_ADDR": address, "MASTER_PORT": port, **numbers}
         variables[launcher.JOB_KEY_VARIABLE] = self._key
+        if self._respawns:
+            variables[respawning.LIMIT_VARIABLE] = self._respawns
+        if newcomer is not None:
+            variables[respawning.NEWCOMER_VARIABLE] = newcomer
         return subprocess.Popen(self._command, env=os.environ | {name: str(each) for name, each in variables.items()})
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
@@ -125,4 +152,4 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
             options.refuse(f"--without-mpi starts ranks on this host only, and has no --{name.replace('_', '-')}")
     if options.ranks is None:
         options.refuse("-n N, the number of ranks, is needed")
-    return SeparateRanks(command, options.ranks).run(options.timeout)
+    return SeparateRanks(command, options.ranks, options.respawns).run(options.timeout)

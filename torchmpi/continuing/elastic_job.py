@@ -34,8 +34,8 @@ class _Commit:
 
     values: dict[str, Any]
     random: list[dict[str, Any]]
-    ranks: tuple[int, ...]
-    """Whose random state each present rank takes."""
+    ranks: tuple[int | None, ...]
+    """Whose random state each present rank takes; None if it keeps its own."""
 
 
 class ElasticJob:
@@ -73,9 +73,9 @@ class ElasticJob:
                 # A call on a device that was aborted, because a rank is lost, has left undefined values.
                 streams.settle(parameter)
         random = collectives.allgather_object(random_states.capture(api.device()))
-        recovery.confirm()
-        values = {name: copy.deepcopy(_state(value)) for name, value in self._values().items()}
-        self._copies.add(_Commit(values, random, tuple(range(api.size()))))
+        with recovery.copying():
+            values = {name: copy.deepcopy(_state(value)) for name, value in self._values().items()}
+            self._copies.add(_Commit(values, random, tuple(range(api.size()))))
 
     # --- for elastic()
 
@@ -115,7 +115,8 @@ class ElasticJob:
             self._load(name, copy.deepcopy(value))
         for module in self._modules():
             module.zero_grad(set_to_none=True)  # those of the step that has failed
-        random_states.restore(commit.random[commit.ranks[api.rank()]], api.device())
+        if (rank := commit.ranks[api.rank()]) is not None:
+            random_states.restore(commit.random[rank], api.device())
 
     def _load(self, name: str, state: Any) -> None:
         value = vars(self)[name]
@@ -131,14 +132,16 @@ class ElasticJob:
         return [value for value in self._values().values() if isinstance(value, nn.Module)]
 
 
-def renumbered(ranks: tuple[int, ...], former: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the entries of the present ranks, given those of the former ones; spare ranks get those of lost ranks.
+def renumbered(ranks: tuple[int | None, ...], former: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Return the entries of the present ranks, given those of the former ones; newcomers get those of lost ranks.
 
     >>> renumbered((0, 1, 2), (0, 2)), renumbered((0, 1, 2), (0, -1, 2)), renumbered((3, 4, 5, 6), (-1, 2))
     ((0, 2), (0, 1, 2), (3, 5))
+    >>> renumbered((0, 2), (0, 1, -1))
+    (0, 2, None)
     """
     lost = (ranks[rank] for rank in range(len(ranks)) if rank not in former)
-    return tuple(next(lost) if rank < 0 else ranks[rank] for rank in former)
+    return tuple(next(lost, None) if rank < 0 else ranks[rank] for rank in former)
 
 
 def _is_stateful(value: Any) -> bool:

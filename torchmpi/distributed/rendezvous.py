@@ -30,7 +30,7 @@ Rendezvous = Iterator[tuple[torch_names.Store, int, int]]
 
 def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Rendezvous:
     """Handle ``mpi://``: rank and size are those of MPI's world."""
-    if dist.is_torchelastic_launched() and not recovery.has_recovered:
+    if dist.is_torchelastic_launched() and not recovery.has_recovered():
         raise LaunchError(
             "init_method='mpi://' is for processes that an MPI launcher started; torchrun started these, and MPI would "
             "take each for a job of its own. Leave init_method out, or start with mpirun."
@@ -51,7 +51,7 @@ def through_environment(
     given; then MASTER_ADDR and MASTER_PORT, which that tutorial sets, do not count without RANK and WORLD_SIZE. Without
     `has_address`, an address does not count if the ranks are those of MPI.
     """
-    if recovery.has_recovered:
+    if recovery.has_recovered():
         return through_mpi(url, **options)
     numbers = _numbers(url)
     given = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}

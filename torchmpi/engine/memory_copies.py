@@ -32,12 +32,12 @@ class MemoryCopies:
     def last_common(self, run: TrainingRun, coordinator: Coordinator, *, is_newcomer: bool = False) -> Saved:
         """Return the last copy that all remaining ranks have, for their present parts of the data. Collective.
 
-        A newcomer, which was a spare rank, gets it from the first of the others.
+        A newcomer, which was a spare rank or is a new one, gets it from the first of the others.
         """
         if not (self._copies or is_newcomer):  # the rank was lost before the first copy, so nothing has changed yet
             self.take(run, coordinator.size)
         common = self._copies.agree(coordinator.gather, coordinator.broadcast, coordinator.rank)
-        assert common is not None  # spare ranks alone do not continue
+        assert common is not None  # newcomers alone do not continue
         kept, num_ranks = common
         if is_newcomer:
             fresh = run.content().own["rng"]  # with those of another rank, both would have the same dropout
@@ -46,9 +46,9 @@ class MemoryCopies:
         own = content.own
         everyone = coordinator.gather({name: own[name] for name in ("batch", "num_batches")})
         if content.common["in_epoch"]:
-            # How far the lost ranks were is not known; they took part in every update.
-            everyone += (num_ranks - coordinator.size) * everyone[:1]
-            own["batch"] = redivided_batch(everyone, coordinator.size, num_batches(run.state.iterator))
+            # How far the lost ranks were is not known; they took part in every update. A new rank is the last one.
+            done = (everyone + num_ranks * everyone[:1])[:num_ranks]
+            own["batch"] = redivided_batch(done, coordinator.size, num_batches(run.state.iterator))
         own["iterator"] = None  # the position of an iterator over another part of the data
         return Saved(content.common, coordinator.size * [own], content.trees)
 
@@ -91,12 +91,12 @@ class Recovery:
             return
         # A call on a device that was aborted, because a rank is lost, has left undefined values in the parameters.
         streams.settle(next(run.state.network.parameters()))
-        recovery.confirm()
-        self._copies.take(run, self._coordinator.size)
+        with recovery.copying():
+            self._copies.take(run, self._coordinator.size)
 
     @property
     def joins(self) -> bool:
-        """Whether this rank was a spare, and has not got the state of the others yet."""
+        """Whether this rank has taken the place of a lost one, and has not got the state of the others yet."""
         return recovery.is_newcomer()
 
     def return_to_copy(self, run: TrainingRun, error: TorchMPIError) -> Saved:

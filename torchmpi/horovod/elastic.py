@@ -1,7 +1,7 @@
 """Programs for elastic Horovod: after a loss, the remaining ranks return to the last commit, and begin again.
 
 That needs ``on_lost_rank="raise"`` (``torchmpi run --on-lost-rank continue``). Otherwise the job ends when a rank is
-lost, and the function runs once. Ranks come back as spare ranks only; no hosts are added.
+lost, and the function runs once. Lost ranks come back as spare ranks or as new ones; no hosts are added.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from ..continuing import attempts
+from ..launch import respawning
 from ..log import logger
 from ..session import recovery
 from . import basics
@@ -55,7 +56,13 @@ class ElasticState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: no hosts are added to a job."""
+        """Let a new rank join, if one waits that was started in place of a lost one; no hosts are added to a job.
+
+        With ``torchmpi run --respawns``, a call of all ranks, and so is `commit`.
+        """
+        if respawning.limit() and not recovery.why_not():
+            with recovery.copying():
+                pass
 
     def save(self) -> None:
         """Keep a copy in memory."""
@@ -316,8 +323,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the training function of an elastic program: it gets a synchronized state, again after each loss.
 
     After the loss of a rank the others restore the last commit, get new numbers, and call the functions of
-    ``register_reset_callbacks()``; so does a spare rank that has taken the place of the lost one. `sync` then copies
-    the state of the first rank that has one. That needs the setting ``on_lost_rank="raise"``, which
+    ``register_reset_callbacks()``; so does a spare or a new rank that has taken the place of the lost one. `sync` then
+    copies the state of the first rank that has one. That needs the setting ``on_lost_rank="raise"``, which
     ``torchmpi run --on-lost-rank continue`` sets; otherwise the job ends when a rank is lost, and rank 0 warns of that.
 
     Args:

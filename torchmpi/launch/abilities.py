@@ -27,19 +27,28 @@ class Abilities:
         return lambda: None
 
     is_newcomer = False
-    """Whether this rank was a spare, and has not got the state of the others yet."""
+    """Whether this rank was a spare, or was started in place of a lost one, and has not got the state of the others."""
 
     def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables to set before MPI is initialized, given those that are set."""
         return {}
 
-    def confirm(self) -> None:
-        """Return: the loss of a rank ends the job."""
+    def confirm(self) -> bool:
+        """Return False: the loss of a rank ends the job, and no rank joins it."""
+        return False
+
+    def join(self) -> str:
+        """Let all calls fail, so that the ranks meet and the new rank joins them; return the reason.
+
+        All ranks call it, after :meth:`confirm` has returned True.
+        """
+        raise NotImplementedError
 
     def take_place(self, prepare: Callable[[], object]) -> None:
         """Return when this rank has its number in `COMM_WORLD`; a spare rank waits until it takes that of a lost one.
 
-        It calls `prepare` before. Collective over all ranks that were started.
+        It calls `prepare` before, and so does a rank that was started in place of a lost one, which waits until the
+        others let it join. Collective over all ranks that were started.
         """
 
     def before_groups(self) -> None:
@@ -64,7 +73,7 @@ class Continuing(Abilities):
     ============ ============================================ ==============================================
     state        calls                                        left when
     ============ ============================================ ==============================================
-    running      work                                         a rank is lost: `loss` has the reason
+    running      work                                         a rank is lost, or joins: `loss` has the reason
     failing      fail, all of them on all ranks               a rank calls :meth:`recover`
     agreeing     none: the rank waits in :meth:`recover`      all remaining ranks are here and know who is left
     ============ ============================================ ==============================================
@@ -94,11 +103,14 @@ class Continuing(Abilities):
         raise NotImplementedError
 
     def agree(self, timeout_seconds: float) -> None:
-        """Make `COMM_WORLD` that of the remaining ranks; `loss` is '' then. Collective over them."""
+        """Make `COMM_WORLD` that of the remaining ranks, and of one that joins; `loss` is '' then. Collective."""
         raise NotImplementedError
 
-    def confirm(self) -> None:
-        """Return if all ranks are here and none is lost, and raise an error of the library otherwise. Collective."""
+    def confirm(self) -> bool:
+        """Return if all ranks are here and none is lost, and raise an error of the library otherwise. Collective.
+
+        The result, the same on all ranks, is whether a new rank waits to :meth:`join` them.
+        """
         raise NotImplementedError
 
     def loss_behind_error(self) -> str:
@@ -124,7 +136,7 @@ class Continuing(Abilities):
         """Make ``COMM_WORLD`` the communicator of the remaining ranks. Collective over these.
 
         Returns:
-            The former ranks in ``COMM_WORLD`` of its present ranks; -1 for one that was a spare.
+            The former ranks in ``COMM_WORLD`` of its present ranks; -1 for one that was a spare, or is new.
 
         Raises:
             RankLostError: The other ranks continue without this one, or the remaining ones are too few to be sure that

@@ -480,13 +480,14 @@ class FaultTolerantMPI(Continuing):
 
     # --- failing and agreeing
 
-    def confirm(self) -> None:
-        """Return if all ranks are here and none is lost, and raise an error of MPI otherwise. Collective.
+    def confirm(self) -> bool:
+        """Return False if all ranks are here and none is lost, and raise an error of MPI otherwise. Collective.
 
         All ranks get the same answer. Those whose calls have failed take part in :meth:`agree`.
         """
         if not self._has_agreed(is_well=True):
             raise self._library.Exception(self._library.ERR_PROC_FAILED)
+        return False
 
     def _has_agreed(self, *, is_well: bool) -> bool:
         """Return whether all ranks are well; the same on all of them.

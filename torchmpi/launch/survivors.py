@@ -4,9 +4,9 @@ Without MPI, every rank has a connection to every other one, so each remaining r
 from the ranks that have lost their connection to it. A rank in :meth:`Survivors.agree` sends its set of lost ranks to
 all, and again when the set has grown. It is done when it has received the same set from each rank that is not in it.
 Sets only grow, so all ranks that are done with one set agree; a rank that is lost afterwards makes the next call fail,
-and the ranks that are left meet here again. With MPI, ranks only wait here for each other (:meth:`Survivors.meet`), as
-its own agreement has no time limit and no names. This module sends nothing itself, so that it can be tested without
-processes.
+and the ranks that are left meet here again. So does the set of newcomers, which join in such a meeting. With MPI, ranks
+only wait here for each other (:meth:`Survivors.meet`), as its own agreement has no time limit and no names. This module
+sends nothing itself, so that it can be tested without processes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import RankLostError, StallError
+
+
+class View(NamedTuple):
+    """What a rank in a meeting knows; both sets only grow."""
+
+    lost: frozenset[int]
+    offered: frozenset[int]
 
 
 class Survivors:
@@ -29,15 +37,23 @@ class Survivors:
 
     def __init__(self, rank: int, networks: Sequence[str]) -> None:
         """Begin with all ranks; a rank with the same key in `networks` as a remaining one is lost only if it ended."""
-        self.rank, self._networks = rank, networks
+        self.rank, self._networks = rank, dict(enumerate(networks))
         self.members = tuple(range(len(networks)))
         """The ranks that have agreed last."""
         self.exclusion = ""
         """Why the other ranks continue without this one; '' if they do not."""
         self.on_loss: Callable[[str], None] = lambda reason: None
         """Called with the reason when calls have begun to fail, by the thread that reads messages."""
+        self.epoch = 0
+        """A number that grows with each agreement; the same on all ranks that have made the same."""
         self._lost: dict[int, str] = {}
-        self._views: dict[int, frozenset[int]] = {}
+        self._offered: dict[int, Any] = {}
+        """Newcomers, also earlier ones, with what is needed to reach them."""
+        self._reached: set[int] = set()
+        """Those to which this rank is connected, and on which the ranks have not agreed yet."""
+        self._settled: frozenset[int] = frozenset()
+        """The newcomers of which the ranks knew when they agreed last."""
+        self._views: dict[int, View] = {}
         self._is_ready = False
         self._changed = threading.Condition()
 
@@ -53,8 +69,8 @@ class Survivors:
 
     @property
     def remaining(self) -> tuple[int, ...]:
-        """The ranks that have agreed last, without those that have been lost since."""
-        return tuple(rank for rank in self.members if rank not in self._lost)
+        """The ranks that have agreed last, and newcomers, without those that have been lost since."""
+        return tuple(rank for rank in (*self.members, *sorted(self._reached)) if rank not in self._lost)
 
     def note(self, rank: int, reason: str) -> bool:
         """Note that a rank is lost; return whether that is new."""
@@ -64,15 +80,53 @@ class Survivors:
             self._changed.notify_all()
         return is_new
 
-    def own_view(self) -> bytes:
-        """Return the message for the others: whether this rank is in ``agree()``, its lost ranks, and the reasons."""
+    def offer(self, rank: int, place: Any) -> None:
+        """Note that a rank, with a number that no other one has had, joins in the next meeting."""
         with self._changed:
-            return json.dumps([self._is_ready, list(self._lost.items())]).encode()
+            self._offered.setdefault(rank, place)
+            self._changed.notify_all()
+
+    @property
+    def offers(self) -> frozenset[int]:
+        """The newcomers of which this rank has known."""
+        return frozenset(self._offered)
+
+    def unreached(self) -> dict[int, Any]:
+        """Return the newcomers to which this rank is not connected yet, with what is needed to reach them."""
+        with self._changed:
+            known = {*self._settled, *self._reached, *self._lost, self.rank}
+            return {rank: place for rank, place in self._offered.items() if rank not in known}
+
+    def note_reached(self, rank: int, network: str) -> None:
+        """Note that this rank is connected to a newcomer, so that it takes part in the agreement."""
+        with self._changed:
+            self._networks[rank] = network
+            self._reached.add(rank)
+            self._changed.notify_all()
+
+    def own_view(self) -> bytes:
+        """Return the message for the others: whether this rank is in ``agree()``, and its lost and offered ranks.
+
+        The former with the reasons, the latter with what is needed to reach them.
+        """
+        with self._changed:
+            return json.dumps([self._is_ready, list(self._lost.items()), list(self._offered.items())]).encode()
+
+    @classmethod
+    def joining(cls, rank: int, networks: Mapping[int, str], members: Sequence[int], view: bytes) -> Survivors:
+        """Return what a newcomer knows: the members, of which one has sent its view."""
+        own = cls(rank, ())
+        own._networks, own.members = dict(networks), tuple(members)
+        _, lost, offered = json.loads(view)
+        own._lost, own._offered = dict(lost), dict(offered)
+        own._reached, own._settled = {rank}, frozenset(own._offered) - {rank}
+        return own
 
     def hear(self, peer: int, view: bytes) -> bool:
         """Take over the message of another rank; return whether ranks are lost that were not before."""
-        is_ready, items = json.loads(view)
+        is_ready, items, offers = json.loads(view)
         lost: dict[int, str] = dict(items)
+        offered: dict[int, Any] = dict(offers)
         with self._changed:
             if peer in self._lost:  # it may have lost this one, too; the others decide
                 return False
@@ -82,8 +136,9 @@ class Survivors:
             for rank, reason in lost.items():
                 source = "" if "according to" in reason else f" (according to rank {peer})"
                 self._lost.setdefault(rank, reason + source)
+            self._offered = offered | self._offered
             if is_ready:
-                self._views[peer] = frozenset(lost)
+                self._views[peer] = View(frozenset(lost), frozenset(offered))
             self._changed.notify_all()
             return len(self._lost) > num_before
 
@@ -100,7 +155,9 @@ class Survivors:
         """
         with self._changed:
             limit = time.monotonic() + timeout_seconds
-            self.members = self._wait_for_others(tell, timeout_seconds, limit, lambda view, lost: view == lost)
+            self.members = self._wait_for_others(tell, timeout_seconds, limit, lambda view, own: view == own)
+            self._settled, self._reached = frozenset(self._offered), set()
+            self.epoch = len(self._lost) + len(self._offered)
             return self.members
 
     def meet(self, tell: Callable[[], object], timeout_seconds: float, limit: float) -> None:
@@ -110,7 +167,7 @@ class Survivors:
         """
         members = frozenset(self.members)
         with self._changed:  # in an earlier view, of a loss that is over, no present member is lost
-            self._wait_for_others(tell, timeout_seconds, limit, lambda view, lost: bool(view & members))
+            self._wait_for_others(tell, timeout_seconds, limit, lambda view, _: bool(view.lost & members))
 
     def settle(self, members: Sequence[int]) -> None:
         """Take over who is left, on which others have agreed."""
@@ -124,30 +181,31 @@ class Survivors:
         tell: Callable[[], object],
         timeout_seconds: float,
         limit: float,
-        is_ready: Callable[[frozenset[int], frozenset[int]], bool],
+        is_ready: Callable[[View, View], bool],
     ) -> tuple[int, ...]:
-        """Return the remaining ranks when all of their views, compared with the lost ranks, are `is_ready`."""
+        """Return the remaining ranks when all of their views, compared with that of this one, are `is_ready`."""
         told = None
         self._is_ready = True
         try:
             while True:
                 if self.exclusion:
                     raise RankLostError(f"rank {self.rank} cannot go on: {self.exclusion}.")
-                lost = frozenset(self._lost)
+                own = View(frozenset(self._lost), frozenset(self._offered))
                 members = self.remaining
                 self._check_number(members)
-                if lost != told:
-                    told = lost
+                if own != told:
+                    told = own
                     self._without_lock(tell)
                     continue
                 views = {rank: self._views.get(rank) for rank in members if rank != self.rank}
-                late = [rank for rank, view in views.items() if view is None or not is_ready(view, lost)]
+                late = [rank for rank, view in views.items() if view is None or not is_ready(view, own)]
                 if not late:
                     return members
                 if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
+                    why = f"The loss: {self.last_reason}" if self._lost else "A new rank joins"
                     raise StallError(
                         f"rank {self.rank}: {self._numbers(late)} still runs, but has not called recover() within "
-                        f"{timeout_seconds:g} s. The loss: {self.last_reason}."
+                        f"{timeout_seconds:g} s. {why}."
                     )
         finally:
             self._is_ready = False
@@ -174,4 +232,5 @@ class Survivors:
 
     def _numbers(self, ranks: Sequence[int]) -> str:
         """Return ranks as the program numbers them at present."""
-        return "rank " + ", ".join(str(self.members.index(rank)) for rank in ranks)
+        present = (*self.members, *sorted(self._reached - {*self.members}))
+        return "rank " + ", ".join(str(present.index(rank)) for rank in ranks)

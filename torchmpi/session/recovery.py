@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..communicators import release
 from ..errors import ArgumentError, RankLostError
-from ..launch import mpi_library
+from ..launch import mpi_library, respawning
 from ..log import logger
 from . import runtime
 
 __all__ = ["recover"]
 
-has_recovered = False
-"""Whether ``recover()`` has given this rank its number, so that variables of the launcher have another one."""
 _recovered_seconds = 0.0
 """When the last ``recover()`` ended, on the clock of ``time.monotonic()``."""
 when_abandoned: list[Callable[[], object]] = []
@@ -38,8 +37,9 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
 
     Returns:
         The former ranks of the present ones, in the order of their new ranks; -1 for a spare rank, which has taken
-        the place of a lost one. If the error that is being handled is of a call that had failed before an earlier
-        ``recover()``, nothing is done: these are the present ranks.
+        the place of a lost one, and for a rank that was started in place of one (``torchmpi run --respawns``). If the
+        error that is being handled is of a call that had failed before an earlier ``recover()``, nothing is done: these
+        are the present ranks.
 
     Raises:
         ArgumentError: No rank is lost.
@@ -64,7 +64,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
                     model.load_state_dict(weights)
                     optimizer.load_state_dict(moments)
     """
-    global has_recovered, _recovered_seconds
+    global _recovered_seconds
     old = runtime.current()
     if not old.context.loss:
         handled = sys.exc_info()[1]
@@ -78,7 +78,6 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         group.drain()  # queued calls fail; none may begin when messages are possible again
     former = tuple(range(old.world.size))
     while True:
-        has_recovered = True
         former = tuple(former[rank] if rank >= 0 else -1 for rank in old.MPI.recover(timeout))
         runtime.abandon()
         release.forget()
@@ -92,9 +91,10 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         if former[runtime.current().world.rank] == min(rank for rank in former if rank >= 0):
             lost = sorted({*range(old.world.size)} - {*former})
             several = f"; lost are ranks {', '.join(map(str, lost))}" if len(lost) > 1 else ""  # the reason is of one
-            spares = f"; a spare rank is now rank {former.index(-1)}" if -1 in former else ""
-            numbers = f"{len(former)} of {old.world.size} ranks"
-            logger.warning(f"continuing on {numbers}: {old.context.loss}{several}{spares}")
+            kind = "new" if respawning.limit() else "spare"
+            fresh = f"; a {kind} rank is now rank {former.index(-1)}" if -1 in former else ""
+            of = f" of {old.world.size}" if len(former) <= old.world.size else ""
+            logger.warning(f"continuing on {len(former)}{of} ranks: {old.context.loss}{several}{fresh}")
         _recovered_seconds = time.monotonic()
         return former
 
@@ -111,6 +111,11 @@ def why_not() -> str:
     )
 
 
+def has_recovered() -> bool:
+    """Return whether this rank has got its number after a loss, so that variables of the launcher have another one."""
+    return _recovered_seconds > 0 or respawning.is_newcomer()
+
+
 def is_rank_lost() -> bool:
     """Return whether a rank is lost, after a call has failed; the library may learn of it a moment later."""
     if not runtime.is_running():
@@ -119,15 +124,29 @@ def is_rank_lost() -> bool:
     return context.raises_lost_ranks and bool(context.loss or mpi_library.loss_behind_error())
 
 
-def confirm() -> None:
+def confirm() -> bool:
     """Return if all ranks are here and none is lost, so that all results of this rank are right; raise otherwise.
 
-    An MPI library may have returned from a call without an error although a rank had been lost. Collective.
+    An MPI library may have returned from a call without an error although a rank had been lost. Collective. The result
+    is whether a new rank waits to join.
     """
     running = runtime.current()
     if loss := running.context.loss:
         raise RankLostError(f"{loss}, before a copy of the state.")
-    running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
+    return running.world.call_action("confirm", mpi_library.abilities(running.MPI).confirm)
+
+
+@contextmanager
+def copying() -> Iterator[None]:
+    """Confirm that no rank is lost, let the caller copy the state, and let a new rank join if one waits. Collective.
+
+    Raises:
+        RankLostError: A rank is lost; or, after the copy, one joins, which ends all calls as a loss does.
+    """
+    waits = confirm()
+    yield
+    if waits:
+        raise RankLostError(f"{mpi_library.abilities(runtime.current().MPI).join()}. Continue with recover().")
 
 
 def begin_again() -> None:
@@ -140,7 +159,7 @@ def begin_again() -> None:
 
 
 def is_newcomer() -> bool:
-    """Return whether this rank was a spare, has just taken the place of a lost rank, and has no state."""
+    """Return whether this rank has just taken the place of a lost rank, as a spare or a new one, and has no state."""
     return mpi_library.abilities(runtime.current().MPI).is_newcomer
 
 

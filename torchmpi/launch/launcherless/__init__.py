@@ -49,7 +49,7 @@ def connect(store: Any, rank: int, size: int, *, timeout_seconds: float, key: by
     endpoint = Endpoint(
         rank, [place.host for place in mesh.places], sockets, 0.0 if mesh.is_crowded else _EAGER_SECONDS
     )
-    MPI = StandIn(endpoint, [place.memory for place in mesh.places], [place.network for place in mesh.places])
+    MPI = StandIn(endpoint, dict(enumerate(mesh.places)))
     try:
         MPI.COMM_WORLD.Barrier()  # all ranks have read the store
         mesh.clear()

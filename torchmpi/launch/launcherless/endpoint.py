@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ...log import log_fatal
 from ...timeline import observer
@@ -30,7 +31,7 @@ _HEAD = struct.Struct("<QQiI")
 reason that follows, and the status."""
 _MESSAGE, _GOODBYE, _GOODBYE_READ, _ABORT = range(4)
 _EPOCH_BITS = 44
-"""The bits of a context below the number of lost ranks."""
+"""The bits of a context below the number of lost and new ranks."""
 _LOST_RANKS = (1 << 64) - 1
 """The context of messages about lost ranks."""
 _STAGING_BYTES = 64 << 10
@@ -45,9 +46,16 @@ _FORKED = "this process was forked from a rank and is not a rank itself"
 class Endpoint:
     """The connections of this rank to all others, by world rank."""
 
-    def __init__(self, rank: int, hosts: list[str], sockets: Mapping[int, socket.socket], eager_seconds: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        hosts: list[str],
+        sockets: Mapping[int, socket.socket],
+        eager_seconds: float,
+        survivors: Survivors | None = None,
+    ) -> None:
         """Start to read; a caller that waits polls for `eager_seconds` before it sleeps."""
-        self.rank, self.size, self.hosts = rank, len(hosts), hosts
+        self.rank, self.hosts = rank, dict(enumerate(hosts))
         self.on_loss: Callable[[int, str], None] | None = None
         """Called with a rank whose connection has ended without a goodbye, and the reason."""
         self.problem = ""
@@ -61,10 +69,12 @@ class Endpoint:
         self._arrived: defaultdict[int, list[Arrival]] = defaultdict(list)
         self._gone: dict[int, str] = {}
         self._left: dict[int, str] = {}
-        self.survivors: Survivors | None = None
+        self.survivors = survivors
         """Set if the job continues after the loss of ranks; see :meth:`continue_without`."""
         self.revoked = ""
         """Why all calls fail until the remaining ranks have agreed; '' otherwise."""
+        self._planned = ""
+        """Why the reading thread is to revoke all calls; see :meth:`end_calls`."""
         self._epoll = select.epoll()
         self._watched: dict[int, int] = {}
         self._links = {}
@@ -75,7 +85,7 @@ class Endpoint:
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._eager_seconds = eager_seconds
+        self.eager_seconds = eager_seconds
         self._turn: dict[None, int] = {}
         """The thread that reads."""
         self._num_turns, self._gives_way, self._thread_waits = 0, False, False
@@ -83,9 +93,26 @@ class Endpoint:
         self._idle = threading.Lock()
         """Held until the thread is woken. Not an Event: an exception of a signal handler may leave its lock held."""
         self._idle.acquire()
+        self._start_reader()
+        _open.add(self)
+
+    def _start_reader(self) -> None:
         self._reader = threading.Thread(target=self._run, name="torchmpi messages", daemon=True)
         self._reader.start()
-        _open.add(self)
+
+    def add(self, peer: int, host: str, sock: socket.socket) -> None:
+        """Begin to read from a new rank."""
+        link = Link(peer, f"a new rank on host {host}", sock, self._watch)
+        self.hosts[peer] = host
+        has_ended = not self._links_open
+        if has_ended:  # the thread that reads: it had no connection left
+            self._wake_thread()
+            self._reader.join()
+        self._links = {**self._links, peer: link}  # others iterate over it
+        self._links_open[sock.fileno()] = link
+        self._watch(link, False)
+        if has_ended:
+            self._start_reader()
 
     def _watch(self, link: Link, room: bool) -> None:
         descriptor, events = link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if room else 0)
@@ -266,10 +293,10 @@ class Endpoint:
     def _read_until_done(self, request: Request) -> None:
         request.wake = self._ring
         self._num_turns += 1
-        limit = time.perf_counter() + self._eager_seconds
+        limit = time.perf_counter() + self.eager_seconds
         while not (request.is_done or self.problem):
             if self._read(0 if time.perf_counter() < limit else None):
-                limit = time.perf_counter() + self._eager_seconds
+                limit = time.perf_counter() + self.eager_seconds
         request.wake = None
 
     def _sleep(self, request: Request) -> None:
@@ -318,6 +345,9 @@ class Endpoint:
                 link = self._links_open.get(descriptor)
                 if link is None:
                     os.eventfd_read(self._bell)
+                    if self._planned:
+                        self._revoke(self._planned)
+                        self._planned = ""
                     continue
                 if events & select.EPOLLOUT:
                     link.write_more()
@@ -436,6 +466,14 @@ class Endpoint:
         assert self.survivors is not None
         self.survivors.on_loss(self.revoked)
 
+    def end_calls(self, reason: str) -> None:
+        """Fail all calls, so that the ranks meet in :meth:`agree`, as all other ranks do now."""
+        self._planned = reason
+        self._ring()
+        while self._planned:
+            self.progress()
+            time.sleep(1e-4)
+
     def _tell_lost(self) -> None:
         assert self.survivors is not None
         view = self.survivors.own_view()
@@ -453,16 +491,26 @@ class Endpoint:
         elif is_new:
             self._revoke(self.survivors.last_reason)
 
-    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
-        """Return the ranks that remain, when all of them have called this with the same view. Calls work again then."""
-        assert self.survivors is not None
-        members = self.survivors.agree(self._tell_lost, timeout_seconds)
+    def agree(self, timeout_seconds: float, reach: Callable[[int, Any], object]) -> tuple[int, ...]:
+        """Return the ranks that remain, when all of them have called this with the same view. Calls work again then.
+
+        `reach` connects to a newcomer by :meth:`add`, or notes that it is lost.
+        """
+        survivors = self.survivors
+        assert survivors is not None
+
+        def tell() -> None:
+            for rank, place in survivors.unreached().items():
+                reach(rank, place)
+            self._tell_lost()
+
+        members = survivors.agree(tell, timeout_seconds)
         with self._lock:
             for context in [context for context in self._arrived if context < self.first_context]:
                 del self._arrived[context]
         self.revoked = ""
-        if not self.survivors.is_agreed:  # a rank was lost meanwhile, perhaps before the line above
-            self.revoked = self.survivors.last_reason
+        if not survivors.is_agreed:  # a rank was lost meanwhile, perhaps before the line above
+            self.revoked = survivors.last_reason
         for index, rank in enumerate(members):
             if rank != self.rank:
                 self._links[rank].name = f"rank {index} on host {self.hosts[rank]}"
@@ -471,7 +519,7 @@ class Endpoint:
     @property
     def first_context(self) -> int:
         """The lowest context of the communicators that the present ranks create."""
-        return 0 if self.survivors is None else (self.size - len(self.survivors.members)) << _EPOCH_BITS
+        return 0 if self.survivors is None else self.survivors.epoch << _EPOCH_BITS
 
     # --- the end of the job
 

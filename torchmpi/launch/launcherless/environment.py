@@ -14,8 +14,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import LaunchError
 from ...log import logger
-from .. import launcher, network, tcp_store
+from .. import launcher, network, respawning, tcp_store
 from . import connect as connect_through_store
+from .newcomer import Newcomer
 from .stand_in import StandIn
 from .step_file import MeetingPoint, StepFile
 
@@ -29,6 +30,8 @@ def connect(found: launcher.Launcher) -> StandIn:
     Raises:
         LaunchError: The variables of the launcher are incomplete, or a rank cannot be reached.
     """
+    if respawning.is_newcomer():
+        return Newcomer()
     key = launcher.job_key()
     with contextlib.ExitStack() as opened:
         if found.name == launcher.SLURM:

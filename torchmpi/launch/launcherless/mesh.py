@@ -47,6 +47,21 @@ class Place(NamedTuple):
     cores: list[int]
 
 
+def own_place(listener: socket.socket) -> Place:
+    """Return the addresses of this process, which listens on a Unix socket."""
+    key, pids = network.namespace(), ""
+    with contextlib.suppress(OSError):
+        pids = os.readlink("/proc/self/ns/pid")
+    return Place(
+        socket.gethostname(),
+        key,
+        f"{key} {pids}",
+        listener.getsockname()[1:].decode(),
+        network.own_interfaces(),
+        sorted(os.sched_getaffinity(0)),
+    )
+
+
 class Mesh:
     """The rendezvous of one rank; `run` connects it. Collective."""
 
@@ -65,17 +80,8 @@ class Mesh:
         """Return a connection to each other rank."""
         with ExitStack() as opened:
             listeners = [opened.enter_context(meeting.listen_nearby(self._size))]
-            key, pids = network.namespace(), ""
-            with contextlib.suppress(OSError):
-                pids = os.readlink("/proc/self/ns/pid")
-            own = Place(
-                socket.gethostname(),
-                key,
-                f"{key} {pids}",
-                listeners[0].getsockname()[1:].decode(),
-                network.own_interfaces(),
-                sorted(os.sched_getaffinity(0)),
-            )
+            own = own_place(listeners[0])
+            key = own.network
             entries = self._allgather("place", [own, secrets.token_hex(meeting.NONCE_BYTES)])
             try:
                 self.places, nonce = [Place(*place) for place, _ in entries], bytes.fromhex(entries[0][1])
@@ -106,7 +112,7 @@ class Mesh:
                 met.close()
                 raise LaunchError(self._is_incomplete(met, addresses))
         for sock in met.sockets.values():
-            _set_options(sock, max(1.0, min(self._timeout / 2, _MAX_SILENCE_SECONDS)))
+            set_options(sock, max(1.0, min(self._timeout / 2, _MAX_SILENCE_SECONDS)))
         return met.sockets
 
     def _is_incomplete(self, met: meeting.Met, addresses: Mapping[int, meeting.Address]) -> str:
@@ -196,7 +202,7 @@ class Mesh:
         return max(0.001, self._limit - time.monotonic())
 
 
-def _set_options(sock: socket.socket, silence_seconds: float) -> None:
+def set_options(sock: socket.socket, silence_seconds: float = _MAX_SILENCE_SECONDS) -> None:
     """Send short messages immediately, and end the connection when the other host does not answer for this time."""
     if sock.family == socket.AF_UNIX:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):

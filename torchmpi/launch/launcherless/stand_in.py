@@ -11,20 +11,24 @@ import ctypes
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ... import _version
 from ...tensors import schedule
+from .. import respawning
 from ..abilities import Continuing
 from ..survivors import Survivors
+from . import newcomer_store
 from .endpoint import Endpoint
 from .link import Arrival
+from .mesh import Place
 from .requests import ANY, UNDEFINED, CommunicationError, Datatype, Receive, Request, Status
 
 COMM_TYPE_SHARED = 1
 _MESSAGES, _COLLECTIVES, _CREATION, _NUM_CONTEXTS = range(4)
 """Separate contexts for messages of callers, of collectives, and for the creation of communicators."""
+_RANK_BITS = 16
 _LOSS_SECONDS = 1.0  # the error of a call that fails for the same reason has more details, and ends the job first
 _PyBUF_WRITE = 0x200
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -62,7 +66,7 @@ class Intracomm:
     has_unique_context = True
     """No later communicator gets the number of this one; see :func:`torchmpi.communicators.release.release`."""
 
-    def __init__(self, endpoint: Endpoint, world_ranks: Sequence[int], number: int, hosts: Sequence[str]) -> None:
+    def __init__(self, endpoint: Endpoint, world_ranks: Sequence[int], number: int, hosts: Mapping[int, str]) -> None:
         """Create a communicator; `hosts` is, for each world rank, a key of the ranks with which it shares memory."""
         self._endpoint, self._hosts, self._num_calls = endpoint, hosts, 0
         self._world_ranks = tuple(world_ranks)
@@ -229,7 +233,7 @@ class Intracomm:
     def _new_number(self) -> int:
         """Return a number that no other communicator has, without asking the other ranks."""
         self._endpoint.num_communicators += 1
-        return self._endpoint.num_communicators * self._endpoint.size + self._endpoint.rank
+        return self._endpoint.num_communicators << _RANK_BITS | self._endpoint.rank
 
 
 class StandIn(Continuing):
@@ -246,10 +250,17 @@ class StandIn(Continuing):
     Wtime = staticmethod(time.monotonic)
     Exception = CommunicationError
 
-    def __init__(self, endpoint: Endpoint, hosts: Sequence[str], networks: Sequence[str]) -> None:
-        """Create the stand-in; ranks with the same key in `hosts` share memory, and in `networks` a Unix socket."""
-        self._endpoint, self._hosts, self._networks = endpoint, hosts, networks
-        self.COMM_WORLD = Intracomm(endpoint, range(endpoint.size), 0, hosts)
+    def __init__(self, endpoint: Endpoint, places: Mapping[int, Place]) -> None:
+        """Create the stand-in for ranks at these places."""
+        self._endpoint, self._places = endpoint, dict(places)
+        self._hosts = {rank: place.memory for rank, place in places.items()}
+        """Ranks with the same value share memory."""
+        self.COMM_WORLD = Intracomm(endpoint, tuple(places), 0, self._hosts)
+        self.num_wanted = self.COMM_WORLD.size
+        """The number of ranks at the beginning, which new ones restore."""
+        self._newcomers: newcomer_store.Watch | None = None
+        self._found: newcomer_store.Offer | None = None
+        """A rank that waits to join, as the first of the others knows it; while it joins, as all know it."""
         atexit.register(self.close)
 
     def get_vendor(self) -> tuple[str, tuple[int, ...]]:
@@ -307,18 +318,67 @@ class StandIn(Continuing):
 
     def begin(self) -> Survivors:
         if self._endpoint.survivors is None:
-            self._endpoint.survivors = Survivors(self._endpoint.rank, self._networks)
+            networks = [place.network for place in self._places.values()]
+            self._endpoint.survivors = Survivors(self._endpoint.rank, networks)
         self.survivors = self._endpoint.survivors
         return self.survivors
 
     def agree(self, timeout_seconds: float) -> None:
-        self.COMM_WORLD = Intracomm(self._endpoint, self._endpoint.agree(timeout_seconds), 0, self._hosts)
+        self.begin()
+        members = self._endpoint.agree(timeout_seconds, self._reach)
+        self._found = None
+        self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
+        if respawning.limit() and self._newcomers is None:
+            self._newcomers = newcomer_store.Watch(self._find)
 
-    def confirm(self) -> None:
-        self.COMM_WORLD.Barrier()
+    def _find(self, store: newcomer_store.NewcomerStore) -> None:
+        """Look for a new rank that waits, if this is the rank that does so."""
+        assert self.survivors is not None
+        if self._found is None and self.COMM_WORLD.rank == 0 and self.COMM_WORLD.size < self.num_wanted:
+            self._found = store.first_offer(self.num_wanted, self.survivors.offers)
+
+    def confirm(self) -> bool:
+        if self._newcomers is None:
+            self.COMM_WORLD.Barrier()
+            return False
+        self._found = self.COMM_WORLD.allgather(self._found if self.COMM_WORLD.rank == 0 else None)[0]
+        return self._found is not None
+
+    def join(self) -> str:
+        survivors, found = self.begin(), self._found
+        assert found is not None
+        survivors.offer(found.rank, found)
+        if self.COMM_WORLD.rank == 0:
+            assert self._newcomers is not None
+            order = {
+                "members": survivors.members,
+                "places": [(rank, self._places[rank]) for rank in survivors.members],
+                "view": survivors.own_view().decode(),
+                "num_wanted": self.num_wanted,
+                "eager_seconds": self._endpoint.eager_seconds,
+            }
+            self._newcomers.store.write(f"join {found.rank}", order)
+        self._endpoint.end_calls("a new rank is ready to join")
+        return self.loss
+
+    def _reach(self, rank: int, found: Sequence[Any]) -> None:
+        """Connect to a new rank, or note that it is lost."""
+        survivors, offer = self.begin(), newcomer_store.Offer(*found)
+        place = Place(*offer.place)
+        try:
+            sock = newcomer_store.reach(self._endpoint.rank, offer)
+        except OSError as error:
+            survivors.note(rank, f"a new rank on host {place.host} cannot be reached: {error}")
+            return
+        self._places[rank], self._hosts[rank] = place, place.memory
+        self._endpoint.add(rank, place.host, sock)
+        survivors.note_reached(rank, place.network)
 
     def close(self) -> None:
         """Close the connections. A second call has no effect."""
+        if self._newcomers is not None:
+            self._newcomers.close()
+            self._newcomers = None
         self._endpoint.close()
         atexit.unregister(self.close)
 

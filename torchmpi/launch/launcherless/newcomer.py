@@ -1,0 +1,64 @@
+"""A new rank in place of a lost one, without MPI: the launcher has started it, and the others let it join."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+
+from .. import meeting, respawning
+from ..survivors import Survivors
+from . import newcomer_store
+from .endpoint import Endpoint
+from .mesh import Place, own_place, set_options
+from .stand_in import StandIn
+
+_AGREEMENT_SECONDS = 60.0
+_MOST_RANKS = 1 << 10
+
+
+class Newcomer(StandIn):
+    """Takes the place of ``mpi4py.MPI`` in a rank that joins others; connected after :meth:`take_place` only."""
+
+    def __init__(self) -> None:
+        self._number = int(os.environ[respawning.NEWCOMER_VARIABLE])
+        self._is_connected = False
+
+    def Is_finalized(self) -> bool:
+        return self._is_connected and super().Is_finalized()
+
+    def take_place(self, prepare: Callable[[], object]) -> None:
+        if self._is_connected:
+            return
+        prepare()
+        number, store = self._number, newcomer_store.NewcomerStore()
+        nonce = secrets.token_hex(meeting.NONCE_BYTES)
+        with meeting.listen_nearby(_MOST_RANKS) as listener:
+            own = own_place(listener)
+            store.write(f"newcomer {number}", newcomer_store.Offer(number, list(own), nonce))
+            while (order := store.read(f"join {number}")) is None:  # the launcher ends this process if none comes
+                time.sleep(newcomer_store.LOOK_SECONDS)
+            met = meeting.meet(
+                number, newcomer_store.proof(nonce), [listener], {}, order["members"],
+                timeout_seconds=newcomer_store.MEETING_SECONDS,
+            )  # fmt: skip
+        places = {rank: Place(*each) for rank, each in order["places"]} | {number: own}
+        hosts = [places[rank].host if rank in places else "" for rank in range(number + 1)]
+        for sock in met.sockets.values():
+            set_options(sock)
+        networks = {rank: place.network for rank, place in places.items()}
+        survivors = Survivors.joining(number, networks, order["members"], order["view"].encode())
+        for rank in met.absent:
+            survivors.note(rank, f"rank {rank} has not connected to a new rank")
+        # With the survivors, since the others send what they know at once.
+        endpoint = Endpoint(number, hosts, met.sockets, order["eager_seconds"], survivors)
+        self._is_connected = self.is_newcomer = True
+        super().__init__(endpoint, places)
+        self.num_wanted = order["num_wanted"]
+        self.agree(_AGREEMENT_SECONDS)
+        if self.COMM_WORLD.size == 1:  # the others are gone, and with them the state
+            sys.exit(0)
+        store.write(newcomer_store.joined(number), True)
+        os.environ |= {"RANK": str(self.COMM_WORLD.rank), "WORLD_SIZE": str(self.COMM_WORLD.size)}

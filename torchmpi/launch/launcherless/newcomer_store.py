@@ -1,0 +1,115 @@
+"""How ranks without MPI find a new one in place of a lost one, which the launcher has started: through its store."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch._C import _distributed_c10d as c10d
+
+from ... import files
+from ...errors import LaunchError
+from .. import launcher, meeting, respawning, tcp_store
+from .mesh import Place, set_options
+
+_TIMEOUT = timedelta(minutes=5)
+MEETING_SECONDS = 10.0
+LOOK_SECONDS = 0.1
+
+
+class Offer(NamedTuple):
+    """A new rank that waits to join."""
+
+    rank: int
+    """A number that no other rank has had."""
+    place: list[Any]
+    """The items of its `Place`."""
+    nonce: str
+
+
+class NewcomerStore:
+    """The entries of newcomers in the store of the launcher, which have the signature of the job."""
+
+    def __init__(self) -> None:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        size = int(os.environ["WORLD_SIZE"])
+        self._store = respawning_store(tcp_store.open_tcp_store(address, port, size, False, _TIMEOUT))
+        self._key = launcher.job_key()
+
+    def write(self, name: str, value: Any) -> None:
+        text = json.dumps(value)
+        self._store.set(name, json.dumps([text, self._signature(name, text)]))
+
+    def read(self, name: str) -> Any:
+        """Return a value; None if it has not been written."""
+        if not self._store.check([name]):
+            return None
+        text, signature = files.parse_json(self._store.get(name))
+        if not hmac.compare_digest(signature, self._signature(name, text)):
+            raise LaunchError(f"the entry {name!r} of the store is not signed with the key of this job.")
+        return files.parse_json(text)
+
+    def first_offer(self, first: int, known: Collection[int]) -> Offer | None:
+        """Return the first new rank that waits; their numbers begin with `first`, and `known` ones have been seen."""
+        for rank in range(first, first + respawning.limit()):
+            if rank not in known and (offer := self.read(f"newcomer {rank}")) is not None:
+                return Offer(*offer)
+        return None
+
+    def _signature(self, name: str, text: str) -> str:
+        return hmac.digest(self._key, f"{name} {text}".encode(), "sha256").hex()
+
+
+def respawning_store(store: c10d.Store) -> c10d.Store:
+    """Return the part of the store of the launcher that is for ranks in place of lost ones."""
+    return c10d.PrefixStore("torchmpi respawn", store)
+
+
+def joined(number: int) -> str:
+    """Return the name of the entry of a new rank that has joined the others."""
+    return f"joined {number}"
+
+
+def proof(nonce: str) -> bytes:
+    """Return what only ranks of the job know, for the connections to one new rank."""
+    return hmac.digest(launcher.job_key(), bytes.fromhex(nonce), "sha256")
+
+
+def reach(own_rank: int, offer: Offer) -> socket.socket:
+    """Return a connection to a new rank, which accepts those of all ranks.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+    target = {offer.rank: "\0" + Place(*offer.place).unix_name}
+    met = meeting.meet(own_rank, proof(offer.nonce), [], target, (), timeout_seconds=MEETING_SECONDS)
+    if met.unreachable:
+        raise met.unreachable[offer.rank]
+    sock = met.sockets[offer.rank]
+    set_options(sock)
+    return sock
+
+
+class Watch:
+    """Looks for new ranks that wait, in a thread."""
+
+    def __init__(self, find: Callable[[NewcomerStore], object]) -> None:
+        self.store, self._find, self._closed = NewcomerStore(), find, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchmpi new ranks", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of the store: the launcher has ended
+            while not self._closed.wait(LOOK_SECONDS):
+                self._find(self.store)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
