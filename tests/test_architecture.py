@@ -114,6 +114,7 @@ def entry_edges() -> set[tuple[str, str]]:
     return {(entry_of(module), entry_of(target)) for module, target in pairs if entry_of(module) != entry_of(target)}
 
 
+@pytest.mark.slow
 def test_names_of_modules_and_public_classes_are_unique():
     names = [path.stem for path in MODULES.values() if path.stem not in ("__init__", "__main__")]
     for path in MODULES.values():
@@ -234,6 +235,7 @@ def prints_without_logger(tree: ast.AST, *, is_command: bool) -> bool:
     return not is_command and any(isinstance(func, ast.Name) and func.id == "print" for func in calls)
 
 
+@pytest.mark.slow
 def test_all_output_but_results_goes_through_the_logger():
     trees = {module: tree_of(path) for module, path in MODULES.items()}
     found = {name for name, tree in trees.items() if prints_without_logger(tree, is_command=entry_of(name) == "cli")}

@@ -215,6 +215,7 @@ def test_shares_of_time():
 # --- training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "transformer", "offloaded"])
 def test_tasks_start_equal_with_different_data(name):
     one, other = (models.make_task(name, rank=rank, layer_seconds=0) for rank in (0, 1))

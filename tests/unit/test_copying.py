@@ -54,6 +54,7 @@ class Rank:
         return bool(self.rows[0, memory_layout.Block.fetches_slowly])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", (2, 4))
 def test_copies_are_slow_if_slow_from_the_second_use_of_the_slots(num_slots):
     """Regression: the fastest of all chunks was used, and the first chunks of slots outside the caches were fast. A

@@ -145,6 +145,7 @@ def assert_same(resumed: Trial, reference: Trial) -> None:
     assert torch.equal(torch.get_rng_state(), reference.final_rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_iterator", "make_optimizer"),
     [(shuffled, momentum), (own_generator, adam), (augmented, momentum), (resumable, adam)],
@@ -248,6 +249,7 @@ class Versioned(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_versions_of_modules_are_saved(is_compiled, tmp_path):
     def network() -> nn.Module:

@@ -241,6 +241,7 @@ def test_wrong_options_are_refused(options, message):
 # --- compiled networks --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["whole", "layer"])
 def test_checkpoints_of_compiled_networks_fit_plain_ones(tmp_path, part):
     def compiled(net):

@@ -366,6 +366,7 @@ def test_messages_that_have_ended_are_shown_and_awaited_by_nobody():
     assert "  world message #2, recv from rank 1, tag 3 (float32, 40 bytes): ended " in text
 
 
+@pytest.mark.slow
 def test_any_number_of_channels_is_recorded():
     found = messages(0, *((peer, True, 3, peer + 1, peer) for peer in range(RECORD_LENGTH + 3))).messages
     assert [(each.peer, each.num_begun, each.num_ended) for each in found] == [

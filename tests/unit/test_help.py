@@ -110,6 +110,7 @@ def test_forms_in_the_background_have_the_parameters_that_they_refer_to():
         assert f":func:`~torchmpi.{name.removesuffix('_async')}`" in getattr(mpi, name).__doc__, name
 
 
+@pytest.mark.slow
 def test_examples_for_the_interpreter_give_what_they_show():
     finder, runner, failed = doctest.DocTestFinder(), doctest.DocTestRunner(), set()
     for module in MODULES:

@@ -94,6 +94,7 @@ def compile_some_kernels() -> None:
     print(len(cpu_target.target_context._registries), len(cpu_target.typing_context._registries))
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_without_what_numba_knows_about_objects():
     """A quarter of a second, and more for every operation."""
     assert output_of(compile_some_kernels) == (0, "0 0\n")

@@ -309,6 +309,7 @@ def test_a_rank_that_has_lost_all_connections_reads_from_a_new_rank():
         new.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("milliseconds", (0, 1, 3, 6))
 def test_the_others_communicate_after_a_loss_without_old_messages(milliseconds):
     with world(3) as comms:

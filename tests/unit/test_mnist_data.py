@@ -100,6 +100,7 @@ def test_huge_shape_is_refused_before_reading(tmp_path):
         read_idx(path, 3)
 
 
+@pytest.mark.slow
 def test_digits():
     pytest.importorskip("sklearn", reason="the built-in digits are part of scikit-learn")
     data = load()

@@ -125,6 +125,7 @@ def test_a_system_without_memory_for_machine_code(monkeypatch):
         object_file.load(image)
 
 
+@pytest.mark.slow
 def test_a_thread_ends_in_a_kernel_after_the_interpreter():
     program = """
         import ctypes, os, sys, threading, time

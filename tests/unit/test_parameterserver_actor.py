@@ -284,6 +284,7 @@ def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
     assert rig.headers()[:, fields.Header.version].tolist() == [2, 2, 1, 1]
 
 
+@pytest.mark.slow
 @torch.enable_grad()  # restores the mode: an exception between two instructions of `with torch.no_grad()` leaves it off
 @pytest.mark.parametrize("fails", (False, True))
 def test_an_interrupt_in_a_registered_rule_leaves_no_lock(fails):
@@ -363,6 +364,7 @@ def test_a_chunk_whose_writer_was_killed_is_refused_and_others_are_usable():
     rig.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ("copy", "python", "rows", adam(0.1)), ids=("copy", "python", "rows", "adam"))
 def test_all_chunks_are_whole_after_random_kills_if_there_are_copies(rule):
     """Also if who undoes half of a send is killed in it; without copies, elements have got it or have not."""

@@ -95,6 +95,7 @@ def test_times_and_updates():
     assert RunRecord.of(steps, num_ranks=1).times(0).computing == pytest.approx(2 + 5), "between three steps"
 
 
+@pytest.mark.slow
 def test_file_and_table(tmp_path, capsys):
     record = small_run()
     record.save(tmp_path / "run.npz")

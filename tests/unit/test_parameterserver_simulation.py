@@ -67,6 +67,7 @@ def test_one_worker_takes_the_steps_of_sgd():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("update_class", "options"),
     [
@@ -98,6 +99,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_class", ALGORITHMS)
 def test_algorithms_run_unchanged(update_class):
     results = ps.simulate(
@@ -109,6 +111,7 @@ def test_algorithms_run_unchanged(update_class):
     assert max(abs(weight - 1) for weight in results[0][:3]) < 0.9, "it has learned something of the sum"
 
 
+@pytest.mark.slow
 def test_push_sum_of_a_worker_that_is_far_ahead():
     """Regression: it gave away all of its weight, and its steps were divided by that."""
     train = training(ps.SGPUpdate, steps=80)
@@ -145,6 +148,7 @@ def test_staleness_follows_from_the_times():
     assert steps["begin"].tolist() == pytest.approx([2.002 * (step + 1) for step in range(9)], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_gives_the_times():
     first = ps.simulate(training(lr=0.01), 3, compute=lambda worker, step, random: random.lognormal(), network=FAST)
     second = ps.simulate(training(lr=0.01), 3, compute=first.record, network=FAST)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOW = ROOT / "docs" / "how"
 
 
+@pytest.mark.slow
 def test_the_pictures_are_current():
     names = [path.name for path in draw_pictures.stale()]
     assert not names, f"{names}: run scripts/draw_pictures.py"

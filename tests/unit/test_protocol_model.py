@@ -237,6 +237,7 @@ def test_ranks_that_poll_for_ever_are_found():
     Explorer(scenario, is_tso=True).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORDERS)
 def test_a_missing_order_is_found_for_weak_memory_and_harmless_for_strong(name):
     fault, scenario = ORDERS[name]

@@ -39,6 +39,7 @@ def test_copies_differ_in_numbers_texts_and_local_names_only(tmp_path, monkeypat
     assert repeated_tests.copies(paths, 1000) == []
 
 
+@pytest.mark.slow
 def test_no_function_of_tests_is_a_copy():
     found = repeated_tests.copies(sorted(TESTS.rglob("*.py")), 30)
     assert found == [], "\n".join(" = ".join(map(str, group)) for group in found)

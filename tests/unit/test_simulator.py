@@ -63,13 +63,14 @@ def in_order(vectors: Sequence[torch.Tensor], hosts: Sequence[int]) -> torch.Ten
     return first
 
 
-@pytest.mark.parametrize("size", [*range(1, 10), 16, 17, 33])
+@pytest.mark.parametrize("size", [*range(1, 10), 16, 17, pytest.param(33, marks=pytest.mark.slow)])
 def test_p2p_adds_in_rank_order(size: int) -> None:
     # Gathered, relayed from 16 ranks on, in parts, in several chunks; and in the messages of the comparison.
     for compared in (False, True):
         run_collectives("p2p", range(size), (1, 700, 2500), compared=compared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_few_pieces_are_in_progress_and_peers_take_turns(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = pieces.PieceSizes(128, 3 * 128, 1 << 20)
@@ -114,6 +115,7 @@ def test_allreduce_of_any_number_of_ranks(size: int) -> None:
 
 
 # For short reductions the rule takes the MPI library, of which the simulator has the allreduce alone.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "inter"),
     [
@@ -277,6 +279,7 @@ def test_switches_share_their_uplinks() -> None:
 # Plans as data.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "sizes", "tolerance"),
     [

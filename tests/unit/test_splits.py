@@ -214,6 +214,7 @@ def test_collectives_over_two_levels(outer: str, cartesian: tuple[bool, bool]) -
         check_collectives(World([keys_of(outer, n), keys_of(inner, n)], cartesian), some_roots(n))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_collectives_over_random_levels(data: st.DataObject) -> None:

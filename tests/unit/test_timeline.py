@@ -392,6 +392,7 @@ def test_calls_of_every_collective_are_compared_with_the_benchmark(tmp_path, col
     assert BenchTimes(bench_rows.row("auto", 1.0, verb="sendreceive") for _ in sizes).share(site) is None
 
 
+@pytest.mark.slow
 def test_a_report_needs_little_memory(tmp_path):
     """Regression: it took 2.5 KB for each call of each rank."""
     num_calls = 6_000
