@@ -103,7 +103,7 @@ def test_a_call_ends_at_the_timeout_and_the_group_is_refused(agree, placement):
     agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")
 
 
-@pytest.mark.parametrize("name", ["all_to_all_single", "scatter"])
+@pytest.mark.parametrize("name", ["all_to_all_single", "scatter", "gather"])
 @pytest.mark.parametrize("placement", ["aab"], indirect=True, scope="module")
 def test_a_call_ends_at_the_timeout_while_values_are_awaited(agree, placement, monkeypatch, name):
     """All ranks have exchanged what they must know of the tensors, but one does not send its values."""
@@ -114,6 +114,10 @@ def test_a_call_ends_at_the_timeout_while_values_are_awaited(agree, placement, m
         received = torch.zeros(100_000)
         given, sends = torch.ones_like(received), "_send"
         call = partial(dist.scatter, received, [given] * SIZE if is_last else None, SIZE - 1, group)
+    elif name == "gather":
+        given, received, sends = torch.ones(200_000), torch.zeros(SIZE, 200_000), "_exchange"
+        call = partial(dist.gather, given, [*received] if RANK == 0 else None, 0, group)
+        given = torch.ones_like(received) if RANK == 0 else received
     else:
         sizes, sends = [400 + (RANK + other) % 2 for other in range(SIZE)], "_exchange"
         given, received = torch.ones(sum(sizes)), torch.zeros(sum(sizes))
