@@ -717,7 +717,7 @@ class _KernelCall:
         found = [step for step in steps if step is not None]
         if len(found) < len(steps):
             return None
-        kinds = ["gather" if name == "allgather" else name or "barrier" for name in names]
+        kinds = ["gather" if SPECS[name or "barrier"].gathers else name or "barrier" for name in names]
         compiled = CompiledSteps(comparison, found, kinds)
         self._run_long = kernels.load()["call_long_over_hosts"]
         self.send_parts_of(self.record, long_calls.message_bytes)

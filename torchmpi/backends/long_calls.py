@@ -13,27 +13,57 @@ each rank its part. So each byte is sent once to a host, and is received where i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ..collective_specs import CollectiveSpec
 from ..communicators import algorithms
+from ..communicators.group import Group
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, partition
-from .call_comparison import MOST_LONG_BYTES, CompiledSteps, Settle
+from .call_comparison import MOST_LONG_BYTES, CallComparison, CompiledSteps, Settle
+from .hierarchical.steps import StepRunner
 from .mpi_messages import PARTS_TAG, rows_of
 from .number_exchange import NumberExchange
-
-if TYPE_CHECKING:
-    from .compared_calls import ComparedCall, _Call
+from .rank_order import Combiner, PartialResults
 
 _CACHE_LINE = 64
 Messages = list[tuple[int, torch.Tensor]]
 """Ranks and contiguous tensors."""
+
+
+class _Plan(Protocol):
+    """What :class:`.compared_calls.ComparedCall` knows of the calls of a collective."""
+
+    group: Group
+    comparison: CallComparison
+    spec: CollectiveSpec
+    runner: StepRunner
+    dtype: torch.dtype
+    sent_dtype: torch.dtype
+    partial_results: PartialResults | None
+    combine: Combiner
+    own_host: int
+    place: int
+    has_parts: bool
+    takes_part: bool
+
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host."""
+
+
+class _Call(Protocol):
+    """A call: the tensor of this rank, the same as bytes, the result, and the root."""
+
+    source: torch.Tensor | None
+    flat: torch.Tensor
+    target: torch.Tensor | None
+    root: int
 
 
 class LongCall:
@@ -46,7 +76,7 @@ class LongCall:
         algorithm: The algorithm that the call log stores.
     """
 
-    def __init__(self, plan: ComparedCall, message_bytes: int) -> None:
+    def __init__(self, plan: _Plan, message_bytes: int) -> None:
         """Prepare the calls; `message_bytes`: the longest message."""
         self._plan, self._group, self._comparison = plan, plan.group, plan.comparison
         has_step = self.in_columns(plan.spec) and self._comparison.intra is not None
@@ -57,7 +87,7 @@ class LongCall:
             self.most_bytes = min(message_bytes, MOST_LONG_BYTES) // plan.sent_dtype.itemsize * plan.dtype.itemsize
 
     @classmethod
-    def of(cls, plan: ComparedCall, message_bytes: int) -> LongCall | None:
+    def of(cls, plan: _Plan, message_bytes: int) -> LongCall | None:
         """Return the long calls of a collective; None if it has none, or the hosts are no columns."""
         spec, group, hosts = plan.spec, plan.group, plan.hosts
         if not message_bytes or plan.has_parts or plan.takes_part or not (spec.gathers or spec.divides):
