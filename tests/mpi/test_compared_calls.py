@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import contract
 from helpers.outcomes import error_of
+from helpers.shm_rig import shared
 from mpi4py import MPI
 
 import torchmpi as mpi
@@ -229,6 +230,32 @@ def test_ranks_may_have_different_numbers_of_rows(agree, placement, collective):
                 )
                 if result is not None:
                     agree.bits(found, result, f"{rows} rows of rank {odd}")
+
+
+LONG_CALLS: tuple[tuple[str, str, torch.dtype, tuple[int, ...]], ...] = (
+    ("reduce_scatter", "avg", torch.bfloat16, (80_001, 3)), ("reduce_scatter", "bxor", torch.int16, (400_001,)),
+    ("reduce_scatter", "sum", torch.float32, (1, 200_000)), ("alltoall", "", torch.float32, (1, 200_000)),
+    ("alltoall", "", torch.float32, (SIZE + 1, 40_000)), ("allgather", "", torch.float32, (100_000, 2)),
+)  # fmt: skip
+"""Rows that do not divide evenly, partial results that are wider, and ranks that get nothing."""
+
+
+@pytest.mark.parametrize(("collective", "op", "dtype", "shape"), LONG_CALLS, ids=str)
+def test_long_calls(agree, placement, collective, op, dtype, shape):
+    """Through Python at no rank, at one, and at all. Where tensors are shared, Python maps them within the call."""
+    given = [contract.values(shape, dtype, rank) for rank in range(SIZE)]
+    result = expected(collective, given, op, 0, placement)
+    assert result is not None
+    for odd in (-1, 0, SIZE - 1, SIZE):
+        for is_shared in (False, True):
+            tensor, out = given[RANK].clone(), torch.zeros_like(result)
+            if is_shared:
+                tensor, out = shared(tensor, RANK + 1), shared(out, RANK + 1)
+            with through_python() if odd in (RANK, SIZE) else contextlib.nullcontext():
+                for _ in range(2):
+                    found = run(collective, tensor, op, out=out.zero_())
+                    agree.bits(found, result, f"shared: {is_shared}, rank {odd} through Python")
+            agree.bits(tensor, given[RANK], "the tensor was changed")
 
 
 Lengths = Callable[[int, int], int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from helpers.torch_rig import CALLS, Pairs, Setting, uneven_rows, wrong
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends.long_calls import LongCall
 from torchmpi.backends.mpi import MPIMovement
 from torchmpi.config import Config
 from torchmpi.errors import StallError
@@ -103,17 +105,21 @@ def test_a_call_ends_at_the_timeout_and_the_group_is_refused(agree, placement):
     agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")
 
 
-@pytest.mark.parametrize("name", ["all_to_all_single", "scatter"])
+@pytest.mark.parametrize("name", ["all_to_all_single", "scatter", "gather"])
 @pytest.mark.parametrize("placement", ["aab"], indirect=True, scope="module")
 def test_a_call_ends_at_the_timeout_while_values_are_awaited(agree, placement, monkeypatch, name):
     """All ranks have exchanged what they must know of the tensors, but one does not send its values."""
     if not has_machine_code():
         pytest.skip("no machine code, whose wait can end")
-    group, is_last = dist.new_group(timeout=timedelta(seconds=0.3)), RANK == SIZE - 1
+    group, is_last, sender = dist.new_group(timeout=timedelta(seconds=0.3)), RANK == SIZE - 1, MPIMovement
     if name == "scatter":
         received = torch.zeros(100_000)
         given, sends = torch.ones_like(received), "_send"
         call = partial(dist.scatter, received, [given] * SIZE if is_last else None, SIZE - 1, group)
+    elif name == "gather":
+        given, received, sends, sender = torch.ones(200_000), torch.zeros(SIZE, 200_000), "_exchange", LongCall
+        call = partial(dist.gather, given, [*received] if RANK == 0 else None, 0, group)
+        given = torch.ones_like(received) if RANK == 0 else received
     else:
         sizes, sends = [400 + (RANK + other) % 2 for other in range(SIZE)], "_exchange"
         given, received = torch.ones(sum(sizes)), torch.zeros(sum(sizes))
@@ -123,12 +129,15 @@ def test_a_call_ends_at_the_timeout_while_values_are_awaited(agree, placement, m
     agree.equal(received, given)
     if is_last:
         fast_path.pause(True)
-        monkeypatch.setattr(MPIMovement, sends, lambda *_: 1 // 0)
+        monkeypatch.setattr(sender, sends, lambda *_: 1 // 0)
         agree.raises(ZeroDivisionError, call)
         fast_path.pause(False)
-    else:
+    elif name != "gather" or RANK == 0:
         agree.raises(StallError, call, "The timeout of this group is 0.3 s")
         agree.raises(StallError, call, "cannot be used any more")
+    else:  # it only sends
+        with contextlib.suppress(StallError):
+            call()
     MPI.COMM_WORLD.Barrier()
     dist.all_reduce(tensor := torch.ones(4))
     agree.equal(tensor, torch.full((4,), float(SIZE)), "another group")

@@ -99,7 +99,7 @@ class CallComparison:
         return np.empty(3 * MOST_LONG_BYTES + 256 * len(self.split.groups), np.uint8)
 
     @cached_property
-    def compiled(self) -> CompiledSteps | None:
+    def _compiled(self) -> CompiledSteps | None:
         """The comparison in machine code; None if that is not possible."""
         intra = self.intra
         step = None if intra is None else self._waiting.cached_call(intra, "barrier", None, 0)
@@ -119,15 +119,13 @@ class CallComparison:
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""
         self.wait.check()
-        compiled = self.compiled
+        compiled = self._compiled
         if compiled is None:
-            return self.run(number, self._wait, lambda exchange, number: exchange.agree(number), self._wait)
+            return self.run(number, self.synchronize, lambda exchange, number: exchange.agree(number), self.synchronize)
         status = compiled.run(number)
-        return status == 0 or self.finish_comparison(number, compiled, status)
-
-    def finish_comparison(self, number: int, compiled: CompiledSteps, status: int) -> bool:
-        """Run the rest of a comparison alone from the step that has failed, and return what `agree` would."""
-        return self.finish(number, compiled, status, self._wait, NumberExchange.agree, self._wait)
+        return status == 0 or self.finish(
+            number, compiled, status, self.synchronize, NumberExchange.agree, self.synchronize
+        )
 
     def set_number(self, number: int) -> None:
         """Let the ranks of a host compare this number in the following steps."""
@@ -175,7 +173,7 @@ class CallComparison:
         if is_equal:
             is_equal = self._step(number, after)
         else:
-            self._step(_DIFFERENT, self._wait)
+            self._step(_DIFFERENT, self.synchronize)
         return is_equal
 
     def _step(self, number: int, step: Callable[[], object]) -> bool:
@@ -186,7 +184,8 @@ class CallComparison:
             return False
         return True
 
-    def _wait(self, settle: Settle | None = None) -> None:
+    def synchronize(self, settle: Settle | None = None) -> None:
+        """Wait for the ranks of this host, or end a wait that machine code has begun."""
         if settle is not None:
             settle(None, None)
         elif self.intra is not None:

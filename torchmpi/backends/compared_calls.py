@@ -181,7 +181,7 @@ class ComparedCall:
         if self.is_long(call):
             assert self.long_calls is not None
             made = self._made(call.root) if fast_path.takes_calls() else None
-            is_equal = self.long_calls.run(call) if made is None else made.run_long(call)
+            is_equal = self.long_calls.run(call) if made is None or made.long is None else made.run_long(call)
         elif self.spec.tensors and not self.is_carried(call):
             self._compare_long(source)
             return self.longer(source, destination, root)
@@ -264,8 +264,8 @@ class ComparedCall:
             return self.frames.finish(made.frames.compiled, status, source, destination, root)
         call = self.call(source, destination, root)
         if self.is_long(call):
-            assert self.long_calls is not None
-            is_equal = self.long_calls.finish(call, status, compiled.record, made.settle_step)
+            assert self.long_calls is not None and made.long is not None
+            is_equal = self.long_calls.finish(call, made.long, status)
         else:
             is_equal = self.comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
         return self._result(call, is_equal, source, destination)
@@ -304,8 +304,7 @@ class ComparedCall:
         steps = [step for step in found if step is not None]
         if len(steps) < len(planned):  # the ranks of the host share no memory
             return None
-        limit = self.most_bytes if most_bytes is None else min(most_bytes, self.most_bytes)
-        return _KernelCall(self, root, limit, steps)
+        return _KernelCall(self, root, most_bytes, steps)
 
     def _cached_step(self, intra: Group, step: splits.Step) -> fast_path.CachedCall | None:
         """Return a step within the host for the fast path."""
@@ -646,13 +645,15 @@ class _Parts(_Frames):
 class _KernelCall:
     """The record of the kernel `over_hosts`, and the memory to which it points."""
 
-    def __init__(self, plan: ComparedCall, root: int, most_bytes: int, steps: Sequence[fast_path.CachedCall]) -> None:
+    def __init__(
+        self, plan: ComparedCall, root: int, most_bytes: int | None, steps: Sequence[fast_path.CachedCall]
+    ) -> None:
         """Prepare the calls of a group.
 
         Args:
             plan: The same in Python.
             root: The root.
-            most_bytes: The size of the longest call (`Blocks.together`).
+            most_bytes: The size of the longest call, if not all sizes are made so.
             steps: The steps within the host; none on ranks without them.
         """
         group, spec, hosts, own_host = plan.group, plan.spec, plan.hosts, plan.own_host
@@ -666,7 +667,7 @@ class _KernelCall:
         for host, ranks in enumerate(hosts):
             self._ranks[host, : len(ranks)] = ranks
         self.compiled.record.write(
-            value_bytes=most_bytes,
+            value_bytes=plan.most_bytes if most_bytes is None else min(most_bytes, plan.most_bytes),
             call_log=group.call_log.address,
             mark=plan.mark,
             sent_item_bytes=plan.sent_dtype.itemsize,
@@ -701,32 +702,32 @@ class _KernelCall:
             hosts=self.compiled.record,
         )
         self.frames = None if plan.frames is None else plan.frames.kernel_call(self.record, root)
-        self.settle_step: Callable[[int, Any, Any], Any] | None = None
-        if plan.long_calls is not None:
-            self._run_long = kernels.load()["call_long_over_hosts"]
-            self._add_long_calls(plan.long_calls, most_bytes)
+        self.long = None if plan.long_calls is None or most_bytes is not None else self._long_calls(plan.long_calls)
 
-    def _add_long_calls(self, long_calls: LongCall, most_bytes: int) -> None:
-        """Write to the record how values are sent that are too long for the comparison, if they can be."""
-        plan, comparison, record = self._plan, self._plan.comparison, self.compiled.record
-        intra = comparison.intra
-        if long_calls.step is not None:
-            assert intra is not None
-            tensor = torch.empty(0, dtype=plan.sent_dtype if plan.spec.reduces else torch.uint8)
-            step = plan.runner.cached_call(intra, long_calls.step, tensor, 0)
-            if step is None:
-                return
-            kind = records.STEPS.index("gather" if plan.spec.name == "allgather" else long_calls.step)
-            record.step.write(kind=kind, call=step.record, code=step.code, signed_code=step.signed_code)
-            self.settle_step = step.settle
-        assert comparison.compiled is not None
+    def _long_calls(self, long_calls: LongCall) -> CompiledSteps | None:
+        """Write to the record how values follow the comparison, and return its steps; None if not possible."""
+        plan, comparison = self._plan, self._plan.comparison
+        tensor = torch.empty(0, dtype=plan.sent_dtype if plan.spec.reduces else torch.uint8)
+        names = [long_calls.step if plan.spec.reduces else None, long_calls.step]
+        steps = [
+            plan.runner.cached_call(comparison.intra, name or "barrier", None if name is None else tensor, 0)
+            for name in names
+            if comparison.intra is not None
+        ]
+        found = [step for step in steps if step is not None]
+        if len(found) < len(steps):
+            return None
+        kinds = ["gather" if SPECS[name or "barrier"].gathers else name or "barrier" for name in names]
+        compiled = CompiledSteps(comparison, found, kinds)
+        self._run_long = kernels.load()["call_long_over_hosts"]
         self.send_parts_of(self.record, long_calls.message_bytes)
-        record.write(
-            comparison=comparison.compiled.record,
+        self.compiled.record.write(
+            long=compiled.record,
             most_long=long_calls.most_bytes,
             memory=comparison.long_memory.ctypes.data,
             algorithm=long_calls.algorithm,
         )
+        return compiled
 
     def send_parts_of(self, call: records.KernelCall, message_bytes: int) -> None:
         """Write to the record of a call how parts are sent in messages of their own."""
@@ -754,10 +755,10 @@ class _KernelCall:
 
     def run_long(self, call: _Call) -> bool:
         """Run a call whose values are sent in one message to each other host; return whether all ranks make it."""
-        long_calls = self._plan.long_calls
-        assert long_calls is not None and call.source is not None
-        finish = lambda status: long_calls.finish(call, status, self.compiled.record, self.settle_step)  # noqa: E731
-        return self._run_kernel(self._run_long, call, long_calls.number(call.source), finish)
+        long_calls, compiled = self._plan.long_calls, self.long
+        assert long_calls is not None and compiled is not None
+        finish = partial(long_calls.finish, call, compiled)
+        return self._run_kernel(self._run_long, call, long_calls.number(call), finish)
 
     def _run_kernel(self, kernel: Callable[..., int], call: _Call, number: int, finish: Callable[[int], bool]) -> bool:
         source, target, call_log = call.source, call.target, self._group.call_log

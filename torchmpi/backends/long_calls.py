@@ -13,26 +13,57 @@ each rank its part. So each byte is sent once to a host, and is received where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 
 from ..collective_specs import CollectiveSpec
 from ..communicators import algorithms
+from ..communicators.group import Group
 from ..shared_memory.kernels import records
 from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, partition
-from .call_comparison import MOST_LONG_BYTES, Settle
+from .call_comparison import MOST_LONG_BYTES, CallComparison, CompiledSteps, Settle
+from .hierarchical.steps import StepRunner
 from .mpi_messages import PARTS_TAG, rows_of
-
-if TYPE_CHECKING:
-    from .compared_calls import ComparedCall, _Call
+from .number_exchange import NumberExchange
+from .rank_order import Combiner, PartialResults
 
 _CACHE_LINE = 64
 Messages = list[tuple[int, torch.Tensor]]
 """Ranks and contiguous tensors."""
+
+
+class _Plan(Protocol):
+    """What :class:`.compared_calls.ComparedCall` knows of the calls of a collective."""
+
+    group: Group
+    comparison: CallComparison
+    spec: CollectiveSpec
+    runner: StepRunner
+    dtype: torch.dtype
+    sent_dtype: torch.dtype
+    partial_results: PartialResults | None
+    combine: Combiner
+    own_host: int
+    place: int
+    has_parts: bool
+    takes_part: bool
+
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host."""
+
+
+class _Call(Protocol):
+    """A call: the tensor of this rank, the same as bytes, the result, and the root."""
+
+    source: torch.Tensor | None
+    flat: torch.Tensor
+    target: torch.Tensor | None
+    root: int
 
 
 class LongCall:
@@ -45,7 +76,7 @@ class LongCall:
         algorithm: The algorithm that the call log stores.
     """
 
-    def __init__(self, plan: ComparedCall, message_bytes: int) -> None:
+    def __init__(self, plan: _Plan, message_bytes: int) -> None:
         """Prepare the calls; `message_bytes`: the longest message."""
         self._plan, self._group, self._comparison = plan, plan.group, plan.comparison
         has_step = self.in_columns(plan.spec) and self._comparison.intra is not None
@@ -54,10 +85,9 @@ class LongCall:
         self.message_bytes = self.most_bytes = message_bytes
         if plan.spec.reduces:
             self.most_bytes = min(message_bytes, MOST_LONG_BYTES) // plan.sent_dtype.itemsize * plan.dtype.itemsize
-        self._first_byte = 0
 
     @classmethod
-    def of(cls, plan: ComparedCall, message_bytes: int) -> LongCall | None:
+    def of(cls, plan: _Plan, message_bytes: int) -> LongCall | None:
         """Return the long calls of a collective; None if it has none, or the hosts are no columns."""
         spec, group, hosts = plan.spec, plan.group, plan.hosts
         if not message_bytes or plan.has_parts or plan.takes_part or not (spec.gathers or spec.divides):
@@ -75,55 +105,50 @@ class LongCall:
         """Return whether a call with this tensor is one of these."""
         return 0 < source.nbytes <= self.most_bytes
 
-    def number(self, source: torch.Tensor) -> int:
+    def number(self, call: _Call) -> int:
         """Return what is compared: the number of the call, and its length."""
-        return self._group.call_number ^ records.LONG ^ source.nbytes
+        assert call.source is not None
+        return self._group.call_number ^ records.LONG ^ call.source.nbytes
 
     def run(self, call: _Call) -> bool:
         """Run a call; return False if other ranks do not make it."""
-        assert call.source is not None
-        number = self.number(call.source)
-        if not self._comparison.agree(number):
-            return False
-        self._move(call, number)
-        return True
+        number = self.number(call)
+        return self._end(call, self._comparison.run(number, *self._steps(call)))
 
-    def finish(self, call: _Call, status: int, of_call: records.Hosts, step: Callable[..., Any] | None) -> bool:
-        """Run the rest of a call of machine code from the step that has failed, and return what `run` would.
+    def finish(self, call: _Call, compiled: CompiledSteps, status: int) -> bool:
+        """Run the rest of a call of machine code from the step that has failed, and return what `run` would."""
+        comparison, number, failed = self._comparison, self.number(call), compiled.record.failed_step
+        if failed == records.STEP_OF_HOST:
+            comparison.set_number(number)
+            return self._end(call, True, compiled.record.num_done, partial(compiled.steps[1].settle, status))
+        if failed != records.STEP_PARTS:
+            return self._end(call, comparison.finish(number, compiled, status, *self._steps(call)))
+        if status == records.TIMEOUT:
+            comparison.wait.give_up(call.source, call.target, compiled, comparison)
+        raise self._group.context.MPI.Exception(status)
 
-        `of_call`: the record of the call; `step`: ends the step within the host.
-        """
-        comparison, compiled = self._comparison, self._comparison.compiled
-        assert call.source is not None and compiled is not None
-        number = self.number(call.source)
-        if compiled.record.failed_step != records.STEP_PARTS:
-            if not comparison.finish_comparison(number, compiled, status):
-                return False
-            self._move(call, number)
-        elif of_call.failed_step == records.STEP_OF_HOST:
-            assert step is not None
-            self._move(call, number, of_call.num_done, partial(step, status))
-        elif status == records.TIMEOUT:
-            comparison.wait.give_up(call.source, call.target, comparison)
-        else:
-            raise self._group.context.MPI.Exception(status)
-        return True
+    def _steps(self, call: _Call) -> tuple[Callable[..., object], Callable[..., bool], Callable[..., object]]:
+        """Return the three parts of the comparison; in the first and the last one a host may move values."""
 
-    def _move(self, call: _Call, number: int, first: int = 0, settle: Settle | None = None) -> None:
-        """Move the values, from the step for the host `first` on, which `settle` ends."""
-        self._group.call_log.count_wait()
-        self._group.call_log.log_fields[LogFields.algorithm] = self.algorithm
-        self._comparison.set_number(number)
-        spec = self._plan.spec
-        if spec.reduces:
-            self._reduce_scatter(call, first, settle)
-        elif spec.divides:
-            self._alltoall(call)
-        else:
-            self._gather(call, first, settle)
+        def exchange_numbers(exchange: NumberExchange, number: int | None) -> bool:
+            is_equal = exchange.agree(number)
+            self._group.call_log.count_wait()
+            return is_equal
 
-    def _step(self, source: torch.Tensor, destination: torch.Tensor, settle: Settle | None) -> None:
-        """Run a step within the host, or end one that machine code has begun."""
+        before = after = self._comparison.synchronize
+        if self.step is not None:
+            after = partial(self._step, call, int(self._plan.spec.reduces))
+            before = partial(self._step, call, 0) if self._plan.spec.reduces else before
+        return before, exchange_numbers, after
+
+    def _step(self, call: _Call, index: int, settle: Settle | None = None) -> None:
+        """Move the values for one host among the ranks of this host, or end a step that machine code has begun."""
+        reduces, ranks = self._plan.spec.reduces, self._ranks_at(index)
+        if reduces and index == 0 and settle is None and self._plan.sent_dtype is not self._plan.dtype:
+            assert call.source is not None
+            wide, _ = self._as_sent(call)
+            wide.copy_(call.source.view(wide.shape))
+        source, destination = (self._rows_to_reduce if reduces else self._rows_to_gather)(call, index, ranks)
         if settle is not None:
             settle(source, destination)
         else:
@@ -131,12 +156,87 @@ class LongCall:
             assert intra is not None and self.step is not None
             self._plan.runner.run(intra, self.step, source, destination)
 
-    def _hosts(self) -> Iterable[tuple[int, list[int]]]:
-        """Return the hosts and their ranks in the order of the steps: each host begins with itself."""
+    def _end(self, call: _Call, is_equal: bool, first: int | None = None, settle: Settle | None = None) -> bool:
+        """Move what has not been moved with the comparison; from the step for a host on, which `settle` ends."""
+        if not is_equal:
+            return False
+        self._group.call_log.log_fields[LogFields.algorithm] = self.algorithm
+        reduces, num_hosts = self._plan.spec.reduces, len(self._plan.hosts)
+        num_steps = num_hosts if self.step is not None else 0
+        if first is None and not reduces:
+            self._exchange(*self._messages(call))
+        for index in range((1 + reduces) if first is None else first, num_steps):
+            self._step(call, index, settle if index == first else None)
+        if reduces:
+            self._exchange(*self._messages(call))
+            self._combine(call)
+        return True
+
+    def _ranks_at(self, index: int) -> list[int]:
+        """Return the ranks of the host whose turn it is: each host begins with itself."""
         hosts = self._plan.hosts
-        for index in range(len(hosts)):
-            host = (self._plan.own_host + index) % len(hosts)
-            yield host, list(hosts[host])
+        return list(hosts[(self._plan.own_host + index) % len(hosts)])
+
+    def _rows_to_gather(self, call: _Call, index: int, ranks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the own row, and the memory for those of a host."""
+        assert call.target is not None
+        rows = buffers.byte_view(call.target).view(self._group.size, -1)[ranks[0] : ranks[-1] + 1]
+        return call.flat if index == 0 else rows[self._plan.place], rows.view(-1)
+
+    def _rows_to_reduce(self, call: _Call, index: int, ranks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows for the ranks of a host, and the sums of those for the rank in this place there."""
+        source, spans = self._as_sent(call)
+        rows = source[spans[ranks[0]][0] : sum(spans[ranks[-1]])]
+        peer = spans[ranks[self._plan.place]][1]
+        return rows, rows if self.step is None else self._block(source, index, peer)
+
+    def _as_sent(self, call: _Call) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """Return the rows of a call as they are sent, and which of them are for each rank."""
+        assert call.source is not None
+        num_rows, row_numel = rows_of(call.source)
+        source, dtype = call.source.detach().view(num_rows, row_numel), self._plan.sent_dtype
+        if dtype is not self._plan.dtype:
+            source = self._memory[: source.numel() * dtype.itemsize].view(dtype).view(num_rows, row_numel)
+        return source, partition.even_partition(num_rows, self._group.size)
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.from_numpy(self._comparison.long_memory)
+
+    def _block(self, source: torch.Tensor, number: int, num_rows: int) -> torch.Tensor:
+        """Return memory for sums: the block of each host to send, and then of each to receive."""
+        first = _whole_lines(source.nbytes) if self._plan.sent_dtype is not self._plan.dtype else 0
+        most_rows, row_bytes = -(-len(source) // self._group.size), source.shape[1] * source.itemsize
+        memory = self._memory[first + number * _whole_lines(most_rows * row_bytes) :]
+        return memory[: num_rows * row_bytes].view(source.dtype).view(num_rows, source.shape[1])
+
+    def _messages(self, call: _Call) -> tuple[Messages, Messages]:
+        """Return what this rank sends to other ranks, and the memory for what it receives from them."""
+        plan, rank, size = self._plan, self._group.rank, self._group.size
+        assert call.source is not None
+        num_hosts, target = len(plan.hosts), None if call.target is None else buffers.byte_view(call.target)
+        if plan.spec.reduces:
+            source, spans = self._as_sent(call)
+            turns = [(index, self._ranks_at(index)) for index in range(1, num_hosts)]
+            sent = [(ranks[plan.place], self._rows_to_reduce(call, index, ranks)[1]) for index, ranks in turns]
+            own = spans[rank][1]
+            return sent, [(ranks[plan.place], self._block(source, num_hosts + k, own)) for k, ranks in turns]
+        rows = None if target is None else target.split_with_sizes([len(target) // size] * size)
+        if plan.spec.divides:
+            counts = [count for _, count in partition.even_partition(rows_of(call.source)[0], size)]
+            given = buffers.byte_view(call.source).view(sum(counts), -1).split_with_sizes(counts)
+            sent, origins = [*enumerate(given)], set(range(size))
+        elif plan.spec.is_rooted:
+            sent, origins = [(call.root, call.flat)], set(range(size))
+        else:
+            origins = {self._ranks_at(index)[plan.place] for index in range(num_hosts)}
+            sent = [(peer, call.flat) for peer in origins]
+        own_part = dict(sent).get(rank)
+        if own_part is not None and rows is not None and self.step is None:
+            buffers.overwrite(rows[rank], own_part.view(-1))
+        received = [] if rows is None else [(peer, rows[peer]) for peer in origins - {rank}]
+        return [message for message in sent if message[0] != rank], received
 
     def _exchange(self, sent: Messages, received: Messages) -> None:
         comm, MPI = self._group.comm, self._group.context.MPI
@@ -148,72 +248,24 @@ class LongCall:
         ]
         MPI.Request.Waitall(requests)
 
-    def _gather(self, call: _Call, first: int, settle: Settle | None) -> None:
-        plan, size, rank, root = self._plan, self._group.size, self._group.rank, call.root
-        rows = None if call.target is None else buffers.byte_view(call.target).view(size, -1)
-        if settle is None:
-            if plan.spec.is_rooted:
-                receivers = {root}
-                senders = set(range(size)) if rank == root else set[int]()
-            else:
-                receivers = senders = {ranks[plan.place] for _, ranks in self._hosts()}
-            if rows is not None and rows[rank].data_ptr() != call.flat.data_ptr():
-                buffers.overwrite(rows[rank], call.flat)
-            received = [(peer, rows[peer]) for peer in senders - {rank}] if rows is not None else []
-            self._exchange([(peer, call.flat) for peer in receivers - {rank}], received)
-        if self.step is not None:
-            assert rows is not None
-            for index, (_, ranks) in enumerate(self._hosts()):
-                if index >= first:
-                    of_host = rows[ranks[0] : ranks[-1] + 1]
-                    self._step(of_host[plan.place], of_host.view(-1), settle if index == first else None)
+    def _combine(self, call: _Call) -> None:
+        """Combine the sums of all hosts for this rank, in their order, to the result."""
+        plan, num_hosts = self._plan, len(self._plan.hosts)
+        source, spans = self._as_sent(call)
+        assert call.target is not None
+        own, result = spans[self._group.rank][1], call.target.detach().view(-1)
+        _, sums = self._rows_to_reduce(call, 0, self._ranks_at(0))
+        vectors = [
+            self._block(source, num_hosts + (host - plan.own_host) % num_hosts, own) for host in range(num_hosts)
+        ]
+        vectors[plan.own_host] = sums
+        is_rounded = plan.partial_results is not None and plan.partial_results.is_rounded
+        total = self._block(source, num_hosts, own).view(-1) if is_rounded else result
+        plan.combine([vector.view(-1) for vector in vectors], total)
+        if plan.partial_results is not None:
+            plan.partial_results.finish(total, result)
 
-    def _alltoall(self, call: _Call) -> None:
-        assert call.source is not None and call.target is not None
-        rank, size, num_rows = self._group.rank, self._group.size, rows_of(call.source)[0]
-        counts = [count for _, count in partition.even_partition(num_rows, size)]
-        given = buffers.byte_view(call.source).view(num_rows, -1).split_with_sizes(counts)
-        target = buffers.byte_view(call.target)
-        received = target.split_with_sizes([len(target) // size] * size)
-        buffers.overwrite(received[rank], given[rank].view(-1))
-        others = [other for other in range(size) if other != rank]
-        self._exchange([(other, given[other]) for other in others], [(other, received[other]) for other in others])
 
-    def _reduce_scatter(self, call: _Call, first: int, settle: Settle | None) -> None:
-        plan, rank = self._plan, self._group.rank
-        assert call.source is not None and call.target is not None
-        num_rows, row_numel = rows_of(call.source)
-        spans, source = partition.even_partition(num_rows, self._group.size), call.source.detach()
-        source, self._first_byte = source.view(num_rows, row_numel), 0
-        if plan.sent_dtype is not plan.dtype:
-            source = self._take(num_rows, row_numel).copy_(source)
-        vectors, sent, received = dict[int, torch.Tensor](), Messages(), Messages()
-        for index, (host, ranks) in enumerate(self._hosts()):
-            peer, sums = ranks[plan.place], source[spans[ranks[0]][0] : sum(spans[ranks[-1]])]
-            if self.step is not None:
-                rows, sums = sums, self._take(spans[peer][1], row_numel)
-                if index >= first:
-                    self._step(rows, sums, settle if index == first else None)
-            vectors[host] = sums
-            if index > 0:
-                vectors[host] = self._take(spans[rank][1], row_numel)
-                sent.append((peer, sums))
-                received.append((peer, vectors[host]))
-        self._exchange(sent, received)
-        self._combine([vectors[host].view(-1) for host in range(len(vectors))], call.target.detach().view(-1))
-
-    def _take(self, num_rows: int, row_numel: int) -> torch.Tensor:
-        """Return the next part of the memory for what is sent and received, for such rows of sums."""
-        begin, num_bytes = self._first_byte, num_rows * row_numel * self._plan.sent_dtype.itemsize
-        self._first_byte = begin + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
-        with torch.inference_mode(False):
-            memory = torch.from_numpy(self._comparison.long_memory)[begin : begin + num_bytes]
-            return memory.view(self._plan.sent_dtype).view(num_rows, row_numel)
-
-    def _combine(self, vectors: list[torch.Tensor], result: torch.Tensor) -> None:
-        partial_results, total = self._plan.partial_results, result
-        if partial_results is not None and partial_results.is_rounded:
-            total = self._take(1, result.numel()).view(-1)
-        self._plan.combine(vectors, total)
-        if partial_results is not None:
-            partial_results.finish(total, result)
+def _whole_lines(num_bytes: int) -> int:
+    """Return the length of memory for a block, so that the next one begins at a cache line."""
+    return -(-num_bytes // _CACHE_LINE) * _CACHE_LINE

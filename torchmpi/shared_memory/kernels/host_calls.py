@@ -403,10 +403,10 @@ def is_carried(call: KernelCall, num_bytes, row_bytes):
 
 @inner
 def is_long(call: KernelCall, num_bytes):
-    """Return whether a call over hosts is compared first, and then sends a message to a rank of each other host."""
+    """Return whether the values of a call over hosts follow the comparison in messages."""
     if not call.hosts:
         return False
-    if not call.hosts.comparison:
+    if not call.hosts.long:
         return False
     return 0 < num_bytes <= call.hosts.most_long
 
@@ -484,6 +484,19 @@ def call_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_bytes,
     return 0
 
 
+@inner
+def compare(hosts: Hosts, seq, number):
+    """Compare a number between the hosts: 0, MISMATCH, TIMEOUT, or the error of MPI."""
+    if hosts.isend == 0:
+        return 0
+    store_release(hosts.wait.polling, seq)
+    status = gather(hosts, number, 0)
+    store_release(hosts.wait.polling, 0)
+    if status != 0:
+        hosts.failed_step = STEP_BETWEEN
+    return status
+
+
 @kernel
 def compare_over_hosts(hosts: Hosts, seq, number):
     """Compare a number of a call between all ranks.
@@ -491,12 +504,8 @@ def compare_over_hosts(hosts: Hosts, seq, number):
     Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step`.
     """
     status = run_step(hosts, hosts.before, number, STEP_BEFORE, 0, 0, 0, 0)
-    if status == 0 and hosts.isend != 0:
-        store_release(hosts.wait.polling, seq)
-        status = gather(hosts, number, 0)
-        store_release(hosts.wait.polling, 0)
-        if status != 0:
-            hosts.failed_step = STEP_BETWEEN
+    if status == 0:
+        status = compare(hosts, seq, number)
     return status if status != 0 else run_step(hosts, hosts.after, number, STEP_AFTER, 0, 0, 0, 0)
 
 
@@ -681,42 +690,71 @@ def room_of(num_bytes):
 
 
 @inner
-def gather_long(call: KernelCall, seq, number, source, num_bytes, target):
-    """Send the rows to the rank in this place on each other host, which passes them on there; or to the root."""
-    hosts, group, transfers, most_ranks, root = (
-        call.hosts,
-        group_of(call),
-        call.transfers,
-        call.hosts.most_ranks,
-        call.root,
-    )
-    rank, place, parts = group.rank, hosts.place, call.received_parts
-    for other in range(group.size):
-        is_sent = other == root if root >= 0 else other % most_ranks == place
-        is_received = rank == root if root >= 0 else is_sent
-        row = part_at(parts, other, target + other * num_bytes)
-        if other != rank:
-            set_send(transfers, other, source, num_bytes if is_sent else 0)
-            set_receive(transfers, other, row, num_bytes if is_received else 0)
-        elif (root < 0 or rank == root) and row != source:
-            copy(row, source, num_bytes)
-    status = send_parts(call, seq)
-    for index in range(hosts.num_hosts if hosts.step.call and status == 0 else 0):
-        hosts.num_done, first, local = index, host_at(hosts, index) * most_ranks, hosts.step.call
-        own = part_at(parts, first + place, target + (first + place) * num_bytes)
-        local.received_parts = Words(parts + first * FIELD_BYTES if parts else 0)
-        status = run_step(hosts, hosts.step, number, STEP_OF_HOST, own, num_bytes, 0, target + first * num_bytes)
-        local.received_parts = Words(0)
-        if status != 0:
-            return status
+def begin_parts(call: KernelCall):
+    """Note that all ranks have arrived, and that messages follow."""
+    call.hosts.long.waited = now() + call.hosts.call_log.waited
+    call.hosts.long.failed_step = STEP_PARTS
+    return 0
+
+
+@inner
+def step_at(index):
+    """Return the step in which the ranks of a host move the values for the host at this turn after the first one."""
+    return STEP_AFTER if index == 1 else STEP_OF_HOST
+
+
+@inner
+def gather_in_host(call: KernelCall, number, index, source, num_bytes, target):
+    """Let the ranks of this host gather the rows that they have from one host."""
+    hosts, long, parts = call.hosts, call.hosts.long, call.received_parts
+    first, local = host_at(hosts, index) * hosts.most_ranks, long.after.call
+    own = source if index == 0 else part_at(parts, first + hosts.place, target + (first + hosts.place) * num_bytes)
+    local.received_parts = Words(parts + first * FIELD_BYTES if parts else 0)
+    long.num_done = index
+    status = run_step(long, long.after, number, step_at(index + 1), own, num_bytes, 0, target + first * num_bytes)
+    local.received_parts = Words(0)
     return status
 
 
 @inner
-def exchange_long(call: KernelCall, seq, source, num_rows, row_bytes, target):
+def gather_long(call: KernelCall, seq, number, source, num_bytes, target):
+    """Send the rows to the rank in this place on each other host, which passes them on there; or to the root."""
+    hosts, long, root, rank, transfers = call.hosts, call.hosts.long, call.root, group_of(call).rank, call.transfers
+    has_steps, receives = long.after.kind == _GATHER, root < 0 or rank == root
+    if has_steps:
+        status = run_step(long, long.before, number, STEP_BEFORE, 0, 0, 0, 0)
+        if status == 0:
+            status = compare(long, seq, number)
+        if status == 0:
+            status = gather_in_host(call, number, 0, source, num_bytes, target)
+    else:
+        status = compare_over_hosts(long, seq, number)
+    if status != 0:
+        return status
+    for other in range(group_of(call).size):
+        is_sent = other == root if root >= 0 else other % hosts.most_ranks == hosts.place
+        row = part_at(call.received_parts, other, target + other * num_bytes)
+        if other != rank:
+            set_send(transfers, other, source, num_bytes if is_sent else 0)
+            set_receive(transfers, other, row, num_bytes if receives and (root >= 0 or is_sent) else 0)
+        elif receives and not has_steps and row != source:
+            copy(row, source, num_bytes)
+    begin_parts(call)
+    status = send_parts(call, seq)
+    for index in range(1, hosts.num_hosts if has_steps else 0):
+        if status == 0:
+            status = gather_in_host(call, number, index, source, num_bytes, target)
+    return status
+
+
+@inner
+def exchange_long(call: KernelCall, seq, number, source, num_rows, row_bytes, target):
     """Send each rank its rows."""
-    group, transfers = group_of(call), call.transfers
+    group, long, transfers = group_of(call), call.hosts.long, call.transfers
     rank, size, own_bytes = group.rank, group.size, own_length(group, num_rows, row_bytes)
+    status = compare_over_hosts(long, seq, number)
+    if status != 0:
+        return status
     for other in range(size):
         begin, length = rows_before(num_rows, size, other) * row_bytes, part_length(call, num_rows, row_bytes, other)
         if other == rank:
@@ -724,6 +762,7 @@ def exchange_long(call: KernelCall, seq, source, num_rows, row_bytes, target):
         else:
             set_send(transfers, other, source + begin, length)
             set_receive(transfers, other, target + other * own_bytes, own_bytes)
+    begin_parts(call)
     return send_parts(call, seq)
 
 
@@ -733,32 +772,34 @@ def reduce_long(call: KernelCall, seq, number, source, num_rows, row_bytes, targ
 
     The ranks of a host first reduce the rows for each host.
     """
-    hosts, group, most_ranks, memory = call.hosts, group_of(call), call.hosts.most_ranks, call.hosts.memory
-    size, num_bytes = group.size, num_rows * row_bytes
+    hosts, long, most_ranks, memory = call.hosts, call.hosts.long, call.hosts.most_ranks, call.hosts.memory
+    group, size, num_bytes, status = group_of(call), group_of(call).size, num_rows * row_bytes, 0
     if hosts.widen:
         convert(hosts, hosts.widen, memory, source, num_bytes, call.item_bytes)
         source, row_bytes = memory, as_sent(call, row_bytes)
         memory += room_of(as_sent(call, num_bytes))
-    own_bytes = own_length(group, num_rows, row_bytes)
+    own_bytes, room = own_length(group, num_rows, row_bytes), room_of(part_length(call, num_rows, row_bytes, 0))
     for index in range(hosts.num_hosts):
-        host = host_at(hosts, index)
+        if index == 1 and status == 0:
+            status = compare(long, seq, number)
+        if status != 0:
+            return status
+        host, sums, received = host_at(hosts, index), memory + index * room, memory + (hosts.num_hosts + index) * room
         first, peer = host * most_ranks, host * most_ranks + hosts.place
         begin = rows_before(num_rows, size, first) * row_bytes
-        sums, length = source + begin, part_length(call, num_rows, row_bytes, peer)
-        if hosts.step.call:
-            sums = memory
-            memory += room_of(length)
-            hosts.num_done = index
-            end = rows_before(num_rows, size, first + most_ranks) * row_bytes
-            status = run_step(hosts, hosts.step, number, STEP_OF_HOST, source + begin, end - begin, row_bytes, sums)
-            if status != 0:
-                return status
-        hosts.operands[host] = sums
+        length = rows_before(num_rows, size, first + most_ranks) * row_bytes - begin
+        long.num_done, failing = index, STEP_BEFORE if index == 0 else step_at(index)
+        if long.intra_log:
+            status = run_step(long, long.after, number, failing, source + begin, length, row_bytes, sums)
+        else:
+            sums = source + begin
+        hosts.operands[host] = sums if index == 0 else received
         if index != 0:
-            hosts.operands[host] = memory
-            set_send(call.transfers, peer, sums, length)
-            set_receive(call.transfers, peer, memory, own_bytes)
-            memory += room_of(own_bytes)
+            set_send(call.transfers, peer, sums, part_length(call, num_rows, row_bytes, peer))
+            set_receive(call.transfers, peer, received, own_bytes)
+    if status != 0:
+        return status
+    begin_parts(call)
     status = send_parts(call, seq)
     if status != 0:
         return status
@@ -769,28 +810,22 @@ def reduce_long(call: KernelCall, seq, number, source, num_rows, row_bytes, targ
 
 @kernel
 def call_long_over_hosts(call: KernelCall, seq, number, source, num_bytes, row_bytes, target):
-    """Compare a call, and then move its values: `LongCall` of torchmpi.backends.
+    """Compare a call, and move its values: `LongCall` of torchmpi.backends.
 
-    Returns 0, the status of `compare_over_hosts`, TIMEOUT, the error of MPI, or the status of the step for a host. The
-    record of the comparison has the step that has failed.
+    Returns 0, MISMATCH, TIMEOUT, the error of MPI, or the status of a kernel, with the step in `failed_step` of `long`.
     """
-    hosts, begin, comparison, log = call.hosts, now(), call.hosts.comparison, call.hosts.call_log
-    log.waited = -begin
+    hosts, log = call.hosts, call.hosts.call_log
+    log.waited = -now()
     log.algorithm = hosts.algorithm
-    status = compare_over_hosts(comparison, seq, number)
-    if status != 0:
-        return status
-    waited = now() - begin
-    comparison.failed_step, hosts.failed_step = STEP_PARTS, STEP_PARTS
     clear_transfers(call)
     if hosts.reduces:
         status = reduce_long(call, seq, number, source, num_bytes // row_bytes, row_bytes, target)
     elif hosts.divides:
-        status = exchange_long(call, seq, source, num_bytes // row_bytes, row_bytes, target)
+        status = exchange_long(call, seq, number, source, num_bytes // row_bytes, row_bytes, target)
     else:
         status = gather_long(call, seq, number, source, num_bytes, target)
     if status == 0:
-        log.waited = waited
+        log.waited = hosts.long.waited
     return status
 
 

@@ -506,25 +506,23 @@ class Hosts(Record):
     requests = Pointer(Words)
     """Of such a record memory for two requests of MPI for each rank."""
 
-    # A call that is compared first, and whose values follow in messages.
-    comparison: Pointer[Hosts] = Pointer("Hosts")
-    """The comparison alone; 0 if there are no such calls."""
+    # A call whose values follow the comparison in messages.
+    long: Pointer[Hosts] = Pointer("Hosts")
+    """The comparison in such a call, of which `after` is repeated for further hosts; 0 if there are no such calls."""
     most_long = Word()
     """Length of the longest tensor of such a call."""
-    step = Embedded(StepRecord)
-    """The step within the host for each host; its call is 0 if this rank is alone."""
-    num_done = Word()
-    """The number of those steps that have ended."""
     memory = Word()
-    """Address of the memory for what is sent and received."""
+    """Address of the memory for the sums that are sent and received."""
     algorithm = Word()
     """The algorithm that the call log stores."""
+    num_done = Word()
+    """Of such a comparison: for how many hosts the step has been made."""
 
 
 LONG = 1 << CALL_NUMBER_BITS - 3
 """Added to the number of such a call, and to that its length."""
 STEP_BEFORE, STEP_BETWEEN, STEP_AFTER, STEP_PARTS, STEP_OF_HOST = range(5)
-"""The last two: parts in messages of their own, and the step within the host for one of the hosts."""
+"""The last two: parts in messages of their own, and the step within the host for a further host."""
 
 
 class KernelCall(Record):
