@@ -47,7 +47,7 @@ def main() -> None:
     num_steps = options.seconds * STEPS_PER_SECOND
 
     @mpi.elastic(network=network, optimizer=optimizer, losses=torch.zeros(num_steps), step=0, begun=time.time())
-    def train(job: Any) -> torch.Tensor:
+    def train(job: Any) -> Any:
         """Return the losses of all steps."""
 
         def die() -> None:

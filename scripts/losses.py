@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lose ranks in many ways, and check that the others continue with right results, or that the job ends.
 
-    python scripts/losses.py RESULTS [--ways openmpi,spares,without-mpi] [--hosts 1,2] [--only REGEX] [--runs 20] [--jobs 4]
+    python scripts/losses.py RESULTS [--ways openmpi,spares] [--hosts 1,2] [--only REGEX] [--runs 20] [--jobs 4]
     python scripts/losses.py RESULTS --table
 
 The ways are those of docs/recovery.md: `spares` has a spare rank for each lost one, and `respawns` starts a new one,

@@ -733,6 +733,26 @@ def test_a_rank_leaves_after_a_loss_although_another_one_does_not_come_to_its_en
 
 
 @pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
+def test_a_rank_waits_for_the_reason_if_another_one_has_ended_its_calls(survive):
+    """Regression: a rank of which the launcher said nothing for half a second failed, with an error of MPI."""
+    code = """
+        from torchmpi.launch import mpi_library
+        MPI = runtime.current().MPI
+        failed, begin = MPI._failed, time.monotonic()
+        MPI._failed = lambda: failed() if time.monotonic() > begin + 1.5 else []
+        mpi.barrier()
+        if FIRST == 1:
+            die()
+        MPI.COMM_WORLD.Revoke()
+        assert "is gone" in mpi_library.loss_behind_error()
+        mpi.recover()
+        mpi.stop()
+    """
+    result = survive(2, code, start=START + "from torchmpi.session import runtime\n")
+    assert result.returncode == 0, result.output
+
+
+@pytest.mark.parametrize("survive", ["Open MPI"], indirect=True)
 def test_an_agreement_that_fails_is_named(survive):
     """Regression: Shrink() once returned an internal error, which was reported as a rank that hangs."""
     code = f"""

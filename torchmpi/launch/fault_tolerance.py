@@ -27,7 +27,8 @@ from .survivors import Survivors
 
 _IDLE_SECONDS, _FAILING_SECONDS = 0.03, 0.002
 """Between two looks for lost ranks, as long as there is none, and until the remaining ranks have agreed."""
-_REASON_SECONDS = 0.5
+_REASON_SECONDS, _REVOKED_SECONDS = 0.5, 30.0
+"""How long a rank whose call has failed waits for the reason; if another rank knows it, it comes."""
 _SETTLING_SECONDS = 0.05
 """The age at which a communicator may be revoked: Open MPI crashed when another rank was still making it."""
 _GRACE_SECONDS = 1.0
@@ -218,9 +219,11 @@ class FaultTolerantMPI(Continuing):
 
     problem_of_collectives = "after the loss of a rank, collectives of Open MPI have returned wrong data"
 
-    def __init__(self, MPI: Any) -> None:
+    def __init__(self, MPI: Any, exit_process: Callable[[int], object]) -> None:
+        """`exit_process` ends this process at once."""
         self.__dict__.update({name: value for name, value in vars(MPI).items() if not name.startswith("_")})
         self._library = MPI
+        self._exit = exit_process
         self._known = _Communicators()
         self._tracked = _tracked(MPI, self._known, self._end)
         self._is_prepared = False
@@ -405,7 +408,8 @@ class FaultTolerantMPI(Continuing):
     def _end(self, status: int) -> None:
         """End all ranks with this status. Does not return.
 
-        Of four ranks and more, the launcher ends the others only if they call MPI_Abort too: so they are told.
+        The launcher ends at most two others after MPI_Abort, so ranks are told, and exit. If several call MPI_Abort at
+        the same moment on two hosts, it may return 0: only the first of them does.
         """
         with contextlib.suppress(self._library.Exception):
             self._sent += [self._first.Isend(array("i", [status]), peer, _END_TAG) for peer in self._others()]
@@ -414,22 +418,27 @@ class FaultTolerantMPI(Continuing):
             while time.monotonic() < limit:
                 self._library.COMM_SELF.Iprobe(0)
                 time.sleep(_FAILING_SECONDS)
+            if any(self._first.Iprobe(peer, _END_TAG) for peer in self._others() if peer < self._first.rank):
+                self._exit(status)
         self._library.COMM_WORLD.Abort(status)
 
     def _end_if_told(self) -> None:
         """End this rank if another one ends the job, with its status."""
         if not self._ending.Is_revoked():
             return
-        limit, status = time.monotonic() + _TELLING_SECONDS, array("i", [1])
+        limit, status = time.monotonic() + 2 * _TELLING_SECONDS, array("i", [1])
         while time.monotonic() < limit:
             for peer in self._others():
                 with contextlib.suppress(self._library.Exception):  # lost
                     if self._first.Iprobe(peer, _END_TAG):
                         self._first.Recv(status, peer, _END_TAG)
-                        limit = 0.0
+                        self._exit(status[0])
             time.sleep(_FAILING_SECONDS)
-        self._library.COMM_WORLD.Abort(status[0])
+        self._exit(status[0])
 
+    def _is_revoked(self) -> bool:
+        """Return whether a rank has ended the calls of all, because it knows of a loss."""
+        return bool(self.COMM_WORLD != self._library.COMM_NULL and self.COMM_WORLD.Is_revoked())
 
     @property
     def loss(self) -> str:
@@ -437,8 +446,10 @@ class FaultTolerantMPI(Continuing):
 
     def loss_behind_error(self) -> str:
         """Return why all calls fail, after one has failed; '' if no rank is lost. The launcher may still be silent."""
-        limit = time.monotonic() + _REASON_SECONDS
-        while self.survivors is not None and not self._reason and time.monotonic() < limit:
+        begin = time.monotonic()
+        while self.survivors is not None and not self._reason:
+            if time.monotonic() > begin + (_REVOKED_SECONDS if self._is_revoked() else _REASON_SECONDS):
+                break
             self._look()
             time.sleep(_FAILING_SECONDS)
         return self._reason
@@ -458,7 +469,7 @@ class FaultTolerantMPI(Continuing):
             self._end_if_told()
             for rank in self._failed():
                 self.survivors.note(rank, f"{self._named(rank)} is gone: its process has ended")
-            if self._reason or (self.COMM_WORLD != self._library.COMM_NULL and self.COMM_WORLD.Is_revoked()):
+            if self._reason or self._is_revoked():
                 self._hear()
             if not (self._reason or self.survivors.is_agreed):
                 self._reason = self.survivors.last_reason

@@ -85,7 +85,7 @@ def load() -> Any:
             "Install a newer one: pip install 'mpi4py>=4.0'."
         )
     if fault_tolerance.is_switched_on(os.environ) and not fault_tolerance.why_not_here(MPI):
-        _fault_tolerant = FaultTolerantMPI(MPI)
+        _fault_tolerant = FaultTolerantMPI(MPI, _exit_with_others)
     return _fault_tolerant or MPI
 
 
@@ -268,6 +268,11 @@ def _finalize(MPI: Any, pid: int) -> None:
         if abilities(MPI).before_finalize():
             MPI.Finalize()
         remove_own_segments()  # Open MPI 5.0 leaves 16 MB behind in a process that was started without mpirun
+
+
+def _exit_with_others(status: int) -> NoReturn:
+    remove_own_segments()
+    exit_process(status)
 
 
 def remove_own_segments(names: str = r"sm_segment\.|mpich_shm_") -> None:
