@@ -135,14 +135,14 @@ def decoders(job: BenchJob, width: int, batch: int, groups: Mapping[str, Any]) -
         step = _on_cores(cores, alone.step)
         found.append(ParallelContestant(f"{ONE_PROCESS}, {len(cores)} threads", step, alone=True, held_bytes=held))
 
-    def add(name: str, divide: Callable[[Decoder], nn.Module], why_not: str | None = None) -> None:
+    def add(name: str, divide: Callable[[Decoder], nn.Module], why_not: str | None = None) -> nn.Module:
         model = copy.deepcopy(whole) if why_not else divide(copy.deepcopy(whole))
         generation = Generation(model)
         why_not = why_not or _difference(generation.first(), expected)
         found.append(ParallelContestant(name, generation.step, why_not=why_not, held_bytes=held_bytes(model)))
+        return model
 
-    divided = mpinn.tensor_parallel(copy.deepcopy(whole), plan(width))
-    add("tensor_parallel", lambda _: divided)
+    divided = add("tensor_parallel", lambda model: mpinn.tensor_parallel(model, plan(width)))
     found.append(ParallelContestant("its products", _products(divided)))
     uneven = f"DTensor cannot divide {width // HEAD} heads over {job.size} ranks" if width // HEAD % job.size else None
     for name, group in groups.items():
