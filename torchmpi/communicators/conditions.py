@@ -41,11 +41,12 @@ Reduce = Callable[[list[int], Literal["min", "sum"]], list[int]]
 def reduce_by_mpi(comm: Any, numbers: list[int], op: Literal["min", "sum"]) -> list[int]:
     """Return the least of each of some numbers over the ranks, or the sum. Collective."""
     if not hasattr(comm, "Allreduce"):
-        return [{"min": min, "sum": sum}[op](each) for each in zip(*comm.allgather(numbers), strict=True)]
+        columns = zip(*comm.allgather(numbers), strict=True)
+        return [min(each) if op == "min" else sum(each) for each in columns]
     from mpi4py import MPI
 
     reduced = np.array(numbers, np.int64)
-    comm.Allreduce(MPI.IN_PLACE, reduced, {"min": MPI.MIN, "sum": MPI.SUM}[op])
+    comm.Allreduce(MPI.IN_PLACE, reduced, MPI.MIN if op == "min" else MPI.SUM)
     result: list[int] = reduced.tolist()
     return result
 
