@@ -7,7 +7,7 @@ import hashlib
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -38,15 +38,17 @@ Reduce = Callable[[list[int], Literal["min", "sum"]], list[int]]
 """Returns the least of each of some numbers over the ranks, or the sum. Collective."""
 
 
+_REDUCE: dict[str, Callable[[Iterable[int]], int]] = {"min": min, "sum": sum}
+
+
 def reduce_by_mpi(comm: Any, numbers: list[int], op: Literal["min", "sum"]) -> list[int]:
     """Return the least of each of some numbers over the ranks, or the sum. Collective."""
     if not hasattr(comm, "Allreduce"):
-        columns = zip(*comm.allgather(numbers), strict=True)
-        return [min(each) if op == "min" else sum(each) for each in columns]
+        return list(map(_REDUCE[op], zip(*comm.allgather(numbers), strict=True)))
     from mpi4py import MPI
 
     reduced = np.array(numbers, np.int64)
-    comm.Allreduce(MPI.IN_PLACE, reduced, MPI.MIN if op == "min" else MPI.SUM)
+    comm.Allreduce(MPI.IN_PLACE, reduced, getattr(MPI, op.upper()))
     result: list[int] = reduced.tolist()
     return result
 
